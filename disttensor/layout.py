@@ -1,0 +1,165 @@
+"""Layout: how a tensor lies on a mesh, as a pure value. No process group, no communication.
+
+Two notations, converted without loss: ``placements`` (one per mesh axis) and
+``dims_mapping`` + ``partial_status`` (mesh axes per tensor dim, major first; axis -> reduction).
+Pieces follow torch.chunk: of 5 over 4 ranks the pieces are 2, 2, 1, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disttensor.placement import Partial, Placement, Replicate, Shard, show
+
+Axes = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction), sorted."""
+
+    dims: tuple[Axes, ...]
+    partial: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def sharded(self) -> frozenset[int]:
+        """Mesh axes that split some dim."""
+        return frozenset(a for axes in self.dims for a in axes)
+
+    @property
+    def partial_axes(self) -> frozenset[int]:
+        return frozenset(a for a, _ in self.partial)
+
+    def varies(self) -> frozenset[int]:
+        """Mesh axes over which locals differ: sharded or partial."""
+        return self.sharded | self.partial_axes
+
+    def dim_of(self, axis: int) -> int | None:
+        """The dim that ``axis`` splits, or None."""
+        for d, axes in enumerate(self.dims):
+            if axis in axes:
+                return d
+        return None
+
+    def placements(self, mesh_ndim: int) -> tuple[Placement, ...]:
+        out: list[Placement] = [Replicate()] * mesh_ndim
+        for axis, op in self.partial:
+            out[axis] = Partial(op)
+        for d, axes in enumerate(self.dims):
+            in_order = tuple(sorted(axes)) == axes
+            for i, axis in enumerate(axes):
+                out[axis] = Shard(d) if in_order else Shard(d, order=i)
+        return tuple(out)
+
+
+def replicated(ndim: int) -> Layout:
+    return Layout(((),) * ndim)
+
+
+def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Layout:
+    """Placements, one per mesh axis, to a Layout. Negative dims count from the end.
+
+    Raises ValueError for a wrong number of placements or a dim out of range.
+    """
+    if isinstance(placements, (Shard, Replicate, Partial)):
+        placements = (placements,)
+    placements = tuple(placements)
+    for p in placements:
+        if not isinstance(p, (Shard, Replicate, Partial)):
+            raise TypeError(
+                f"placements: {p!r} is no placement; use Shard(dim), Replicate() or Partial(op), "
+                "one per mesh axis"
+            )
+    if len(placements) != mesh_ndim:
+        raise ValueError(
+            f"placements {show(placements)} has {len(placements)} entries, but the mesh has "
+            f"{mesh_ndim} axes: give one placement per mesh axis (Replicate() where nothing is split)"
+        )
+    split: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
+    partial = []
+    for axis, p in enumerate(placements):
+        if isinstance(p, Partial):
+            partial.append((axis, p.reduce_op))
+        elif isinstance(p, Shard):
+            if not -ndim <= p.dim < ndim:
+                raise ValueError(
+                    f"placements {show(placements)}: Shard({p.dim}) on mesh axis {axis} is out of range "
+                    f"for a tensor of {ndim} dims" + (": a 0-d tensor cannot be sharded" if not ndim else "")
+                )
+            split[p.dim % ndim].append((axis if p.order is None else p.order, axis))
+    for d, pairs in enumerate(split):
+        orders = [o for o, _ in pairs]
+        if len(set(orders)) != len(orders):
+            raise ValueError(f"placements {show(placements)}: two axes claim one order on dim {d}")
+    return Layout(tuple(tuple(a for _, a in sorted(pairs)) for pairs in split), tuple(partial))
+
+
+def layout_from_mapping(
+    dims_mapping: Sequence[int | Sequence[int]],
+    partial_status: Mapping[int, str] | None,
+    mesh_ndim: int,
+) -> Layout:
+    """Paddle's form (-1, an axis, or a list of axes for each dim) to a Layout."""
+    dims: list[Axes] = []
+    for entry in dims_mapping:
+        axes: Any = (entry,) if isinstance(entry, int) else tuple(entry)
+        dims.append(tuple(a for a in axes if a != -1))
+    partial = tuple(sorted((partial_status or {}).items()))
+    used = [a for axes in dims for a in axes] + [a for a, _ in partial]
+    for axis in used:
+        if not 0 <= axis < mesh_ndim:
+            raise ValueError(f"dims_mapping {list(dims_mapping)}: the mesh has no axis {axis}")
+        if used.count(axis) > 1:
+            raise ValueError(
+                f"dims_mapping {list(dims_mapping)}, partial_status {dict(partial)}: mesh axis {axis} "
+                "is used twice; an axis splits one dim, or holds one reduction"
+            )
+    for _, op in partial:
+        Partial(op)
+    return Layout(tuple(dims), partial)
+
+
+def dims_mapping_of(layout: Layout) -> list[int | list[int]]:
+    """The user's form: -1 for a whole dim, an axis, or a list of axes (major first)."""
+    return [-1 if not a else a[0] if len(a) == 1 else list(a) for a in layout.dims]
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(offset, length) of piece ``index`` when ``size`` elements are cut as torch.chunk does."""
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(start + step, size) - start
+
+
+def box(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape) -> tuple[Shape, Shape]:
+    """(offsets, sizes) of the piece at ``coordinate``: the one function that knows where data lies."""
+    offsets, sizes = [], []
+    for size, axes in zip(shape, dims, strict=True):
+        offset = 0
+        for axis in axes:
+            start, size = chunk(size, mesh_shape[axis], coordinate[axis])
+            offset += start
+        offsets.append(offset)
+        sizes.append(size)
+    return tuple(offsets), tuple(sizes)
+
+
+_SHORT = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "complex64": "c64",
+    "complex128": "c128", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
+    "bool": "bool",
+}  # fmt: skip
+
+
+def describe(shape: Sequence[int], dtype: object, layout: Layout, axis_names: Sequence[str]) -> str:
+    """``f32[8@dp, 16] {tp: P(sum)}``: the notation of repr, errors, docstrings and tests."""
+    name = str(dtype).removeprefix("torch.")
+    body = ", ".join(
+        f"{size}@{'+'.join(axis_names[a] for a in axes)}" if axes else str(size)
+        for size, axes in zip(shape, layout.dims, strict=True)
+    )
+    pending = ", ".join(f"{axis_names[a]}: P({op})" for a, op in layout.partial)
+    return f"{_SHORT.get(name, name)}[{body}]" + (f" {{{pending}}}" if pending else "")

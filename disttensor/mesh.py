@@ -1,0 +1,193 @@
+"""ProcessMesh: an n-d array of ranks with named axes, immutable and interned."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from disttensor import comm
+
+
+class ProcessMesh:
+    """``ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))``: global ranks on named axes.
+
+    Equal meshes are one object, so ``is`` is equality. ``coordinate`` is this rank's place, or None outside.
+    Process groups are made when first needed, by the ranks that are in them.
+    Raises ValueError for a rank that occurs twice or is not in the world, and for names that do not fit.
+    """
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...]
+    device_type: str
+    coordinate: tuple[int, ...] | None
+
+    _interned: dict[tuple[Any, ...], ProcessMesh] = {}
+
+    def __new__(cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None) -> ProcessMesh:
+        array = np.asarray(mesh.cpu() if isinstance(mesh, torch.Tensor) else mesh, dtype=np.int64)
+        if array.ndim == 0:
+            array = array.reshape(1)
+        names = tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(array.ndim))
+        ranks = tuple(int(r) for r in array.reshape(-1))
+        rank, size = comm.world()
+        if len(names) != array.ndim or len(set(names)) != len(names):
+            raise ValueError(f"ProcessMesh: {array.ndim} axes need as many different names, got {names}")
+        if array.size == 0:
+            raise ValueError(f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at least 1")
+        twice = sorted({r for r in ranks if ranks.count(r) > 1}) if len(set(ranks)) != len(ranks) else []
+        if twice:
+            raise ValueError(f"ProcessMesh: rank {twice[0]} occurs twice; a rank has one place in a mesh")
+        outside = sorted(r for r in ranks if not 0 <= r < size)
+        if outside:
+            raise ValueError(
+                f"ProcessMesh: ranks {outside} are outside the world, which has ranks 0 to {size - 1}: these are "
+                "ranks of processes, not numbers of devices. Start more processes (torchrun --nproc-per-node)"
+                + ("" if dist.is_initialized() else ", or call init_mesh first, which starts the process group")
+            )
+        device_type = device_type or _default_device_type()
+        default = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+        key = (default, array.shape, ranks, names, device_type)
+        if key in cls._interned:
+            return cls._interned[key]
+        self = super().__new__(cls)
+        self.ranks, self.shape, self.dim_names = ranks, tuple(array.shape), names
+        self.device_type = device_type
+        where = np.argwhere(array == rank)
+        self.coordinate = tuple(int(i) for i in where[0]) if len(where) else None
+        self._groups: dict[tuple[int, ...], comm.Group] = {}
+        cls._interned[key] = self
+        return self
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def mesh(self) -> np.ndarray[Any, Any]:
+        """The ranks as an array of ``shape``."""
+        return np.array(self.ranks).reshape(self.shape)
+
+    @property
+    def process_ids(self) -> list[int]:
+        return list(self.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's locals live."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    def axis(self, name: str | int) -> int:
+        """The number of a mesh axis given by name or number. Raises ValueError for one that is not there."""
+        if isinstance(name, str) and name in self.dim_names:
+            return self.dim_names.index(name)
+        if isinstance(name, int) and -self.ndim <= name < self.ndim:
+            return name % self.ndim
+        raise ValueError(f"{self!r} has no axis {name!r}; its axes are {', '.join(self.dim_names)}")
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """The place of a global rank, or None where it is outside."""
+        if rank not in self.ranks:
+            return None
+        return tuple(int(i) for i in np.unravel_index(self.ranks.index(rank), self.shape))
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """All coordinates, row-major: those of ``ranks`` in order."""
+        return list(itertools.product(*map(range, self.shape)))
+
+    def members(self, axes: Sequence[int], coordinate: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The coordinates that share all but ``axes`` with ``coordinate``; ``axes`` vary major first."""
+        out = []
+        for values in itertools.product(*(range(self.shape[a]) for a in axes)):
+            place = list(coordinate)
+            for a, v in zip(axes, values, strict=True):
+                place[a] = v
+            out.append(tuple(place))
+        return out
+
+    def group(self, axes: Sequence[int]) -> comm.Group:
+        """The communicator of this rank over ``axes`` together (major first)."""
+        axes = tuple(axes)
+        group = self._groups.get(axes)
+        if group is None:
+            if self.coordinate is None:
+                raise ValueError(f"rank {comm.world()[0]} is not in {self!r} and cannot communicate over it")
+            array = self.mesh
+            ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
+            group = self._groups[axes] = comm.new_group(ranks, [self.dim_names[a] for a in axes])
+        return group
+
+    def __getitem__(self, index: Any) -> ProcessMesh:
+        """``mesh["tp"]``, ``mesh["dp", "tp"]``: the axes through this rank; ``mesh[0]``, ``mesh[:, 1]``: numpy's."""
+        names = (index,) if isinstance(index, str) else index
+        if isinstance(names, tuple) and names and all(isinstance(n, str) for n in names):
+            axes = [self.axis(n) for n in names]
+            if self.coordinate is None:
+                raise ValueError(
+                    f"rank {comm.world()[0]} is not in {self!r}, so mesh[{index!r}] has no meaning here; index by number"
+                )
+            array = self.mesh
+            ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
+            shape = [self.shape[a] for a in axes]
+            return ProcessMesh(np.array(ranks).reshape(shape), [self.dim_names[a] for a in axes], self.device_type)
+        picked = self.mesh[index]
+        full = index if isinstance(index, tuple) else (index,)
+        kept = [n for n, i in itertools.zip_longest(self.dim_names, full, fillvalue=slice(None)) if not isinstance(i, (int, np.integer))]
+        return ProcessMesh(picked, kept if picked.ndim else ("d0",), self.device_type)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
+        """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made anew."""
+        names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
+        self = cls(mesh.mesh, names, mesh.device_type)
+        if self.coordinate is not None:
+            array = self.mesh
+            for a in range(self.ndim):
+                ranks = tuple(int(array[c]) for c in self.members((a,), self.coordinate))
+                if len(ranks) > 1 and (a,) not in self._groups:
+                    members = sorted(ranks)
+                    order = tuple(members.index(r) for r in ranks)
+                    self._groups[(a,)] = comm.Group(
+                        ranks, self.coordinate[a], (names[a],), mesh.get_group(a), order, order == tuple(range(len(order)))
+                    )
+        return self
+
+    def to_device_mesh(self) -> DeviceMesh:
+        """This mesh as torch's DeviceMesh (made once; collective over the world the first time)."""
+        if not hasattr(self, "_device_mesh"):
+            self._device_mesh = DeviceMesh(self.device_type, torch.from_numpy(self.mesh), mesh_dim_names=self.dim_names)
+        return self._device_mesh
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{n}={s}" for n, s in zip(self.dim_names, self.shape, strict=True))
+        plain = self.ranks == tuple(range(math.prod(self.shape)))
+        return f"ProcessMesh({axes})" if plain else f"ProcessMesh({axes}, ranks={self.mesh.tolist()})"
+
+    def __copy__(self) -> ProcessMesh:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessMesh:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcessMesh, (self.mesh, self.dim_names, self.device_type)
+
+
+def _default_device_type() -> str:
+    if dist.is_initialized():
+        backends = dist.get_backend_config()
+        return "cuda" if "nccl" in str(backends) and torch.cuda.is_available() else "cpu"
+    return "cpu"

@@ -1,0 +1,62 @@
+"""What one mesh axis does to a tensor: shard a dim, replicate, or leave a reduction pending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Union
+
+REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Shard:
+    """Rank i of the mesh axis holds the i-th contiguous piece of ``dim`` (as torch.chunk cuts it).
+
+    ``order`` is this axis's position among the axes that split the same dim, major first. None
+    means mesh order, which is what nearly everybody wants.
+    """
+
+    dim: int
+    order: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})" if self.order is None else f"Shard({self.dim}, order={self.order})"
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.order is None else f"S({self.dim}, order={self.order})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the mesh axis holds the same bits."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Partial:
+    """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis: still to be done."""
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in REDUCTIONS:
+            raise ValueError(
+                f"Partial({self.reduce_op!r}): no such reduction; use one of {', '.join(REDUCTIONS)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op!r})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+Placement = Union[Shard, Replicate, Partial]
+
+
+def show(placements: Sequence[Placement]) -> str:
+    """``[S(0), R]``: the form that errors and logs print."""
+    return "[" + ", ".join(str(p) for p in placements) + "]"

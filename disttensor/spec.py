@@ -1,0 +1,89 @@
+"""DistSpec: mesh + layout + global shape + dtype, interned: a spec is its own cache key."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disttensor.layout import Layout, box, describe, layout_of
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Placement
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], DistSpec] = weakref.WeakValueDictionary()
+
+
+class DistSpec:
+    """Everything that all ranks know of a tensor. Compare with ``is``; make with ``DistSpec(...)``."""
+
+    __slots__ = (
+        "mesh", "layout", "shape", "dtype", "placements", "local_shape", "local_offset", "dual", "proto",
+        "_derived", "__weakref__",
+    )  # fmt: skip
+
+    mesh: ProcessMesh
+    layout: Layout
+    shape: torch.Size
+    dtype: torch.dtype
+    placements: tuple[Placement, ...]
+    local_shape: tuple[int, ...]  # of this rank; zeros outside the mesh
+    local_offset: tuple[int, ...]
+    proto: torch.Tensor  # global shape, one element of storage: what wrappers are made of
+    _derived: dict[Any, DistSpec]
+
+    def __new__(cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> DistSpec:
+        key = (mesh, layout, tuple(shape), dtype)
+        self = _interned.get(key)
+        if self is not None:
+            return self
+        self = super().__new__(cls)
+        self.mesh, self.layout, self.shape, self.dtype = mesh, layout, torch.Size(shape), dtype
+        self.placements = layout.placements(mesh.ndim)
+        if mesh.coordinate is not None:
+            self.local_offset, self.local_shape = self.box_at(mesh.coordinate)
+        else:
+            self.local_offset, self.local_shape = (0,) * len(shape), (0,) * max(1, len(shape))
+        with torch._C._DisableTorchDispatch():
+            self.proto = torch.empty((), dtype=dtype, device=mesh.device).expand(self.shape)
+        self._derived = {}
+        _interned[key] = self
+        return self
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def box_at(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, sizes) of the local of any coordinate, from the spec alone."""
+        return box(self.shape, self.layout.dims, self.mesh.shape, coordinate)
+
+    def with_dtype(self, dtype: torch.dtype) -> DistSpec:
+        spec = self._derived.get(dtype)
+        if spec is None:
+            spec = self._derived[dtype] = DistSpec(self.mesh, self.layout, self.shape, dtype)
+        return spec
+
+    def with_layout(self, layout: Layout) -> DistSpec:
+        spec = self._derived.get(layout)
+        if spec is None:
+            spec = self._derived[layout] = DistSpec(self.mesh, layout, self.shape, self.dtype)
+        return spec
+
+    def with_placements(self, placements: Sequence[Placement]) -> DistSpec:
+        return self.with_layout(layout_of(placements, self.ndim, self.mesh.ndim))
+
+    def __repr__(self) -> str:
+        return describe(self.shape, self.dtype, self.layout, self.mesh.dim_names)
+
+    def __deepcopy__(self, memo: object) -> DistSpec:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DistSpec, (self.mesh, self.layout, tuple(self.shape), self.dtype)

@@ -1,0 +1,198 @@
+"""Factors: which dims of the tensors of one call are the same dim, and what may be split.
+
+Every dim of every tensor is given a letter (any hashable; a tuple of letters for a dim that merges several,
+major first; None for a dim that stays whole, as one of size 1 that broadcasts). A mesh axis splits a *factor*:
+every tensor dim with that letter. See ``Factors`` for the kinds of factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from disttensor.layout import Layout, layout_of
+from disttensor.placement import Placement
+
+Letter = Hashable
+Dims = tuple[Any, ...]
+
+
+class Arg:
+    """A tensor argument as rules see it: shape, layout and dtype, no data.
+
+    Users give placements (one per mesh axis); ``index`` is its number among the tensors of the call.
+    """
+
+    __slots__ = ("shape", "placements", "dtype", "layout", "index", "requires_grad")
+
+    def __init__(
+        self, shape: Sequence[int], placements: Sequence[Placement] | None = None, dtype: Any = None, *,
+        layout: Layout | None = None, index: int = -1, requires_grad: bool = False,
+    ) -> None:  # fmt: skip
+        self.shape = tuple(shape)
+        self.placements = placements
+        self.dtype = dtype
+        self.layout: Layout = layout  # type: ignore[assignment]
+        self.index = index
+        self.requires_grad = requires_grad
+
+    def placed(self, mesh_ndim: int, index: int) -> Arg:
+        """This argument with its layout on a mesh and its number; checks the placements."""
+        layout = self.layout or layout_of(self.placements or (), len(self.shape), mesh_ndim)
+        return Arg(self.shape, self.placements, self.dtype, layout=layout, index=index, requires_grad=self.requires_grad)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * (self.dtype.itemsize if self.dtype is not None else 4)
+
+    def __repr__(self) -> str:
+        return f"Arg({list(self.shape)}, {self.placements or self.layout})"
+
+
+LocalMaker = Callable[[Any], Callable[..., Any]]
+
+
+@dataclass(slots=True)
+class Factors:
+    """How shardings pass through one call.
+
+    inputs, outputs  letters of each tensor argument (in order of appearance) and of each tensor result
+    sizes            size of each letter
+    reduced          letters only in inputs -> what is pending when they are split: a reduction ("sum", "max", ...),
+                     or "inner": the local function reduces by itself and its result is replicated
+    whole            letters that must not be split; so is every letter that is neither in all outputs nor reduced
+    even             letters that may be split only without remainder (dims that are split or merged)
+    terms            the call is a sum of products: for each term the arguments it is linear in. Where the result is
+                     P(sum) every term must be: by one P operand, by a split reduced letter, or by joining
+                     (the first rank adds it). () means linear in nothing: Partial inputs are reduced first.
+    moves            the call only moves elements: a Partial of any reduction passes through
+    shapes           global shapes of the outputs, where letters do not tell
+    local            made once per plan: ``local(call)`` gives the function that runs on the locals
+    view             the result shares memory with the first argument
+    ignored          arguments of which only shape and dtype matter (zeros_like): never moved, Partial or not
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: dict[Letter, int] = field(default_factory=dict)
+    reduced: Mapping[Letter, str] = field(default_factory=dict)
+    whole: frozenset[Letter] = frozenset()
+    even: frozenset[Letter] = frozenset()
+    terms: tuple[frozenset[int], ...] = ()
+    moves: bool = False
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    local: LocalMaker | None = None
+    view: bool = False
+    ignored: frozenset[int] = frozenset()
+
+    def but(self, **changes: Any) -> Factors:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        if self.shapes is not None:
+            return self.shapes
+        return tuple(tuple(self._size(d) for d in dims) for dims in self.outputs)
+
+    def _size(self, dim: Any) -> int:
+        if dim is None:
+            return 1
+        if isinstance(dim, tuple):
+            n = 1
+            for letter in dim:
+                n *= self.sizes[letter]
+            return n
+        return self.sizes[dim]
+
+
+def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
+    """Letters of broadcasting: dim i from the right is one factor in every argument; size 1 broadcasts."""
+    ndim = max((len(a.shape) for a in args), default=0)
+    sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
+    for a in args:
+        pad = ndim - len(a.shape)
+        for i, s in enumerate(a.shape):
+            if s != 1:
+                if sizes[pad + i] not in (1, s):
+                    shapes = ", ".join(str(list(b.shape)) for b in args)
+                    raise RuntimeError(f"shapes {shapes} do not broadcast: {sizes[pad + i]} and {s} in dim {pad + i}")
+                sizes[pad + i] = s
+    inputs = tuple(
+        tuple(
+            ndim - len(a.shape) + i if s == sizes[ndim - len(a.shape) + i] else None for i, s in enumerate(a.shape)
+        )
+        for a in args
+    )
+    return Factors(inputs, (tuple(range(ndim)),), sizes, **options)
+
+
+def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
+    """Factors from a pattern as ``"... m k, k n -> ... m n"`` and the arguments' shapes.
+
+    ``...`` stands for any leading dims, aligned at the right and broadcast; ``(a b)`` is a dim that merges
+    two (give their sizes with ``sizes=``); ``1`` is a dim of size 1. Letters missing on the right are *not*
+    reduced unless ``reduced=`` says so. Raises ValueError where pattern and shapes disagree.
+    """
+    left, right = pattern.split("->")
+    sizes: dict[Letter, int] = dict(options.pop("sizes", {}))
+    ins = [_tokens(t) for t in left.split(",")]
+    outs = [_tokens(t) for t in right.split(",")]
+    if len(ins) != len(args):
+        raise ValueError(f"rule {pattern!r}: {len(ins)} tensors in the pattern, {len(args)} in the call")
+    lead = max([a.ndim - len(t) + 1 for t, a in zip(ins, args, strict=True) if "..." in t], default=0)
+    inputs = []
+    for tokens, a in zip(ins, args, strict=True):
+        tokens = _spread(tokens, lead, a.ndim - len(tokens) + 1)
+        if len(tokens) != a.ndim:
+            raise ValueError(f"rule {pattern!r}: a tensor of shape {list(a.shape)} does not fit it")
+        for token, s in zip(tokens, a.shape, strict=True):
+            if not isinstance(token, tuple) and (s != 1 or token not in sizes):
+                sizes[token] = s
+        inputs.append(tokens)
+    final = tuple(
+        tuple(None if t == "1" or (not isinstance(t, tuple) and s != sizes[t]) else t for t, s in zip(tokens, a.shape, strict=True))
+        for tokens, a in zip(inputs, args, strict=True)
+    )
+    outputs = tuple(tuple(None if t == "1" else t for t in _spread(tokens, lead, lead)) for tokens in outs)
+    return Factors(final, outputs, sizes, **options)
+
+
+def _spread(tokens: list[Any], lead: int, n: int) -> list[Any]:
+    """``...`` as n letters, numbered so that the last of ``lead`` leading dims align."""
+    if "..." not in tokens:
+        return tokens
+    at = tokens.index("...")
+    return [*tokens[:at], *(f".{lead - n + i}" for i in range(n)), *tokens[at + 1 :]]
+
+
+def _tokens(text: str) -> list[Any]:
+    out: list[Any] = []
+    group: list[str] | None = None
+    for word in text.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            group = []
+        elif word == ")":
+            out.append(tuple(group or ()))
+            group = None
+        elif group is not None:
+            group.append(word)
+        else:
+            out.append(word)
+    return out

@@ -1,0 +1,72 @@
+"""infer: one function call with layouts in, placements out. Pure: no mesh, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disttensor.layout import Axes, replicated
+from disttensor.placement import Placement
+from ops.assign import Decision, assign
+from ops.factors import Arg, Factors
+from ops.registry import RULES, Rule
+
+
+class NoRule(LookupError):
+    """The function has no rule, or its rule does not cover this call: a fallback is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """``inputs[i]``: placements wanted of tensor argument i; ``outputs[j]``: placements of result j."""
+
+    inputs: tuple[tuple[Placement, ...], ...]
+    outputs: tuple[tuple[Placement, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def decide(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Arg], mesh_shape: Axes) -> tuple[Rule, Factors, Decision | None]:
+    """The rule of the call, its factors, and the decision (None: not in place as asked). ``tensors`` are the Args
+    of the call in order. Raises NoRule."""
+    rule = RULES.get(func)
+    if rule is None:
+        raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
+    factors = rule.factors(*args, **kwargs)
+    if len(factors.inputs) != len(tensors):
+        raise NoRule(f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has {len(tensors)}")
+    return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
+
+
+def infer(func: Callable[..., Any], *args: Any, mesh_shape: Axes = (2, 3), **kwargs: Any) -> Inferred:
+    """What the rule of ``func`` says of a call: ``infer(torch.matmul, Arg((4, 6), [Shard(0), Replicate()]), ...)``.
+
+    Tensor arguments are ``Arg(shape, placements, dtype)``, also inside lists. A function without a rule wants and
+    gives Replicate. Raises what the rule raises for shapes that do not fit, ValueError for wrong placements.
+    """
+    tensors: list[Arg] = []
+
+    def place(value: Any) -> Any:
+        if isinstance(value, Arg):
+            tensors.append(value.placed(len(mesh_shape), len(tensors)))
+            return tensors[-1]
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)([place(v) for v in value])
+        return value
+
+    args = tuple(place(a) for a in args)
+    kwargs = {k: place(v) for k, v in kwargs.items()}
+    n = len(mesh_shape)
+    try:
+        _, factors, decision = decide(func, args, kwargs, tensors, mesh_shape)
+    except NoRule:
+        whole = tuple(replicated(t.ndim).placements(n) for t in tensors)
+        return Inferred(whole, whole[:1], ())
+    if decision is None:  # in place by way of a copy: the target keeps its layout
+        given = tuple(t.layout.placements(n) for t in tensors)
+        return Inferred(given, given[:1], factors.output_shapes())
+    return Inferred(
+        tuple(w.placements(n) for w in decision.wants),
+        tuple(g.placements(n) for g in decision.gives),
+        factors.output_shapes(),
+    )

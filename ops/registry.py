@@ -1,0 +1,120 @@
+"""The table of rules: torch function -> Rule. Registering is one call, for us and for users alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, LocalMaker, letters
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rule:
+    """``factors(*args, **kwargs)`` takes the call with an ``Arg`` for each tensor and gives its Factors.
+
+    inplace    the function writes its first argument, which keeps its placement
+    numbers    "type": numbers among the arguments do not change the rule (a scalar operand); "value": they do
+               (a dim). Floats count by type unless ``floats`` says that their value matters (an order of a norm)
+    """
+
+    name: str
+    factors: Callable[..., Factors]
+    inplace: bool = False
+    numbers: str = "value"
+    floats: bool = False
+    pattern: str = ""
+
+
+RULES: dict[Function, Rule] = {}
+
+_DUNDERS = {
+    "add": ("__add__", "__radd__", "__iadd__"),
+    "sub": ("__sub__", "__isub__"),
+    "rsub": ("__rsub__",),
+    "mul": ("__mul__", "__rmul__", "__imul__"),
+    "div": ("__truediv__", "__div__", "__itruediv__", "__idiv__"),
+    "floor_divide": ("__floordiv__", "__ifloordiv__"),
+    "remainder": ("__mod__", "__imod__"),
+    "pow": ("__pow__", "__ipow__"),
+    "matmul": ("__matmul__", "__imatmul__"),
+    "bitwise_and": ("__and__", "__rand__", "__iand__"),
+    "bitwise_or": ("__or__", "__ror__", "__ior__"),
+    "bitwise_xor": ("__xor__", "__rxor__", "__ixor__"),
+    "bitwise_left_shift": ("__lshift__", "__ilshift__"),
+    "bitwise_right_shift": ("__rshift__", "__irshift__"),
+    "eq": ("__eq__",), "ne": ("__ne__",), "lt": ("__lt__",), "le": ("__le__",), "gt": ("__gt__",), "ge": ("__ge__",),
+    "neg": ("__neg__",), "abs": ("__abs__",), "bitwise_not": ("__invert__",), "positive": ("__pos__",),
+}  # fmt: skip
+
+
+def variants(func: Function) -> Iterator[tuple[Function, bool]]:
+    """The same function under its other names: the method, the in-place forms, the operators.
+
+    Gives (function, writes its first argument)."""
+    name = getattr(func, "__name__", "")
+    yield func, name.endswith("_") and not name.endswith("__")
+    places: list[Any] = [torch.Tensor]
+    for place in (torch, torch.nn.functional, torch.special, torch.linalg):
+        if getattr(place, name, None) is func:
+            places.append(place)
+    for place in places:
+        for other in (name, name + "_"):
+            found = getattr(place, other, None)
+            if found is not None and found is not func and callable(found):
+                yield found, other.endswith("_")
+    for dunder in _DUNDERS.get(name, ()):
+        found = getattr(torch.Tensor, dunder, None)
+        if found is not None:
+            yield found, dunder.startswith("__i") and dunder != "__invert__"
+
+
+def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
+    """Enter ``rule`` for the functions and (unless ``exact``) their other names. A function has one rule:
+    entering another for the same function raises ValueError; its other names never replace an entry."""
+    for func in funcs:
+        for found, inplace in [(func, rule.inplace)] if exact else variants(func):
+            if found in RULES:
+                if found is func:
+                    raise ValueError(f"{rule.name}: {func!r} has a rule already ({RULES[func].name}); see replace_rule")
+                continue
+            RULES[found] = Rule(rule.name, rule.factors, inplace, rule.numbers, rule.floats, rule.pattern)
+
+
+def rule(*funcs: Any, local: LocalMaker | None = None, exact: bool = False, numbers: str = "value", floats: bool = False, **options: Any) -> Any:
+    """Register a rule. Two forms:
+
+    ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, terms=({0, 1},))``   letters suffice
+    ``@rule(torch.softmax)`` over a function with torch's signature that gets an ``Arg`` for each tensor and
+    returns Factors: for everything that depends on dims, sizes or constants.
+
+    ``local`` runs in place of the torch function (see ``Factors.local``).
+    Raises ValueError if a function already has a rule.
+    """
+    if funcs and isinstance(funcs[-1], str):
+        *functions, pattern = funcs
+        options["terms"] = tuple(frozenset(t) for t in options.get("terms", ()))
+
+        def factors(*args: Any, **kwargs: Any) -> Factors:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
+            return letters(pattern, *tensors, local=local, **options)
+
+        register(Rule(functions[0].__name__, factors, False, numbers, floats, pattern), *functions, exact=exact)
+        return None
+
+    def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
+        register(Rule(make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0]), *funcs, exact=exact)
+        return make
+
+    return enter
+
+
+def replace_rule(func: Function, new: Rule) -> Rule | None:
+    """Put ``new`` in place of what ``func`` has, deliberately. Gives back the old rule."""
+    old = RULES.get(func)
+    RULES[func] = new
+    return old
