@@ -1,0 +1,41 @@
+# make train   set up .venv and train the example model on four local processes (dp 2 x tp 2)
+# make test    set up .venv and run all tests
+# make bench   the overhead against plain torch and torch DTensor
+# make lint    ruff and mypy
+# Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+ARGS ?=
+
+export OMP_NUM_THREADS := 1
+
+.PHONY: train test bench lint clean
+
+train: .venv/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2 $(ARGS)
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build *.egg-info
+
+# Installed once, and again when the requirements change.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable '.[test,plot]'
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) --editable '.[dev]'
+	touch $@

@@ -1,0 +1,67 @@
+"""Every test ends: a time limit for each, warnings as errors in worker processes too.
+
+A test that runs longer than its limit fails with the stack it was in (SIGALRM). One that is stuck
+in C, where Python cannot interrupt it, ends the pytest process with all stacks half a minute later.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch
+
+from tests import pool
+
+LIMIT = 120.0  # seconds for a test, on top of what @on_ranks allows its ranks
+STUCK = 30.0  # seconds after the limit until the whole process is ended
+
+_stderr: list[int] = []  # the real one: inside a test, pytest has its own in place
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+    _stderr.append(os.dup(2))
+
+
+def pytest_sessionfinish() -> None:
+    pool.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    marks = item.iter_markers("filterwarnings")
+    own = [text for mark in reversed(list(marks)) for text in mark.args]
+    pool.warning_filters = [*item.config.getini("filterwarnings"), *own]
+    faulthandler.dump_traceback_later(_limit(item) + STUCK, exit=True, file=_stderr[0])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    limit = _limit(item)
+
+    def on_alarm(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"{item.nodeid} ran longer than {limit:g} s; here is where it was")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _limit(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("limit")
+    if mark is not None:
+        return float(mark.args[0])
+    return LIMIT + float(getattr(getattr(item, "obj", None), "on_ranks_timeout", 0.0))

@@ -1,0 +1,156 @@
+"""Imports point down: modules have layers, and none imports from a layer above its own."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("disttensor", "ops", "reshard")
+
+# Modules by layer, from the bottom. A module may import its own layer (without a cycle) and those
+# before it. Submodules of a listed package are in the package's layer.
+LAYERS = [
+    [
+        "disttensor.placement",
+        "disttensor.layout",
+        "disttensor.exact",
+        "disttensor.philox",
+        "disttensor.comm_log",
+        "disttensor.comm_debug",
+        "disttensor.comm",
+        "disttensor.mesh",
+        "disttensor.spec",
+    ],
+    ["ops"],
+    ["reshard"],
+    ["disttensor.cotangent", "disttensor.plan", "disttensor.random"],
+    ["disttensor.dispatch", "disttensor.tensor", "disttensor.api"],
+    ["disttensor"],  # disttensor/__init__.py only
+]
+
+# The packages of the distribution load in one order, whichever of them is imported first: these
+# two files begin with ``import disttensor``, the one import that points up.
+FIRST_LINE = ("ops", "reshard")
+
+# Rules are pure: shapes and placements, no mesh, no communication.
+FORBIDDEN = {"ops": ("disttensor.mesh", "disttensor.comm", "torch.distributed")}
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(f): f for name in PACKAGES for f in sorted((ROOT / name).rglob("*.py"))}
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def layer(module: str) -> int | None:
+    """The layer of the longest entry for ``module``; disttensor's modules are listed singly."""
+    best: tuple[int, int] | None = None
+    for number, entries in enumerate(LAYERS):
+        for entry in entries:
+            if module == entry or (entry != "disttensor" and is_in(module, entry)):
+                best = max(best or (0, 0), (len(entry), number))
+    return None if best is None else best[1]
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, module) for each import of one of our modules, or of what ``FORBIDDEN`` names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                base = ".".join(
+                    [*parts[: len(parts) - node.level + is_package], *filter(None, [base])]
+                )
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield node.lineno, whole if whole in FILES or base == "torch" else base
+
+
+def parse(module: str) -> tuple[Path, ast.Module, list[tuple[int, str]]]:
+    file = FILES[module]
+    tree = ast.parse(file.read_text(), str(file))
+    return file.relative_to(ROOT), tree, list(imports(tree, module, file.stem == "__init__"))
+
+
+def first_import(tree: ast.Module) -> ast.stmt | None:
+    for node in tree.body:
+        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        if not future and isinstance(node, (ast.Import, ast.ImportFrom)):
+            return node
+    return None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_imports_first_in_a_fresh_interpreter(package: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"import {package}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_down(module: str) -> None:
+    own = layer(module)
+    assert own is not None, (
+        f"{module} has no layer: add it to LAYERS in {Path(__file__).name}, above all that it "
+        "imports and not above what imports it"
+    )
+    file, tree, found = parse(module)
+    start = first_import(tree)
+    for line, target in found:
+        exempt = module in FIRST_LINE and target == "disttensor" and line == start.lineno
+        if target.split(".")[0] not in PACKAGES or exempt:
+            continue
+        assert target in FILES, f"{file}:{line}: imports {target}, and there is no such module"
+        above = layer(target)
+        assert above is not None and above <= own, (
+            f"{file}:{line}: {module} (layer {own}) imports {target} (layer {above}) above it"
+        )
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_no_import_inside_a_function(module: str) -> None:
+    file, tree, _ = parse(module)
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                assert not isinstance(node, (ast.Import, ast.ImportFrom)), (
+                    f"{file}:{node.lineno}: {function.name} imports; move it to the head"
+                )
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_rules_stay_pure(module: str) -> None:
+    file, _, found = parse(module)
+    for package, names in FORBIDDEN.items():
+        for line, target in found:
+            reached = [name for name in names if is_in(module, package) and is_in(target, name)]
+            assert not reached, f"{file}:{line}: {package} may not import {reached[0]}"
+
+
+def test_no_cycle() -> None:
+    """Modules can be put in an order in which each imports only earlier ones."""
+    left = {
+        module: {t for _, t in parse(module)[2] if t in FILES and t != module} - {"disttensor"}
+        for module in FILES
+    }
+    while left:
+        free = [module for module, needs in left.items() if not needs & left.keys()]
+        assert free, f"these import each other in a circle: {sorted(left)}"
+        for module in free:
+            del left[module]
