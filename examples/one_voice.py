@@ -1,0 +1,57 @@
+"""When one process of a job fails, all fail with it: one says why, the others end silently."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from disttensor.comm import CommError
+
+# A rank that lost a peer knows only the symptom: the peer tells the cause, or torchrun does and
+# ends this rank. It speaks up only if it is still here after that many seconds.
+_PATIENCE = 3.0
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run this process's part of a job. If it fails, the first rank that knows why says so."""
+    try:
+        main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except SystemExit as wish:
+        if wish.code in (None, 0):
+            raise
+        _end(*(("", wish.code) if isinstance(wish.code, int) else (f"error: {wish.code}", 1)))
+    except CommError as error:
+        time.sleep(_PATIENCE)
+        _end(f"error: {error}", 1)
+    except Exception:
+        _end(traceback.format_exc().rstrip(), 1)
+
+
+def _end(reason: str, code: int) -> None:
+    """Leave at once: the usual way out would wait for process groups whose members are gone."""
+    if reason and _first():
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"\n{rank}{reason}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _first() -> bool:
+    """Is this rank the job's first to ask? torchrun keeps the count, so any rank may be dead."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return True
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, is_master=False).add("one_voice/failures", 1) == 1
+    except (RuntimeError, KeyError, ValueError):
+        return True  # better twice than not at all
