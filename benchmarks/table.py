@@ -1,0 +1,131 @@
+"""What was measured, as text: a Markdown table that reads well in a terminal too."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from cases import Row
+from sides import OURS, PLAIN, THEIRS
+
+COLUMNS = ("", PLAIN, OURS, f"torch {THEIRS}", f"{OURS} / plain", f"{THEIRS} / plain", "aim", "met")
+
+
+@dataclass
+class Result:
+    """Seconds per call by side; sides that failed or did not take part are absent."""
+
+    row: Row
+    seconds: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, side: str) -> float | None:
+        """Against plain; None where a side is missing, or the row is about planning alone."""
+        planning = self.row.target is not None and self.row.target.unit == "ms"
+        if planning or side not in self.seconds or PLAIN not in self.seconds:
+            return None
+        return self.seconds[side] / self.seconds[PLAIN]
+
+    def met(self) -> bool | None:
+        """Whether disttensor reached the aim; None where there is nothing to compare."""
+        aim, seconds = self.row.target, self.seconds.get(OURS)
+        if aim is None or seconds is None:
+            return None
+        value = {"x": self.ratio(OURS), "ms": seconds * 1e3, "µs": seconds * 1e6}[aim.unit]
+        return None if value is None else value <= aim.limit
+
+    def cells(self) -> list[str]:
+        times = [self._time(side) for side in (PLAIN, OURS, THEIRS)]
+        ratios = [_ratio(self.ratio(side)) for side in (OURS, THEIRS)]
+        met = {True: "yes", False: "no", None: ""}[self.met()]
+        return [self.row.name, *times, *ratios, str(self.row.target or ""), met]
+
+    def _time(self, side: str) -> str:
+        if side in self.errors:
+            return "error"
+        return format_time(self.seconds[side]) if side in self.seconds else ""
+
+
+def format_time(seconds: float) -> str:
+    micros = seconds * 1e6
+    if micros < 1000:
+        return f"{micros:.3g} µs"
+    return f"{micros / 1e3:.3g} ms"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def render(results: Iterable[Result]) -> str:
+    """The results as one aligned Markdown table."""
+    lines = [list(COLUMNS), *(result.cells() for result in results)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def text(cells: list[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        rest = [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    return "\n".join([text(lines[0]), text(rule), *map(text, lines[1:])])
+
+
+def machine() -> str:
+    """CPU, cores, system and versions, in one line."""
+    cpu = _cpu_model() or platform.processor() or platform.machine()
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {platform.system()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def _cpu_model() -> str | None:
+    """The name of the CPU, with family and model where it comes without a number."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            facts = dict(
+                (part.strip() for part in line.split(":", 1)) for line in lines if ":" in line
+            )
+    except OSError:
+        return None
+    name = facts.get("model name")
+    if name is None or any(char.isdigit() for char in name):
+        return name
+    return f"{name} (family {facts.get('cpu family')}, model {facts.get('model')})"
+
+
+DOCUMENT = """\
+# Performance
+
+What the runtime costs per call, in Python and C++, with the arithmetic made as small as it gets and
+the network taken away. It is the overhead that is measured here, not throughput.
+
+{table}
+
+- Machine: {machine}.
+- Command: `{command}` (`make bench` prints the same table).
+
+## How it is measured
+
+- One process, one thread. It is rank 0 of a world of eight whose process group is PyTorch's `fake`
+  backend: every collective is launched and returns at once, so that waiting for others and the wire
+  cost nothing. "Mesh of 1" is a mesh that holds only this rank.
+- All sides compute on local tensors of the same size. *plain* is ordinary PyTorch on those; where
+  there is something to communicate it is written by hand: the block with Megatron's f and g around
+  the linears (two all-reduces forward, two backward), the gather as one autograd function.
+- *torch DTensor* runs the same program on DTensors. The block is shown a second time with
+  `parallelize_module` (`ColwiseParallel`, `RowwiseParallel`): all between the linears is local.
+- Forward+backward includes dropping the gradients of the step before, as `zero_grad` does.
+- The contestants of a row take turns (A B C A B C ...), {repeats} slices of about {slice_ms:g} ms
+  each after a warm-up that fixes the number of calls in a slice; the best slice counts. It is
+  CPU time, so that other work on the machine does not count; garbage is collected between slices.
+- "New shape" rows time calls on shapes that were never seen ({fresh} calls per slice, their inputs
+  made beforehand): what a plan costs before it is cached.
+- Where collectives cannot change the answer, the result is compared with the plain one before
+  anything is timed.
+- "Aim" bounds the ratio to plain (x), or the time itself.
+"""
