@@ -1,0 +1,569 @@
+"""The oracle of rules, without processes: run a rule's local function at every coordinate.
+
+``check_rule(torch.sum, torch.randn(5, 6), 1, layouts=[[Shard(0), Replicate()]])`` compares with the
+plain function: values, gradients, the shape of each local piece. ``check_rule(torch.sum, x, 1)``
+does so for many random layouts. One thread per coordinate; collectives meet at a barrier, so ranks
+that disagree are an error, not a hang.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttensor.layout import Layout, box
+from disttensor.placement import Partial, Placement, Replicate, Shard, show
+from ops.assign import Decision
+from ops.call import Call
+from ops.factors import Arg, Factors
+from ops.infer import decide
+from ops.registry import RULES
+
+Coordinate = tuple[int, ...]
+RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
+PATIENCE = 10.0  # seconds that a rank waits for the others
+
+
+@dataclass
+class Piece:
+    """What a local function is told of a tensor."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    local_shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    dtype: Any = None
+
+
+@dataclass
+class Simulated:
+    """What one simulated call did. ``values[c]``: the results at coordinate c, flat; ``log``: the
+    collectives of one rank, (kind, axes, number of elements), forward then backward. ``full``:
+    results put together."""
+
+    decision: Decision
+    factors: Factors
+    values: dict[Coordinate, list[Any]]
+    full: list[Any]
+    gradients: list[Any] = field(default_factory=list)
+    log: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list)
+
+    def outputs(self, mesh_ndim: int) -> tuple[tuple[Placement, ...], ...]:
+        return tuple(g.placements(mesh_ndim) for g in self.decision.gives)
+
+
+class World:
+    """The ranks' meeting point."""
+
+    def __init__(self, mesh_shape: Coordinate) -> None:
+        self.mesh_shape = mesh_shape
+        self.all = list(itertools.product(*(range(n) for n in mesh_shape)))
+        self.barrier = threading.Barrier(len(self.all))
+        self.slots: dict[Coordinate, Any] = {}
+
+    def exchange(self, me: Coordinate, tag: tuple[Any, ...], x: Tensor) -> dict[Coordinate, Tensor]:
+        """Everybody's x; all must come with the same tag (kind, axes, shape)."""
+        self.slots[me] = (tag, x)
+        self.barrier.wait(PATIENCE)
+        got = dict(self.slots)
+        self.barrier.wait(PATIENCE)
+        tags = {c: t for c, (t, _) in got.items()}
+        assert len(set(tags.values())) == 1, f"the ranks disagree about a collective: {tags}"
+        return {c: v for c, (_, v) in got.items()}
+
+
+def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
+    stack = torch.stack(list(pieces))
+    if op == "sum":
+        return stack.sum(0, dtype=stack.dtype)
+    if op == "avg":
+        return stack.mean(0)
+    if op == "prod":
+        return stack.prod(0, dtype=stack.dtype)
+    if op in ("any", "all"):
+        return (stack.any(0) if op == "any" else stack.all(0)).to(stack.dtype)
+    return stack.amax(0) if op == "max" else stack.amin(0)
+
+
+class SimulatedReach:
+    """ops.call.Reach among threads."""
+
+    def __init__(self, world: World, me: Coordinate) -> None:
+        self.world = world
+        self.me = me
+        self.log: list[tuple[str, tuple[int, ...], int]] = []
+
+    def gathered(self, kind: str, x: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
+        self.log.append((kind, tuple(axes), x.numel()))
+        tag = (kind, tuple(axes), tuple(x.shape), x.dtype)
+        got = self.world.exchange(self.me, tag, x.detach().clone())
+        members = []
+        for inner in itertools.product(*(range(self.world.mesh_shape[a]) for a in axes)):
+            at = list(self.me)
+            for a, i in zip(axes, inner, strict=True):
+                at[a] = i
+            members.append(got[tuple(at)])
+        return members
+
+    def all_reduce(self, x: Tensor, op: str, axes: tuple[int, ...]) -> Tensor:
+        if not axes:
+            return x
+        if op == "sum" and x.requires_grad and torch.is_grad_enabled():
+            return _AllReduce.apply(x, self, axes)
+        return reduce_all(self.gathered(f"all_reduce {op}", x, axes), op)
+
+    def all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return torch.stack(self.gathered("all_gather", x, axes)) if axes else x.detach()[None]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
+        return reduce_all(reach.gathered("all_reduce sum", x, axes), "sum")
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None, None
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [v for item in value for v in flat(item)]
+    return [value]
+
+
+def replace_tensors(value: Any, new: Callable[[Tensor], Any]) -> Any:
+    """The same structure with every tensor replaced, in order of appearance."""
+    if isinstance(value, Tensor):
+        return new(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)([replace_tensors(v, new) for v in value])
+    if isinstance(value, dict):
+        return {k: replace_tensors(v, new) for k, v in value.items()}
+    return value
+
+
+def cut(
+    x: Tensor, layout: Layout, mesh_shape: Coordinate, seed: int = 0
+) -> dict[Coordinate, Tensor]:
+    """The pieces of x at every coordinate; for a Partial random ones whose reduction is x."""
+    pieces: list[tuple[dict[int, int], Tensor]] = [({}, x.detach())]
+    generator = torch.Generator().manual_seed(seed)
+    for axis, op in layout.partial:
+        pieces = [
+            ({**at, axis: i}, part)
+            for at, value in pieces
+            for i, part in enumerate(unreduce(value, op, mesh_shape[axis], generator))
+        ]
+    out = {}
+    for c in itertools.product(*(range(n) for n in mesh_shape)):
+        value = next(v for at, v in pieces if all(c[a] == i for a, i in at.items()))
+        offsets, sizes = box(x.shape, layout.dims, mesh_shape, c)
+        out[c] = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].clone()
+    return out
+
+
+def unreduce(x: Tensor, op: str, n: int, generator: torch.Generator) -> list[Tensor]:
+    """n tensors whose reduction is x."""
+    if op in ("max", "min"):
+        sign = -1 if op == "max" else 1
+        parts = [
+            x + sign * torch.rand(x.shape, generator=generator).round().to(x.dtype)
+            for _ in range(n)
+        ]
+        parts[int(torch.randint(n, (), generator=generator))] = x.clone()
+        return parts
+    if op == "prod":
+        return [x.clone(), *(torch.ones_like(x) for _ in range(n - 1))]
+    if op in ("any", "all"):
+        return [x.clone() for _ in range(n)]
+    if x.dtype == torch.bool:
+        raise ValueError("a bool is no sum")
+    drawn = torch.rand((n - 1, *x.shape), generator=generator, dtype=torch.float64) * 4 - 2
+    others = list((drawn if x.is_floating_point() else drawn.round()).to(x.dtype))
+    total = x * n if op == "avg" else x
+    return [total - sum(others, torch.zeros_like(x)), *others]
+
+
+def assemble(
+    pieces: dict[Coordinate, Tensor],
+    shape: Sequence[int],
+    layout: Layout,
+    mesh_shape: Coordinate,
+    what: str,
+    summed: Sequence[int] = (),
+) -> Tensor:
+    """The global tensor from its pieces. Over axes in ``summed`` pieces add up; over axes that
+    neither split nor are pending they must be equal."""
+    for axis in summed:
+        pieces = _reduce_axis(pieces, axis, mesh_shape[axis], "sum")
+    for axis, op in layout.partial:
+        pieces = _reduce_axis(pieces, axis, mesh_shape[axis], op)
+    first = next(iter(pieces.values()))
+    out = torch.empty(tuple(shape), dtype=first.dtype)
+    done: dict[tuple[int, ...], Tensor] = {}
+    for c, piece in pieces.items():
+        offsets, sizes = box(shape, layout.dims, mesh_shape, c)
+        key = tuple(c[a] for a in sorted(layout.sharded))
+        if key in done:
+            torch.testing.assert_close(
+                piece,
+                done[key],
+                rtol=1e-12,
+                atol=1e-12,
+                equal_nan=True,
+                msg=lambda m: f"{what}: replicas differ: {m}",
+            )
+            continue
+        done[key] = piece
+        out[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = piece
+    return out
+
+
+def _reduce_axis(
+    pieces: dict[Coordinate, Tensor], axis: int, n: int, op: str
+) -> dict[Coordinate, Tensor]:
+    line = {c: [pieces[(*c[:axis], i, *c[axis + 1 :])] for i in range(n)] for c in pieces}
+    return {c: reduce_all(parts, op) for c, parts in line.items()}
+
+
+def plan(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    layouts: Sequence[Sequence[Placement]],
+    mesh_shape: Coordinate,
+) -> tuple[list[Tensor], Factors, Decision | None, bool]:
+    """(tensors of the call, factors, decision, in place)."""
+    tensors: list[Tensor] = []
+    placed: list[Arg] = []
+
+    def to_arg(t: Tensor) -> Arg:
+        i = len(tensors)
+        arg = Arg(
+            t.shape, layouts[i], t.dtype, requires_grad=t.requires_grad or t.is_floating_point()
+        )
+        tensors.append(t)
+        placed.append(arg.placed(len(mesh_shape), i))
+        return placed[-1]
+
+    rule_args = replace_tensors(args, to_arg)
+    rule_kwargs = {RENAMED.get(k, k): replace_tensors(v, to_arg) for k, v in kwargs.items()}
+    _, factors, decision = decide(func, rule_args, rule_kwargs, placed, mesh_shape)
+    return tensors, factors, decision, RULES[func].inplace
+
+
+def simulate(
+    func: Any,
+    *args: Any,
+    layouts: Sequence[Sequence[Placement]],
+    mesh_shape: Coordinate = (2, 2),
+    grad: bool = False,
+    cotangents: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> Simulated | None:
+    """Run ``func`` on the pieces that its rule wants; None if the rule gives no decision (in place
+    by a copy).
+
+    ``layouts``: the placements each tensor arrives with, in order of appearance (a reshard to what
+    the rule wants is taken as done). With ``grad``, gradients for ``cotangents`` of the flat
+    results, put together by their types. Raises NoRule where the rule does not cover the call,
+    AssertionError where ranks or shapes disagree.
+    """
+    tensors, factors, decision, inplace = plan(func, args, kwargs, layouts, mesh_shape)
+    if decision is None:
+        return None
+    world = World(mesh_shape)
+    cuts = [
+        cut(t, w, mesh_shape, seed=i)
+        for i, (t, w) in enumerate(zip(tensors, decision.wants, strict=True))
+    ]
+    shapes = factors.output_shapes()
+    values: dict[Coordinate, list[Any]] = {}
+    grads: dict[Coordinate, list[Any]] = {}
+    errors: dict[Coordinate, BaseException] = {}
+    reaches = {c: SimulatedReach(world, c) for c in world.all}
+
+    def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> Piece:
+        offset, sizes = box(shape, layout.dims, mesh_shape, c)
+        return Piece(tuple(shape), layout, sizes, offset, dtype)
+
+    def one_rank(c: Coordinate) -> None:
+        leaves = [p[c] for p in cuts]
+        wanted = [
+            i
+            for i, t in enumerate(tensors)
+            if grad and t.is_floating_point() and i not in factors.ignored
+        ]
+        for i in wanted:
+            leaves[i].requires_grad_()
+        given = iter([t.clone() if inplace and t.requires_grad else t for t in leaves])
+        call = Call(
+            func=func,
+            split=decision.split,
+            mesh_shape=mesh_shape,
+            coordinate=c,
+            reach=reaches[c],
+            inputs=[
+                piece(t.shape, w, c, t.dtype) for t, w in zip(tensors, decision.wants, strict=True)
+            ],
+            outputs=[piece(s, g, c) for s, g in zip(shapes, decision.gives, strict=True)],
+        )
+        local = factors.local(call) if factors.local is not None else func
+        out = flat(
+            local(
+                *replace_tensors(args, lambda _: next(given)),
+                **replace_tensors(kwargs, lambda _: next(given)),
+            )
+        )
+        values[c] = [v.detach().clone() if isinstance(v, Tensor) else v for v in out]
+        for j, (v, p) in enumerate(zip(out, call.outputs, strict=True)):
+            if isinstance(v, Tensor) and tuple(v.shape) != p.local_shape:
+                raise AssertionError(
+                    f"result {j} at {c}: the local has shape {tuple(v.shape)}, "
+                    f"its layout says {p.local_shape} of {p.shape}"
+                )
+        if grad and wanted:
+            seeds = [
+                (v, _seed(g, layout, mesh_shape, c))
+                for v, g, layout in zip(
+                    out, cotangents or [None] * len(out), decision.gives, strict=True
+                )
+                if isinstance(v, Tensor) and v.requires_grad and g is not None
+            ]
+            got: Sequence[Any] = [None] * len(wanted)
+            if seeds:
+                got = torch.autograd.grad(
+                    [v for v, _ in seeds],
+                    [leaves[i] for i in wanted],
+                    [s for _, s in seeds],
+                    allow_unused=True,
+                )
+            found = dict(zip(wanted, got, strict=True))
+            grads[c] = [
+                None
+                if i not in found
+                else torch.zeros_like(leaf)
+                if found[i] is None
+                else found[i].detach()
+                for i, leaf in enumerate(leaves)
+            ]
+
+    def guarded(c: Coordinate) -> None:
+        try:
+            one_rank(c)
+        except BaseException as error:
+            errors[c] = error
+            world.barrier.abort()
+
+    threads = [threading.Thread(target=guarded, args=(c,)) for c in world.all]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next(
+            (e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)),
+            AssertionError(
+                f"ranks {sorted(set(world.all) - set(errors))} did not come to a collective "
+                f"that {sorted(errors)} wait in"
+            ),
+        )
+
+    result = Simulated(decision, factors, values, [], [], reaches[world.all[0]].log)
+    for j, (shape, layout) in enumerate(zip(shapes, decision.gives, strict=True)):
+        parts = {c: v[j] for c, v in values.items()}
+        if isinstance(next(iter(parts.values())), Tensor):
+            result.full.append(assemble(parts, shape, layout, mesh_shape, f"result {j}"))
+        else:
+            assert len(set(parts.values())) == 1, f"result {j} differs: {parts}"
+            result.full.append(next(iter(parts.values())))
+    for i, t in enumerate(tensors if grads else ()):
+        result.gradients.append(_gradient(i, t, grads, decision, mesh_shape))
+    return result
+
+
+def _seed(g: Tensor, layout: Layout, mesh_shape: Coordinate, c: Coordinate) -> Tensor:
+    """The gradient of a result's local: its piece, or the whole one (1/n of it where an average is
+    pending)."""
+    for axis, op in layout.partial:
+        g = g / mesh_shape[axis] if op == "avg" else g
+    offsets, sizes = box(g.shape, layout.dims, mesh_shape, c)
+    return g[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].clone()
+
+
+def _gradient(
+    i: int,
+    t: Tensor,
+    grads: dict[Coordinate, list[Any]],
+    decision: Decision,
+    mesh_shape: Coordinate,
+) -> Any:
+    parts = {c: g[i] for c, g in grads.items()}
+    if next(iter(parts.values())) is None:
+        return None
+    want = decision.wants[i]
+    full = assemble(
+        parts, t.shape, Layout(want.dims), mesh_shape, f"gradient {i}", summed=decision.varying[i]
+    )
+    for axis, op in want.partial:
+        full = full * mesh_shape[axis] if op == "avg" else full
+    return full
+
+
+def random_placements(
+    ndim: int, mesh_ndim: int, rng: random.Random, partial: Sequence[str] = ()
+) -> list[Placement]:
+    kinds: list[Any] = [
+        Replicate(),
+        *(Shard(d) for d in range(ndim)),
+        *(Shard(d) for d in range(ndim)),
+    ]
+    return [rng.choice(kinds + [Partial(op) for op in partial]) for _ in range(mesh_ndim)]
+
+
+def _layout_sets(
+    tensors: Sequence[Tensor], mesh_shape: Coordinate, tries: int, partial: Sequence[str], seed: int
+) -> Iterator[list[list[Placement]]]:
+    rng = random.Random(seed)
+    for _ in range(tries):
+        yield [
+            random_placements(
+                t.ndim, len(mesh_shape), rng, () if t.dtype == torch.bool else partial
+            )
+            for t in tensors
+        ]
+
+
+def check_rule(
+    func: Any,
+    *args: Any,
+    layouts: Sequence[Sequence[Placement]] | None = None,
+    mesh_shape: Coordinate = (2, 2),
+    grad: bool = True,
+    partial: Sequence[str] = ("sum",),
+    tries: int = 24,
+    seed: int = 0,
+    rtol: float = 1e-9,
+    atol: float = 1e-10,
+    exact_dtype: bool = True,
+    **kwargs: Any,
+) -> list[Simulated]:
+    """Does the rule of ``func`` give what the plain function gives? Values, gradients, local
+    shapes, dtypes.
+
+    args, kwargs  full tensors (float64 for gradients) and constants, as one would call ``func``
+    layouts       placements of each tensor in order of appearance; without it ``tries`` random
+                  sets, with Partial of the reductions in ``partial`` among them
+    Gives what was simulated, one for each layout set that the rule decided (in place, some are left
+    to a copy). Raises AssertionError with the layouts in it, NoRule where the rule does not cover
+    the call.
+    """
+    tensors: list[Tensor] = []
+    replace_tensors((args, kwargs), lambda t: tensors.append(t) or t)
+    copies = [t.detach().clone().requires_grad_(grad and t.is_floating_point()) for t in tensors]
+    given = iter(
+        [c.clone() if c.requires_grad else c for c in copies]
+    )  # no leaves: func may write its argument
+    expected = flat(
+        func(
+            *replace_tensors(args, lambda _: next(given)),
+            **replace_tensors(kwargs, lambda _: next(given)),
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [
+        torch.rand(v.shape, dtype=v.dtype, generator=generator) + 0.5
+        if isinstance(v, Tensor) and v.requires_grad
+        else None
+        for v in expected
+    ]
+    live = [(v, g) for v, g in zip(expected, cotangents, strict=True) if g is not None]
+    wanted = [c for c in copies if c.requires_grad]
+    with_grad = grad and bool(live) and bool(wanted)
+    reference = (
+        iter(
+            torch.autograd.grad(
+                [v for v, _ in live], wanted, [g for _, g in live], allow_unused=True
+            )
+        )
+        if with_grad
+        else iter(())
+    )
+    gradients = [next(reference, None) if c.requires_grad else None for c in copies]
+    done = []
+    for case in (
+        [layouts]
+        if layouts is not None
+        else _layout_sets(tensors, mesh_shape, tries, partial, seed)
+    ):
+        try:
+            got = simulate(
+                func,
+                *args,
+                layouts=case,
+                mesh_shape=mesh_shape,
+                grad=with_grad,
+                cotangents=cotangents,
+                **kwargs,
+            )
+            if got is None:
+                continue
+            _compare(
+                got, expected, tensors, gradients if with_grad else [], rtol, atol, exact_dtype
+            )
+        except (AssertionError, RuntimeError, IndexError, TypeError, ValueError) as error:
+            name = getattr(func, "__name__", func)
+            where = ", ".join(
+                f"{list(t.shape)} {show(p)}" for t, p in zip(tensors, case, strict=True)
+            )
+            raise AssertionError(f"{name} on mesh {mesh_shape} of {where}: {error}") from error
+        done.append(got)
+    return done
+
+
+def _compare(
+    got: Simulated,
+    expected: Sequence[Any],
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Any],
+    rtol: float,
+    atol: float,
+    exact_dtype: bool,
+) -> None:
+    n = len(next(iter(got.values.values()), [()])) and len(got.decision.gives)
+    assert n == len(expected), f"{len(expected)} results, the rule says {n}"
+    for j, (mine, plain) in enumerate(zip(got.full, expected, strict=True)):
+        if not isinstance(plain, Tensor):
+            assert mine == plain, f"result {j}: {mine} instead of {plain}"
+            continue
+        torch.testing.assert_close(
+            mine,
+            plain.detach(),
+            rtol=rtol if plain.is_floating_point() else 0,
+            check_dtype=exact_dtype,
+            atol=atol if plain.is_floating_point() else 0,
+            equal_nan=True,
+            msg=lambda m, j=j: f"result {j}: {m}\ngot {mine}\nexpected {plain}",
+        )
+    for i, (mine, plain) in enumerate(
+        zip(got.gradients, gradients, strict=True) if gradients else ()
+    ):
+        if mine is None or any(op not in ("sum", "avg") for _, op in got.decision.wants[i].partial):
+            continue
+        plain = torch.zeros_like(tensors[i]) if plain is None else plain
+        torch.testing.assert_close(
+            mine,
+            plain,
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda m, i=i: f"gradient {i}: {m}\ngot {mine}\nexpected {plain}",
+        )
