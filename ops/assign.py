@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, Layout
+from disttensor.layout import Axes, Layout, replicated
 from ops.factors import Arg, Factors, Letter
 
 
@@ -36,8 +36,10 @@ class Decision:
 
 
 def assign(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = False) -> Decision | None:
-    """The cheapest placements for the call. With ``fixed`` the first argument (the target of an in-place
-    function) keeps its layout; None if the rule cannot do that."""
+    """The cheapest placements for the call. With ``fixed`` the targets of an in-place function keep their
+    layouts (the choice follows the first argument); None if the rule cannot do that."""
+    if f.parts:
+        return _assign_parts(f, args, mesh_shape, fixed)
     majors = [tuple(d[0] if isinstance(d, tuple) else d for d in dims) for dims in f.inputs]
     usable = _usable(f)
     held: list[list[tuple[int, Letter]]] = [[] for _ in mesh_shape]
@@ -67,7 +69,32 @@ def assign(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = Fals
             if picked in f.even and f.sizes[picked] % parts[picked]:
                 return None
         choice[a] = picked
-    return _decide(f, args, majors, choice, pending, fixed)
+    decision = _decide(f, args, majors, choice, pending, fixed)
+    if fixed and any(decision.wants[t] != args[t].layout for t in f.targets):
+        return None
+    return decision
+
+
+def _assign_parts(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool) -> Decision | None:
+    """Each part on its own; equal parts (the same Factors and layouts) are decided once."""
+    wants = [replicated(len(arg.shape)) for arg in args]
+    varying: list[Axes] = [()] * len(args)
+    gives: list[Layout] = []
+    seen: dict[Any, Decision | None] = {}
+    for part, members in f.parts:
+        mine = [args[t] for t in members]
+        key = (id(part), *[arg.layout for arg in mine])
+        if key not in seen:
+            seen[key] = assign(part, mine, mesh_shape, fixed)
+        decision = seen[key]
+        if decision is None:
+            return None
+        for t, want, axes in zip(members, decision.wants, decision.varying, strict=True):
+            wants[t], varying[t] = want, axes
+        gives += decision.gives
+    if fixed and any(wants[t] != args[t].layout for t in f.targets):
+        return None
+    return Decision(wants, gives, varying, {})
 
 
 def _usable(f: Factors) -> set[Letter]:

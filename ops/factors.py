@@ -87,6 +87,9 @@ class Factors:
     local            made once per plan: ``local(call)`` gives the function that runs on the locals
     view             the result shares memory with the first argument
     ignored          arguments of which only shape and dtype matter (zeros_like): never moved, Partial or not
+    targets          what an in-place function writes: these arguments keep their layouts
+    parts            the call is many independent ones (a function on lists): for each its Factors, numbered on its
+                     own, and the arguments it takes. What no part takes is shared by all, and whole.
     """
 
     inputs: tuple[Dims, ...]
@@ -101,6 +104,8 @@ class Factors:
     local: LocalMaker | None = None
     view: bool = False
     ignored: frozenset[int] = frozenset()
+    targets: tuple[int, ...] = (0,)
+    parts: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
 
     def but(self, **changes: Any) -> Factors:
         """A copy with some fields changed."""
