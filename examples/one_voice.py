@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -52,6 +53,7 @@ def _first() -> bool:
         return True
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, is_master=False).add("one_voice/failures", 1) == 1
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
+        return store.add("one_voice/failures", 1) == 1
     except (RuntimeError, KeyError, ValueError):
         return True  # better twice than not at all
