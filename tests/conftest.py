@@ -46,9 +46,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    __tracebackhide__ = True
     limit = _limit(item)
 
     def on_alarm(signum: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
         raise TimeoutError(f"{item.nodeid} ran longer than {limit:g} s; here is where it was")
 
     before = signal.signal(signal.SIGALRM, on_alarm)

@@ -57,15 +57,20 @@ def reset() -> None:
 def on_ranks(world: int, timeout: float = 60.0) -> Callable[..., Callable[..., None]]:
     """Decorator: run this test function on each of ``world`` ranks, with the same arguments.
 
-    Arguments (parameters, fixtures) are pickled. What the ranks raise is raised in the test.
+    Arguments (parameters, fixtures) are pickled. The test fails with what the ranks raised.
     """
 
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
-            __tracebackhide__ = True
             # Results of a test say nothing, and need not be picklable: only None comes back.
-            run_on_ranks(world, _silent, body, args, kwargs, timeout=timeout)
+            failure = ""
+            try:
+                run_on_ranks(world, _silent, body, args, kwargs, timeout=timeout)
+            except RanksFailed as error:
+                failure = str(error)
+            if failure:  # the tracebacks of the ranks are in the text; this process has none to add
+                pytest.fail(failure, pytrace=False)
 
         test.on_ranks_timeout = timeout  # type: ignore[attr-defined]
         return test

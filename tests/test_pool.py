@@ -159,3 +159,13 @@ def test_fake_world_is_large_and_leaves_nothing_behind() -> None:
         with pytest.raises(RuntimeError, match="already has a process group of 1024"):
             fake_world(2).__enter__()
     assert not dist.is_initialized()
+
+
+def test_decorated_test_fails_with_the_text_of_its_ranks() -> None:
+    @on_ranks(2)
+    def test() -> None:
+        raise ValueError("no such placement")
+
+    with pytest.raises(pytest.fail.Exception, match="ranks 0, 1 of 2 raised:(.|\n)*no such") as got:
+        test()
+    assert got.value.__context__ is None
