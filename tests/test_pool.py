@@ -166,6 +166,7 @@ def test_decorated_test_fails_with_the_text_of_its_ranks() -> None:
     def test() -> None:
         raise ValueError("no such placement")
 
-    with pytest.raises(pytest.fail.Exception, match="ranks 0, 1 of 2 raised:(.|\n)*no such") as got:
+    text = r"ranks 0, 1 of 2 raised:(.|\n)*no such placement"
+    with pytest.raises(pytest.fail.Exception, match=text) as failure:
         test()
-    assert got.value.__context__ is None
+    assert failure.value.__context__ is None
