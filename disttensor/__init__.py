@@ -1,0 +1,30 @@
+"""disttensor: write ordinary single-device PyTorch, run it on a mesh of processes, with one global meaning."""
+
+from disttensor.placement import Partial, Placement, Replicate, Shard  # noqa: I001  (from the bottom up)
+from disttensor.layout import Layout
+from disttensor.comm import CommError, Group
+from disttensor.comm_debug import MismatchError, debug
+from disttensor.comm_log import CommLog, CommRecord, record_comms
+from disttensor.mesh import ProcessMesh
+from disttensor.spec import DistSpec
+import ops as _ops  # noqa: F401
+import reshard as _reshard  # noqa: F401
+from disttensor.random import manual_seed
+from disttensor.tensor import DistTensor
+from disttensor.strict import FallbackWarning, StrictError, strict
+from disttensor import methods as _methods, custom as _custom  # noqa: F401
+from disttensor.api import (
+    empty, from_fn, from_local, full, init_mesh, ones, rand, randn, reshard, shard_tensor, zeros,
+)  # fmt: skip
+from disttensor.custom import CustomFunctionError
+from disttensor.interop import from_dtensor, to_dtensor
+from disttensor.local_map import local_map
+from disttensor.module import shard_module
+from disttensor.sync import sync_gradients
+
+__all__ = [
+    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "FallbackWarning", "Group", "Layout",
+    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "debug", "empty", "from_dtensor",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "record_comms", "reshard",
+    "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor", "zeros",
+]  # fmt: skip

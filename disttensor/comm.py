@@ -7,13 +7,13 @@ Every call can be recorded (``record_comms``) and, in debug mode, is compared be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from disttensor import comm_debug, comm_log
 
@@ -69,31 +69,67 @@ def new_group(ranks: Sequence[int], axes: Sequence[str]) -> Group:
             del _groups[stale]
         try:
             whole = members == tuple(range(size))
-            _groups[key] = default if whole else dist.new_group(members, use_local_synchronization=True)
+            _groups[key] = (
+                default if whole else dist.new_group(members, use_local_synchronization=True)
+            )
         except Exception as error:
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it needs "
                 f"ranks {list(members)} to arrive here together. Backend's words: {error}"
             ) from error
     order = tuple(members.index(r) for r in ranks)
-    return Group(ranks, ranks.index(rank), tuple(axes), _groups[key], order, order == tuple(range(len(order))))
+    return Group(
+        ranks,
+        ranks.index(rank),
+        tuple(axes),
+        _groups[key],
+        order,
+        order == tuple(range(len(order))),
+    )
 
 
 # Each collective: what it is for people, what it costs, and the wire format -----------------------
 
-_BYTES_ONLY = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
-        "prod": dist.ReduceOp.PRODUCT, "any": dist.ReduceOp.MAX, "all": dist.ReduceOp.MIN}  # fmt: skip
+# What every backend sends as it is; all else travels as bytes, and is reduced in a wider dtype.
+_NATIVE = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+           torch.uint8, torch.int8}  # fmt: skip
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT, "any": dist.ReduceOp.MAX,
+        "all": dist.ReduceOp.MIN}  # fmt: skip
+
+# The methods of a process group that torch.distributed's functions end in: a third of the time of a
+# small collective is spent on the way there. Newer names first.
+_PG = dist.ProcessGroup
+_gather = getattr(_PG, "all_gather_single", None) or _PG._allgather_base
+_scatter_sum = getattr(_PG, "reduce_scatter_single", None) or _PG._reduce_scatter_base
+_exchange = getattr(_PG, "all_to_all_single", None) or _PG.alltoall_base
 
 
-def _call(kind: str, group: Group, x: Tensor, nbytes: float, what: Callable[[], Any], op: str = "") -> None:
-    """Record, check in debug mode, run, and give errors a name."""
+def _sync(options: Any, op: str = "") -> Any:
+    options.asyncOp = False
+    if op:
+        options.reduceOp = _OPS[op]
+    return options
+
+
+_GATHER, _EXCHANGE = _sync(c10d.AllgatherOptions()), _sync(c10d.AllToAllOptions())
+_REDUCE = {op: _sync(c10d.AllreduceOptions(), op) for op in _OPS}
+_REDUCE_SCATTER = {op: _sync(c10d.ReduceScatterOptions(), op) for op in _OPS}
+
+
+def _call(
+    kind: str, group: Group, wire: Tensor, share: float, fn: Any, *args: Any, op: str = ""
+) -> None:
+    """Record (``share`` of the bytes of ``wire`` is sent), check in debug mode, run, name errors."""
     if comm_log.active:
-        comm_log.record(kind, group.axes, int(nbytes), x.shape, x.dtype)
+        comm_log.record(kind, group.axes, round(share * wire.nbytes), wire.shape, wire.dtype)
     if comm_debug.enabled:
-        comm_debug.compare(group, f"{kind}({op}) of {tuple(x.shape)} {x.dtype}")
+        shape = "pieces" if kind == "all_to_all" else tuple(wire.shape)  # these may differ in size
+        comm_debug.compare(group, f"{kind}({op}) of {shape} {wire.dtype}")
     try:
-        what()
+        work = fn(*args)
+        if work is not None:
+            work.wait()
     except RuntimeError as error:
         raise CommError(
             f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
@@ -102,70 +138,109 @@ def _call(kind: str, group: Group, x: Tensor, nbytes: float, what: Callable[[], 
         ) from error
 
 
+def _dense(x: Tensor) -> Tensor:
+    """x as the memory says: detached, contiguous, no conjugation or sign left to be applied."""
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend sends."""
+    return x if x.dtype in _NATIVE else x.reshape(-1).view(torch.uint8)
+
+
 def _wire(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """The tensor in a form every backend reduces, and the way back (None: nothing to undo)."""
-    dtype = x.dtype
+    """A dense tensor that every backend reduces, and the way back (None: nothing to undo)."""
+    x, dtype = _dense(x), x.dtype
     if dtype.is_complex:
         if op not in ("sum", "avg"):
             raise CommError(f"reducing complex numbers with {op!r} has no meaning on the wire")
-        return torch.view_as_real(x.contiguous()), torch.view_as_complex
-    if dtype == torch.bool:
-        small = x.to(torch.int32 if op in ("sum", "avg") else torch.uint8)
-        return small, lambda t: t.to(torch.bool)
-    if dtype in (torch.int16, torch.uint16):
-        return x.to(torch.int32), lambda t: t.to(dtype)
+        return torch.view_as_real(x), torch.view_as_complex
+    if op == "avg" and not dtype.is_floating_point:
+        raise CommError(
+            f"the average of {dtype} values is not {dtype}: reduce with 'sum' and divide"
+        )
     if op in ("any", "all"):
-        return (x != 0).to(torch.uint8), lambda t: t.to(dtype)
+        return (x if dtype == torch.bool else x != 0).to(torch.uint8), lambda t: t.to(dtype)
+    if dtype == torch.bool:
+        return x.to(torch.int32 if op == "sum" else torch.uint8), lambda t: t.to(torch.bool)
+    if dtype not in _NATIVE:
+        return x.to(torch.float32 if dtype.is_floating_point else torch.int64), lambda t: t.to(
+            dtype
+        )
     return x, None
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """A new tensor of x's shape: the elementwise ``op`` over all members. ``avg`` divides by the size."""
-    if group.size == 1:
-        return x
     n = group.size
-    buffer, back = _wire(x.detach(), op)
-    if buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() or not buffer.is_contiguous():
-        buffer = buffer.clone(memory_format=torch.contiguous_format)
-    red = _OPS["sum" if op == "avg" else op]
-    nbytes = 2 * (n - 1) / n * buffer.nbytes
-    _call("all_reduce", group, x, nbytes, lambda: dist.all_reduce(buffer, red, group=group.pg), op)
+    if n == 1:
+        return x.detach()
+    buffer, back = _wire(x, op)
+    if back is None or x.dtype.is_complex:  # not a copy yet
+        buffer = buffer.clone()
+    _call(
+        "all_reduce",
+        group,
+        buffer,
+        2 * (n - 1) / n,
+        _PG.allreduce,
+        group.pg,
+        [buffer],
+        _REDUCE[op],
+        op=op,
+    )
     if op == "avg":
-        buffer = buffer.div_(n) if buffer.is_floating_point() else buffer / n
+        buffer = buffer.div_(n)
     return buffer if back is None else back(buffer)
 
 
-def all_gather(x: Tensor, group: Group) -> Tensor:
-    """[n, *x.shape]: the x of every member in mesh order; all x have one shape."""
-    if group.size == 1:
-        return x.detach().unsqueeze(0)
-    x = x.detach().contiguous()
-    flat = x.reshape(-1).view(torch.uint8) if x.dtype in _BYTES_ONLY else x
-    out = torch.empty((group.size * flat.shape[0], *flat.shape[1:]) if flat.ndim else (group.size,), dtype=flat.dtype, device=x.device)
-    nbytes = (group.size - 1) * flat.nbytes
-    _call("all_gather", group, x, nbytes, lambda: dist.all_gather_into_tensor(out, flat if flat.ndim else flat.view(1), group=group.pg))
-    out = out.view(x.dtype) if flat.dtype != x.dtype else out
-    out = out.view(group.size, *x.shape)
-    return out if group.straight else out[list(group.order)]
-
-
-def reduce_scatter(x: Tensor, op: str, group: Group) -> Tensor:
-    """[n, *s] to [*s]: member i gets the ``op`` over all members of their x[i]."""
-    if group.size == 1:
-        return x.detach().squeeze(0)
+def all_gather(x: Tensor, group: Group, shape: Sequence[int] | None = None) -> Tensor:
+    """[n, *x.shape]: the x of every member in mesh order; all x have one shape. ``shape``: viewed so."""
     n = group.size
-    buffer, back = _wire(x.detach(), op)
+    x = _dense(x)
+    if shape is None:
+        shape = (n, *x.shape)
+    if n == 1:
+        return x.view(shape)
+    out = x.new_empty(shape)
+    wire, target = _bytes(x), _bytes(out)
+    _call("all_gather", group, wire, n - 1, _gather, group.pg, target, wire, _GATHER)
+    return out if group.straight else out.view(n, -1)[list(group.order)].view(shape)
+
+
+def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None = None) -> Tensor:
+    """[n, *s] to [*s]: member i gets the ``op`` over all members of their x[i].
+
+    With ``shape``, x is any tensor whose n equal parts in memory are the pieces, and ``shape`` is s.
+    """
+    n = group.size
+    if shape is None:
+        shape = x.shape[1:]
+    if n == 1:
+        return x.detach().reshape(shape)
+    buffer, back = _wire(x, op)
     if not group.straight:
-        inverse = [group.order.index(i) for i in range(n)]
-        buffer = buffer[inverse]
-    buffer = buffer.contiguous()
-    out = buffer.new_empty(buffer.shape[1:])
-    red = _OPS["sum" if op == "avg" else op]
-    nbytes = (n - 1) / n * buffer.nbytes
-    flat_out, flat_in = (out, buffer.flatten(0, 1)) if out.ndim else (out.view(1), buffer)
-    _call("reduce_scatter", group, x, nbytes, lambda: dist.reduce_scatter_tensor(flat_out, flat_in, red, group=group.pg), op)
+        buffer = buffer.reshape(n, -1)[[group.order.index(i) for i in range(n)]]
+    out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
+    share = (n - 1) / n
+    _call(
+        "reduce_scatter",
+        group,
+        buffer,
+        share,
+        _scatter_sum,
+        group.pg,
+        out,
+        buffer,
+        _REDUCE_SCATTER[op],
+        op=op,
+    )
     if op == "avg":
-        out = out.div_(n) if out.is_floating_point() else out / n
+        out = out.div_(n)
     return out if back is None else back(out)
 
 
@@ -173,56 +248,69 @@ def all_to_all(pieces: Sequence[Tensor], numels: Sequence[int], group: Group) ->
     """Sends the flat ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]`` elements."""
     if group.size == 1:
         return [pieces[0].detach().reshape(-1)]
-    dtype, device = pieces[0].dtype, pieces[0].device
-    slots = range(group.size) if group.straight else [group.order.index(i) for i in range(group.size)]
-    send = torch.cat([pieces[i].detach().reshape(-1) for i in slots])
-    scale = 1
-    if dtype in _BYTES_ONLY:
-        send, scale = send.view(torch.uint8), send.element_size()
-    elif dtype.is_complex:
-        send, scale = torch.view_as_real(send).reshape(-1), 2
-    sizes_in = [pieces[i].numel() * scale for i in slots]
-    sizes_out = [numels[i] * scale for i in slots]
-    out = torch.empty(sum(sizes_out), dtype=send.dtype, device=device)
-    nbytes = send.nbytes - sizes_in[list(slots).index(group.index)] * send.element_size()
-    _call("all_to_all", group, send, nbytes, lambda: dist.all_to_all_single(out, send, sizes_out, sizes_in, group=group.pg))
-    if dtype in _BYTES_ONLY:
-        out = out.view(dtype)
-    elif dtype.is_complex:
-        out = torch.view_as_complex(out.view(-1, 2))
-    got: list[Any] = [None] * group.size
-    for i, piece in zip(slots, out.split([n // scale if dtype not in _BYTES_ONLY else n // scale for n in sizes_out]), strict=True):
-        got[i] = piece
-    return got
+    slots = (
+        range(group.size) if group.straight else [group.order.index(i) for i in range(group.size)]
+    )
+    send = _dense(torch.cat([pieces[i].reshape(-1) for i in slots]))
+    sizes_in, sizes_out = [pieces[i].numel() for i in slots], [numels[i] for i in slots]
+    out = send.new_empty(sum(sizes_out))
+    wire, target = _bytes(send), _bytes(out)
+    scale = 1 if wire is send else send.itemsize
+    share = 1 - pieces[group.index].numel() / max(1, len(send))
+    _call(
+        "all_to_all", group, wire, share, _exchange, group.pg, target, wire,
+        [n * scale for n in sizes_out], [n * scale for n in sizes_in], _EXCHANGE,
+    )  # fmt: skip
+    got = out.split(sizes_out)
+    return list(got) if group.straight else [got[i] for i in group.order]
+
+
+def all_to_all_even(x: Tensor, group: Group) -> Tensor:
+    """[n, *s] to [n, *s]: x[i] goes to member i, and out[i] is what member i sent."""
+    n = group.size
+    x = _dense(x)
+    if n == 1:
+        return x
+    if not group.straight:
+        x = x[[group.order.index(i) for i in range(n)]]
+    out = torch.empty_like(x)
+    wire, target = _bytes(x), _bytes(out)
+    _call(
+        "all_to_all", group, wire, (n - 1) / n, _exchange, group.pg, target, wire, [], [], _EXCHANGE
+    )
+    return out if group.straight else out[list(group.order)]
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     """x of member ``src`` on every member; on the others x gives the shape and dtype."""
     if group.size == 1:
         return x.detach()
-    buffer = x.detach().contiguous()
-    buffer = buffer.clone() if group.index == src else torch.empty_like(buffer)
-    wire = buffer.view(-1).view(torch.uint8) if buffer.dtype in _BYTES_ONLY else buffer
-    nbytes = buffer.nbytes if group.index == src else 0
-    _call("broadcast", group, x, nbytes, lambda: dist.broadcast(wire, group.ranks[src], group=group.pg))
+    mine = group.index == src
+    buffer = (
+        _dense(x).clone() if mine else torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
+    wire = _bytes(buffer)
+    _call("broadcast", group, wire, float(mine), dist.broadcast, wire, group.ranks[src], group.pg)
     return buffer
 
 
 def scatter(pieces: Sequence[Tensor] | None, like: Tensor, src: int, group: Group) -> Tensor:
     """Piece i of member ``src`` on member i; ``like`` (all of one shape) gives the shape and dtype."""
+    mine = group.index == src
+    if mine and (pieces is None or len(pieces) != group.size):
+        count = "none" if pieces is None else len(pieces)
+        raise CommError(
+            f"scatter over {group!r} needs {group.size} pieces on its source, got {count}"
+        )
     if group.size == 1:
         assert pieces is not None
-        return pieces[0]
+        return pieces[0].detach()
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    wire = out.view(-1).view(torch.uint8) if out.dtype in _BYTES_ONLY else out
-    chunks = None
-    if group.index == src and pieces is not None:
-        inverse = [group.order.index(i) for i in range(group.size)]
-        chunks = [pieces[i].detach().contiguous() for i in inverse]
-        if wire.dtype != out.dtype:
-            chunks = [c.view(-1).view(torch.uint8) for c in chunks]
-    nbytes = (group.size - 1) * out.nbytes if group.index == src else 0
-    _call("scatter", group, like, nbytes, lambda: dist.scatter(wire, chunks, group.ranks[src], group=group.pg))
+    wire, chunks = _bytes(out), None
+    if mine and pieces is not None:
+        chunks = [_bytes(_dense(pieces[group.order.index(i)])) for i in range(group.size)]
+    share = float(mine) * (group.size - 1)
+    _call("scatter", group, wire, share, dist.scatter, wire, chunks, group.ranks[src], group.pg)
     return out
 
 
@@ -231,6 +319,6 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     out: list[Any] = [None] * group.size
-    size = torch.zeros(math.prod((0,)))  # nothing of the value is known to the others
-    _call("all_gather", group, size, 0, lambda: dist.all_gather_object(out, value, group=group.pg))
+    unknown = torch.empty(0)  # how much is sent differs between ranks, and is not counted
+    _call("all_gather", group, unknown, 0, dist.all_gather_object, out, value, group.pg)
     return [out[i] for i in group.order]

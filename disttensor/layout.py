@@ -19,10 +19,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction), sorted."""
+    """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction), sorted.
+
+    ``own``: (axis, placement), sorted, for placements of types that users derived from ours. Their axes
+    are in ``dims`` or ``partial`` as those of the base type are, so that local shapes follow.
+    """
 
     dims: tuple[Axes, ...]
     partial: tuple[tuple[int, str], ...] = ()
+    own: tuple[tuple[int, Placement], ...] = ()
 
     @property
     def sharded(self) -> frozenset[int]:
@@ -52,6 +57,8 @@ class Layout:
             in_order = tuple(sorted(axes)) == axes
             for i, axis in enumerate(axes):
                 out[axis] = Shard(d) if in_order else Shard(d, order=i)
+        for axis, p in self.own:
+            out[axis] = p
         return tuple(out)
 
 
@@ -94,7 +101,9 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
         orders = [o for o, _ in pairs]
         if len(set(orders)) != len(orders):
             raise ValueError(f"placements {show(placements)}: two axes claim one order on dim {d}")
-    return Layout(tuple(tuple(a for _, a in sorted(pairs)) for pairs in split), tuple(partial))
+    own = [(a, p) for a, p in enumerate(placements) if type(p) not in (Shard, Replicate, Partial)]
+    dims = tuple(tuple(a for _, a in sorted(pairs)) for pairs in split)
+    return Layout(dims, tuple(partial), tuple(own))
 
 
 def layout_from_mapping(
@@ -161,5 +170,6 @@ def describe(shape: Sequence[int], dtype: object, layout: Layout, axis_names: Se
         f"{size}@{'+'.join(axis_names[a] for a in axes)}" if axes else str(size)
         for size, axes in zip(shape, layout.dims, strict=True)
     )
-    pending = ", ".join(f"{axis_names[a]}: P({op})" for a, op in layout.partial)
+    named = {a: f"P({op})" for a, op in layout.partial} | {a: repr(p) for a, p in layout.own}
+    pending = ", ".join(f"{axis_names[a]}: {text}" for a, text in sorted(named.items()))
     return f"{_SHORT.get(name, name)}[{body}]" + (f" {{{pending}}}" if pending else "")

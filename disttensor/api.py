@@ -1,0 +1,259 @@
+"""What users call to make and move DistTensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import reshard as reshard_package
+from disttensor import comm, random
+from disttensor.layout import Layout, layout_from_mapping, layout_of, replicated
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Placement
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor, resharded, wrap
+
+Tensor = torch.Tensor
+
+
+def init_mesh(
+    shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
+    backend: str | None = None, timeout: float = 600.0,
+) -> ProcessMesh:  # fmt: skip
+    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment, or a world of one).
+
+    ``timeout``: seconds that a collective waits for the other ranks.
+    Raises ValueError if the shape does not hold exactly the world, RuntimeError if torchrun's environment is half set.
+    """
+    start(device_type, backend, timeout)
+    size = comm.world()[1]
+    if int(np.prod(tuple(shape))) != size:
+        raise ValueError(
+            f"init_mesh({tuple(shape)}): the mesh has {int(np.prod(tuple(shape)))} places, the world {size} processes; "
+            f"choose sizes whose product is {size}, or start that many processes (torchrun --nproc-per-node N)"
+        )
+    return ProcessMesh(np.arange(size).reshape(tuple(shape)), dim_names, device_type)
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(device_type: str | None = None, backend: str | None = None, timeout: float = 600.0) -> None:
+    """The default process group, unless it is there."""
+    if dist.is_initialized():
+        return
+    there = [name for name in _TORCHRUN if name in os.environ]
+    if there and len(there) < len(_TORCHRUN):
+        missing = [name for name in _TORCHRUN if name not in os.environ]
+        raise RuntimeError(
+            f"the environment is half set for a distributed run: {', '.join(there)} is set, {', '.join(missing)} is not. Start with "
+            "torchrun, which sets all of them, or unset them to run as a world of one"
+        )
+    cuda = device_type == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    wait = timedelta(seconds=timeout)
+    if there:
+        dist.init_process_group(backend, timeout=wait)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+
+
+def layout_from(
+    mesh: ProcessMesh, ndim: int, placements: Sequence[Placement] | None, dims_mapping: Any, partial_status: Any
+) -> Layout:
+    """A layout from either of the two notations; neither means replicated."""
+    if placements is not None and (dims_mapping is not None or partial_status is not None):
+        raise ValueError("give placements, or dims_mapping and partial_status, not both")
+    if placements is not None:
+        return layout_of(placements, ndim, mesh.ndim)
+    if dims_mapping is None and partial_status is None:
+        return replicated(ndim)
+    mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
+    if len(mapping) != ndim:
+        raise ValueError(f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: one per dim")
+    return layout_from_mapping(mapping, partial_status, mesh.ndim)
+
+
+def check_partial(spec: DistSpec) -> None:
+    for a, op in spec.layout.partial:
+        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex))
+        if meaningless:
+            raise ValueError(
+                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no meaning; use "
+                + ("Partial('any') or Partial('all')" if spec.dtype == torch.bool else "Partial('sum'), or a floating dtype")
+            )
+
+
+def need_member(mesh: ProcessMesh, what: str) -> None:
+    if mesh.coordinate is None:
+        raise RuntimeError(
+            f"{what}: rank {comm.world()[0]} is not in {mesh!r}. Ranks outside a mesh cannot hold its tensors yet: "
+            "call this on the ranks of the mesh only"
+        )
+
+
+def shard_tensor(
+    data: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None,
+    partial_status: Mapping[int, str] | None = None, dtype: torch.dtype | None = None, requires_grad: bool | None = None,
+    src_rank: int | None = None, check: bool = False,
+) -> DistTensor:  # fmt: skip
+    """``data``, the global value on every rank, as a DistTensor: each rank keeps its piece.
+
+    ``src_rank``: only this global rank's data count and are sent to the others, so that ranks cannot disagree (the others
+    give a tensor of the same shape and dtype). ``check=True`` compares the data of all ranks and names the one that differs.
+    A leaf gives a leaf; data in a graph stays in it. Neither placements nor dims_mapping: replicated.
+    """
+    if isinstance(data, DistTensor):
+        return reshard(data, mesh, placements if placements is not None else data.placements)
+    need_member(mesh, "shard_tensor")
+    value = data if isinstance(data, Tensor) else torch.as_tensor(data)
+    value = value.to(device=mesh.device, dtype=dtype or value.dtype)
+    layout = layout_from(mesh, value.ndim, placements, dims_mapping, partial_status)
+    spec = DistSpec(mesh, layout, value.shape, value.dtype)
+    check_partial(spec)
+    full = spec.with_layout(replicated(spec.ndim))
+    if src_rank is not None:
+        if src_rank not in mesh.ranks:
+            raise ValueError(f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}")
+        value = _from_source(value.detach(), spec, src_rank)
+        local = value
+    else:
+        if check:
+            _compare(value, mesh)
+        flag = value.requires_grad and not value.is_leaf
+        if flag and torch.is_grad_enabled():
+            out = resharded(wrap(value, full), spec)
+            return out
+        local = reshard_package.run(value.detach(), full, spec)
+    if local.untyped_storage().nbytes() > local.nbytes or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+        local = local.clone(memory_format=torch.contiguous_format)
+    wants = requires_grad if requires_grad is not None else isinstance(data, Tensor) and data.requires_grad
+    out = wrap(local.requires_grad_(wants), spec)
+    return torch.nn.Parameter(out, wants) if isinstance(data, torch.nn.Parameter) else out  # type: ignore[return-value]
+
+
+def _from_source(value: Tensor, spec: DistSpec, src_rank: int) -> Tensor:
+    """This rank's piece of the value that ``src_rank`` holds."""
+    mesh = spec.mesh
+    busy = tuple(range(mesh.ndim))
+    group = mesh.group(busy)
+    src = group.ranks.index(src_rank)
+    whole = spec.with_layout(replicated(spec.ndim))
+    return reshard_package.run(comm.broadcast(value, src, group), whole, spec)
+
+
+def _compare(value: Tensor, mesh: ProcessMesh) -> None:
+    group = mesh.group(tuple(range(mesh.ndim)))
+    mine = (tuple(value.shape), str(value.dtype), _digest(value))
+    everyone = comm.gather_objects(mine, group)
+    different = [r for r, theirs in zip(group.ranks, everyone, strict=True) if theirs != everyone[0]]
+    if different:
+        kind = "shape or dtype" if any(e[:2] != everyone[0][:2] for e in everyone) else "values"
+        raise ValueError(
+            f"shard_tensor(check=True): the {kind} of rank {', '.join(map(str, different))} differ from those of rank "
+            f"{group.ranks[0]}; seed all ranks alike, or pass src_rank={group.ranks[0]} to take one rank's data"
+        )
+
+
+def _digest(value: Tensor) -> str:
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()
+
+
+def reshard(x: Any, mesh: ProcessMesh | None = None, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None, partial_status: Any = None) -> DistTensor:
+    """``x`` in another layout on its mesh; differentiable. A plain tensor counts as replicated."""
+    if not isinstance(x, DistTensor):
+        if mesh is None:
+            raise ValueError("reshard of a plain tensor needs a mesh")
+        return shard_tensor(x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status)
+    mesh = mesh or x._spec.mesh
+    if mesh is not x._spec.mesh:
+        raise NotImplementedError(f"reshard from {x._spec.mesh!r} to {mesh!r}: moving between meshes is not there yet")
+    dst = x._spec.with_layout(layout_from(mesh, x.ndim, placements, dims_mapping, partial_status))
+    check_partial(dst)
+    return resharded(x, dst)
+
+
+def from_local(
+    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, shape: Sequence[int] | None = None,
+    dims_mapping: Any = None, partial_status: Any = None,
+) -> DistTensor:  # fmt: skip
+    """This rank's ``local`` piece as part of a DistTensor; differentiable.
+
+    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The pieces must be those that
+    torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all ranks alike, where they are not.
+    """
+    need_member(mesh, "from_local")
+    layout = layout_from(mesh, local.ndim, placements, dims_mapping, partial_status)
+    coordinate = mesh.coordinate or ()
+    if shape is None:
+        everyone = comm.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
+        shape = _global_shape(everyone, layout, mesh)
+        spec = DistSpec(mesh, layout, shape, local.dtype)
+        for place, sizes in zip(mesh.coordinates(), everyone, strict=True):
+            wanted = spec.box_at(place)[1]
+            if tuple(sizes) != wanted:
+                raise ValueError(
+                    f"from_local: the pieces do not make {spec!r}: rank {mesh.ranks[mesh.coordinates().index(place)]} holds {list(sizes)}, "
+                    f"its place is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as torch.chunk does"
+                )
+    spec = DistSpec(mesh, layout, shape, local.dtype)
+    check_partial(spec)
+    if tuple(local.shape) != spec.box_at(coordinate)[1]:
+        raise ValueError(f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not {list(local.shape)}")
+    local = local.to(mesh.device)
+    return wrap(local.view_as(local) if local.requires_grad and torch.is_grad_enabled() else local, spec)
+
+
+def _global_shape(everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh) -> list[int]:
+    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add up."""
+    places = mesh.coordinates()
+    origin = (0,) * mesh.ndim
+    shape = []
+    for d, axes in enumerate(layout.dims):
+        line = set(mesh.members(axes, origin)) if axes else {origin}
+        shape.append(sum(sizes[d] for place, sizes in zip(places, everyone, strict=True) if place in line))
+    return shape
+
+
+def from_fn(fn: Callable[..., Tensor], mesh: ProcessMesh, placements: Sequence[Placement] | None, shape: Any, *args: Any, dims_mapping: Any = None, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any) -> DistTensor:
+    """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of torch
+    (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw."""
+    need_member(mesh, "from_fn")
+    size = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
+    layout = layout_from(mesh, len(size), placements, dims_mapping, None)
+    spec = DistSpec(mesh, layout, size, dtype or torch.get_default_dtype())
+    check_partial(spec)
+    local = random.born(fn, spec, args, kwargs)
+    if local is None:
+        local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
+    if layout.partial:
+        raise ValueError("from_fn: a factory's value is not a pending reduction; use Shard and Replicate")
+    return wrap(local.requires_grad_(requires_grad), spec.with_dtype(local.dtype))
+
+
+def _factory(fn: Callable[..., Tensor]) -> Callable[..., DistTensor]:
+    def make(*size: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any) -> DistTensor:
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        return from_fn(fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs)
+
+    make.__name__ = fn.__name__
+    make.__doc__ = f"torch.{fn.__name__} on a mesh: ``{fn.__name__}(4, 8, mesh=mesh, placements=[Shard(0)])``; each rank makes its piece."
+    return make
+
+
+zeros, ones, empty, rand, randn = map(_factory, (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn))
+
+
+def full(size: Sequence[int], fill_value: Any, *, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False) -> DistTensor:
+    """torch.full on a mesh."""
+    return from_fn(torch.full, mesh, placements, size, fill_value, dtype=dtype or torch.tensor(fill_value).dtype, requires_grad=requires_grad)

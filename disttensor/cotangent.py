@@ -1,0 +1,129 @@
+"""Gradient types: what the gradient of a local means follows from its placement, per mesh axis.
+
+    placement of x                         its gradient
+    S(d)                                   S(d): the piece that belongs to this piece
+    P(sum), P(avg)                         R, each rank the whole (of an average: 1/n of it), read by varying uses
+    R, read by uses that vary              P(sum): each rank the contribution of its own piece
+    R, read by uses that do not vary       R: the same whole gradient on every rank
+
+A ``Typed`` is a spec with the axes of the third row. ``dual`` is the table; it is its own inverse. ``Move`` is the
+only autograd function of a reshard: its backward is the move between the duals, and so on for every order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import reshard
+from disttensor import comm
+from disttensor.layout import Axes, Layout
+from disttensor.spec import DistSpec
+
+Tensor = torch.Tensor
+
+
+class Typed(NamedTuple):
+    """A spec, and the axes over which the replicated value is read by uses that vary."""
+
+    spec: DistSpec
+    varying: Axes = ()
+
+
+_duals: dict[Typed, tuple[Typed, float]] = {}
+
+
+def dual(t: Typed) -> tuple[Typed, float]:
+    """The type of the gradient of ``t``, and by what a pending average divides it."""
+    found = _duals.get(t)
+    if found is None:
+        layout, mesh = t.spec.layout, t.spec.mesh
+        scale = 1.0
+        for a, op in layout.partial:
+            if op not in ("sum", "avg"):
+                raise RuntimeError(
+                    f"{t.spec!r} requires grad, but a pending {op!r} has no gradient: reduce it first "
+                    "(reshard it to Replicate), or detach it"
+                )
+            scale *= mesh.shape[a] if op == "avg" else 1
+        pending = tuple((a, "sum") for a in sorted(t.varying))
+        flipped = Typed(t.spec.with_layout(Layout(layout.dims, pending)), tuple(sorted(layout.partial_axes)))
+        if len(_duals) > 8192:
+            _duals.clear()
+        found = _duals[t] = (flipped, scale)
+    return found
+
+
+class Move(torch.autograd.Function):
+    """The local of ``src`` as the local of ``dst``. Backward: from dual(dst) to dual(src)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
+        """``held``: the result where it is known already, so that nothing is communicated again."""
+        ctx.ends = src, dst
+        if held is not None:
+            return held[0].view_as(held[0])
+        out = reshard.run(x, src.spec, dst.spec)
+        return x.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        src, dst = ctx.ends
+        (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
+        if divide_src != divide_dst:
+            grad = grad * (divide_dst / divide_src)
+        if torch.is_grad_enabled():
+            return Move.apply(grad, grad_dst, grad_src, None), None, None, None
+        return reshard.run(grad, grad_dst.spec, grad_src.spec), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """P(sum) -> R over a group; backward: the gradient is the whole one already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
+        ctx.group = group
+        return comm.all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Spread.apply(grad, ctx.group), None
+
+
+class _Spread(torch.autograd.Function):
+    """The same value, read by uses that vary; backward: their contributions are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Sum.apply(grad, ctx.group), None
+
+
+class MeshReach:
+    """The collectives that local functions may use (``ops.call.Reach``), on the axes of one mesh."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def _group(self, axes: Axes) -> comm.Group | None:
+        busy = tuple(a for a in axes if self.mesh.shape[a] > 1)
+        return self.mesh.group(busy) if busy else None
+
+    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+        group = self._group(axes)
+        if group is None:
+            return x
+        if op == "sum" and x.requires_grad and torch.is_grad_enabled():
+            return _Sum.apply(x, group)
+        return comm.all_reduce(x, op, group)
+
+    def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._group(axes)
+        return x.detach().unsqueeze(0) if group is None else comm.all_gather(x, group)

@@ -1,0 +1,340 @@
+"""The path of one call, from the user's function to the local one and back.
+
+Warm: a key, one look-up, and the runner that was chosen when the plan was made. Cold: ``prepare`` asks, in this order,
+for a handler (functions that are no computation), a rule, the Python body of the function, and last the fallback that
+gathers everything: always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor import fallback, strict
+from disttensor.layout import Axes
+from disttensor.plan import Plan, Uncacheable, key_of, make_plan, plain_spec
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor, wrap
+from ops.factors import Arg
+from ops.infer import NoRule
+from ops.registry import RULES
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+Runner = Callable[[Sequence[Any], Any], Any]
+
+HANDLERS: dict[Function, Function] = {}  # functions that are answered as they are: no rule, no key
+PLANS: dict[Any, Runner] = {}
+_MOST = 16384
+_make: Callable[..., Any] = Tensor._make_subclass
+
+
+def dispatch(cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """``DistTensor.__torch_function__``."""
+    try:
+        key = (func, *[a._spec if type(a) is DistTensor else key_of(a) for a in args])
+        if kwargs:
+            key = (*key, *[(k, key_of(v)) for k, v in kwargs.items()])
+    except Uncacheable:
+        return prepare(func, args, kwargs or {})(args, kwargs or {})
+    run = PLANS.get(key)
+    if run is None:
+        run = prepare(func, args, kwargs or {})
+        if len(PLANS) >= _MOST:
+            PLANS.clear()
+        PLANS[key] = run
+    return run(args, kwargs)
+
+
+def handler(*funcs: Function) -> Callable[[Function], Function]:
+    """Register what answers these functions when a DistTensor is among their arguments."""
+
+    def enter(answer: Function) -> Function:
+        for func in funcs:
+            HANDLERS[func] = answer
+        return answer
+
+    return enter
+
+
+def prepare(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
+    """The runner for calls like this one."""
+    if func in HANDLERS:
+        answer = HANDLERS[func]
+        return lambda args, kwargs: answer(*args, **(kwargs or {}))
+    if kwargs.get("out") is not None:
+        return lambda args, kwargs: fallback.into_out(func, args, kwargs)
+    rule = RULES.get(func)
+    if rule is None:
+        through = fallback.body_of(func)
+        if through is not None:
+            return lambda args, kwargs: through(*args, **(kwargs or {}))
+        return fallback.gathered(func, "no rule")
+    if rule.floats and any(type(a) is float for a in (*args, *kwargs.values())):
+        return _by_value(func)
+    return _planned(func, args, kwargs)
+
+
+def _by_value(func: Function) -> Runner:
+    """For functions whose rule depends on the value of a float: plans by value, below the plan by type."""
+    plans: dict[Any, Runner] = {}
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        kwargs = kwargs or {}
+        key = tuple([key_of(a, floats=True) for a in (*args, *kwargs.items())])
+        if key not in plans:
+            if len(plans) >= 256:
+                plans.clear()
+            plans[key] = _planned(func, args, kwargs)
+        return plans[key](args, kwargs)
+
+    return run
+
+
+def _planned(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
+    tensors: list[Tensor] = []
+    flat(args, tensors)
+    flat(kwargs, tensors)
+    mesh = one_mesh(func, tensors)
+    specs = [t._spec if type(t) is DistTensor else plain_spec(t, mesh) for t in tensors]
+    numbers = iter(range(len(tensors)))
+
+    def arg(t: Tensor) -> Arg:
+        i = next(numbers)
+        return Arg(specs[i].shape, dtype=specs[i].dtype, layout=specs[i].layout, index=i, requires_grad=t.requires_grad)
+
+    try:
+        plan = make_plan(func, substitute(args, arg), substitute(kwargs, arg), specs, mesh)
+    except NoRule as reason:
+        through = fallback.body_of(func)
+        if through is not None:
+            return lambda args, kwargs: through(*args, **(kwargs or {}))
+        return fallback.gathered(func, str(reason))
+    if plan is None:
+        return fallback.gathered(func, "in place", quiet=True)
+    return runner_of(func, plan, args, kwargs, specs)
+
+
+def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
+    """The mesh of the call. Raises ValueError where there are two: it is never guessed."""
+    dist = [t for t in tensors if type(t) is DistTensor]
+    mesh = dist[0]._spec.mesh
+    for t in dist[1:]:
+        if t._spec.mesh is not mesh:
+            raise ValueError(
+                f"{strict.name_of(func)}: tensors on two meshes: {dist[0]._spec!r} on {mesh!r} and {t._spec!r} on "
+                f"{t._spec.mesh!r}. Bring one over first: reshard(x, mesh, placements)"
+            )
+    return mesh
+
+
+# Runners: how a plan is carried out -----------------------------------------------------------------------
+
+
+def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
+    """The quickest way that fits: ``simple`` for calls that neither move nor vary, else ``general``."""
+    top = all(not isinstance(a, (list, tuple, dict)) or not _holds_tensor(a) for a in args)
+    dist_only = not any(isinstance(a, Tensor) and type(a) is not DistTensor for a in args)
+    tensor_kwargs = any(_holds_tensor(v) for v in kwargs.values())
+    if plan.inplace or plan.view or plan.moves or not top or tensor_kwargs or not dist_only or len(plan.gives) != 1:
+        return general(func, plan, specs)
+    return varying(func, plan, specs) if plan.any_varying else simple(plan)
+
+
+def simple(plan: Plan) -> Runner:
+    """Every tensor is used as it lies; one tensor comes out."""
+    local, spec = plan.local, plan.gives[0]
+
+    def first(args: Sequence[Any], kwargs: Any) -> Any:
+        nonlocal spec
+        out = local(*[a._local if type(a) is DistTensor else a for a in args], **(kwargs or {}))
+        if type(out) is not Tensor:
+            return out
+        if out.dtype is not spec.dtype:
+            spec = checked(plan, out, spec)
+        elif not plan_checked:
+            plan_checked.append(checked(plan, out, spec))
+        new = _make(DistTensor, spec.proto)
+        new._local = out
+        new._spec = spec
+        return new
+
+    plan_checked: list[Any] = []
+    return first
+
+
+def varying(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
+    """As simple, but some replicated arguments are read by a call that varies."""
+    local, spec, axes_of = plan.local, plan.gives[0], plan.varying
+    plan_checked: list[Any] = []
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        nonlocal spec
+        locals_, i = [], 0
+        for a in args:
+            if type(a) is DistTensor:
+                axes = axes_of[i]
+                i += 1
+                locals_.append(a.local_for(axes) if axes else a._local)
+            else:
+                locals_.append(a)
+        out = local(*locals_, **kwargs) if kwargs else local(*locals_)
+        if type(out) is not Tensor:
+            return out
+        if out.dtype is not spec.dtype:
+            spec = checked(plan, out, spec)
+        elif not plan_checked:
+            plan_checked.append(checked(plan, out, spec))
+        return wrap(out, spec)
+
+    return run
+
+
+def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
+    """Reshards, in-place targets, lists, several results, views, plain tensors among the arguments."""
+    local, wants, axes_of = plan.local, plan.wants, plan.varying
+    gives = list(plan.gives)
+    untouched = not plan.moves and not plan.any_varying
+    replay = plan.view and not plan.moves
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        if plan.moves and strict.level:
+            strict.check_moves(func, specs, wants)
+        kwargs = kwargs or {}
+        if untouched:
+            local_args = [_local_of(a, plan) for a in args]
+            local_kwargs = {k: _local_of(v, plan) for k, v in kwargs.items()} if kwargs else kwargs
+        else:
+            numbers = iter(range(len(wants)))
+
+            def at(t: Tensor) -> Tensor:
+                i = next(numbers)
+                return local_as(t, wants[i], axes_of[i], specs[i])
+
+            local_args = substitute(args, at)
+            local_kwargs = substitute(kwargs, at)
+        if plan.inplace:
+            refuse_copies(func, args[0])
+        out = local(*local_args, **local_kwargs)
+        if plan.inplace:
+            return written(args[0], out)
+        result = give(out, gives, plan)
+        x = args[0] if args else None
+        if replay and type(x) is DistTensor and x._local.requires_grad and type(result) is DistTensor:
+            rest = tuple(local_args[1:])
+            result._origin = lambda axes: local(x.local_for(axes), *rest, **local_kwargs)
+        elif plan.view and plan.moves:
+            for r in result if isinstance(result, (list, tuple)) else (result,):
+                if isinstance(r, DistTensor):
+                    r._copied = strict.name_of(func)
+        return result
+
+    return run
+
+
+def local_as(t: Tensor, want: DistSpec | None, axes: Axes, spec: DistSpec) -> Tensor:
+    """The local of an argument in the layout and for the use that the plan says."""
+    if type(t) is not DistTensor:
+        if want is None and not axes:
+            return t
+        t = wrap(t, spec)
+    if want is None:
+        return t.local_for(axes) if axes else t._local
+    return t.moved_for(want, axes)
+
+
+def _local_of(a: Any, plan: Plan) -> Any:
+    if type(a) is DistTensor:
+        return a._local
+    if type(a) is list or type(a) is tuple:
+        try:
+            return [t._local for t in a]
+        except AttributeError:
+            return type(a)([_local_of(v, plan) for v in a])
+    return a
+
+
+def checked(plan: Plan, out: Tensor, spec: DistSpec) -> DistSpec:
+    """The spec of a result with its real dtype; a rule that lies about the local shape is caught here, once."""
+    if plan.mesh.coordinate is not None and tuple(out.shape) != tuple(spec.local_shape):
+        raise RuntimeError(
+            f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is {list(spec.local_shape)}, but the local "
+            f"function gave {list(out.shape)}: the rule is wrong"
+        )
+    return spec if out.dtype is spec.dtype else spec.with_dtype(out.dtype)
+
+
+def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
+    """Local results as DistTensors, in the structure they came in."""
+    if isinstance(out, Tensor):
+        gives[0] = checked(plan, out, gives[0])
+        return wrap(out, gives[0])
+    numbers = iter(range(len(gives)))
+
+    def dress(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            i = next(numbers)
+            if value.dtype is not gives[i].dtype or tuple(value.shape) != tuple(gives[i].local_shape):
+                gives[i] = checked(plan, value, gives[i])
+            return wrap(value, gives[i])
+        if isinstance(value, (list, tuple)):
+            items = [dress(v) for v in value]
+            return items if type(value) is list else type(value)(items) if not hasattr(value, "_fields") or type(value).__module__ == "torch.return_types" else type(value)(*items)
+        return value
+
+    return dress(out)
+
+
+def refuse_copies(func: Function, target: Any) -> None:
+    for t in target if isinstance(target, (list, tuple)) else (target,):
+        if type(t) is DistTensor and t._copied:
+            raise RuntimeError(
+                f"{strict.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so writing to it "
+                "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
+            )
+
+
+def written(target: Any, out: Any) -> Any:
+    """The result of an in-place function: its target(s), whose uses before this are of the old value."""
+    for t in target if isinstance(target, (list, tuple)) else (target,):
+        if type(t) is DistTensor:
+            t.forget_uses()
+    return target if isinstance(out, Tensor) or isinstance(target, (list, tuple)) and out is not None else out
+
+
+# Walking arguments ----------------------------------------------------------------------------------------
+
+
+def flat(value: Any, out: list[Tensor]) -> None:
+    """Tensors in order of appearance."""
+    if isinstance(value, Tensor):
+        out.append(value)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            flat(v, out)
+    elif isinstance(value, dict):
+        for v in value.values():
+            flat(v, out)
+
+
+def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
+    """The same structure with f(t) for each tensor t."""
+    if isinstance(value, Tensor):
+        return f(value)
+    if isinstance(value, (list, tuple)):
+        items = [substitute(v, f) for v in value]
+        return items if type(value) is list else tuple(items) if type(value) is tuple or type(value) is torch.Size else type(value)(*items)
+    if isinstance(value, dict):
+        return {k: substitute(v, f) for k, v in value.items()}
+    return value
+
+
+def _holds_tensor(value: Any) -> bool:
+    found: list[Tensor] = []
+    flat(value, found)
+    return bool(found)
+
+
+DistTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]

@@ -1,0 +1,157 @@
+"""What happens to a function without a rule: run its Python body, or gather everything and run it whole."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from inspect import unwrap
+from typing import Any
+
+import torch
+
+import reshard
+from disttensor import strict
+from disttensor.layout import replicated
+from disttensor.random import forked
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor, wrap
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+_bodies: dict[Function, Function | None] = {}
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def body_of(func: Function) -> Function | None:
+    """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner calls are then
+    dispatched one by one. None for functions of C++."""
+    if func not in _bodies:
+        inner = unwrap(func)
+        made: Function | None = None
+        if isinstance(inner, types.FunctionType) and inner.__module__.split(".")[0] == "torch":
+            scope = {**inner.__globals__, **dict.fromkeys(_CHECKS, _never)}
+            made = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+            made.__kwdefaults__ = inner.__kwdefaults__
+        _bodies[func] = made
+    return _bodies[func]
+
+
+def writes(func: Function) -> bool:
+    """Does the function change its first argument, by torch's convention of names?"""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
+    return name.endswith("_") and func is not torch.Tensor.requires_grad_
+
+
+def whole(spec: DistSpec) -> DistSpec:
+    return spec.with_layout(replicated(spec.ndim))
+
+
+def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequence[Any], Any], Any]:
+    """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes goes back into
+    the placement it had. ``quiet``: no warning (an in-place function that had to go this way)."""
+    writing = writes(func)
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        kwargs = kwargs or {}
+        seen: list[tuple[DistTensor, Tensor, int]] = []
+        dist: list[DistTensor] = []
+
+        def take(value: Any) -> Any:
+            if type(value) is DistTensor:
+                dist.append(value)
+                full = value.moved_for(whole(value._spec), ())
+                if value._spec is not whole(value._spec):
+                    if writing and len(dist) == 1:
+                        full = full.clone()
+                    seen.append((value, full, full._version))
+                return full
+            if isinstance(value, (list, tuple)):
+                items = [take(v) for v in value]
+                return items if type(value) is list else tuple(items) if type(value) in (tuple, torch.Size) else type(value)(*items)
+            return {k: take(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+        found: list[DistTensor] = []
+        _find((args, kwargs), found)
+        mesh = found[0]._spec.mesh
+        if any(t._spec.mesh is not mesh for t in found):
+            raise ValueError(
+                f"{strict.name_of(func)}: tensors on two meshes: "
+                + " and ".join(sorted({f"{t._spec!r} on {t._spec.mesh!r}" for t in found}))
+                + ". Bring one over first: reshard(x, mesh, placements)"
+            )
+        if not quiet:
+            strict.fallback(func, [t._spec for t in found], why)
+        elif strict.level:
+            strict.check_moves(func, [t._spec for t in found], [whole(t._spec) for t in found])
+        with forked(mesh):
+            out = func(*take(tuple(args)), **take(kwargs))
+        for tensor, full, version in seen:
+            if full._version != version:
+                if tensor._copied:
+                    raise RuntimeError(
+                        f"{strict.name_of(func)}: {tensor._spec!r} came from {tensor._copied}, which gave a copy: writing to it "
+                        "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
+                    )
+                back = wrap(full, whole(tensor._spec)).moved_for(tensor._spec, ())
+                tensor._local.copy_(back)
+                tensor.forget_uses()
+        if writing and type(args[0]) is DistTensor:
+            args[0].forget_uses()
+            return args[0] if isinstance(out, Tensor) else out
+        return dress(out, mesh)
+
+    return run
+
+
+def _find(value: Any, out: list[DistTensor]) -> None:
+    if type(value) is DistTensor:
+        out.append(value)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            _find(v, out)
+    elif isinstance(value, dict):
+        for v in value.values():
+            _find(v, out)
+
+
+def dress(value: Any, mesh: Any) -> Any:
+    """Full results as replicated DistTensors."""
+    if type(value) is Tensor or isinstance(value, torch.nn.Parameter):
+        return wrap(value, DistSpec(mesh, replicated(value.ndim), value.shape, value.dtype))
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [dress(v, mesh) for v in value]
+        plain = type(value) in (list, tuple) or type(value).__module__ == "torch.return_types"
+        return type(value)(items) if plain else type(value)(*items)
+    return value
+
+
+def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``out=``: compute, then copy into what was given (which keeps its placement)."""
+    rest = {k: v for k, v in kwargs.items() if k != "out"}
+    out = kwargs["out"]
+    result = func(*args, **rest)
+    targets = out if isinstance(out, (list, tuple)) else (out,)
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    for target, value in zip(targets, results, strict=True):
+        if type(target) is not DistTensor:
+            raise TypeError(f"{strict.name_of(func)}: out= must be a DistTensor where an argument is one, not a plain tensor")
+        if tuple(target.shape) != tuple(value.shape):
+            raise RuntimeError(
+                f"{strict.name_of(func)}: out= has shape {list(target.shape)}, the result {list(value.shape)}; a DistTensor is not resized"
+            )
+        target.copy_(value)
+    return out
+
+
+def plain_to(value: Tensor, spec: DistSpec) -> Tensor:
+    """The local of ``spec`` of a value that every rank holds whole."""
+    return reshard.run(value, whole(spec), spec)

@@ -1,0 +1,267 @@
+"""The gradient side of DistTensor: requires_grad, grad, backward, hooks, answered from the locals.
+
+A leaf has one C++ leaf per way of use (``DistTensor.local_for``); ``grad`` puts their gradients together and is a
+DistTensor, ``Partial`` over the axes on which it is still a sum of contributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import reshard
+from disttensor.cotangent import Typed, dual
+from disttensor.layout import Axes, Layout
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor, resharded, wrap
+
+Tensor = torch.Tensor
+
+
+def uses(x: DistTensor) -> list[tuple[Axes, Tensor]]:
+    """The C++ leaves of a leaf: itself, and one per set of axes over which uses varied."""
+    return [((), x._local), *((axes, alias) for axes, (alias, _) in (x._aliases or {}).items())]
+
+
+def grad_spec(x: DistTensor, axes: Axes) -> DistSpec:
+    """The spec of a gradient that was collected for uses varying over ``axes``."""
+    return dual(Typed(x._spec, axes))[0].spec
+
+
+def joined(x: DistTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
+    """Gradients of several ways of use as one, Partial over all their axes: a whole gradient joins as the share of
+    the first rank of the axes it is whole on."""
+    if len(pieces) == 1:
+        return pieces[0]
+    union = tuple(sorted({a for axes, _ in pieces for a in axes}))
+    coordinate = x._spec.mesh.coordinate or ()
+    total = None
+    for axes, g in pieces:
+        if any(coordinate[a] for a in union if a not in axes):
+            continue
+        total = g if total is None else total + g
+    return union, torch.zeros_like(x._local) if total is None else total
+
+
+def get_grad(x: DistTensor) -> DistTensor | None:
+    if x._aliases is None or not x._local.is_leaf:
+        g = x._local.grad
+        if g is None:
+            return None
+        return cached_grad(x, (), g)
+    pieces = [(axes, leaf.grad) for axes, leaf in uses(x) if leaf.grad is not None]
+    if not pieces:
+        return None
+    axes, total = joined(x, pieces)  # type: ignore[arg-type]
+    if len(pieces) > 1:
+        for _, leaf in uses(x):
+            leaf.grad = None
+        with torch.enable_grad():
+            x.local_for(axes).grad = total
+    return cached_grad(x, axes, total)
+
+
+def cached_grad(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
+    """One wrapper per gradient tensor: ``p.grad is p.grad``."""
+    held = x._grad
+    if held is not None and held._local is g:
+        return held  # type: ignore[no-any-return]
+    spec = grad_spec(x, axes)
+    x._grad = wrap(g, spec if g.dtype is spec.dtype else spec.with_dtype(g.dtype))
+    return x._grad  # type: ignore[no-any-return]
+
+
+def set_grad(x: DistTensor, value: Any) -> None:
+    """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain, global tensor."""
+    if value is not None and not isinstance(value, Tensor):
+        raise TypeError(f"grad of {x._spec!r}: a tensor or None is expected, not {type(value).__name__}")
+    if value is not None and tuple(value.shape) != tuple(x._spec.shape):
+        raise RuntimeError(f"grad of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(value.shape)}")
+    if value is not None and value.dtype != x._spec.dtype:
+        raise RuntimeError(f"grad of {x._spec!r}: its dtype is {x._spec.dtype}, the gradient's {value.dtype}")
+    axes: Axes = ()
+    local: Tensor | None = None
+    if isinstance(value, DistTensor):
+        if value._spec.mesh is not x._spec.mesh:
+            raise RuntimeError(
+                f"grad of {x._spec!r} on {x._spec.mesh!r}: the gradient is on {value._spec.mesh!r}; reshard it first"
+            )
+        whole = x._spec.layout.varies()
+        axes = tuple(a for a, op in value._spec.layout.partial if op == "sum" and a not in whole)
+        local = resharded(value, grad_spec(x, axes).with_dtype(value._spec.dtype))._local
+    elif value is not None:
+        spec = grad_spec(x, ())
+        local = reshard.run(value, spec.with_layout(Layout(((),) * spec.ndim)), spec)
+    for _, leaf in uses(x):
+        leaf.grad = None
+    x._grad = value if isinstance(value, DistTensor) and local is value._local else None
+    if local is not None:
+        with torch.enable_grad():
+            x.local_for(axes).grad = local.detach() if not local.requires_grad else local
+
+
+def leaves_of(inputs: Any) -> list[Tensor] | None:
+    """The C++ tensors that stand for ``inputs`` of a backward."""
+    if inputs is None:
+        return None
+    out: list[Tensor] = []
+    for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
+        out += [leaf for _, leaf in uses(x)] if isinstance(x, DistTensor) and x._local.is_leaf else [getattr(x, "_local", x)]
+    return out
+
+
+def seed(x: DistTensor, gradient: Any) -> Tensor:
+    """The gradient of x's local that stands for ``gradient`` of the global tensor (None: 1 for a scalar)."""
+    (typed, divide) = dual(Typed(x._spec))
+    if gradient is None:
+        if x.numel() != 1:
+            raise RuntimeError(f"backward of {x._spec!r}: a gradient is created only for a tensor of one element")
+        return torch.full_like(x._local, 1 / divide)
+    spec = typed.spec.with_dtype(gradient.dtype)
+    if isinstance(gradient, DistTensor):
+        g = resharded(gradient, spec)._local
+    else:
+        g = reshard.run(gradient, spec.with_layout(Layout(((),) * spec.ndim)), spec)
+    return g if divide == 1.0 else g / divide
+
+
+def backward(self: DistTensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
+    """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be differentiated."""
+    torch.autograd.backward(self._local, seed(self, gradient), retain_graph, create_graph, inputs=leaves_of(inputs))
+
+
+def autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False, **_: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """torch.autograd.grad over DistTensors (and plain tensors beside them)."""
+    outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    seeds = (grad_outputs,) if grad_outputs is None or isinstance(grad_outputs, Tensor) else tuple(grad_outputs)
+    seeds = seeds * len(outs) if len(seeds) == 1 else seeds
+    if is_grads_batched:
+        raise NotImplementedError("torch.autograd.grad of DistTensors: is_grads_batched is not supported; loop over the batch")
+    ends, starts, owners = [], [], []
+    for out, s in zip(outs, seeds, strict=True):
+        ends.append((out._local, seed(out, s)) if isinstance(out, DistTensor) else (out, s))
+    for i, x in enumerate(ins):
+        ways = uses(x) if isinstance(x, DistTensor) and x._local.is_leaf else [((), getattr(x, "_local", x))]
+        for axes, leaf in ways:
+            starts.append(leaf)
+            owners.append((i, axes))
+    found = torch.autograd.grad(
+        [o for o, _ in ends], starts, [s for _, s in ends], retain_graph, create_graph, allow_unused=True
+    )
+    result: list[Any] = []
+    for i, x in enumerate(ins):
+        pieces = [(axes, g) for (j, axes), g in zip(owners, found, strict=True) if j == i and g is not None]
+        if pieces:
+            if isinstance(x, DistTensor):
+                axes, g = joined(x, pieces)
+                result.append(wrap(g, grad_spec(x, axes).with_dtype(g.dtype)))
+            else:
+                result.append(pieces[0][1])
+        elif materialize_grads:
+            result.append(torch.zeros_like(x))
+        elif allow_unused:
+            result.append(None)
+        else:
+            raise RuntimeError(
+                f"torch.autograd.grad: input {i} was not used in the graph of the outputs; pass allow_unused=True if that is meant"
+            )
+    return tuple(result)
+
+
+# Attributes and methods of DistTensor -------------------------------------------------------------------
+
+
+def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
+    self._local.requires_grad_(requires_grad)
+    return self
+
+
+def detach(self: DistTensor) -> DistTensor:
+    return wrap(self._local.detach(), self._spec)
+
+
+def detach_(self: DistTensor) -> DistTensor:
+    self._local.detach_()
+    self._aliases, self._origin = None, None
+    return self
+
+
+def retain_grad(self: DistTensor) -> None:
+    if not self._local.is_leaf:
+        self._local.retain_grad()
+
+
+def get_data(self: DistTensor) -> DistTensor:
+    return wrap(self._local.data, self._spec)
+
+
+def set_data(self: DistTensor, value: Any) -> None:
+    """``x.data = value``: x takes value's piece and layout, its uses included."""
+    if not isinstance(value, DistTensor):
+        raise TypeError(f"data of {self._spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)")
+    for _, leaf in uses(self):
+        leaf.data = value._local.data
+    if value._spec is not self._spec:
+        self._spec = value._spec
+        self._grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(self, wrap_proto(value._spec))  # type: ignore[attr-defined]
+
+
+def wrap_proto(spec: DistSpec) -> Tensor:
+    return torch.Tensor._make_subclass(DistTensor, spec.proto, False)  # type: ignore[no-any-return]
+
+
+def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
+    """The hook gets the gradient as a DistTensor and may give another one, as for a plain tensor.
+
+    On a leaf it sees the whole gradient: uses from now on reduce it in the backward.
+    """
+
+    def on(axes: Axes) -> Callable[[Tensor], Any]:
+        spec = grad_spec(self, axes)
+
+        def local_hook(g: Tensor) -> Any:
+            typed = spec.with_dtype(g.dtype)
+            out = hook(wrap(g, typed))
+            if out is None:
+                return None
+            if not isinstance(out, DistTensor):
+                out = wrap(reshard.run(out, typed.with_layout(Layout(((),) * typed.ndim)), typed), typed)
+            return resharded(out, typed)._local
+
+        return local_hook
+
+    handle = self._local.register_hook(on(()))
+    if self._local.is_leaf:
+        for axes, (alias, _) in (self._aliases or {}).items():
+            alias.register_hook(on(axes))
+        self._hooked = True
+    return handle
+
+
+def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
+    """The hook is called with this leaf once per backward, when all its uses have their gradient."""
+    if not self._local.is_leaf:
+        raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
+    self._hooked = True
+    waiting: list[bool] = []
+
+    def done() -> None:
+        waiting.clear()
+        hook(self)
+
+    def on(_: Tensor) -> None:
+        if not waiting:
+            waiting.append(True)
+            torch.autograd.Variable._execution_engine.queue_callback(done)  # type: ignore[attr-defined]
+
+    for _, (alias, _v) in (self._aliases or {}).items():
+        alias.register_post_accumulate_grad_hook(on)
+    return self._local.register_post_accumulate_grad_hook(on)

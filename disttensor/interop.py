@@ -1,0 +1,55 @@
+"""torch's DTensor and DistTensor: the same layout is the same bytes, so nothing is copied."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from disttensor.api import from_local
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.tensor import DistTensor
+
+_TO = {"prod": "product"}
+_FROM = {"product": "prod"}
+
+
+def to_dtensor(x: DistTensor) -> DTensor:
+    """x as torch's DTensor over the same local tensor; differentiable.
+
+    Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's, any/all reductions.
+    """
+    if any(tuple(sorted(a)) != a for a in x._spec.layout.dims):
+        raise ValueError(f"{x._spec!r}: DTensor splits a dim in mesh order only; reshard it first")
+    placements = []
+    for p in x.placements:
+        if isinstance(p, Partial):
+            if p.reduce_op in ("any", "all"):
+                raise ValueError(f"{x._spec!r}: DTensor has no reduction {p.reduce_op!r}; reshard it first")
+            placements.append(TorchPartial(_TO.get(p.reduce_op, p.reduce_op)))
+        else:
+            placements.append(TorchShard(p.dim) if isinstance(p, Shard) else TorchReplicate())
+    mesh = x._spec.mesh.to_device_mesh()
+    return DTensor.from_local(x._local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def from_dtensor(x: DTensor) -> DistTensor:
+    """A torch DTensor as a DistTensor over the same local tensor; differentiable.
+
+    Raises ValueError for private placements (_StridedShard and others).
+    """
+    mesh = ProcessMesh.from_device_mesh(x.device_mesh)
+    placements: list[Placement] = []
+    for p in x.placements:
+        if type(p) is TorchShard:
+            placements.append(Shard(p.dim))
+        elif type(p) is TorchPartial:
+            placements.append(Partial(_FROM.get(p.reduce_op, p.reduce_op)))
+        elif type(p) is TorchReplicate:
+            placements.append(Replicate())
+        else:
+            raise ValueError(f"from_dtensor: placement {p} of {x.placements} has no counterpart; redistribute the DTensor first")
+    local = x.to_local()
+    return from_local(local, mesh, placements, shape=x.shape)

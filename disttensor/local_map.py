@@ -1,0 +1,97 @@
+"""local_map: the user's own code on locals, with its place in the global program declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disttensor.api import from_local
+from disttensor.cotangent import Move, Typed, dual
+from disttensor.dispatch import flat, one_mesh, substitute
+from disttensor.layout import layout_of
+from disttensor.plan import plain_spec
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor, wrap
+
+
+def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements: Any = None, in_grad_placements: Any = None, *, out_shapes: Any = None) -> Callable[..., Any]:
+    """``local_map(fn, in_placements, out_placements)(*args)``: fn gets plain local tensors, differentiable.
+
+    in_placements: for each tensor argument its placements (it is resharded to them), None keeps what it has.
+    out_placements: placements of each result (one sequence for a single result); the global shape follows from the pieces
+    (sizes are exchanged) or is given by ``out_shapes``.
+    in_grad_placements: for each tensor argument what its local gradient means. By default that follows from the placements:
+    S -> S, P -> R, and R -> Partial where some argument or result varies over the axis, else R.
+    """
+    if out_placements is None:
+        raise ValueError("local_map: out_placements says what the results are; give placements for each result")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        flat((args, kwargs), tensors)
+        if not any(isinstance(t, DistTensor) for t in tensors):
+            raise ValueError("local_map: no argument is a DistTensor, so the mesh is not known")
+        mesh = one_mesh(fn, tensors)
+        single = not _nested(out_placements)
+        outs = [out_placements] if single else list(out_placements)
+        wanted = list(in_placements) if _nested(in_placements) else [in_placements] * len(tensors)
+        if len(wanted) != len(tensors):
+            raise ValueError(f"local_map: in_placements has {len(wanted)} entries, the call has {len(tensors)} tensors")
+        specs = []
+        for t, w in zip(tensors, wanted, strict=True):
+            spec = t._spec if isinstance(t, DistTensor) else plain_spec(t, mesh)
+            specs.append(spec if w is None else spec.with_layout(layout_of(w, spec.ndim, mesh.ndim)))
+        vary = {a for s in specs for a in s.layout.varies()}
+        for o in outs:
+            vary |= {a for a, p in enumerate(o) if str(p) != "R"}
+        numbers = iter(range(len(tensors)))
+
+        def take(t: torch.Tensor) -> torch.Tensor:
+            i = next(numbers)
+            spec = specs[i]
+            x = t if isinstance(t, DistTensor) else wrap(t, plain_spec(t, mesh))
+            whole = spec.layout.varies()
+            axes = tuple(sorted(a for a in vary if a not in whole))
+            if in_grad_placements is not None and in_grad_placements[i] is not None:
+                grads = layout_of(in_grad_placements[i], spec.ndim, mesh.ndim)
+                axes = tuple(sorted(grads.partial_axes - whole))
+                typed = dual(Typed(spec, axes))[0].spec
+                if typed.layout != grads:  # the gradient arrives in another layout than the argument's dual
+                    return _regrad(x.moved_for(spec, ()), spec, spec.with_layout(grads))
+            return x.moved_for(spec, axes)
+
+        result = fn(*substitute(args, take), **substitute(kwargs, take))
+        pieces = [result] if single else list(result)
+        shapes = [None] * len(outs) if out_shapes is None else [out_shapes] if single else list(out_shapes)
+        if len(pieces) != len(outs):
+            raise ValueError(f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}")
+        dressed = [from_local(p, mesh, o, shape=s) for p, o, s in zip(pieces, outs, shapes, strict=True)]
+        return dressed[0] if single else type(result)(dressed)
+
+    return run
+
+
+def _nested(placements: Any) -> bool:
+    return placements is not None and len(placements) > 0 and (placements[0] is None or isinstance(placements[0], (list, tuple)))
+
+
+class _Regrad(torch.autograd.Function):
+    """The value as it is; the gradient arrives in the layout ``given`` and goes on as that of ``spec``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
+        ctx.ends = given, dual(Typed(spec))[0].spec
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        given, wanted = ctx.ends
+        return Move.apply(grad, Typed(given), Typed(wanted), None), None, None
+
+
+def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
+    return _Regrad.apply(x, spec, given)  # type: ignore[no-any-return]
+
+

@@ -1,0 +1,89 @@
+"""Completes DistTensor: every attribute and method of Tensor that is answered here rather than by a rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttensor import gradient, values
+from disttensor.dispatch import HANDLERS, handler
+from disttensor.tensor import DistTensor, wrap
+
+Tensor = torch.Tensor
+
+_local: Any = DistTensor
+_local.requires_grad = property(lambda x: x._local.requires_grad, lambda x, flag: x.requires_grad_(flag) and None)
+_local.grad = property(gradient.get_grad, gradient.set_grad, lambda x: gradient.set_grad(x, None))
+_local.data = property(gradient.get_data, gradient.set_data)
+_local.grad_fn = property(lambda x: x._local.grad_fn)
+_local.is_leaf = property(lambda x: x._local.is_leaf)
+_local.retains_grad = property(lambda x: x._local.retains_grad)
+_local.T = property(lambda x: x.permute(*range(x.ndim - 1, -1, -1)))
+_local.mT = property(lambda x: torch.transpose(x, -2, -1))
+_local.H = property(lambda x: torch.transpose(x, 0, 1).conj() if x.ndim else x.conj())
+_local.mH = property(lambda x: torch.transpose(x, -2, -1).conj())
+_local.real = property(lambda x: torch.real(x) if x.is_complex() else x)
+_local.imag = property(lambda x: torch.imag(x))
+for name in ("backward", "requires_grad_", "detach", "detach_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"):
+    setattr(DistTensor, name, getattr(gradient, name))
+for name in (
+    "full_tensor", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__", "__complex__",
+    "__contains__", "__iter__", "__format__", "__repr__", "__deepcopy__", "__reduce_ex__",
+):  # fmt: skip
+    setattr(DistTensor, name, getattr(values, name))
+del name
+
+# The same as functions --------------------------------------------------------------------------------------
+
+HANDLERS[torch.autograd.grad] = gradient.autograd_grad
+HANDLERS[torch.detach] = lambda input: input.detach()
+HANDLERS[torch.detach_] = lambda input: input.detach_()
+HANDLERS[torch.numel] = lambda input: input.numel()
+
+
+def _of_proto(func: Any) -> None:
+    """Functions that ask for shape and dtype only: answered by a plain stand-in of the global shape."""
+
+    def stand_in(v: Any) -> Any:
+        return v._spec.proto if type(v) is DistTensor else v
+
+    HANDLERS[func] = lambda *args, **kwargs: func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+
+
+for _func in (
+    torch.is_floating_point, torch.is_complex, torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
+    Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg, torch.is_inference, Tensor.is_inference,
+    Tensor.get_device, Tensor.dim_order,
+):  # fmt: skip
+    _of_proto(_func)
+
+
+def _of_local(func: Any) -> None:
+    """Questions about storage and device: answered for the piece of this rank."""
+    HANDLERS[func] = lambda x, *args, **kwargs: func(x._local, *args, **kwargs)
+
+
+for _name in (
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_mtia", "is_nested",
+    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "name", "names", "_base", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "volatile", "_cdata",
+):  # fmt: skip
+    if hasattr(Tensor, _name):
+        _of_local(getattr(Tensor, _name).__get__)
+for _func in (
+    Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
+    Tensor._is_view, Tensor.is_coalesced, Tensor.is_set_to, Tensor._typed_storage,
+):  # fmt: skip
+    _of_local(_func)
+
+
+@handler(Tensor.pin_memory)
+def _place(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
+    return wrap(x._local.pin_memory(*args, **kwargs), x._spec)
+
+
+@handler(Tensor.share_memory_)
+def _share(x: DistTensor) -> DistTensor:
+    x._local.share_memory_()
+    return x

@@ -1,0 +1,75 @@
+"""strict: refuse silent communication and silent fallback; and the one warning per fallback."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import reshard
+from disttensor.comm_log import user_line
+from disttensor.spec import DistSpec
+
+level = 0  # how many strict() blocks are open
+_warned: set[Any] = set()
+
+
+class StrictError(RuntimeError):
+    """Inside strict(): a call that would communicate without being asked, or has no rule."""
+
+
+class FallbackWarning(UserWarning):
+    """A function without a rule ran on gathered tensors: right, and slow."""
+
+
+class strict:
+    """``with strict():`` an implicit reshard that communicates, or a function without a rule, is an error
+    that names the call, the source line and the bytes."""
+
+    def __enter__(self) -> strict:
+        global level
+        level += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global level
+        level -= 1
+
+
+def name_of(func: Any) -> str:
+    owner = getattr(func, "__objclass__", None) or getattr(getattr(func, "__self__", None), "__class__", None)
+    name = getattr(func, "__qualname__", getattr(func, "__name__", repr(func)))
+    if name == "__get__":
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    return f"{owner.__name__}.{name}" if owner is not None and "." not in name else name
+
+
+def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]) -> None:
+    """Inside strict(): raise if following the plan communicates."""
+    for i, (src, dst) in enumerate(zip(sources, wants, strict=True)):
+        if dst is None:
+            continue
+        steps = reshard.choose(src, dst)
+        nbytes = sum(s.bytes for s in steps)
+        if nbytes:
+            raise StrictError(
+                f"{name_of(func)} at {user_line()}: argument {i} is {src!r}, the call needs {dst!r}: an implicit "
+                f"{' + '.join(s.kind for s in steps)} of {nbytes:,.0f} bytes per rank. Reshard it explicitly, or leave strict()"
+            )
+
+
+def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
+    """Note a fallback: an error inside strict(), else one warning per function."""
+    if level:
+        nbytes = sum(reshard.cost(s, s.with_layout(type(s.layout)(((),) * s.ndim))) for s in specs)
+        raise StrictError(
+            f"{name_of(func)} at {user_line()} has no rule for this call ({why}): it would gather {nbytes:,.0f} bytes per rank. "
+            "Register one with ops.rule, wrap the code in local_map, or leave strict()"
+        )
+    if func not in _warned:
+        _warned.add(func)
+        warnings.warn(
+            f"{name_of(func)} at {user_line()} has no sharding rule for this call ({why}): its inputs are gathered and it runs "
+            "on full tensors. Right, but slow; see ops.rule. (Said once per function.)",
+            FallbackWarning,
+            stacklevel=4,
+        )

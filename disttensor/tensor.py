@@ -1,0 +1,227 @@
+"""DistTensor: a global tensor of which this rank holds a piece.
+
+The wrapper is never in an autograd graph: ``_local`` is, and PyTorch's own autograd runs on it. Metadata is
+answered from the spec, gradients from the locals (``disttensor.gradient``), and every torch function goes through
+``disttensor.dispatch``, which completes this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import reshard
+from disttensor.cotangent import Move, Typed
+from disttensor.layout import Axes, dims_mapping_of
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Placement
+from disttensor.spec import DistSpec
+
+Tensor = torch.Tensor
+_subclass: Callable[..., Any] = Tensor._make_subclass
+
+
+class DistTensor(Tensor):
+    """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of DistTensors.
+
+    ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` say how it lies; everything else is
+    answered as for the global tensor.
+    """
+
+    __slots__ = ("_local", "_spec")
+
+    _local: Tensor
+    _spec: DistSpec
+    _aliases: dict[Axes, tuple[Tensor, int]] | None = None  # see local_for
+    _origin: Callable[[Axes], Tensor] | None = None  # how to make an alias from what this came from
+    _hooked: bool = False  # a leaf whose hooks must see whole gradients
+    _copied: str | None = None  # a view function that had to copy: writing to this would be lost
+    _grad: Any = None  # the DistTensor that .grad gave last
+
+    # Layout ------------------------------------------------------------------------------------------
+
+    @property
+    def process_mesh(self) -> ProcessMesh:
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._spec.placements
+
+    @property
+    def dims_mapping(self) -> list[int | list[int]]:
+        """For each dim -1, the mesh axis that splits it, or a list of axes (major first)."""
+        return dims_mapping_of(self._spec.layout)
+
+    @property
+    def partial_status(self) -> dict[int, str]:
+        """mesh axis -> reduction that is still to be done."""
+        return dict(self._spec.layout.partial)
+
+    @property
+    def is_initialized(self) -> bool:
+        """False on a rank outside the mesh, which knows the metadata only."""
+        return self._spec.mesh.coordinate is not None
+
+    # Metadata, as of the global tensor ---------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def shape(self) -> torch.Size:
+        return self._spec.shape
+
+    @property  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
+        return self._spec.dtype
+
+    @property  # type: ignore[override]
+    def device(self) -> torch.device:
+        return self._local.device
+
+    @property  # type: ignore[override]
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    @property  # type: ignore[override]
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property  # type: ignore[override]
+    def itemsize(self) -> int:
+        return self._spec.dtype.itemsize
+
+    @property  # type: ignore[override]
+    def nbytes(self) -> int:
+        return self._spec.nbytes
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self._spec.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def element_size(self) -> int:
+        return self._spec.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self._spec.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return self._spec.dtype.is_complex
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Strides of the global tensor, with the order of dims that the local has (0 where it repeats)."""
+        strides = [0] * self.ndim
+        step = 1
+        local = self._local.stride()
+        for d in sorted(range(self.ndim), key=lambda d: (local[d], -d)):
+            if local[d] or self._spec.shape[d] <= 1 or self._spec.local_shape[d] <= 1:
+                strides[d] = step
+                step *= max(1, self._spec.shape[d])
+        return tuple(strides) if dim is None else strides[dim]
+
+    def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
+        return self._local.is_contiguous(memory_format=memory_format)
+
+    def storage_offset(self) -> int:
+        return 0
+
+    # The piece of this rank, and the whole -------------------------------------------------------------
+
+    def to_local(self, *, grad_axes: Any = ()) -> Tensor:
+        """This rank's piece, a plain tensor in the local autograd graph.
+
+        ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a replicated value differently
+        on each rank, so that its gradient is a contribution to be summed.
+        """
+        axes = tuple(sorted(self._spec.mesh.axis(a) for a in ((grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes)))
+        return self.local_for(axes) if axes else self._local
+
+    def local_for(self, axes: Axes) -> Tensor:
+        """The local for a use that varies over ``axes`` (sorted; the value is replicated there).
+
+        The value is ``_local``'s; what differs is the meaning of its gradient: see ``disttensor.cotangent``.
+        """
+        local = self._local
+        if not axes or not local.requires_grad or not torch.is_grad_enabled():
+            return local
+        if self._aliases is None:
+            self._aliases = {}
+        else:
+            hit = self._aliases.get(axes)
+            if hit is not None and (hit[1] < 0 or hit[1] == local._version):
+                return hit[0]
+        version = local._version
+        if self._origin is not None:
+            alias = self._origin(axes)
+        elif local.is_leaf and not self._hooked:
+            alias, version = local.detach().requires_grad_(), -1  # a second leaf: shares memory, collects its own .grad
+        else:
+            alias = Move.apply(local, Typed(self._spec), Typed(self._spec, axes), None)
+        self._aliases[axes] = (alias, version)
+        return alias
+
+    def moved_for(self, dst: DistSpec, axes: Axes) -> Tensor:
+        """The local of this tensor resharded to ``dst``, for a use that varies over ``axes``."""
+        src = self._spec
+        if src is dst:
+            return self.local_for(axes)
+        local = self._local
+        if not local.requires_grad or not torch.is_grad_enabled():
+            return reshard.run(local, src, dst)
+        through = self.through(dst, axes)
+        return Move.apply(self.local_for(through), Typed(src, through), Typed(dst, axes), None)  # type: ignore[no-any-return]
+
+    def through(self, dst: DistSpec, axes: Axes) -> Axes:
+        """The axes over which a move to ``dst`` (used varying over ``axes``) reads this replicated value varying.
+
+        A leaf that is cut collects the cut pieces as contributions, which costs nothing now.
+        """
+        whole = self._spec.layout.varies()
+        leaf = self._local.is_leaf and not self._hooked and self._origin is None
+        cut = dst.layout.sharded if leaf else ()
+        return tuple(a for a in range(len(self._spec.mesh.shape)) if a not in whole and (a in axes or a in cut))
+
+    def forget_uses(self) -> None:
+        """After an in-place change of a value that is not a leaf: aliases made before are of the old value."""
+        if self._aliases is not None and not self._local.is_leaf:
+            self._aliases = None
+        self._origin = None
+
+
+def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
+    """A DistTensor of what this rank computed."""
+    out = _subclass(DistTensor, spec.proto)
+    out._local = local
+    out._spec = spec
+    return out  # type: ignore[no-any-return]
+
+
+def resharded(x: DistTensor, dst: DistSpec) -> DistTensor:
+    """``x`` in the layout ``dst`` of the same mesh, differentiable; x itself where nothing changes."""
+    if x._spec is dst:
+        return x
+    out = wrap(x.moved_for(dst, ()), dst)
+    if out._local.requires_grad:
+        held = out._local.detach()
+
+        def alias(axes: Axes) -> Tensor:
+            through = x.through(dst, axes)
+            return Move.apply(x.local_for(through), Typed(x._spec, through), Typed(dst, axes), [held])  # type: ignore[no-any-return]
+
+        out._origin = alias
+    return out
+
