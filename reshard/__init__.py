@@ -1,0 +1,23 @@
+"""reshard: from one layout of a tensor to another, on one mesh.
+
+What is registered, by the placement of an axis before and after (one file per kind of movement):
+
+    from \\ to     Replicate     Shard             Partial(op)
+    Replicate     -             slice             to_partial
+    Shard         all_gather    all_to_all        to_partial
+    Partial(op)   all_reduce    reduce_scatter    (none)
+
+Two reductions have no shortcut between them, so P(sum) -> P(max) goes through Replicate.
+``exchange`` is not bound to a pair: it takes several axes from any S and R to any other at once,
+a change of the order of axes on one dim included. ``choose`` finds the cheapest sequence of steps
+and ``run`` takes it.
+
+Axes of a joint collective make the same transition; the group is the product of the axes. If
+reductions of different kinds wait on several axes, the last mesh axis is reduced first, as the
+innermost: ``{dp: P(sum), tp: P(max)}`` is the sum over dp of the max over tp.
+"""
+
+from reshard.plan import Step, choose, cost, run
+from reshard.registry import register
+
+__all__ = ["Step", "choose", "cost", "register", "run"]

@@ -1,0 +1,25 @@
+"""P(op) -> R: one all_reduce over all axes that wait for the same reduction."""
+
+from __future__ import annotations
+
+from disttensor import comm
+from disttensor.placement import Partial, Replicate
+from disttensor.spec import DistSpec
+from reshard.registry import Axes, Tensor, register
+
+
+def ring(src_bytes: int, dst_bytes: int, ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks * src_bytes
+
+
+def pending(spec: DistSpec, axes: Axes) -> str:
+    """The reduction that waits on ``axes`` (one and the same)."""
+    return next(op for axis, op in spec.layout.partial if axis == axes[0])
+
+
+@register(Partial, Replicate, cost=ring)
+def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the ranks."""
+    if not x.numel():  # then it is empty on every rank of the group
+        return x
+    return comm.all_reduce(x, pending(src, axes), src.mesh.group(axes))

@@ -1,0 +1,45 @@
+"""S(i) -> S(j): one all_to_all; each rank sends every other the part that it will hold."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from disttensor import comm
+from disttensor.placement import Shard
+from disttensor.spec import DistSpec
+from reshard.exchange import exchange
+from reshard.registry import Axes, Tensor, register
+
+
+class Even(NamedTuple):
+    """Equal pieces: dim j of the local is cut into ``split``, the pieces are joined along dim i."""
+
+    group: comm.Group
+    split: tuple[int, ...]
+    i: int
+    j: int
+    shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def even(src: DistSpec, dst: DistSpec, axes: Axes) -> Even | None:
+    """None where pieces differ in size, or several axes are not in mesh order on one dim."""
+    i, j = src.layout.dim_of(axes[0]), dst.layout.dim_of(axes[0])
+    assert i is not None and j is not None
+    if src.layout.dims[i][-len(axes) :] != axes or dst.layout.dims[j][-len(axes) :] != axes:
+        return None
+    before, after, group = src.local_shape, dst.local_shape, src.mesh.group(axes)
+    if before[i] * group.size != after[i] or after[j] * group.size != before[j]:
+        return None
+    return Even(group, (*before[:j], group.size, after[j], *before[j + 1 :]), i, j, after)
+
+
+@register(Shard, Shard, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) / ranks * src_bytes)
+def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """``f32[8@dp, 6]`` to ``f32[8, 6@dp]``. Uneven and empty pieces are sent as they are."""
+    how = even(src, dst, axes)
+    if how is None:
+        return exchange(x, src, dst, axes)
+    pieces = comm.all_to_all_even(x.reshape(how.split).movedim(how.j, 0), how.group)
+    return pieces.movedim(0, how.i).reshape(how.shape)

@@ -1,0 +1,80 @@
+"""The registry: which function moves data between two placement types, and what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.spec import DistSpec
+
+Tensor = torch.Tensor
+Axes = tuple[int, ...]
+MoveFn = Callable[[Tensor, DistSpec, DistSpec, Axes], Tensor]
+CostFn = Callable[[int, int, int], float]
+Pair = tuple[type[Placement], type[Placement]]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A registered function, the name of what it does, and its price.
+
+    ``cost(src_bytes, dst_bytes, ranks)``: bytes that one rank sends, given the bytes of the largest
+    local before and after, and the number of ranks on the axes. ``collective`` is False where ranks
+    need not meet.
+    """
+
+    kind: str
+    fn: MoveFn
+    cost: CostFn
+    collective: bool
+
+
+moves: dict[Pair, Move] = {}
+
+
+def no_bytes(src_bytes: int, dst_bytes: int, ranks: int) -> float:
+    """Nothing is sent."""
+    return 0.0
+
+
+def register(
+    src: type[Placement],
+    dst: type[Placement],
+    *,
+    kind: str | None = None,
+    cost: CostFn = no_bytes,
+) -> Callable[[MoveFn], MoveFn]:
+    """``@register(Shard, Replicate)``: the decorated function makes this transition.
+
+    It is called as ``fn(x, src, dst, axes)``: ``x`` is this rank's local of the spec ``src``; what
+    it returns is its local of ``dst``. The specs differ on ``axes`` only, which all go from a
+    placement of the first type to one of the second. It must not change ``x``.
+    ``cost`` (see Move) is what the planner compares; a function without one counts as local.
+    Raises ValueError if the pair is taken, and TypeError for what is no placement type.
+    """
+    for p in (src, dst):
+        if not (isinstance(p, type) and issubclass(p, (Shard, Replicate, Partial))):
+            raise TypeError(
+                f"reshard.register: {p!r} is no placement type; use Shard, Replicate, Partial or a "
+                "frozen dataclass that inherits from one of them"
+            )
+
+    def add(fn: MoveFn) -> MoveFn:
+        taken = moves.get((src, dst))
+        if taken is not None:
+            raise ValueError(
+                f"reshard from {src.__name__} to {dst.__name__} is done by {_name(taken.fn)}, "
+                f"and {_name(fn)} claims it too; to have another way, make a placement type of "
+                "your own, derived from one of these, and register that"
+            )
+        moves[src, dst] = Move(kind or fn.__name__, fn, cost, cost is not no_bytes)
+        return fn
+
+    return add
+
+
+def _name(fn: MoveFn) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"

@@ -1,0 +1,286 @@
+"""The graph that the planner searches: layouts, and the moves between them that can be of use.
+
+A State is a Layout without the mesh axes of size 1. Only moves towards the goal are considered: an
+axis visits its placement in the source, its placement in the goal, and Replicate.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+from disttensor.layout import Axes as DimAxes
+from disttensor.placement import Partial, Placement, Replicate, Shard
+from reshard.exchange import common, concerned, exchange
+from reshard.registry import Axes, Move, MoveFn, moves
+
+T = TypeVar("T")
+Dims = tuple[DimAxes, ...]
+Reductions = tuple[tuple[int, str], ...]
+State = tuple[Dims, Reductions, tuple[tuple[int, Placement], ...]]
+
+LATENCY = 16 * 1024  # a collective costs as much as sending so many bytes
+EXCHANGE = 1024  # where an exchange sends no less than a plain collective, the plain one is taken
+
+_KINDS = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "prod": 3}
+
+
+class Edge(NamedTuple):
+    """One step of a path: what is done over which axes, its price, and where it leads."""
+
+    kind: str
+    fn: MoveFn
+    axes: Axes
+    bytes: float
+    to: State
+    merge: object = None  # neighbours with equal values can be one step
+    extra: float = 0.0
+
+
+def cheapest(start: State, goal: State, mesh: Axes, shape: Axes, itemsize: int) -> list[Edge]:
+    """The cheapest path, by Dijkstra. Raises LookupError where there is none."""
+    graph = Graph(goal, mesh, shape, itemsize)
+    best: dict[State, float] = {start: 0.0}
+    came: dict[State, tuple[State, Edge]] = {}
+    done: set[State] = set()
+    ticket = itertools.count()  # makes ties fall alike on all ranks
+    queue: list[tuple[float, int, State]] = [(0.0, next(ticket), start)]
+    while queue:
+        spent, _, state = heapq.heappop(queue)
+        if state == goal:
+            path = []
+            while state != start:
+                state, edge = came[state]
+                path.append(edge)
+            return path[::-1]
+        if state in done:
+            continue
+        done.add(state)
+        for edge in graph.edges(state):
+            total = spent + edge.bytes + edge.extra + 1
+            if total < best.get(edge.to, float("inf")):
+                best[edge.to] = total
+                came[edge.to] = state, edge
+                heapq.heappush(queue, (total, next(ticket), edge.to))
+    raise LookupError(
+        f"reshard: no way from {dict(start[2])} to {dict(goal[2])}: register functions for "
+        "these placement types with @reshard.register, at least to and from Replicate"
+    )
+
+
+class Graph:
+    """The moves that lead from a state towards ``goal``, with their prices."""
+
+    def __init__(self, goal: State, mesh: Axes, shape: Axes, itemsize: int) -> None:
+        self.dims, self.partial, self.own = goal
+        self.home = {a: d for d, axes in enumerate(self.dims) for a in axes}
+        self.ops = dict(self.partial)
+        self.placements = dict(self.own)
+        self.mesh, self.shape, self.itemsize = mesh, shape, itemsize
+        self.sizes: dict[Dims, int] = {}
+
+    def edges(self, state: State) -> Iterator[Edge]:
+        dims, partial, own = state
+        mine = frozenset(a for a, _ in own) | self.placements.keys()
+        if partial:
+            yield from self.reductions(state, mine)
+        if dims != self.dims:
+            yield from self.gathers(state, mine)
+            yield from self.crossings(state, mine)
+            yield from self.slices(state, mine)
+            yield from self.exchanges(state, mine)
+        if partial != self.partial:
+            yield from self.pendings(state, mine)
+        if own or self.own:
+            yield from self.users(state, mine)
+
+    # Each of the following yields the edges of one kind of movement -------------------------------
+
+    def reductions(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """P -> R and P -> S, for every set of axes that wait for one reduction."""
+        dims, partial, own = state
+        blocked = len({_KINDS[op] for _, op in (*partial, *self.partial)}) > 1
+        open_axes = [
+            (a, op) for a, op in partial if a not in mine and (blocked or self.ops.get(a) != op)
+        ]
+        for op in dict.fromkeys(op for _, op in open_axes):
+            for axes in _subsets([a for a, other in open_axes if other == op]):
+                rest = tuple(entry for entry in partial if entry[0] not in axes)
+                if not all(_inner(a, op, rest) for a in axes):
+                    continue
+                yield self.edge(Partial, Replicate, axes, dims, (dims, rest, own))
+                if all(a in self.home for a in axes):
+                    after = self.appended(dims, axes)
+                    yield self.edge(Partial, Shard, axes, dims, (after, rest, own))
+
+    def gathers(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """S -> R, for every set of axes that are the minor ones of their dims and not in place."""
+        dims, partial, own = state
+        choices = []
+        for now, then in zip(dims, self.dims, strict=True):
+            lowest = max([common(now, then), *(i + 1 for i, a in enumerate(now) if a in mine)])
+            choices.append([now[:i] for i in range(lowest, len(now) + 1)])
+        for after in itertools.product(*choices):
+            if after != dims:
+                axes = concerned(dims, after)
+                yield self.edge(Shard, Replicate, axes, dims, (after, partial, own))
+
+    def crossings(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """S(i) -> S(j), where that puts the minor axes of dim i in place on dim j."""
+        dims, partial, own = state
+        for i, now in enumerate(dims):
+            for k in range(len(now) - 1, common(now, self.dims[i]) - 1, -1):
+                axes = now[k:]
+                j = self.home.get(axes[0])
+                if j is None or j == i or not mine.isdisjoint(axes):
+                    continue
+                there = dims[j] + axes
+                if there == self.dims[j][: len(there)]:
+                    after = tuple(
+                        there if d == j else now[:k] if d == i else old
+                        for d, old in enumerate(dims)
+                    )
+                    yield self.edge(Shard, Shard, axes, dims, (after, partial, own))
+
+    def slices(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """R -> S, where that puts an axis in place."""
+        dims, partial, own = state
+        busy = {a for axes in dims for a in axes} | {a for a, _ in partial}
+        for d, (now, then) in enumerate(zip(dims, self.dims, strict=True)):
+            if len(now) < len(then) and then[: len(now)] == now:
+                axis = then[len(now)]
+                if axis not in busy and axis not in mine:
+                    after = (*dims[:d], (*now, axis), *dims[d + 1 :])
+                    yield self.edge(Replicate, Shard, (axis,), dims, (after, partial, own), "slice")
+
+    def pendings(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """R -> P and S -> P, one axis at a time: they are local."""
+        dims, partial, own = state
+        busy = {a for a, _ in partial}
+        for axis, op in self.partial:
+            if axis in busy or axis in mine or not _inner(axis, op, partial):
+                continue
+            left = _without(dims, axis)
+            if left is not None:
+                before = Replicate if left == dims else Shard
+                rest = tuple(sorted((*partial, (axis, op))))
+                yield self.edge(before, Partial, (axis,), dims, (left, rest, own), (before, op))
+
+    def exchanges(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """To the goal at once, for all axes that no reduction holds up."""
+        dims, partial, own = state
+        waiting = {a for a, _ in partial}
+        left_out = waiting | self.placements.keys()
+        after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
+        axes = concerned(dims, after)
+        if axes and mine.isdisjoint(axes):
+            kept = 1
+            for d, size in enumerate(self.shape):
+                short, long = sorted((dims[d], after[d]), key=len)
+                kept *= self.first(size, long) if long[: len(short)] == short else 0
+            lacking = (self.numel(after) - kept) * self.itemsize
+            to = (after, partial, own)
+            yield Edge("all_to_all", exchange, axes, lacking, to, extra=LATENCY + EXCHANGE)
+
+    def users(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+        """Moves of placement types that are not ours: one axis at a time, through the registry."""
+        dims, partial, own = state
+        for axis in sorted(mine):
+            left = _without(dims, axis)
+            if left is None:
+                continue
+            bare = left, _drop(partial, axis), _drop(own, axis)
+            now = placement_at(state, axis)
+            for then in (Replicate(), placement_at((self.dims, self.partial, self.own), axis)):
+                if now != then and (type(now), type(then)) in moves:
+                    to = self.placed(bare, axis, then)
+                    yield self.edge(type(now), type(then), (axis,), dims, to)
+
+    # Prices ---------------------------------------------------------------------------------------
+
+    def edge(
+        self,
+        src: type[Placement],
+        dst: type[Placement],
+        axes: Axes,
+        dims: Dims,
+        to: State,
+        merge: object = None,
+    ) -> Edge:
+        move: Move = moves[src, dst]
+        axes = tuple(sorted(axes))
+        ranks = 1
+        for a in axes:
+            ranks *= self.mesh[a]
+        before, after = self.numel(dims) * self.itemsize, self.numel(to[0]) * self.itemsize
+        extra = LATENCY if move.collective else 0
+        return Edge(move.kind, move.fn, axes, move.cost(before, after, ranks), to, merge, extra)
+
+    def numel(self, dims: Dims) -> int:
+        """Elements of the first rank's local: the largest."""
+        n = self.sizes.get(dims)
+        if n is None:
+            n = 1
+            for size, axes in zip(self.shape, dims, strict=True):
+                n *= self.first(size, axes)
+            self.sizes[dims] = n
+        return n
+
+    def first(self, size: int, axes: DimAxes) -> int:
+        for a in axes:
+            size = -(-size // self.mesh[a])
+        return size
+
+    def appended(self, dims: Dims, axes: Axes) -> Dims:
+        """``axes`` on the dims where the goal has them, in the goal's order."""
+        pairs = zip(dims, self.dims, strict=True)
+        return tuple((*now, *(a for a in then if a in axes)) for now, then in pairs)
+
+    def placed(self, state: State, axis: int, placement: Placement) -> State:
+        dims, partial, own = state
+        if isinstance(placement, Shard):
+            d = placement.dim % len(dims)
+            dims = (*dims[:d], (*dims[d], axis), *dims[d + 1 :])
+        elif isinstance(placement, Partial):
+            partial = tuple(sorted((*partial, (axis, placement.reduce_op))))
+        if type(placement) not in (Shard, Replicate, Partial):
+            own = tuple(sorted((*own, (axis, placement)), key=lambda entry: entry[0]))
+        return dims, partial, own
+
+
+def placement_at(state: State, axis: int) -> Placement:
+    dims, partial, own = state
+    for a, placement in own:
+        if a == axis:
+            return placement
+    for a, op in partial:
+        if a == axis:
+            return Partial(op)
+    for d, axes in enumerate(dims):
+        if axis in axes:
+            return Shard(d)
+    return Replicate()
+
+
+def _drop(entries: tuple[tuple[int, T], ...], axis: int) -> tuple[tuple[int, T], ...]:
+    return tuple(entry for entry in entries if entry[0] != axis)
+
+
+def _without(dims: Dims, axis: int) -> Dims | None:
+    """``dims`` with ``axis`` taken off; None where it is not the minor axis of its dim."""
+    for d, axes in enumerate(dims):
+        if axis in axes:
+            return (*dims[:d], axes[:-1], *dims[d + 1 :]) if axes[-1] == axis else None
+    return dims
+
+
+def _inner(axis: int, op: str, pending: Reductions) -> bool:
+    """Whether a reduction on ``axis`` can be made or done: none of another kind waits inside."""
+    return all(a < axis or _KINDS[other] == _KINDS[op] for a, other in pending)
+
+
+def _subsets(axes: list[int]) -> Iterator[Axes]:
+    for n in range(len(axes), 0, -1):
+        yield from itertools.combinations(axes, n)

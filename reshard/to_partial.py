@@ -1,0 +1,53 @@
+"""R -> P(op) and S(d) -> P(op): local; what a rank does not hold is the op's neutral element."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from disttensor.placement import Partial, Replicate, Shard
+from disttensor.spec import DistSpec
+from reshard.all_reduce import pending
+from reshard.boxes import cut
+from reshard.registry import Axes, Tensor, register
+
+
+def neutral(op: str, dtype: torch.dtype) -> Any:
+    """What changes nothing in a reduction: 0, 1, or the far end of the dtype."""
+    if op in ("sum", "avg", "any"):
+        return 0
+    if op in ("prod", "all"):
+        return 1
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+@register(Replicate, Partial, kind="to_partial")
+def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """``f32[8]`` to ``f32[8] {dp: P(sum)}``: for sum and prod the first rank of the axes keeps x.
+
+    For the other reductions, where a value counts once however often it is there, all keep it.
+    """
+    op, place = pending(dst, axes), src.mesh.coordinate
+    if op not in ("sum", "prod") or place is None or not any(place[a] for a in axes):
+        return x
+    return torch.full_like(x, neutral(op, x.dtype), memory_format=torch.contiguous_format)
+
+
+@register(Shard, Partial, kind="to_partial")
+def pad_with_neutral(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """``f32[8@dp]`` to ``f32[8] {dp: P(sum)}``: x at its place in a tensor of neutral elements.
+
+    For avg x is multiplied by the ranks, which the average divides by again.
+    """
+    op = pending(dst, axes)
+    out = x.new_full(dst.local_shape, neutral(op, x.dtype))
+    piece = cut(out, (dst.local_offset, dst.local_shape), (src.local_offset, src.local_shape))
+    piece.copy_(x * math.prod(src.mesh.shape[a] for a in axes) if op == "avg" else x)
+    return out
