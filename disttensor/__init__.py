@@ -11,7 +11,7 @@ import ops as _ops  # noqa: F401
 import reshard as _reshard  # noqa: F401
 from disttensor.random import manual_seed
 from disttensor.tensor import DistTensor
-from disttensor.strict import FallbackWarning, StrictError, strict
+from disttensor.strictness import FallbackWarning, StrictError, strict
 from disttensor import methods as _methods, custom as _custom  # noqa: F401
 from disttensor.api import (
     empty, from_fn, from_local, full, init_mesh, ones, rand, randn, reshard, shard_tensor, zeros,

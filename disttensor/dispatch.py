@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttensor import fallback, strict
+from disttensor import fallback, strictness
 from disttensor.layout import Axes
 from disttensor.plan import Plan, Uncacheable, key_of, make_plan, plain_spec
 from disttensor.spec import DistSpec
@@ -124,7 +124,7 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
     for t in dist[1:]:
         if t._spec.mesh is not mesh:
             raise ValueError(
-                f"{strict.name_of(func)}: tensors on two meshes: {dist[0]._spec!r} on {mesh!r} and {t._spec!r} on "
+                f"{strictness.name_of(func)}: tensors on two meshes: {dist[0]._spec!r} on {mesh!r} and {t._spec!r} on "
                 f"{t._spec.mesh!r}. Bring one over first: reshard(x, mesh, placements)"
             )
     return mesh
@@ -200,8 +200,8 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
     replay = plan.view and not plan.moves
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
-        if plan.moves and strict.level:
-            strict.check_moves(func, specs, wants)
+        if plan.moves and strictness.level:
+            strictness.check_moves(func, specs, wants)
         kwargs = kwargs or {}
         if untouched:
             local_args = [_local_of(a, plan) for a in args]
@@ -228,7 +228,7 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         elif plan.view and plan.moves:
             for r in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(r, DistTensor):
-                    r._copied = strict.name_of(func)
+                    r._copied = strictness.name_of(func)
         return result
 
     return run
@@ -291,7 +291,7 @@ def refuse_copies(func: Function, target: Any) -> None:
     for t in target if isinstance(target, (list, tuple)) else (target,):
         if type(t) is DistTensor and t._copied:
             raise RuntimeError(
-                f"{strict.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so writing to it "
+                f"{strictness.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so writing to it "
                 "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor import strict
+from disttensor import strictness
 from disttensor.layout import replicated
 from disttensor.random import forked
 from disttensor.spec import DistSpec
@@ -84,21 +84,21 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         mesh = found[0]._spec.mesh
         if any(t._spec.mesh is not mesh for t in found):
             raise ValueError(
-                f"{strict.name_of(func)}: tensors on two meshes: "
+                f"{strictness.name_of(func)}: tensors on two meshes: "
                 + " and ".join(sorted({f"{t._spec!r} on {t._spec.mesh!r}" for t in found}))
                 + ". Bring one over first: reshard(x, mesh, placements)"
             )
         if not quiet:
-            strict.fallback(func, [t._spec for t in found], why)
-        elif strict.level:
-            strict.check_moves(func, [t._spec for t in found], [whole(t._spec) for t in found])
+            strictness.fallback(func, [t._spec for t in found], why)
+        elif strictness.level:
+            strictness.check_moves(func, [t._spec for t in found], [whole(t._spec) for t in found])
         with forked(mesh):
             out = func(*take(tuple(args)), **take(kwargs))
         for tensor, full, version in seen:
             if full._version != version:
                 if tensor._copied:
                     raise RuntimeError(
-                        f"{strict.name_of(func)}: {tensor._spec!r} came from {tensor._copied}, which gave a copy: writing to it "
+                        f"{strictness.name_of(func)}: {tensor._spec!r} came from {tensor._copied}, which gave a copy: writing to it "
                         "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
                     )
                 back = wrap(full, whole(tensor._spec)).moved_for(tensor._spec, ())
@@ -143,10 +143,10 @@ def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     results = result if isinstance(result, (list, tuple)) else (result,)
     for target, value in zip(targets, results, strict=True):
         if type(target) is not DistTensor:
-            raise TypeError(f"{strict.name_of(func)}: out= must be a DistTensor where an argument is one, not a plain tensor")
+            raise TypeError(f"{strictness.name_of(func)}: out= must be a DistTensor where an argument is one, not a plain tensor")
         if tuple(target.shape) != tuple(value.shape):
             raise RuntimeError(
-                f"{strict.name_of(func)}: out= has shape {list(target.shape)}, the result {list(value.shape)}; a DistTensor is not resized"
+                f"{strictness.name_of(func)}: out= has shape {list(target.shape)}, the result {list(value.shape)}; a DistTensor is not resized"
             )
         target.copy_(value)
     return out
