@@ -126,6 +126,7 @@ class SimulatedReach:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = reach, axes
         return reduce_all(reach.gathered("all_reduce sum", x, axes), "sum")
 
     @staticmethod

@@ -1,0 +1,63 @@
+"""einsum: its letters are our letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ops.factors import Arg, Factors, Letter
+from ops.registry import rule
+
+
+@rule(torch.einsum)
+def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
+    """as the equation says; letters missing on the right are summed: P(sum)"""
+    tensors: list[Arg] = []
+    for operand in operands:
+        tensors.extend([operand] if isinstance(operand, Arg) else operand)
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(tensors):
+        raise RuntimeError(f"einsum {equation!r}: {len(terms)} terms for {len(tensors)} tensors")
+    lead = max(
+        [t.ndim - len(term) + 3 for term, t in zip(terms, tensors, strict=True) if "..." in term],
+        default=0,
+    )
+    sizes: dict[Letter, int] = {}
+    named = []
+    for term, tensor in zip(terms, tensors, strict=True):
+        dims = _spread(term, lead, tensor.ndim - len(term) + 3)
+        if len(dims) != tensor.ndim:
+            raise RuntimeError(
+                f"einsum {equation!r}: the term {term!r} does not fit a tensor "
+                f"of shape {list(tensor.shape)}"
+            )
+        for letter, size in zip(dims, tensor.shape, strict=True):
+            known = sizes.setdefault(letter, size)
+            if known == 1:
+                sizes[letter] = size
+            elif size not in (1, known):
+                raise RuntimeError(
+                    f"einsum {equation!r}: {letter!r} is {known} long and {size} long"
+                )
+        named.append(dims)
+    if not arrow:
+        letters = left.replace(",", "").replace(".", "")
+        once = sorted(c for c in set(letters) if letters.count(c) == 1)
+        right = ("..." if lead else "") + "".join(once)
+    out = tuple(_spread(right, lead, lead))
+    inputs = tuple(
+        tuple(d if size == sizes[d] else None for d, size in zip(dims, t.shape, strict=True))
+        for dims, t in zip(named, tensors, strict=True)
+    )
+    reduced = {d: "sum" for d in sizes if d not in out}
+    return Factors(inputs, (out,), sizes, reduced=reduced, terms=(frozenset(range(len(tensors))),))
+
+
+def _spread(term: str, lead: int, n: int) -> list[Letter]:
+    """A term's letters; ``...`` as n of the ``lead`` dims that it stands for, aligned at the
+    right."""
+    before, dots, after = term.partition("...")
+    middle = [f".{lead - n + i}" for i in range(n)] if dots else []
+    return [*before, *middle, *after]
