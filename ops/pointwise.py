@@ -1,58 +1,186 @@
 """Functions that work element by element: every dim is a factor of its own, nothing is reduced.
 
-Where a Partial may flow: ``linear`` functions are linear in their first tensor; add-like ones in all operands together;
-mul-like ones are products.
+The tables say where a Partial may flow; everywhere else it is reduced first. P(max) and the like never flow here
+(-max(x) is not max(-x)).
+
+Functions are given by name: each place of torch that has the name, in-place forms included, gets the rule. A function
+with an ``inplace`` argument (F.relu) has no rule for inplace=True: torch's own code then calls the in-place form.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ops.factors import Arg, Factors, pointwise_factors
-from ops.registry import Function, Rule, register
+from ops.infer import NoRule
+from ops.registry import RULES, Function, Rule, register
+
+Terms = tuple[frozenset[int], ...]
+
+# --- linear in the first tensor ---------------------------------------------------------------------------------------
+
+FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"
+
+# --- linear in both operands together: with a plain number it is affine, and a Partial is reduced first ---------------
+
+JOINT = "add sub subtract rsub complex __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"
+PRODUCT = "mul multiply __mul__ __rmul__ __imul__"
+
+# --- linear in what is divided, unless the quotient is rounded --------------------------------------------------------
+
+QUOTIENT = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
+
+# --- linear in nothing ------------------------------------------------------------------------------------------------
+
+UNARY = """
+abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh arctanh ceil cos cosh digamma
+erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p
+log2 logit mvlgamma nan_to_num polygamma reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan
+tanh trunc
+airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx expit gammaln i0e i1 i1e log_ndtr modified_bessel_i0
+modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri psi scaled_modified_bessel_k0
+scaled_modified_bessel_k1 spherical_bessel_j0
+clamp clamp_max clamp_min clip
+relu relu6 elu selu celu gelu silu mish leaky_relu softplus softsign softshrink hardshrink hardtanh hardswish
+hardsigmoid tanhshrink logsigmoid threshold _threshold
+__abs__ __invert__
+"""
+BINARY = """
+arctan2 atan2 copysign float_power floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp
+logaddexp2 maximum minimum nextafter polar pow remainder xlogy
+chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w gammainc gammaincc
+hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w xlog1py zeta
+__rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
+"""
+COMPARISON = """
+eq ne not_equal lt less le less_equal gt greater ge greater_equal isclose __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+"""
+LOGICAL = "logical_and logical_not logical_or logical_xor"
+BITWISE = """
+bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor __and__ __rand__ __iand__ __or__
+__ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
+"""
+
+PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, torch._C._nn)
+_OPERATOR_IN_PLACE = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift".split()
+)
+
+
+def named(name: str) -> Iterator[tuple[Function, bool]]:
+    """Every function of torch with this name, with and without a trailing "_": (function, is it in place)."""
+    names = ((name, name in _OPERATOR_IN_PLACE),)
+    for other, inplace in names if name.endswith("__") else (*names, (name + "_", True)):
+        for place in PLACES:
+            found = getattr(place, other, None)
+            if callable(found):
+                yield found, inplace
+
+
+def enter(names: str, rule: Rule) -> None:
+    """Enter ``rule`` for every function with one of the names that has none yet."""
+    for name in names.split():
+        for func, inplace in named(name):
+            if func not in RULES:
+                factors = _not_inplace(func, rule.factors)
+                register(replace(rule, inplace=inplace, factors=factors), func, exact=True)
+
+
+def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..., Factors]:
+    """The same for a function with an argument ``inplace``; where that is set there is no rule."""
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return factors
+    if "inplace" not in names:
+        return factors
+    at = names.index("inplace")
+
+    def checked(*args: Any, **kwargs: Any) -> Factors:
+        if kwargs.get("inplace", len(args) > at and args[at]):
+            raise NoRule(f"{func.__name__}(inplace=True) is {func.__name__}_")
+        return factors(*args, **kwargs)
+
+    return checked
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arg]:
-    """The tensor arguments in order of appearance, lists included."""
+    """The tensor arguments in order of appearance, lists included. Raises NoRule for out=."""
     out: list[Arg] = []
-    for a in (*args, *kwargs.values()):
+    for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Arg):
             out.append(a)
         elif isinstance(a, (list, tuple)):
             out.extend(tensors_of(tuple(a), {}))
+    if kwargs.get("out") is not None:
+        raise NoRule("the rule does not cover out=")
     return out
 
 
-def pointwise(*funcs: Function, linear: str = "none", outputs: int = 1, exact: bool = False) -> None:
-    """Register elementwise functions. ``linear``: "none"; "first" (in the first tensor); "joint" (in all of them
-    together: x + y; with a plain number the Partial is reduced first); "product" (x * y); "quotient" (x / y)."""
+def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
+    """The named arguments of a call, by position or by name; None where one is missing."""
+    given = list(args[: len(names)])
+    return given + [kwargs.get(name) for name in names[len(given) :]]
+
+
+def each(*values: Any) -> Terms | None:
+    """A term for each: a tensor, or the tensors of a product. None if one holds a plain number only."""
+    terms = []
+    for value in values:
+        members = value if isinstance(value, (list, tuple)) else (value,)
+        term = frozenset(m.index for m in members if isinstance(m, Arg))
+        if not term:
+            return None
+        terms.append(term)
+    return tuple(terms)
+
+
+def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return each(operands(args, kwargs, "input")[0])
+
+
+def joint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 2:
+        return None  # torch.add(x, alpha, y), of old
+    return each(*operands(args, kwargs, "input", "other"))
+
+
+def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return each(operands(args, kwargs, "input", "other"))
+
+
+def quotient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return None if kwargs.get("rounding_mode") is not None else first(args, kwargs)
+
+
+LINEAR: dict[str, Callable[..., Any]] = {
+    "first": first, "joint": joint, "product": product, "quotient": quotient, "none": lambda args, kwargs: None,
+}  # fmt: skip
+
+
+def pointwise(names: str, linear: str = "none", outputs: int = 1) -> None:
+    """Enter elementwise functions by name. ``linear``: "none"; "first" (in the first tensor); "joint" (in both
+    operands together: x + y); "product" (x * y); "quotient" (x / y)."""
+    terms_of = LINEAR[linear]
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
-        tensors = tensors_of(args, kwargs)
-        f = pointwise_factors(tensors, terms=_terms(linear, args, tensors))
+        f = pointwise_factors(tensors_of(args, kwargs), terms=terms_of(args, kwargs) or ())
         return f if outputs == 1 else f.but(outputs=f.outputs * outputs)
 
-    register(Rule(funcs[0].__name__, factors, False, "type", False, f"elementwise, linear: {linear}"), *funcs, exact=exact)
+    enter(names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}"))
 
 
-def _terms(linear: str, args: tuple[Any, ...], tensors: list[Arg]) -> tuple[frozenset[int], ...]:
-    if linear == "none" or not tensors:
-        return ()
-    if linear == "first":
-        return (frozenset({tensors[0].index}),) if isinstance(args[0], Arg) else ()
-    if linear == "product":
-        return (frozenset(t.index for t in tensors),)
-    if linear == "quotient":
-        return (frozenset({tensors[0].index}),) if isinstance(args[0], Arg) else ()
-    scalars = any(isinstance(a, (int, float, complex)) for a in args[:2])  # x + 3 is affine, not linear
-    return () if scalars else tuple(frozenset({t.index}) for t in tensors)
-
-
-pointwise(torch.add, torch.sub, linear="joint")
-pointwise(torch.mul, linear="product")
-pointwise(torch.div, linear="quotient")
-pointwise(torch.relu, torch.exp, torch.tanh)
-pointwise(F.gelu, F.relu, F.silu)
+pointwise(FIRST, linear="first")
+pointwise(JOINT, linear="joint")
+pointwise(PRODUCT, linear="product")
+pointwise(QUOTIENT, linear="quotient")
+for _names in (UNARY, BINARY, COMPARISON, LOGICAL, BITWISE):
+    pointwise(_names)
+pointwise("frexp", outputs=2)

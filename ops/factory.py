@@ -1,0 +1,105 @@
+"""Tensors made in the likeness of another: only its shape, dtype and layout matter.
+
+``*_like`` lies as the tensor does; what is pending there is not (ones like a P(sum) are ones, replicated). ``new_*`` has
+a shape of its own and is replicated, unless the shape is the tensor's: then it lies as the tensor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, pointwise_factors
+from ops.infer import NoRule
+from ops.registry import rule
+
+INPUT = frozenset({0})
+
+
+@rule(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, numbers="type")
+def like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
+    """lies as the input"""
+    return pointwise_factors([input], ignored=INPUT)
+
+
+def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) -> Factors:
+    """A new tensor: as the input where the shape is the same, else replicated."""
+    if shape == input.shape:
+        return pointwise_factors([input], ignored=INPUT, local=local)
+    dims = tuple(range(input.ndim))
+    sizes = dict(enumerate(input.shape))
+    return Factors(
+        (dims,), ((None,) * len(shape),), sizes, shapes=(shape,), ignored=INPUT, local=local
+    )
+
+
+def sizes_of(size: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """``new_zeros(2, 3)``, ``new_zeros((2, 3))``, ``new_zeros(size=(2, 3))``"""
+    if not size and "size" in kwargs:
+        size = (kwargs["size"],)
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0])
+    if not all(isinstance(s, int) for s in size):
+        raise NoRule(f"a size of {size}")
+    return tuple(size)
+
+
+def made(call: Any) -> Callable[..., Any]:
+    """new_zeros, new_ones, new_empty of the local shape."""
+    func, shape = call.func, call.outputs[0].local_shape
+
+    def run(input: Any, *size: Any, **options: Any) -> Any:
+        options["size"] = shape
+        return func(input, **options)
+
+    return run
+
+
+def filled(call: Any) -> Callable[..., Any]:
+    """new_full of the local shape."""
+    shape = call.outputs[0].local_shape
+
+    def run(input: Any, size: Any, fill_value: Any, **options: Any) -> Any:
+        return input.new_full(shape, fill_value, **options)
+
+    return run
+
+
+@rule(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, exact=True)
+def new_zeros(input: Arg, *size: Any, **kwargs: Any) -> Factors:
+    """replicated, or as the input where the shape is the same"""
+    return new(input, sizes_of(size, kwargs), made)
+
+
+@rule(torch.Tensor.new_full, exact=True)
+def new_full(input: Arg, size: Any, fill_value: Any, **kwargs: Any) -> Factors:
+    """replicated, or as the input where the shape is the same"""
+    if isinstance(fill_value, Arg):
+        raise NoRule("a fill_value that is a tensor")
+    return new(input, sizes_of((size,), {}), filled)
+
+
+@rule(torch.Tensor.new_tensor, exact=True)
+def new_tensor(input: Arg, data: Any, **kwargs: Any) -> Factors:
+    """replicated: the data are the whole value on every rank"""
+    if isinstance(data, Arg):
+        raise NoRule("data that are a tensor")
+    shape = tuple(torch.as_tensor(data).shape)
+    return Factors((tuple(range(input.ndim)),), ((None,) * len(shape),), shapes=(shape,), ignored=INPUT)
+
+
+def empty(call: Any) -> Callable[..., Any]:
+    """Tensor.new of the local shape."""
+    shape = call.outputs[0].local_shape
+    return lambda input, *size, **options: input.new_empty(shape)
+
+
+@rule(torch.Tensor.new, exact=True)
+def new_of_old(input: Arg, *size: Any, **kwargs: Any) -> Factors:
+    """new(2, 3): as new_empty; new([1., 2.]): as new_tensor"""
+    data = size[0] if size else None
+    if isinstance(data, (list, tuple)) and not isinstance(data, torch.Size):
+        return new_tensor(input, data)
+    return new(input, sizes_of(size or (0,), {}), empty)

@@ -1,0 +1,111 @@
+"""torch._foreach_*: the call is one pointwise call for each element of the lists, decided on its own.
+
+Linearity, element by element, is that of the function of one tensor. A number, a list of numbers or a 0-d tensor beside
+the lists is shared by all elements; an in-place function writes every tensor of its first list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, pointwise_factors
+from ops.registry import Rule, register
+
+Terms = tuple[frozenset[int], ...]
+
+ZERO, ONE = frozenset({0}), frozenset({1})
+ALONE: Terms = (ZERO,)
+
+# name -> the terms of one element's call with n tensors; what is not here is linear in nothing
+LINEAR: dict[str, Callable[[int], Terms]] = {
+    "neg": lambda n: ALONE,
+    "clone": lambda n: ALONE,
+    "zero": lambda n: ALONE,
+    "div": lambda n: ALONE,
+    "mul": lambda n: (frozenset(range(n)),),
+    "add": lambda n: (ZERO, ONE) if n == 2 else (),
+    "sub": lambda n: (ZERO, ONE) if n == 2 else (),
+    "lerp": lambda n: (ZERO, ONE),
+    "addcmul": lambda n: (ZERO, frozenset({1, 2})),
+    "addcdiv": lambda n: (ZERO, ONE),
+    "copy": lambda n: (ONE,),
+}
+NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
+
+
+def lists_of(args: Sequence[Any]) -> tuple[list[Sequence[Arg]], list[Arg]]:
+    """The lists of tensors among the arguments, and the tensors that are shared."""
+    lists, shared = [], []
+    for a in args:
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], Arg):
+            lists.append(a)
+        elif isinstance(a, Arg):
+            shared.append(a)
+    if len({len(a) for a in lists}) > 1:
+        raise RuntimeError(f"lists of tensors of different lengths: {[len(a) for a in lists]}")
+    return lists, shared
+
+
+def grouped(
+    lists: Sequence[Sequence[Arg]], shared: Sequence[Arg], make: Callable[[Sequence[Arg]], Factors],
+    written: Sequence[int] = (),
+) -> Factors:  # fmt: skip
+    """A call on lists: ``make`` gives the Factors of one element's tensors, asked once for equal shapes and dtypes.
+    ``written``: numbers of the lists that are targets. Results are those of the parts, in order."""
+    inputs: list[Any] = [()] * (sum(map(len, lists)) + len(shared))
+    for arg in shared:
+        inputs[arg.index] = (None,) * arg.ndim
+    outputs: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
+    parts: list[tuple[Factors, tuple[int, ...]]] = []
+    seen: dict[Any, Factors] = {}
+    for members in zip(*lists, strict=True):
+        key = tuple([(arg.shape, arg.dtype) for arg in members])
+        part = seen.get(key)
+        if part is None:
+            numbered = [Arg(arg.shape, None, arg.dtype, index=i) for i, arg in enumerate(members)]
+            part = seen[key] = make(numbered).but(targets=tuple(written))
+        indices = tuple([arg.index for arg in members])
+        for t, dims in zip(indices, part.inputs, strict=True):
+            inputs[t] = dims
+        outputs += part.outputs
+        shapes += part.output_shapes()
+        parts.append((part, indices))
+    targets = tuple([arg.index for n in written for arg in lists[n]])
+    return Factors(tuple(inputs), tuple(outputs), shapes=tuple(shapes), parts=tuple(parts), targets=targets)
+
+
+def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
+    """The rule of one pointwise function on lists."""
+    terms_of = LINEAR.get(name, lambda n: ())
+    copies = name in ("clone", "zero")
+
+    def factors(*args: Any, **kwargs: Any) -> Factors:
+        values = (*args, *kwargs.values())
+        lists, shared = lists_of(values)
+
+        def one(members: Sequence[Arg]) -> Factors:
+            linear = terms_of(len(members))
+            if name == "copy" and members[0].dtype != members[1].dtype:
+                linear = ()
+            options = {"ignored": ZERO} if name == "copy" else {}
+            return pointwise_factors(members, terms=linear, moves=copies, **options)
+
+        return grouped(lists, shared, one, (0,) if inplace else ())
+
+    return factors
+
+
+def _enter_all() -> None:
+    for full in dir(torch):
+        name = full.removeprefix("_foreach_").rstrip("_")
+        if full.startswith("_foreach_") and name not in NOT_POINTWISE:
+            inplace = full.endswith("_")
+            rule = Rule(full, foreach(name, inplace), inplace, "type", pattern="each element pointwise")
+            register(rule, getattr(torch, full), exact=True)
+
+
+_enter_all()
