@@ -80,20 +80,31 @@ def _assign_parts(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
     wants = [replicated(len(arg.shape)) for arg in args]
     varying: list[Axes] = [()] * len(args)
     gives: list[Layout] = []
+    shared = set(range(len(args)))
+    active: set[frozenset[int]] = set()
     seen: dict[Any, Decision | None] = {}
     for part, members in f.parts:
         mine = [args[t] for t in members]
         key = (id(part), *[arg.layout for arg in mine])
         if key not in seen:
-            seen[key] = assign(part, mine, mesh_shape, fixed)
+            found = seen[key] = assign(part, mine, mesh_shape, fixed)
+            if found is None:
+                return None
+            active.add(frozenset(a for layout in (*found.wants, *found.gives) for a in layout.varies()))
         decision = seen[key]
-        if decision is None:
-            return None
+        assert decision is not None
         for t, want, axes in zip(members, decision.wants, decision.varying, strict=True):
             wants[t], varying[t] = want, axes
+        shared.difference_update(members)
         gives += decision.gives
     if fixed and any(wants[t] != args[t].layout for t in f.targets):
         return None
+    if shared and len(active) > 1 and not fixed:
+        # the gradient of what is shared would be whole in one part and a contribution in another
+        whole = [replicated(len(shape)) for shape in f.output_shapes()]
+        return Decision([replicated(len(arg.shape)) for arg in args], whole, [()] * len(args), {})
+    for t in shared:
+        varying[t] = tuple(sorted(frozenset().union(*active)))
     return Decision(wants, gives, varying, {})
 
 
