@@ -32,11 +32,23 @@ _make: Callable[..., Any] = Tensor._make_subclass
 
 
 def dispatch(cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """``DistTensor.__torch_function__``."""
+    """``DistTensor.__torch_function__``. One and two arguments are spelled out: they are most calls."""
     try:
-        key = (func, *[a._spec if type(a) is DistTensor else key_of(a) for a in args])
+        n = len(args)
+        if n == 2:
+            a, b = args
+            key: Any = (
+                func,
+                a._spec if type(a) is DistTensor else key_of(a),
+                b._spec if type(b) is DistTensor else key_of(b),
+            )
+        elif n == 1:
+            a = args[0]
+            key = (func, a._spec if type(a) is DistTensor else key_of(a))
+        else:
+            key = (func, *[a._spec if type(a) is DistTensor else key_of(a) for a in args])
         if kwargs:
-            key = (*key, *[(k, key_of(v)) for k, v in kwargs.items()])
+            key = (key, *[(k, key_of(v)) for k, v in kwargs.items()])
     except Uncacheable:
         return prepare(func, args, kwargs or {})(args, kwargs or {})
     run = PLANS.get(key)
@@ -134,60 +146,45 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
 
 
 def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
-    """The quickest way that fits: ``simple`` for calls that neither move nor vary, else ``general``."""
-    top = all(not isinstance(a, (list, tuple, dict)) or not _holds_tensor(a) for a in args)
-    dist_only = not any(isinstance(a, Tensor) and type(a) is not DistTensor for a in args)
-    tensor_kwargs = any(_holds_tensor(v) for v in kwargs.values())
-    if plan.inplace or plan.view or plan.moves or not top or tensor_kwargs or not dist_only or len(plan.gives) != 1:
+    """``direct`` where every tensor is a DistTensor that stays as it lies and one new tensor comes out, else ``general``."""
+    nested = any(_holds_tensor(a) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
+    plain = any(isinstance(a, Tensor) and type(a) is not DistTensor for a in args)
+    named = any(isinstance(v, Tensor) for v in kwargs.values())
+    if plan.inplace or plan.view or plan.moves or nested or named or plain or len(plan.gives) != 1:
         return general(func, plan, specs)
-    return varying(func, plan, specs) if plan.any_varying else simple(plan)
+    return direct(plan, args)
 
 
-def simple(plan: Plan) -> Runner:
-    """Every tensor is used as it lies; one tensor comes out."""
+def direct(plan: Plan, args: Sequence[Any]) -> Runner:
+    """The warm path. What is decided once: how many arguments, and which are read by a use that varies."""
     local, spec = plan.local, plan.gives[0]
+    dtype: Any = None  # unknown until the first result
+    dist = [type(a) is DistTensor for a in args]
+    axes_of = iter(plan.varying)
+    uses = [next(axes_of) if d else None for d in dist]  # None: no tensor; (): as it is; axes: varying over them
+    form = "varying" if plan.any_varying else {(True,): "x", (True, True): "x y", (True, False): "x c"}.get(tuple(dist), "any")
 
-    def first(args: Sequence[Any], kwargs: Any) -> Any:
-        nonlocal spec
-        out = local(*[a._local if type(a) is DistTensor else a for a in args], **(kwargs or {}))
-        if type(out) is not Tensor:
-            return out
-        if out.dtype is not spec.dtype:
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        nonlocal spec, dtype
+        if kwargs or form == "any":
+            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)], **(kwargs or {}))
+        elif form == "x y":
+            out = local(args[0]._local, args[1]._local)
+        elif form == "varying":
+            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)])
+        elif form == "x":
+            out = local(args[0]._local)
+        else:
+            out = local(args[0]._local, args[1])
+        if out.dtype is not dtype:
+            if not isinstance(out, Tensor):
+                return out
             spec = checked(plan, out, spec)
-        elif not plan_checked:
-            plan_checked.append(checked(plan, out, spec))
+            dtype = spec.dtype
         new = _make(DistTensor, spec.proto)
         new._local = out
         new._spec = spec
         return new
-
-    plan_checked: list[Any] = []
-    return first
-
-
-def varying(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
-    """As simple, but some replicated arguments are read by a call that varies."""
-    local, spec, axes_of = plan.local, plan.gives[0], plan.varying
-    plan_checked: list[Any] = []
-
-    def run(args: Sequence[Any], kwargs: Any) -> Any:
-        nonlocal spec
-        locals_, i = [], 0
-        for a in args:
-            if type(a) is DistTensor:
-                axes = axes_of[i]
-                i += 1
-                locals_.append(a.local_for(axes) if axes else a._local)
-            else:
-                locals_.append(a)
-        out = local(*locals_, **kwargs) if kwargs else local(*locals_)
-        if type(out) is not Tensor:
-            return out
-        if out.dtype is not spec.dtype:
-            spec = checked(plan, out, spec)
-        elif not plan_checked:
-            plan_checked.append(checked(plan, out, spec))
-        return wrap(out, spec)
 
     return run
 

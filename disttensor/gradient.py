@@ -75,14 +75,19 @@ def cached_grad(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
 
 def set_grad(x: DistTensor, value: Any) -> None:
     """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain, global tensor."""
-    if value is not None and not isinstance(value, Tensor):
+    if value is None:
+        x._local.grad = None
+        for _, leaf in uses(x) if x._aliases is not None else ():
+            leaf.grad = None
+        x._grad = None
+        return
+    if not isinstance(value, Tensor):
         raise TypeError(f"grad of {x._spec!r}: a tensor or None is expected, not {type(value).__name__}")
-    if value is not None and tuple(value.shape) != tuple(x._spec.shape):
+    if tuple(value.shape) != tuple(x._spec.shape):
         raise RuntimeError(f"grad of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(value.shape)}")
-    if value is not None and value.dtype != x._spec.dtype:
+    if value.dtype != x._spec.dtype:
         raise RuntimeError(f"grad of {x._spec!r}: its dtype is {x._spec.dtype}, the gradient's {value.dtype}")
     axes: Axes = ()
-    local: Tensor | None = None
     if isinstance(value, DistTensor):
         if value._spec.mesh is not x._spec.mesh:
             raise RuntimeError(
@@ -91,15 +96,14 @@ def set_grad(x: DistTensor, value: Any) -> None:
         whole = x._spec.layout.varies()
         axes = tuple(a for a, op in value._spec.layout.partial if op == "sum" and a not in whole)
         local = resharded(value, grad_spec(x, axes).with_dtype(value._spec.dtype))._local
-    elif value is not None:
+    else:
         spec = grad_spec(x, ())
         local = reshard.run(value, spec.with_layout(Layout(((),) * spec.ndim)), spec)
     for _, leaf in uses(x):
         leaf.grad = None
     x._grad = value if isinstance(value, DistTensor) and local is value._local else None
-    if local is not None:
-        with torch.enable_grad():
-            x.local_for(axes).grad = local.detach() if not local.requires_grad else local
+    with torch.enable_grad():
+        x.local_for(axes).grad = local
 
 
 def leaves_of(inputs: Any) -> list[Tensor] | None:
@@ -129,7 +133,9 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
 
 def backward(self: DistTensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
     """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be differentiated."""
-    torch.autograd.backward(self._local, seed(self, gradient), retain_graph, create_graph, inputs=leaves_of(inputs))
+    if gradient is not None or self._spec.layout.partial:
+        gradient = seed(self, gradient)
+    self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
 
 
 def autograd_grad(
