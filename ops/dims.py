@@ -52,3 +52,8 @@ def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **optio
     known.update(sizes or {})
     options.setdefault("moves", True)
     return Factors((letters_of(input),), (out,), known, **options)
+
+
+def tensors_in(*values: Any) -> list[Arg]:
+    """The tensors among the values, in order."""
+    return [v for v in values if isinstance(v, Arg)]

@@ -68,9 +68,9 @@ def regroup(
             continue
         major = math.gcd(src[i], dst[o])
         if major > 1:
-            ins[i] = n if major == src[i] else (n, (n, "in"))
-            outs[o] = n if major == dst[o] else (n, (n, "out"))
-            sizes.update({n: major, (n, "in"): src[i] // major, (n, "out"): dst[o] // major})
+            ins[i] = n if major == src[i] else (n, f"in{n}")
+            outs[o] = n if major == dst[o] else (n, f"out{n}")
+            sizes.update({n: major, f"in{n}": src[i] // major, f"out{n}": dst[o] // major})
             even.add(n)
     return tuple(ins), tuple(outs), sizes, frozenset(even)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ops
 from disttensor.placement import Partial, Replicate, Shard
@@ -97,3 +98,53 @@ def ids(case: tuple[Any, ...]) -> str:
 def test_views_match_plain(case: tuple[Any, ...], mesh_shape: Any) -> None:
     for kind in ("sum", "max"):
         check_rule(*case, mesh_shape=mesh_shape, partial=(kind,), tries=12)
+
+
+H, V = randn(4), randn(5)
+JOINS: list[tuple[Any, ...]] = [
+    (torch.cat, [C, C]), (torch.cat, [C, randn(5, 2), C], 1), (torch.concat, [X], -1),
+    (torch.cat, [randn(0), V]), (torch.cat, (randn(0, 6), C)), (torch.stack, [C, C], 1), (torch.stack, [V, V, V], -1),
+    (torch.hstack, [V, H]), (torch.hstack, [C, C]), (torch.vstack, [V, randn(2, 5)]), (torch.vstack, [V, V]),
+    (torch.dstack, [C, randn(5, 6, 2)]), (torch.dstack, [V, V]), (torch.dstack, [randn(1, 5, 2), V]),
+    (torch.dstack, [V, randn(1, 5, 2)]), (torch.column_stack, [V, randn(5, 3), V]), (torch.hstack, [randn(), V]),
+    (torch.split, C, 2), (T.split, C, [1, 5], 1), (torch.split_with_sizes, C, [2, 3]), (T.split, C, 4, -1),
+    (torch.chunk, C, 3), (T.chunk, C, 4, 0), (torch.tensor_split, C, 4), (T.tensor_split, C, (1, 3), 1),
+    (T.tensor_split, C, [2, -1]), (T.hsplit, C, 2), (torch.vsplit, X, 2), (torch.dsplit, X, [1]),
+    (torch.unbind, C), (T.unbind, X, -1), (T.repeat, C, 2, 1, 1), (T.repeat, C, (1, 2)), (T.tile, C, 2),
+    (torch.tile, X, (2, 1)), (T.repeat_interleave, C, 2), (torch.repeat_interleave, X, 3, 1),
+    (T.repeat_interleave, C, 2, 0), (F.glu, C), (F.glu, X, 0), (F.pad, C, (1, 2)), (F.pad, C, (0, 0, 1, -1)),
+    (F.pad, X, (1, 0), "constant", 2.5), (torch.tril, C), (torch.triu, X, 1), (T.tril, randn(6, 5), -2),
+    (T.triu_, C, -1), (torch.roll, C, 2), (T.roll, C, 2, 1), (torch.roll, X, (1, 2), (0, 2)), (T.flip, C, 0),
+    (torch.flip, X, (0, 2)), (T.flip, X, 1, 2), (torch.fliplr, C), (torch.flipud, C), (torch.rot90, C),
+    (torch.rot90, X, 2, (1, 2)), (torch.diag, V, 1), (torch.diag, C, -2), (torch.diag_embed, X),
+    (torch.diag_embed, X, 1, 0, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JOINS, ids=ids)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3,)], ids=str)
+def test_joins_match_plain(case: tuple[Any, ...], mesh_shape: Any) -> None:
+    for kind in ("sum", "max"):
+        check_rule(*case, mesh_shape=mesh_shape, partial=(kind,), tries=12)
+
+
+def test_meshgrid_and_one_hot_match_plain() -> None:
+    check_rule(torch.meshgrid, V, H, indexing="xy", partial=())
+    check_rule(torch.meshgrid, V, H, indexing="ij", partial=())
+    check_rule(F.one_hot, torch.tensor([[0, 2, 1]] * 5), 3)
+
+
+def test_the_halves_of_a_split_dim_are_gathered() -> None:
+    given = Arg((4, 6), [S(0), S(1)])
+    assert ops.infer(F.glu, given, mesh_shape=(2, 2)).inputs == ((S(0), R),)
+    assert ops.infer(torch.chunk, given, 2, -1, mesh_shape=(2, 2)).outputs == ((S(0), R), (S(0), R))
+
+
+def test_repeated_heads_stay_split() -> None:
+    got = ops.infer(torch.repeat_interleave, Arg((2, 4, 8), [R, S(1)]), 2, 1, mesh_shape=(2, 2))
+    assert got.outputs == ((R, S(1)),)
+    assert ops.infer(torch.repeat_interleave, Arg((5,), [S(0)]), 2, 0, mesh_shape=(2,)).outputs == ((R,),)
+
+
+def test_triangles_stay_split_in_rows_and_columns() -> None:
+    assert ops.infer(torch.tril, Arg((5, 6), [S(0), S(1)]), mesh_shape=(2, 2)).outputs == ((S(0), S(1)),)

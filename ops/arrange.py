@@ -1,0 +1,102 @@
+"""Order and triangles: roll, flip, tril, triu, diagonals, one_hot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.dims import front, fronts, letters_of, moved, named, numbers
+from ops.factors import Arg, Factors, Letter
+from ops.infer import NoRule
+from ops.registry import rule
+
+
+def _local_triangle(call: Any) -> Any:
+    """The triangle of a piece: its diagonal lies where the global one crosses it."""
+    rows, cols = call.inputs[0].local_offset[-2:]
+    func = call.func
+    shift = rows - cols
+    if not shift:
+        return func
+    return lambda input, diagonal=0: func(input, diagonal + shift)
+
+
+@rule(torch.tril, torch.triu)
+def triangle(input: Arg, diagonal: int = 0) -> Factors:
+    """every dim passes through, rows and columns too; zeros are zeros in any reduction"""
+    if input.ndim < 2:
+        raise NoRule("a triangle has two dims")
+    return moved(input, letters_of(input), local=_local_triangle)
+
+
+def _whole(input: Arg, dims: tuple[int, ...]) -> Factors:
+    return moved(input, letters_of(input), whole=frozenset(dims))
+
+
+@rule(*named("roll"), exact=True)
+def roll(input: Arg, *shifts: Any, dims: Any = None, **words: Any) -> Factors:
+    """rolled dims are whole"""
+    if len(shifts) == 2 and dims is None:
+        dims = shifts[1]
+    if dims is None or dims == () or dims == []:
+        return _whole(input, letters_of(input))
+    return _whole(input, fronts(dims, input.ndim))
+
+
+@rule(*named("flip"), exact=True)
+def flip(input: Arg, *dims: Any, **words: Any) -> Factors:
+    """flipped dims are whole"""
+    return _whole(input, fronts(numbers(dims, words.get("dims")), input.ndim))
+
+
+@rule(*named("fliplr"), exact=True)
+def fliplr(input: Arg) -> Factors:
+    """columns are whole"""
+    return _whole(input, (1,))
+
+
+@rule(*named("flipud"), exact=True)
+def flipud(input: Arg) -> Factors:
+    """rows are whole"""
+    return _whole(input, (0,))
+
+
+@rule(*named("rot90"), exact=True)
+def rot90(input: Arg, k: int = 1, dims: Any = (0, 1)) -> Factors:
+    """the two dims are whole"""
+    a, b = fronts(dims, input.ndim)
+    out: list[Letter] = list(letters_of(input))
+    if k % 2:
+        out[a], out[b] = out[b], out[a]
+    return moved(input, tuple(out), whole=frozenset({a, b}))
+
+
+@rule(*named("diag"), exact=True)
+def diag(input: Arg, diagonal: int = 0) -> Factors:
+    """whole"""
+    if input.ndim == 1:
+        n = input.shape[0] + abs(diagonal)
+        return moved(input, ("rows", "cols"), {"rows": n, "cols": n})
+    rows, cols = input.shape
+    n = max(0, min(rows, cols - diagonal) if diagonal >= 0 else min(rows + diagonal, cols))
+    return moved(input, ("diagonal",), {"diagonal": n})
+
+
+@rule(*named("diag_embed"), exact=True)
+def diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Factors:
+    """the last dim is whole and becomes two"""
+    n = input.shape[-1] + abs(offset)
+    at = {front(dim1, input.ndim + 1): "rows", front(dim2, input.ndim + 1): "cols"}
+    rest = iter(range(input.ndim - 1))
+    out = tuple(at[d] if d in at else next(rest) for d in range(input.ndim + 1))
+    return moved(input, out, {"rows": n, "cols": n})
+
+
+@rule(F.one_hot, exact=True)
+def one_hot(input: Arg, num_classes: int = -1) -> Factors:
+    """a new dim of classes"""
+    if num_classes < 0:
+        raise NoRule("the number of classes depends on the data")
+    return moved(input, (*letters_of(input), "classes"), {"classes": num_classes}, moves=False)

@@ -1,0 +1,55 @@
+"""Embedding: the ids' dims and the embedding dim pass through; a split vocabulary gives P(sum).
+
+Each rank looks up the ids that it owns and gives zeros for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.dims import letters_of
+from ops.factors import Arg, Factors, Letter
+from ops.infer import NoRule
+from ops.owned import Owned
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def _local(call: Any) -> Callable[..., Tensor]:
+    if not call.axes("v"):
+        return F.embedding
+    table = call.inputs[1]
+    owned = Owned(table.local_offset[0], table.local_shape[0], table.shape[0])
+
+    def embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, *more: Any, **words: Any) -> Tensor:
+        here, others = owned.find(input)
+        if padding_idx is not None:
+            padding_idx = padding_idx % owned.total - owned.offset
+            if not 0 <= padding_idx < owned.size:
+                padding_idx = None
+        out = F.embedding(here, owned.rows(weight), padding_idx)
+        return out.masked_fill(others.unsqueeze(-1), 0)
+
+    return embedding
+
+
+@rule(F.embedding, exact=True)
+def embedding(
+    input: Arg, weight: Arg, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Factors:  # fmt: skip
+    """..., v d -> ... d; v gives P(sum)"""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
+    v, d = weight.shape
+    if padding_idx is not None and not -v <= padding_idx < v:
+        raise AssertionError("Padding_idx must be within num_embeddings")
+    ids: tuple[Letter, ...] = letters_of(input)
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": d}
+    terms = (frozenset({weight.index}),)
+    return Factors((ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local)

@@ -1,0 +1,133 @@
+"""Writing along a dim: scatter, index_add, index_copy, index_fill, masked_fill and their kin.
+
+The dim that is written along is whole in all tensors, and so is a dim in which index, source and target differ; the others
+pass through. What is added or copied is linear in target and source together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ops.dims import front, letters_of, named, tensors_in
+from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.infer import NoRule
+from ops.registry import rule
+
+ADDS = ("sum", "add")
+
+
+def along(target: Arg, dim: int, others: list[Arg], terms: tuple[frozenset[int], ...]) -> Factors:
+    """Factors of writing along ``dim``; ``others`` have the target's dims (an index, a source)."""
+    if not target.ndim or any(t.ndim != target.ndim for t in others):
+        raise NoRule("writing into a number")
+    at = front(dim, target.ndim)
+    dims = letters_of(target)
+    whole = {d for d in dims if d == at or any(t.shape[d] != target.shape[d] for t in others)}
+    ins = [dims, *(tuple(None if d in whole else d for d in dims) for _ in others)]
+    sizes: dict[Letter, int] = dict(enumerate(target.shape))
+    return Factors(tuple(ins), (dims,), sizes, {}, frozenset(whole), terms=terms)
+
+
+def together(*tensors: Any) -> tuple[frozenset[int], ...]:
+    """Linear in these tensors together; in nothing, where one is a plain number."""
+    if not all(isinstance(t, Arg) for t in tensors):
+        return ()
+    return tuple(frozenset({t.index}) for t in tensors)
+
+
+@rule(torch.scatter)
+def scatter(
+    input: Arg, dim: int, index: Arg, src: Any = None, value: Any = None, *, reduce: Any = None
+) -> Factors:
+    """the dim is whole"""
+    source = src if src is not None else value
+    solid = isinstance(source, Arg) and source.ndim == input.ndim
+    terms = together(input, source) if solid and (reduce is None or reduce in ADDS) else ()
+    f = along(input, dim, [index, source] if solid else [index], terms)
+    return f.but(inputs=(*f.inputs, ())) if isinstance(source, Arg) and not solid else f
+
+
+@rule(torch.scatter_add)
+def scatter_add(input: Arg, dim: int, index: Arg, src: Arg) -> Factors:
+    """the dim is whole"""
+    return along(input, dim, [index, src], together(input, src))
+
+
+@rule(torch.scatter_reduce)
+def scatter_reduce(
+    input: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
+) -> Factors:
+    """the dim is whole"""
+    return along(input, dim, [index, src], together(input, src) if reduce in ADDS else ())
+
+
+def along_index(input: Arg, dim: int, index: Arg, source: Any, terms: tuple[Any, ...]) -> Factors:
+    """Factors of writing rows numbered by a vector."""
+    solid = isinstance(source, Arg) and source.ndim == input.ndim
+    if isinstance(source, Arg) and not solid and source.ndim:
+        raise NoRule("a source with other dims")
+    at = front(dim, input.ndim)
+    f = along(input, dim, [], terms)
+    ins: list[tuple[Letter, ...]] = [letters_of(input), (None,) * index.ndim]
+    whole = set(f.whole)
+    if solid:
+        # a source that has not the target's other dims is torch's error to give
+        whole |= {d for d in range(input.ndim) if source.shape[d] != input.shape[d]}
+        ins.append(tuple(None if d == at or d in whole else d for d in range(input.ndim)))
+    elif isinstance(source, Arg):
+        ins.append(())
+    return f.but(inputs=tuple(ins), whole=frozenset(whole))
+
+
+@rule(torch.index_add)
+def index_add(input: Arg, dim: int, index: Arg, source: Arg, *, alpha: Any = 1) -> Factors:
+    """the dim is whole"""
+    return along_index(input, dim, index, source, together(input, source))
+
+
+@rule(torch.index_copy)
+def index_copy(input: Arg, dim: int, index: Arg, source: Arg) -> Factors:
+    """the dim is whole"""
+    return along_index(input, dim, index, source, together(input, source))
+
+
+@rule(torch.index_reduce)
+def index_reduce(
+    input: Arg, dim: int, index: Arg, source: Arg, reduce: str, *, include_self: bool = True
+) -> Factors:
+    """the dim is whole"""
+    return along_index(input, dim, index, source, ())
+
+
+@rule(torch.index_fill)
+def index_fill(input: Arg, dim: int, index: Arg, value: Any) -> Factors:
+    """the dim is whole"""
+    return along_index(input, dim, index, value, ())
+
+
+@rule(*named("select_scatter"), exact=True)
+def select_scatter(input: Arg, src: Arg, dim: int, index: int) -> Factors:
+    """the dim is whole"""
+    at = front(dim, input.ndim)
+    dims = letters_of(input)
+    rest = (*dims[:at], *dims[at + 1 :])
+    return Factors(
+        (dims, rest), (dims,), dict(enumerate(input.shape)), whole=frozenset({at}), moves=True,
+        terms=together(input, src),
+    )  # fmt: skip
+
+
+@rule(*named("slice_scatter"), exact=True)
+def slice_scatter(
+    input: Arg, src: Arg, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Factors:
+    """the dim is whole"""
+    return along(input, dim, [src], together(input, src))
+
+
+@rule(torch.masked_fill)
+def masked_fill(input: Arg, mask: Arg, value: Any) -> Factors:
+    """elementwise; the number that is filled in is not linear"""
+    return pointwise_factors(tensors_in(input, mask, value))
