@@ -243,7 +243,7 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
         if got.mask.dtype != torch.bool or got.mask.shape != input.shape[:n]:
             raise NoRule("a mask of another shape")
         got.out = [(d, input.shape[d]) for d in dims[n:]]
-        if isinstance(value, Arg) and value.ndim > len(got.out) and value.numel() != 1:
+        if isinstance(value, Arg) and any(s != 1 for s in value.shape[: max(0, value.ndim - len(got.out))]):
             raise NoRule("how many values a mask takes depends on the data")
         inputs: list[tuple[Letter, ...]] = [dims, dims[:n]]
     else:
