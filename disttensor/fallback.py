@@ -26,7 +26,18 @@ def _never(*_: Any) -> bool:
     return False
 
 
-_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+class _Seen:
+    """A module as seen by such a body: some names answered otherwise."""
+
+    def __init__(self, module: Any, **other: Any) -> None:
+        self.__dict__.update(other, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+_CHECKS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
+_TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
 
 
 def body_of(func: Function) -> Function | None:
@@ -36,7 +47,9 @@ def body_of(func: Function) -> Function | None:
         inner = unwrap(func)
         made: Function | None = None
         if isinstance(inner, types.FunctionType) and inner.__module__.split(".")[0] == "torch":
-            scope = {**inner.__globals__, **dict.fromkeys(_CHECKS, _never)}
+            scope = {**inner.__globals__, **_CHECKS}
+            if scope.get("torch") is torch:
+                scope["torch"] = _TORCH
             made = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
             made.__kwdefaults__ = inner.__kwdefaults__
         _bodies[func] = made
