@@ -146,18 +146,18 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
 
 
 def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
-    """``direct`` where every tensor is a DistTensor that stays as it lies and one new tensor comes out, else ``general``."""
+    """``direct`` where every tensor is a DistTensor that stays as it lies and one tensor comes out, else ``general``."""
     nested = any(_holds_tensor(a) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
     plain = any(isinstance(a, Tensor) and type(a) is not DistTensor for a in args)
     named = any(isinstance(v, Tensor) for v in kwargs.values())
-    if plan.inplace or plan.view or plan.moves or nested or named or plain or len(plan.gives) != 1:
+    if plan.view or plan.moves or nested or named or plain or len(plan.gives) != 1:
         return general(func, plan, specs)
-    return direct(plan, args)
+    return direct(func, plan, args)
 
 
-def direct(plan: Plan, args: Sequence[Any]) -> Runner:
+def direct(func: Function, plan: Plan, args: Sequence[Any]) -> Runner:
     """The warm path. What is decided once: how many arguments, and which are read by a use that varies."""
-    local, spec = plan.local, plan.gives[0]
+    local, spec, inplace = plan.local, plan.gives[0], plan.inplace
     dtype: Any = None  # unknown until the first result
     dist = [type(a) is DistTensor for a in args]
     axes_of = iter(plan.varying)
@@ -166,6 +166,11 @@ def direct(plan: Plan, args: Sequence[Any]) -> Runner:
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         nonlocal spec, dtype
+        if inplace:
+            if args[0]._copied:
+                refuse_copies(func, args[0])
+            if args[0]._aliases is not None or args[0]._origin is not None:
+                args[0].forget_uses()
         if kwargs or form == "any":
             out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)], **(kwargs or {}))
         elif form == "x y":
@@ -181,6 +186,8 @@ def direct(plan: Plan, args: Sequence[Any]) -> Runner:
                 return out
             spec = checked(plan, out, spec)
             dtype = spec.dtype
+        if inplace:
+            return args[0]
         new = _make(DistTensor, spec.proto)
         new._local = out
         new._spec = spec
@@ -245,7 +252,7 @@ def local_as(t: Tensor, want: DistSpec | None, axes: Axes, spec: DistSpec) -> Te
 def _local_of(a: Any, plan: Plan) -> Any:
     if type(a) is DistTensor:
         return a._local
-    if type(a) is list or type(a) is tuple:
+    if (type(a) is list or type(a) is tuple) and a and type(a[0]) is not float:
         try:
             return [t._local for t in a]
         except AttributeError:
@@ -285,20 +292,22 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
 
 
 def refuse_copies(func: Function, target: Any) -> None:
+    """Before a write: raise where it would be lost."""
     for t in target if isinstance(target, (list, tuple)) else (target,):
         if type(t) is DistTensor and t._copied:
             raise RuntimeError(
-                f"{strictness.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so writing to it "
-                "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
+                f"{strictness.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so "
+                "writing to it would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
             )
 
 
 def written(target: Any, out: Any) -> Any:
     """The result of an in-place function: its target(s), whose uses before this are of the old value."""
-    for t in target if isinstance(target, (list, tuple)) else (target,):
-        if type(t) is DistTensor:
+    many = isinstance(target, (list, tuple))
+    for t in target if many else (target,):
+        if type(t) is DistTensor and (t._aliases is not None or t._origin is not None):
             t.forget_uses()
-    return target if isinstance(out, Tensor) or isinstance(target, (list, tuple)) and out is not None else out
+    return target if isinstance(out, Tensor) or (many and out is not None) else out
 
 
 # Walking arguments ----------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ del name
 HANDLERS[torch.autograd.grad] = gradient.autograd_grad
 HANDLERS[torch.detach] = lambda input: input.detach()
 HANDLERS[torch.detach_] = lambda input: input.detach_()
+HANDLERS[torch.is_complex] = lambda input: input._spec.dtype.is_complex
+HANDLERS[torch.is_floating_point] = lambda input: input._spec.dtype.is_floating_point
 HANDLERS[torch.numel] = lambda input: input.numel()
 
 
@@ -52,7 +54,7 @@ def _of_proto(func: Any) -> None:
 
 
 for _func in (
-    torch.is_floating_point, torch.is_complex, torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
+    torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
     Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg, torch.is_inference, Tensor.is_inference,
     Tensor.get_device, Tensor.dim_order,
 ):  # fmt: skip

@@ -26,6 +26,8 @@ Function = Callable[..., Any]
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
+_FLOAT = {float}
+
 
 class Uncacheable(Exception):
     """The call has an argument that no key can hold; its plan is made anew."""
@@ -39,6 +41,8 @@ def key_of(value: Any, floats: bool = False) -> Any:
     if kind is float or kind is complex:
         return (kind, value) if floats else kind
     if kind is list or kind is tuple or kind is torch.Size:
+        if value and type(value[0]) is float and not floats and set(map(type, value)) == _FLOAT:
+            return kind, len(value)
         try:
             return kind, tuple([v._spec for v in value])
         except AttributeError:
