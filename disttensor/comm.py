@@ -152,6 +152,13 @@ def _bytes(x: Tensor) -> Tensor:
     return x if x.dtype in _NATIVE else x.reshape(-1).view(torch.uint8)
 
 
+def _matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
+    """The same memory in shapes that gloo takes: ``all_`` joins pieces like ``one`` along dim 0."""
+    if one.ndim and one.ndim == all_.ndim and one.shape[1:] == all_.shape[1:]:
+        return one, all_
+    return one.view(-1), all_.view(-1)
+
+
 def _wire(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """A dense tensor that every backend reduces, and the way back (None: nothing to undo)."""
     x, dtype = _dense(x), x.dtype
@@ -207,7 +214,7 @@ def all_gather(x: Tensor, group: Group, shape: Sequence[int] | None = None) -> T
     if n == 1:
         return x.view(shape)
     out = x.new_empty(shape)
-    wire, target = _bytes(x), _bytes(out)
+    wire, target = _matching(_bytes(x), _bytes(out))
     _call("all_gather", group, wire, n - 1, _gather, group.pg, target, wire, _GATHER)
     return out if group.straight else out.view(n, -1)[list(group.order)].view(shape)
 
@@ -227,6 +234,7 @@ def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None
         buffer = buffer.reshape(n, -1)[[group.order.index(i) for i in range(n)]]
     out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
     share = (n - 1) / n
+    target, wire = _matching(out, buffer)
     _call(
         "reduce_scatter",
         group,
@@ -234,8 +242,8 @@ def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None
         share,
         _scatter_sum,
         group.pg,
-        out,
-        buffer,
+        target,
+        wire,
         _REDUCE_SCATTER[op],
         op=op,
     )

@@ -145,6 +145,9 @@ class ProcessMesh:
             return ProcessMesh(np.array(ranks).reshape(shape), [self.dim_names[a] for a in axes], self.device_type)
         picked = self.mesh[index]
         full = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in full:
+            at = full.index(Ellipsis)
+            full = (*full[:at], *[slice(None)] * (self.ndim - len(full) + 1), *full[at + 1 :])
         kept = [n for n, i in itertools.zip_longest(self.dim_names, full, fillvalue=slice(None)) if not isinstance(i, (int, np.integer))]
         return ProcessMesh(picked, kept if picked.ndim else ("d0",), self.device_type)
 

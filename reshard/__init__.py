@@ -17,6 +17,7 @@ reductions of different kinds wait on several axes, the last mesh axis is reduce
 innermost: ``{dp: P(sum), tp: P(max)}`` is the sum over dp of the max over tp.
 """
 
+import disttensor  # noqa: F401  (the three packages load in one order, always)
 from reshard.plan import Step, choose, cost, run
 from reshard.registry import register
 

@@ -77,7 +77,8 @@ def all_gather(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     if how.padded is None:
         if how.perm is None:
             return comm.all_gather(x, how.group, how.shape)
-        return comm.all_gather(x, how.group, how.grid).permute(how.perm).reshape(how.shape)
+        grid = comm.all_gather(x, how.group, how.grid)
+        return grid.permute(how.perm).reshape(how.shape).contiguous()
     if not how.padded:
         return x.new_empty(how.shape)
     flat = x.reshape(-1)

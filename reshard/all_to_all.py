@@ -42,4 +42,4 @@ def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     if how is None:
         return exchange(x, src, dst, axes)
     pieces = comm.all_to_all_even(x.reshape(how.split).movedim(how.j, 0), how.group)
-    return pieces.movedim(0, how.i).reshape(how.shape)
+    return pieces.movedim(0, how.i).reshape(how.shape).contiguous()

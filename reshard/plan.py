@@ -100,9 +100,10 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
         )
     if src.mesh.coordinate is None:
         return local.new_empty(dst.local_shape)
-    for step in choose(src, dst):
+    steps = choose(src, dst)
+    for step in steps:
         local = step.fn(local, step.src, step.dst, step.axes)
-    return local
+    return local if len(steps) == 1 else local.contiguous()
 
 
 def cost(src: DistSpec, dst: DistSpec) -> float:

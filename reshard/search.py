@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ Reductions = tuple[tuple[int, str], ...]
 State = tuple[Dims, Reductions, tuple[tuple[int, Placement], ...]]
 
 LATENCY = 16 * 1024  # a collective costs as much as sending so many bytes
-EXCHANGE = 1024  # where an exchange sends no less than a plain collective, the plain one is taken
+STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
 
 _KINDS = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "prod": 3}
 
@@ -59,7 +60,7 @@ def cheapest(start: State, goal: State, mesh: Axes, shape: Axes, itemsize: int) 
             continue
         done.add(state)
         for edge in graph.edges(state):
-            total = spent + edge.bytes + edge.extra + 1
+            total = spent + edge.bytes + edge.extra + STEP
             if total < best.get(edge.to, float("inf")):
                 best[edge.to] = total
                 came[edge.to] = state, edge
@@ -176,11 +177,19 @@ class Graph:
         after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
         axes = concerned(dims, after)
         if axes and mine.isdisjoint(axes):
-            kept = 1
-            for d, size in enumerate(self.shape):
-                short, long = sorted((dims[d], after[d]), key=len)
-                kept *= self.first(size, long) if long[: len(short)] == short else 0
-            lacking = (self.numel(after) - kept) * self.itemsize
+            needed = kept = 1
+            for size, now, then in zip(self.shape, dims, after, strict=True):
+                if (
+                    now[: len(then)] == then
+                ):  # rounded up, as a gather pads: that they can be compared
+                    kept *= self.first(size, now)
+                    needed *= self.first(size, now) * math.prod(
+                        self.mesh[a] for a in now[len(then) :]
+                    )
+                else:
+                    needed *= self.first(size, then)
+                    kept *= self.first(size, then) if then[: len(now)] == now else 0
+            lacking = (needed - kept) * self.itemsize
             to = (after, partial, own)
             yield Edge("all_to_all", exchange, axes, lacking, to, extra=LATENCY + EXCHANGE)
 
