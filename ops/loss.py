@@ -1,0 +1,142 @@
+"""Elementwise losses: every dim may be split; "sum" and "mean" give a pending sum.
+
+"mean" divides each rank's sum by the *global* count, so that the pending sum is the mean, its gradient too, however
+uneven the pieces are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.dims import tensors_in
+from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.infer import NoRule
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def modern(words: dict[str, Any]) -> str:
+    """The reduction that is asked for. The deprecated words are left to torch."""
+    if words.get("size_average") is not None or words.get("reduce") is not None:
+        raise NoRule("size_average and reduce are deprecated: use reduction=")
+    reduction = words.get("reduction", "mean")
+    if reduction not in ("none", "mean", "sum", "batchmean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction: use none, mean or sum")
+    return str(reduction)
+
+
+def total(losses: Tensor, divisor: Any = 1) -> Tensor:
+    """Sum of the losses over a divisor; half precision is summed in single."""
+    if losses.dtype in (torch.float16, torch.bfloat16):
+        return (losses.sum(dtype=torch.float32) / divisor).to(losses.dtype)
+    return losses.sum() if type(divisor) is int and divisor == 1 else losses.sum() / divisor
+
+
+def lossy(f: Factors, reduction: str, count: int) -> Factors:
+    """``f`` describes the function with reduction="none"; what becomes of it with another one."""
+    if reduction == "none":
+        return f
+    divisor = 1 if reduction == "sum" else count
+
+    def local(call: Any) -> Callable[..., Tensor]:
+        func = call.func
+        if not call.split:
+            return func  # type: ignore[no-any-return]
+
+        def run(*args: Any, **words: Any) -> Tensor:
+            words["reduction"] = "none"
+            return total(func(*args, **words), divisor)
+
+        return run
+
+    gone = {letter: "sum" for letter in f.outputs[0] if letter is not None}
+    return f.but(outputs=((),), reduced=gone, shapes=((),), local=local)
+
+
+def elementwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
+    """Factors of a loss with one value for each element of the broadcast tensors."""
+    reduction = modern(words)
+    f = pointwise_factors(tensors)
+    shape = f.output_shapes()[0]
+    count = math.prod(shape) if reduction != "batchmean" else (tensors[0].shape or (1,))[0]
+    return lossy(f, reduction, count)
+
+
+@rule(F.smooth_l1_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss, F.poisson_nll_loss, exact=True)
+def loss(input: Arg, target: Arg, *more: Any, **words: Any) -> Factors:
+    """elementwise; mean and sum: P(sum)"""
+    if more:
+        raise NoRule("options by position")
+    return elementwise([input, target], words)
+
+
+@rule(F.mse_loss, F.l1_loss, F.huber_loss, exact=True)
+def weighted_loss(input: Arg, target: Arg, *more: Any, weight: Any = None, **words: Any) -> Factors:
+    """elementwise; mean and sum: P(sum)"""
+    if more or (weight is not None and words.get("reduction", "mean") == "mean"):
+        raise NoRule("a mean by weights, or options by position")
+    return elementwise(tensors_in(input, target, weight), words)
+
+
+@rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, exact=True)
+def binary_cross_entropy(
+    input: Arg, target: Arg, weight: Any = None, *more: Any, pos_weight: Any = None, **words: Any
+) -> Factors:
+    """elementwise; mean and sum: P(sum)"""
+    if more:
+        raise NoRule("options by position")
+    if target.shape != input.shape:
+        raise ValueError(f"target {list(target.shape)} must be of the size of input {list(input.shape)}")
+    return elementwise(tensors_in(input, target, weight, pos_weight), words)
+
+
+@rule(F.gaussian_nll_loss, exact=True)
+def gaussian_nll_loss(input: Arg, target: Arg, var: Any, *more: Any, **words: Any) -> Factors:
+    """elementwise; mean and sum: P(sum)"""
+    if more or not isinstance(var, Arg) or not input.shape == target.shape == var.shape:
+        raise NoRule("a variance of another shape")  # torch adds a dim to it
+    return elementwise([input, target, var], words)
+
+
+@rule(F.margin_ranking_loss, exact=True)
+def margin_ranking_loss(input1: Any, input2: Arg, target: Arg, *more: Any, **words: Any) -> Factors:
+    """elementwise; mean and sum: P(sum)"""
+    if more:
+        raise NoRule("options by position")
+    return elementwise([input1, input2, target], words)
+
+
+# One loss for each row ----------------------------------------------------------------------------
+
+
+def rowwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
+    """Factors of a loss with one value for each row: rows pass through, what is within a row is whole."""
+    reduction = modern(words)
+    rows = tensors[0].shape[0] if tensors[0].ndim else 1
+    if any(t.ndim not in (1, 2) or t.shape[0] != rows for t in tensors) or tensors[0].ndim != 2:
+        raise NoRule("rows of vectors only")
+    ins: list[tuple[Letter, ...]] = [("rows", None)[: t.ndim] for t in tensors]
+    f = Factors(tuple(ins), (("rows",),), {"rows": rows})
+    return lossy(f, reduction, rows)
+
+
+@rule(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, exact=True)
+def row_loss(input: Arg, target: Arg, *more: Any, weight: Any = None, **words: Any) -> Factors:
+    """rows pass through; mean and sum: P(sum)"""
+    if more or weight is not None:
+        raise NoRule("weights, or options by position")
+    return rowwise([input, target], words)
+
+
+@rule(F.cosine_embedding_loss, F.triplet_margin_loss, exact=True)
+def three_rows_loss(first: Any, second: Arg, third: Arg, *more: Any, **words: Any) -> Factors:
+    """rows pass through; mean and sum: P(sum)"""
+    if more or first.shape != second.shape:
+        raise NoRule("rows that broadcast, or options by position")
+    return rowwise([first, second, third], words)
