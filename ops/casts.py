@@ -106,7 +106,7 @@ def view_as_complex(input: Arg) -> Factors:
     return Factors((dims,), (dims[:-1],), sizes, terms=FIRST, view=True)
 
 
-@rule(torch.Tensor.copy_, exact=True)
+@rule(torch.Tensor.copy_)
 def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
     """the target is only written; linear in what is copied"""
     if not isinstance(src, Arg):
@@ -116,13 +116,13 @@ def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
     return pointwise_factors([input, src], terms=terms, ignored=frozenset({0}))
 
 
-@rule(torch.Tensor.zero_, torch.zero_, exact=True)
+@rule(torch.zero_)
 def zero_(input: Arg) -> Factors:
     """the target is only written; zero is zero in every piece, whatever is pending"""
     return pointwise_factors([input], terms=FIRST, moves=True)
 
 
-@rule(torch.Tensor.fill_, torch.fill_, exact=True, numbers="type")
+@rule(torch.fill_, numbers="type")
 def fill_(input: Arg, value: Any) -> Factors:
     """the target is only written; a pending sum has the value on its first rank, zero on the others"""
     if isinstance(value, Arg):

@@ -85,7 +85,7 @@ def foreach_norm(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> Fac
 def norms(call: Any) -> Callable[..., list[Tensor]]:
     groups = by_axes(call)
 
-    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
         out = list(torch._foreach_norm(input, ord, dtype=dtype))
         split = [i for members in groups.values() for i in members]
         sums = list(out)
@@ -108,7 +108,7 @@ def foreach_powsum(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> F
     def local(call: Any) -> Callable[..., list[Tensor]]:
         groups = by_axes(call)
 
-        def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+        def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
             return together(call, list(torch._foreach_powsum(input, ord, dtype=dtype)), "sum", groups)
 
         return run
@@ -120,7 +120,7 @@ def extreme_of_sizes(call: Any) -> Callable[..., list[Tensor]]:
     """The largest or smallest absolute value of each tensor."""
     groups = by_axes(call)
 
-    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
         sizes = [x.abs() if dtype is None else x.abs().to(dtype) for x in input]
         return Extreme.of(call, sizes, ord > 0, groups)
 

@@ -49,7 +49,7 @@ for _func, _written in WRITTEN.items():
     register(_rule, _func, exact=True)
 
 
-@rule(torch._amp_foreach_non_finite_check_and_unscale_, exact=True)
+@rule(torch._amp_foreach_non_finite_check_and_unscale_)
 def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
     """each gradient elementwise; what is found in one piece, all ranks know"""
 
@@ -69,7 +69,7 @@ def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
     return f.but(outputs=(), shapes=(), targets=(*f.targets, found_inf.index), local=local)
 
 
-@rule(torch._amp_update_scale_, exact=True, numbers="type")
+@rule(torch._amp_update_scale_, numbers="type")
 def update_scale(
     input: Arg, growth_tracker: Arg, found_inf: Arg, growth_factor: float, backoff_factor: float, growth_interval: int
 ) -> Factors:  # fmt: skip

@@ -76,12 +76,15 @@ _OPERATOR_IN_PLACE = frozenset(
 
 def named(name: str) -> Iterator[tuple[Function, bool]]:
     """Every function of torch with this name, with and without a trailing "_": (function, is it in place)."""
-    names = ((name, name in _OPERATOR_IN_PLACE),)
-    for other, inplace in names if name.endswith("__") else (*names, (name + "_", True)):
-        for place in PLACES:
+    if name.endswith("__"):
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name), name in _OPERATOR_IN_PLACE
+        return
+    for place in PLACES:
+        for other in (name, name + "_"):
             found = getattr(place, other, None)
             if callable(found):
-                yield found, inplace
+                yield found, other != name
 
 
 def enter(names: str, rule: Rule) -> None:
