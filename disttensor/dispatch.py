@@ -150,14 +150,15 @@ def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str,
     nested = any(_holds_tensor(a) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
     plain = any(isinstance(a, Tensor) and type(a) is not DistTensor for a in args)
     named = any(isinstance(v, Tensor) for v in kwargs.values())
-    if plan.view or plan.moves or nested or named or plain or len(plan.gives) != 1:
+    several = plan.view and sum(isinstance(a, Tensor) for a in args) != 1
+    if several or plan.moves or nested or named or plain or len(plan.gives) != 1:
         return general(func, plan, specs)
     return direct(func, plan, args)
 
 
 def direct(func: Function, plan: Plan, args: Sequence[Any]) -> Runner:
     """The warm path. What is decided once: how many arguments, and which are read by a use that varies."""
-    local, spec, inplace = plan.local, plan.gives[0], plan.inplace
+    local, spec, inplace, view = plan.local, plan.gives[0], plan.inplace, plan.view
     dtype: Any = None  # unknown until the first result
     dist = [type(a) is DistTensor for a in args]
     axes_of = iter(plan.varying)
@@ -191,6 +192,8 @@ def direct(func: Function, plan: Plan, args: Sequence[Any]) -> Runner:
         new = _make(DistTensor, spec.proto)
         new._local = out
         new._spec = spec
+        if view and out.requires_grad:  # a varying use of the view is the view of a varying use
+            new._origin = lambda axes: local(args[0].local_for(axes), *args[1:], **(kwargs or {}))
         return new
 
     return run
@@ -243,7 +246,8 @@ def local_as(t: Tensor, want: DistSpec | None, axes: Axes, spec: DistSpec) -> Te
     if type(t) is not DistTensor:
         if want is None and not axes:
             return t
-        t = wrap(t, spec)
+        # Not t itself: the alias of a leaf would be a leaf that nobody reads.
+        t = wrap(t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, spec)
     if want is None:
         return t.local_for(axes) if axes else t._local
     return t.moved_for(want, axes)

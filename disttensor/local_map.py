@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disttensor.api import from_local
-from disttensor.cotangent import Move, Typed, dual
+from disttensor.cotangent import Typed, move, dual
 from disttensor.dispatch import flat, one_mesh, substitute
 from disttensor.layout import layout_of
 from disttensor.plan import plain_spec
@@ -88,7 +88,7 @@ class _Regrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         given, wanted = ctx.ends
-        return Move.apply(grad, Typed(given), Typed(wanted), None), None, None
+        return move(grad, Typed(given), Typed(wanted), None), None, None
 
 
 def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:

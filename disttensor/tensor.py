@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor.cotangent import Move, Typed
+from disttensor.cotangent import Typed, move
 from disttensor.layout import Axes, dims_mapping_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -170,7 +170,7 @@ class DistTensor(Tensor):
         elif local.is_leaf and not self._hooked:
             alias, version = local.detach().requires_grad_(), -1  # a second leaf: shares memory, collects its own .grad
         else:
-            alias = Move.apply(local, Typed(self._spec), Typed(self._spec, axes), None)
+            alias = move(local, Typed(self._spec), Typed(self._spec, axes), None)
         self._aliases[axes] = (alias, version)
         return alias
 
@@ -183,7 +183,7 @@ class DistTensor(Tensor):
         if not local.requires_grad or not torch.is_grad_enabled():
             return reshard.run(local, src, dst)
         through = self.through(dst, axes)
-        return Move.apply(self.local_for(through), Typed(src, through), Typed(dst, axes), None)  # type: ignore[no-any-return]
+        return move(self.local_for(through), Typed(src, through), Typed(dst, axes), None)  # type: ignore[no-any-return]
 
     def through(self, dst: DistSpec, axes: Axes) -> Axes:
         """The axes over which a move to ``dst`` (used varying over ``axes``) reads this replicated value varying.
@@ -216,11 +216,13 @@ def resharded(x: DistTensor, dst: DistSpec) -> DistTensor:
         return x
     out = wrap(x.moved_for(dst, ()), dst)
     if out._local.requires_grad:
-        held = out._local.detach()
+        local, held, version = out._local, out._local.detach(), out._local._version
 
         def alias(axes: Axes) -> Tensor:
+            if local._version != version:  # written to since, perhaps through a view: what it came from is history
+                return move(local, Typed(dst), Typed(dst, axes), None)  # type: ignore[no-any-return]
             through = x.through(dst, axes)
-            return Move.apply(x.local_for(through), Typed(x._spec, through), Typed(dst, axes), [held])  # type: ignore[no-any-return]
+            return move(x.local_for(through), Typed(x._spec, through), Typed(dst, axes), [held])  # type: ignore[no-any-return]
 
         out._origin = alias
     return out
