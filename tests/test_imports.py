@@ -29,13 +29,21 @@ LAYERS = [
     ],
     ["ops"],
     ["reshard"],
-    ["disttensor.cotangent", "disttensor.plan", "disttensor.random", "disttensor.strict"],
     [
-        "disttensor.tensor",
-        "disttensor.gradient",
-        "disttensor.fallback",
-        "disttensor.dispatch",
+        "disttensor.recompute",
+        "disttensor.random",
+        "disttensor.cotangent",
+        "disttensor.plan",
+        "disttensor.strictness",
+    ],
+    ["disttensor.tensor", "disttensor.custom", "disttensor.gradient", "disttensor.fallback"],
+    ["disttensor.dispatch", "disttensor.values", "disttensor.methods"],
+    [
         "disttensor.api",
+        "disttensor.interop",
+        "disttensor.local_map",
+        "disttensor.module",
+        "disttensor.sync",
     ],
     ["disttensor"],  # disttensor/__init__.py only
 ]
