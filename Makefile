@@ -1,6 +1,6 @@
 # make train   set up .venv and train the example model on four local processes (dp 2 x tp 2)
 # make test    set up .venv and run all tests
-# make bench   the overhead against plain torch and torch DTensor
+# make bench   the overhead against plain torch and torch DTensor; writes docs/performance.md
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 
@@ -14,13 +14,13 @@ export OMP_NUM_THREADS := 1
 .PHONY: train test bench lint clean
 
 train: .venv/.installed
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2 $(ARGS)
+	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --dp 2 --tp 2 $(ARGS)
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: .venv/.installed
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/overhead.py --markdown docs/performance.md $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
