@@ -53,7 +53,7 @@ def world() -> tuple[int, int]:
 
 
 def new_group(ranks: Sequence[int], axes: Sequence[str]) -> Group:
-    """The group of ``ranks`` (this rank is one of them). Collective for its members only, and cached.
+    """The group of ``ranks``, this rank among them. Collective for its members only, and cached.
 
     Raises CommError that names the ranks when they do not all arrive.
     """
@@ -74,8 +74,8 @@ def new_group(ranks: Sequence[int], axes: Sequence[str]) -> Group:
             )
         except Exception as error:
             raise CommError(
-                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it needs "
-                f"ranks {list(members)} to arrive here together. Backend's words: {error}"
+                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
+                f"needs ranks {list(members)} to arrive here together. Backend's words: {error}"
             ) from error
     order = tuple(members.index(r) for r in ranks)
     return Group(
@@ -120,7 +120,7 @@ _REDUCE_SCATTER = {op: _sync(c10d.ReduceScatterOptions(), op) for op in _OPS}
 def _call(
     kind: str, group: Group, wire: Tensor, share: float, fn: Any, *args: Any, op: str = ""
 ) -> None:
-    """Record (``share`` of the bytes of ``wire`` is sent), check in debug mode, run, name errors."""
+    """Record that ``share`` of wire's bytes is sent, compare in debug mode, run, name errors."""
     if comm_log.active:
         comm_log.record(kind, group.axes, round(share * wire.nbytes), wire.shape, wire.dtype)
     if comm_debug.enabled:
@@ -132,8 +132,8 @@ def _call(
             work.wait()
     except RuntimeError as error:
         raise CommError(
-            f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
-            f"{group.ranks[group.index]}: a rank of the group is gone, or called something else. "
+            f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on "
+            f"rank {group.ranks[group.index]}: a rank of the group is gone, or called something else. "
             f"Backend's words: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from error
 
@@ -182,7 +182,7 @@ def _wire(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
-    """A new tensor of x's shape: the elementwise ``op`` over all members. ``avg`` divides by the size."""
+    """A new tensor of x's shape: the elementwise ``op`` over all members; ``avg`` divides by n."""
     n = group.size
     if n == 1:
         return x.detach()
@@ -206,7 +206,7 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, shape: Sequence[int] | None = None) -> Tensor:
-    """[n, *x.shape]: the x of every member in mesh order; all x have one shape. ``shape``: viewed so."""
+    """[n, *x.shape], or that in ``shape``: each member's x in mesh order; all have one shape."""
     n = group.size
     x = _dense(x)
     if shape is None:
@@ -215,14 +215,14 @@ def all_gather(x: Tensor, group: Group, shape: Sequence[int] | None = None) -> T
         return x.view(shape)
     out = x.new_empty(shape)
     wire, target = _matching(_bytes(x), _bytes(out))
-    _call("all_gather", group, wire, n - 1, _gather, group.pg, target, wire, _GATHER)
+    _call("all_gather", group, x, n - 1, _gather, group.pg, target, wire, _GATHER)
     return out if group.straight else out.view(n, -1)[list(group.order)].view(shape)
 
 
 def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None = None) -> Tensor:
     """[n, *s] to [*s]: member i gets the ``op`` over all members of their x[i].
 
-    With ``shape``, x is any tensor whose n equal parts in memory are the pieces, and ``shape`` is s.
+    With ``shape``, that is s, and x any tensor whose n equal parts in memory are the pieces.
     """
     n = group.size
     if shape is None:
@@ -253,7 +253,7 @@ def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None
 
 
 def all_to_all(pieces: Sequence[Tensor], numels: Sequence[int], group: Group) -> list[Tensor]:
-    """Sends the flat ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]`` elements."""
+    """Sends ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]`` elements."""
     if group.size == 1:
         return [pieces[0].detach().reshape(-1)]
     slots = (
@@ -266,7 +266,7 @@ def all_to_all(pieces: Sequence[Tensor], numels: Sequence[int], group: Group) ->
     scale = 1 if wire is send else send.itemsize
     share = 1 - pieces[group.index].numel() / max(1, len(send))
     _call(
-        "all_to_all", group, wire, share, _exchange, group.pg, target, wire,
+        "all_to_all", group, send, share, _exchange, group.pg, target, wire,
         [n * scale for n in sizes_out], [n * scale for n in sizes_in], _EXCHANGE,
     )  # fmt: skip
     got = out.split(sizes_out)
@@ -283,9 +283,7 @@ def all_to_all_even(x: Tensor, group: Group) -> Tensor:
         x = x[[group.order.index(i) for i in range(n)]]
     out = torch.empty_like(x)
     wire, target = _bytes(x), _bytes(out)
-    _call(
-        "all_to_all", group, wire, (n - 1) / n, _exchange, group.pg, target, wire, [], [], _EXCHANGE
-    )
+    _call("all_to_all", group, x, (n - 1) / n, _exchange, group.pg, target, wire, [], [], _EXCHANGE)
     return out if group.straight else out[list(group.order)]
 
 
@@ -298,12 +296,12 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
         _dense(x).clone() if mine else torch.empty_like(x, memory_format=torch.contiguous_format)
     )
     wire = _bytes(buffer)
-    _call("broadcast", group, wire, float(mine), dist.broadcast, wire, group.ranks[src], group.pg)
+    _call("broadcast", group, buffer, float(mine), dist.broadcast, wire, group.ranks[src], group.pg)
     return buffer
 
 
 def scatter(pieces: Sequence[Tensor] | None, like: Tensor, src: int, group: Group) -> Tensor:
-    """Piece i of member ``src`` on member i; ``like`` (all of one shape) gives the shape and dtype."""
+    """Piece i of member ``src`` on member i; all are of the shape and dtype of ``like``."""
     mine = group.index == src
     if mine and (pieces is None or len(pieces) != group.size):
         count = "none" if pieces is None else len(pieces)
@@ -318,7 +316,7 @@ def scatter(pieces: Sequence[Tensor] | None, like: Tensor, src: int, group: Grou
     if mine and pieces is not None:
         chunks = [_bytes(_dense(pieces[group.order.index(i)])) for i in range(group.size)]
     share = float(mine) * (group.size - 1)
-    _call("scatter", group, wire, share, dist.scatter, wire, chunks, group.ranks[src], group.pg)
+    _call("scatter", group, out, share, dist.scatter, wire, chunks, group.ranks[src], group.pg)
     return out
 
 

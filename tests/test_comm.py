@@ -1,0 +1,253 @@
+"""The door to torch.distributed: values in mesh order, what is recorded, and errors with names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from disttensor import comm, comm_debug
+from disttensor.comm_log import record_comms
+from disttensor.mesh import ProcessMesh
+from tests import pool
+from tests.pool import on_ranks, run_on_ranks
+
+ORDERS = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1]]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+OTHERS = [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.complex64]
+TINY = [torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.complex128]
+
+
+def group_of(ranks, name="dp"):
+    return ProcessMesh(ranks, (name,)).group((0,))
+
+
+def equal(a, b):
+    """Also for dtypes that torch.equal does not know."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("ranks", ORDERS, ids=str)
+@on_ranks(4)
+def test_movement_is_in_mesh_order_in_every_dtype(ranks):
+    group, n = group_of(ranks), 4
+    i = group.index
+    for dtype in FLOATS + OTHERS + TINY:
+        every = [(torch.arange(6).reshape(2, 3) + 10 * k).to(dtype) for k in range(n)]
+        x = every[i]
+        assert equal(comm.all_gather(x, group), torch.stack(every))
+        assert equal(comm.all_gather(x, group, (8, 3)), torch.cat(every))
+        assert equal(comm.all_gather(x.t(), group)[1], every[1].t())
+        assert equal(comm.all_gather(x[0, 0], group), torch.stack([e[0, 0] for e in every]))
+        assert equal(comm.broadcast(x, 2, group), every[2])
+        got = comm.scatter(every if i == 1 else None, x, 1, group)
+        assert equal(got, every[i])
+        table = torch.stack([x[j % 2] for j in range(n)])
+        out = comm.all_to_all_even(table, group)
+        assert equal(out, torch.stack([e[i % 2] for e in every]))
+
+
+@pytest.mark.parametrize("ranks", ORDERS, ids=str)
+@on_ranks(4)
+def test_all_to_all_of_uneven_pieces(ranks):
+    group = group_of(ranks)
+    i = group.index
+    for dtype in [torch.float32, torch.bool, torch.int16, torch.complex64]:
+        pieces = [torch.full((i, j), 10 * i + j).to(dtype) for j in range(4)]  # i * j elements
+        got = comm.all_to_all(pieces, [i * j for j in range(4)], group)
+        for j, piece in enumerate(got):
+            assert equal(piece, torch.full((i * j,), 10 * j + i).to(dtype))
+
+
+@pytest.mark.parametrize("ranks", ORDERS, ids=str)
+@on_ranks(4)
+def test_reductions(ranks):
+    group = group_of(ranks)
+    i = group.index
+    values = torch.tensor(
+        [[1, 2, 4, 2], [2, 1, 1, 4], [4, 4, 2, 8], [1, 1, 1, 2]]
+    )  # [member, slot]
+    want = {
+        "sum": values.sum(0),
+        "max": values.amax(0),
+        "min": values.amin(0),
+        "prod": values.prod(0),
+    }
+    for dtype in [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8]:
+        for op, whole in want.items():
+            x = values[i].to(dtype)
+            before = x.clone()
+            assert equal(comm.all_reduce(x, op, group), whole.to(dtype))
+            assert equal(comm.reduce_scatter(x, op, group), whole.to(dtype)[i])
+            wide = x.unsqueeze(1).expand(4, 3)  # not contiguous
+            assert equal(comm.reduce_scatter(wide, op, group), whole.to(dtype)[i].expand(3))
+            assert equal(x, before)
+    for dtype in FLOATS:
+        mean = values.double().mean(0).to(dtype)
+        assert equal(comm.all_reduce(values[i].to(dtype), "avg", group), mean)
+        assert equal(comm.reduce_scatter(values[i].to(dtype), "avg", group), mean[i])
+
+
+@on_ranks(4)
+def test_reductions_of_bool_and_of_zeros():
+    group = group_of(range(4))
+    for dtype in [torch.bool, torch.float32, torch.int16, torch.int64, torch.float64]:
+        column = torch.tensor([[0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1]])
+        x = column[:, group.index].to(dtype)
+        x = -x if dtype not in (torch.bool,) else x  # below zero is true as well
+        assert comm.all_reduce(x, "any", group).bool().tolist() == [False, True, True, True]
+        assert comm.all_reduce(x, "all", group).bool().tolist() == [False] * 4
+        assert comm.reduce_scatter(x, "any", group).bool().item() == (group.index > 0)
+        assert comm.all_reduce(x, "any", group).dtype == dtype
+    some = torch.tensor([group.index == 1, True])
+    assert comm.all_reduce(some, "max", group).tolist() == [True, True]
+    assert comm.all_reduce(some, "min", group).tolist() == [False, True]
+
+
+@on_ranks(2)
+def test_complex_sums_and_lazy_signs():
+    group = group_of(range(2))
+    z = torch.tensor([1 + 2j, 3j])
+    assert comm.all_reduce(z.conj(), "sum", group).tolist() == [2 - 4j, -6j]
+    assert comm.all_reduce(z, "avg", group).tolist() == z.tolist()
+    assert comm.all_reduce(z.conj().imag, "sum", group).tolist() == [-4, -6]
+    assert comm.all_gather(z.conj(), group)[0].tolist() == [1 - 2j, -3j]
+    assert comm.reduce_scatter(z, "sum", group).item() == (2 + 4j if group.index == 0 else 6j)
+    with pytest.raises(comm.CommError, match="complex numbers with 'max'"):
+        comm.all_reduce(z, "max", group)
+    with pytest.raises(comm.CommError, match=r"average of torch\.int64"):
+        comm.all_reduce(torch.ones(2, dtype=torch.int64), "avg", group)
+
+
+@on_ranks(2)
+def test_results_are_plain_and_inputs_stay():
+    group = group_of(range(2))
+    x = torch.ones(2, 2, requires_grad=True)
+    outs = [
+        comm.all_reduce(x, "sum", group), comm.all_gather(x, group), comm.broadcast(x, 0, group),
+        comm.reduce_scatter(x, "avg", group), comm.all_to_all_even(x, group),
+        *comm.all_to_all(list(x), [2, 2], group),
+    ]  # fmt: skip
+    for out in outs:
+        assert not out.requires_grad and out.data_ptr() != x.data_ptr()
+    assert torch.equal(x, torch.ones(2, 2))
+    assert comm.gather_objects({"rank": group.index}, group) == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_group_of_one_needs_no_backend():
+    group = ProcessMesh([0], ("dp",)).group((0,))
+    x = torch.arange(6.0).reshape(1, 6)
+    with record_comms() as log:
+        assert torch.equal(comm.all_reduce(x, "avg", group), x)
+        assert torch.equal(comm.all_gather(x, group), x[None])
+        assert torch.equal(comm.all_gather(x, group, (2, 3)), x.view(2, 3))
+        assert torch.equal(comm.reduce_scatter(x, "sum", group), x[0])
+        assert torch.equal(comm.all_to_all_even(x, group), x)
+        assert torch.equal(comm.all_to_all([x], [6], group)[0], x[0])
+        assert torch.equal(comm.broadcast(x, 0, group), x)
+        assert torch.equal(comm.scatter([x], x, 0, group), x)
+        assert comm.gather_objects(7, group) == [7]
+    assert len(log) == 0
+
+
+@on_ranks(4)
+def test_what_is_recorded():
+    mesh = ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))
+    both, tp = mesh.group((0, 1)), mesh.group((1,))
+    x = torch.ones(4, 8)  # 128 bytes
+    with record_comms() as outer:
+        comm.all_reduce(x, "sum", both)
+        with record_comms() as inner:
+            comm.all_gather(x, tp)
+        comm.reduce_scatter(x, "sum", both)
+        comm.all_to_all_even(x, both)
+        comm.all_to_all([x[0], x[1:3]], [8, 8] if tp.index == 0 else [16, 16], tp)
+        comm.broadcast(x, 0, tp)
+    comm.all_reduce(x, "sum", tp)  # outside: not recorded
+    first = tp.index == 0
+    assert [(r.kind, r.axis, r.bytes) for r in outer] == [
+        ("all_reduce", "dp+tp", 192),
+        ("all_gather", "tp", 128),
+        ("reduce_scatter", "dp+tp", 96),
+        ("all_to_all", "dp+tp", 96),
+        ("all_to_all", "tp", 64 if first else 32),
+        ("broadcast", "tp", 128 if first else 0),
+    ]
+    assert [r.kind for r in inner] == ["all_gather"]
+    assert outer.total_bytes == sum(r.bytes for r in outer)
+    assert outer.counts() == outer.counts("forward") and outer.counts()["all_to_all"] == 2
+    assert outer.counts("backward") == {}
+    assert all("test_comm.py:" in r.where for r in outer), [r.where for r in outer]
+    table = str(outer).splitlines()
+    assert table[0].split() == ["kind", "axis", "bytes", "phase", "shape", "where"]
+    assert table[-1].split()[:2] == ["total", "6"] and len(table) == 8
+
+
+# Debug mode --------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_debug_lets_equal_calls_pass():
+    group = group_of(range(2), "checked")
+    with comm_debug.debug(seconds=10):
+        assert comm_debug.enabled
+        for _ in range(3):
+            assert comm.all_reduce(torch.ones(2), "sum", group).tolist() == [2, 2]
+        got = comm.all_to_all([torch.ones(group.index + 1)] * 2, [1, 2], group)
+        assert [len(t) for t in got] == [1, 2]
+    assert not comm_debug.enabled
+
+
+def disagree(what):
+    group = group_of(range(2), f"disagree-{what}")
+    x, rank = torch.ones(4), group.index
+    with comm_debug.debug(seconds=2), pytest.raises(comm_debug.MismatchError) as caught:
+        if what == "kind":
+            comm.all_reduce(x, "sum", group) if rank else comm.all_gather(x, group)
+        elif what == "shape":
+            comm.all_reduce(x[: 3 + rank], "sum", group)
+        elif what == "op":
+            comm.all_reduce(x, "max" if rank else "sum", group)
+        elif rank == 0:  # rank 1 does not come
+            comm.all_reduce(x, "sum", group)
+        else:
+            raise comm_debug.MismatchError("rank 1 stays away")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("kind", ["rank 0: all_gather", "rank 1: all_reduce", "test_comm.py:"]),
+        ("shape", ["(3,)", "(4,)"]),
+        ("op", ["all_reduce(sum)", "all_reduce(max)"]),
+        ("absence", ["rank 1 did not come within 2 s", "rank 0 is at all_reduce(sum)"]),
+    ],
+)
+def test_debug_says_which_rank_differs(what, words):
+    first, second = run_on_ranks(2, disagree, what)
+    for word in words:
+        assert word in first, first
+    assert what == "absence" or set(first.splitlines()) == set(second.splitlines())
+
+
+def lose_a_rank():
+    group = ProcessMesh([0, 1], ("pair",)).group((0,))
+    comm.all_reduce(torch.ones(1), "sum", group)
+    dist.barrier()
+    if group.index == 1:
+        return "away"
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group.pg)
+    with pytest.raises(comm.CommError) as caught:
+        comm.all_reduce(torch.ones(1), "sum", group)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_an_error_that_names_the_group():
+    try:
+        message, _ = run_on_ranks(2, lose_a_rank)
+    finally:
+        pool.stop(2)  # its ranks are out of step now
+    assert "all_reduce over mesh axes pair (ranks [0, 1]) failed on rank 0" in message
