@@ -70,11 +70,11 @@ def gpt(side: Plain) -> Call:
 def block(side: Plain) -> Call:
     """The transformer block, tensor parallel over 8 ranks; the plain side is written by hand."""
     full = Block()
+    x = side.place(torch.randn(BATCH, SEQ, BLOCK_WIDTH), None).requires_grad_()
     if side.name == PLAIN:
         model = MegatronBlock(full, WORLD, dist.group.WORLD)
     else:
         model = side.shard(full, TP_PLAN)
-    x = side.place(torch.randn(BATCH, SEQ, BLOCK_WIDTH), None).requires_grad_()
     return _step(lambda: model(x).sum(), [x, *model.parameters()])
 
 

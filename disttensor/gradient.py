@@ -77,8 +77,9 @@ def set_grad(x: DistTensor, value: Any) -> None:
     """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain, global tensor."""
     if value is None:
         x._local.grad = None
-        for _, leaf in uses(x) if x._aliases is not None else ():
-            leaf.grad = None
+        if x._aliases is not None:
+            for alias, _ in x._aliases.values():
+                alias.grad = None
         x._grad = None
         return
     if not isinstance(value, Tensor):
@@ -133,7 +134,8 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
 
 def backward(self: DistTensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
     """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be differentiated."""
-    if gradient is not None or self._spec.layout.partial:
+    layout = self._spec.layout
+    if gradient is not None or layout.sharded or any(op != "sum" for _, op in layout.partial):
         gradient = seed(self, gradient)
     self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
 
@@ -184,7 +186,10 @@ def autograd_grad(
 
 
 def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
-    self._local.requires_grad_(requires_grad)
+    if not self._local.is_leaf and not requires_grad:
+        raise RuntimeError("only the requires_grad flag of leaves can be switched off; use detach()")
+    for _, leaf in uses(self) if self._local.is_leaf else [((), self._local)]:
+        leaf.requires_grad_(requires_grad)
     return self
 
 

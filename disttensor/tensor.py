@@ -156,14 +156,15 @@ class DistTensor(Tensor):
         The value is ``_local``'s; what differs is the meaning of its gradient: see ``disttensor.cotangent``.
         """
         local = self._local
-        if not axes or not local.requires_grad or not torch.is_grad_enabled():
-            return local
-        if self._aliases is None:
-            self._aliases = {}
-        else:
-            hit = self._aliases.get(axes)
+        aliases = self._aliases
+        if aliases is not None:
+            hit = aliases.get(axes)
             if hit is not None and (hit[1] < 0 or hit[1] == local._version):
                 return hit[0]
+        if not axes or not local.requires_grad or not torch.is_grad_enabled():
+            return local
+        if aliases is None:
+            aliases = self._aliases = {}
         version = local._version
         if self._origin is not None:
             alias = self._origin(axes)
@@ -171,7 +172,7 @@ class DistTensor(Tensor):
             alias, version = local.detach().requires_grad_(), -1  # a second leaf: shares memory, collects its own .grad
         else:
             alias = move(local, Typed(self._spec), Typed(self._spec, axes), None)
-        self._aliases[axes] = (alias, version)
+        aliases[axes] = (alias, version)
         return alias
 
     def moved_for(self, dst: DistSpec, axes: Axes) -> Tensor:
