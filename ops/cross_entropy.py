@@ -1,8 +1,9 @@
-"""cross_entropy and nll_loss: batch, sequence and classes may be split, and logits are never gathered.
+"""cross_entropy and nll_loss: batch, sequence and classes may be split; logits are never gathered.
 
-With the classes split, each rank sends two numbers for each target: its largest logit, and then its part of
-the sums (of exponentials, of the target's logit, ...). The result is whole on those axes. With the batch split,
-"mean" divides by the global count (or weight) of the targets that count: a pending sum.
+With the classes split, a rank sends two messages for its targets: its largest logits, and then its
+part of the sums (of exponentials, of the targets' logits, ...). The result is whole on those axes.
+With the batch split, "mean" divides by the global count (or weight) of the targets that count: a
+pending sum.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Options:
 
 
 def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits: bool) -> Factors:
-    """[C] or [N, C, ...] with class numbers [] or [N, ...], or with probabilities of the same shape."""
+    """[C] or [N, C, ...] with class numbers [] or [N, ...], or probabilities of the same shape."""
     reduction = modern(words)
     if not input.ndim:
         raise NoRule("a number")
@@ -62,7 +63,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
 
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.split:
-            return call.func  # type: ignore[no-any-return]
+            return call.func
         piece = call.inputs[0]
         owned = Owned(piece.local_offset[at], piece.local_shape[at], piece.shape[at])
         options = Options(at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.reach)
@@ -99,7 +100,9 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         dtype = input.dtype
         if o.class_axes and not o.dense and weight is not None and weight.requires_grad:
-            raise RuntimeError("cross_entropy has no gradient for weight, as in torch: give weight.detach()")
+            raise RuntimeError(
+                "cross_entropy has no gradient for weight, as in torch: give weight.detach()"
+            )
         if o.class_axes:
             x = input.float() if dtype in HALF else input
             if o.dense:
@@ -130,7 +133,7 @@ def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -
         mine = torch.full((), losses.numel(), dtype=wide, device=losses.device)
     else:
         mine = weights.detach().sum(dtype=wide)
-    return o.reach.all_reduce(mine, "sum", o.batch_axes)  # type: ignore[no-any-return]
+    return o.reach.all_reduce(mine, "sum", o.batch_axes)
 
 
 def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -146,7 +149,7 @@ def _largest(o: Options, x: Tensor) -> Tensor:
     shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
     mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
     largest = o.reach.all_reduce(mine, "max", o.class_axes)
-    return largest.masked_fill(largest == -torch.inf, 0)  # type: ignore[no-any-return]
+    return largest.masked_fill(largest == -torch.inf, 0)
 
 
 def _sums(o: Options, parts: list[Tensor]) -> tuple[Tensor, ...]:
@@ -156,11 +159,18 @@ def _sums(o: Options, parts: list[Tensor]) -> tuple[Tensor, ...]:
 
 def _along(o: Options, x: Tensor, weight: Tensor | None) -> Tensor | None:
     """The class weights, shaped to multiply logits."""
-    return None if weight is None else weight.reshape(-1, *(1,) * (x.ndim - o.classes - 1)).to(x.dtype)
+    return (
+        None if weight is None else weight.reshape(-1, *(1,) * (x.ndim - o.classes - 1)).to(x.dtype)
+    )
 
 
 def _losses(
-    o: Options, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+    o: Options,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     """Loss and weight of each target from this rank's classes: log sum exp - logit, smoothed."""
     ignored = target == ignore_index

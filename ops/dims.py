@@ -1,4 +1,4 @@
-"""Small words that the rules of shapes share: functions by name, dims from the front, letters of an argument."""
+"""Small words that the rules of shapes share: functions by name, dims from the front, letters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def front(dim: int, ndim: int) -> int:
     """``dim`` counted from the front. Raises IndexError, as torch does."""
     if not -max(ndim, 1) <= dim < max(ndim, 1):
         raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-max(ndim, 1)}, {max(ndim, 1) - 1}], but got {dim})"
+            f"Dimension out of range (expected to be in range of [{-max(ndim, 1)}, "
+            f"{max(ndim, 1) - 1}], but got {dim})"
         )
     return dim % max(ndim, 1)
 
@@ -47,7 +48,7 @@ def letters_of(input: Arg) -> tuple[int, ...]:
 
 
 def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **options: Any) -> Factors:
-    """Factors of a pure movement of the elements of one tensor with letters 0, 1, ...: any Partial passes."""
+    """Factors of a pure movement of elements, of letters 0, 1, ...: any Partial passes."""
     known: dict[Letter, int] = dict(enumerate(input.shape))
     known.update(sizes or {})
     options.setdefault("moves", True)

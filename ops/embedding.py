@@ -26,7 +26,9 @@ def _local(call: Any) -> Callable[..., Tensor]:
     table = call.inputs[1]
     owned = Owned(table.local_offset[0], table.local_shape[0], table.shape[0])
 
-    def embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, *more: Any, **words: Any) -> Tensor:
+    def embedding(
+        input: Tensor, weight: Tensor, padding_idx: Any = None, *more: Any, **words: Any
+    ) -> Tensor:
         here, others = owned.find(input)
         if padding_idx is not None:
             padding_idx = padding_idx % owned.total - owned.offset
@@ -52,4 +54,6 @@ def embedding(
     ids: tuple[Letter, ...] = letters_of(input)
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": d}
     terms = (frozenset({weight.index}),)
-    return Factors((ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local)
+    return Factors(
+        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local
+    )

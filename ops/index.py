@@ -1,130 +1,22 @@
 """Indexing with brackets: ``x[...]`` and ``x[...] = v``.
 
-A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered, but for one case: a dim indexed by one
-number, whose owner has the row and the others zeros (pending sum). The dims of index tensors are factors of
-their own: ids split over the batch give rows split over the batch.
+A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered, but for one case: a
+dim indexed by one number, whose owner has the row and the others zeros (pending sum). The dims of
+index tensors are factors of their own: ids split over the batch give rows split over the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ops.dims import ONE, letters_of
-from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.factors import Arg, Factors, Letter
 from ops.infer import NoRule
 from ops.registry import Rule, register, rule
-
-INTS = (torch.int64, torch.int32, torch.int16, torch.int8, None)
-
-
-@dataclass(slots=True)
-class Indexed:
-    """What an index makes of a tensor's dims.
-
-    out      (letter, size) of each dim of the result; letters that are no dim of the input are whole, or of indices
-    whole    letters of the input that are indexed
-    tensors  the index tensors, in order, with their letters
-    taken    dims indexed by one number -> that number
-    mask     the index is one bool tensor over the first dims
-    """
-
-    out: list[tuple[Letter, int]] = field(default_factory=list)
-    whole: set[Letter] = field(default_factory=set)
-    tensors: list[Arg] = field(default_factory=list)
-    index: Factors | None = None
-    taken: dict[int, int] = field(default_factory=dict)
-    mask: Arg | None = None
-
-
-def entries(input: Arg, index: Any) -> list[Any]:
-    """The index as a list with one entry for each dim (and None for new ones), no Ellipsis."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    for item in items:
-        if isinstance(item, bool) or not (
-            item is None or item is Ellipsis or isinstance(item, (int, slice, Arg, list, range))
-        ):
-            raise NoRule(f"indexing with {type(item).__name__}")
-        if isinstance(item, (list, range)) and not all(type(i) is int for i in item):
-            raise NoRule("indexing with a nested list")
-    used = sum(i is not None and i is not Ellipsis for i in items)
-    if used > input.ndim:
-        raise IndexError(f"too many indices for tensor of dimension {input.ndim}")
-    full = [slice(None)] * (input.ndim - used)
-    dots = [n for n, i in enumerate(items) if i is Ellipsis]
-    at = dots[0] if dots else len(items)
-    if len(dots) > 1:
-        raise NoRule("more than one Ellipsis")
-    return [*items[:at], *full, *items[at + 1 :]]
-
-
-def read_index(input: Arg, index: Any) -> Indexed:
-    """What ``index`` makes of the dims of ``input``. Raises NoRule where the shape would depend on data."""
-    got = Indexed()
-    single = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    if isinstance(single, Arg) and single.dtype in (torch.bool, torch.uint8):
-        got.mask = single
-        return got
-    dim = 0
-    advanced: list[Arg] = []
-    places: list[int] = []  # where in the result an index tensor stands; torch puts them together
-    for item in entries(input, index):
-        if item is None:
-            got.out.append((None, 1))
-            continue
-        size = input.shape[dim]
-        if isinstance(item, int):
-            if not -size <= item < size:
-                raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
-            got.taken[dim] = item % size
-        elif isinstance(item, slice):
-            start, stop, step = item.indices(size) if _plain(item) else (0, -1, 0)
-            if step <= 0:
-                raise NoRule("a slice of tensors, or backwards")
-            full = (start, stop, step) == (0, size, 1)
-            if not full:
-                got.whole.add(dim)
-            got.out.append((dim if full else f"slice{dim}", len(range(start, stop, step))))
-        elif isinstance(item, Arg) and not item.ndim and item.dtype in INTS:  # as a number
-            got.whole.add(dim)
-            got.tensors.append(item)
-        else:
-            got.whole.add(dim)
-            places.append(len(got.out))
-            got.out.append(("advanced", 0))
-            if isinstance(item, Arg):
-                if item.dtype not in INTS:
-                    raise NoRule("a mask among the indices")
-                got.tensors.append(item)
-                advanced.append(item)
-            else:
-                advanced.append(Arg((len(item),)))
-        dim += 1
-    if advanced:
-        _place(got, advanced, places)
-    return got
-
-
-def _plain(item: slice) -> bool:
-    return all(v is None or isinstance(v, int) for v in (item.start, item.stop, item.step))
-
-
-def _place(got: Indexed, advanced: Sequence[Arg], places: Sequence[int]) -> None:
-    """Put the dims of the index tensors, broadcast, where torch does: in place if they are neighbours, else first."""
-    got.index = pointwise_factors(advanced)
-    fixed = {d for a, dims in zip(advanced, got.index.inputs, strict=True) if a.index < 0 for d in dims}
-    dims: list[tuple[Letter, int]] = []
-    for d in got.index.outputs[0]:
-        dims.append((f"index{d}", got.index.sizes[d]))
-        if d in fixed:
-            got.whole.add(f"index{d}")
-    rest = [o for o in got.out if o[0] != "advanced"]
-    together = list(places) == list(range(places[0], places[0] + len(places)))
-    at = places[0] if together else 0
-    got.out = [*rest[:at], *dims, *rest[at:]]
+from ops.subscript import Indexed, read_index
 
 
 def _letters_of_indices(got: Indexed) -> list[tuple[Letter, ...]]:
@@ -134,9 +26,7 @@ def _letters_of_indices(got: Indexed) -> list[tuple[Letter, ...]]:
         sizes = got.index.sizes if got.index is not None and t.ndim else {}
         pad = len(sizes) - t.ndim
         out.append(
-            tuple(
-                f"index{pad + i}" if s == sizes[pad + i] else None for i, s in enumerate(t.shape)
-            )
+            tuple(f"index{pad + i}" if s == sizes[pad + i] else None for i, s in enumerate(t.shape))
         )
     return out
 
@@ -149,7 +39,7 @@ def _sizes(input: Arg, got: Indexed) -> dict[Letter, int]:
 
 @rule(torch.Tensor.__getitem__, exact=True)
 def getitem(input: Arg, index: Any) -> Factors:
-    """full slices keep their split; a number takes its row from the owner (P(sum)); other indexed dims are whole"""
+    """full slices keep their split, a row comes from its owner: P(sum), the rest is whole"""
     got = read_index(input, index)
     if got.mask is not None:
         raise NoRule("the number of elements that a mask takes depends on the data")
@@ -157,10 +47,13 @@ def getitem(input: Arg, index: Any) -> Factors:
     out = tuple(letter for letter, _ in got.out)
     shape = tuple(size for _, size in got.out)
     adds = input.dtype is not torch.bool
-    reduced = dict.fromkeys(got.taken, "sum") if adds and len(got.taken) == 1 and not got.tensors else {}
+    reduced: dict[Letter, str] = {}
+    if adds and len(got.taken) == 1 and not got.tensors:
+        reduced = dict.fromkeys(got.taken, "sum")
+    plain = not got.tensors
     return Factors(
-        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, reduced, frozenset(got.whole),
-        terms=ONE, moves=not got.tensors, shapes=(shape,), view=not got.tensors,
+        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, reduced,
+        frozenset(got.whole), terms=ONE, moves=plain, view=plain, shapes=(shape,),
         local=_local_getitem(got) if reduced else None,
     )  # fmt: skip
 
@@ -182,7 +75,9 @@ def _local_getitem(got: Indexed) -> Any:
             if mine:
                 items[at] = here
                 return input[tuple(items)]
-            items[at] = slice(0, 0)  # nothing of it: the sum over an empty dim is zero, and in the graph
+            items[at] = slice(
+                0, 0
+            )  # nothing of it: the sum over an empty dim is zero, and in the graph
             where = sum(i is None or isinstance(i, slice) for i in _before(items, at, input.ndim))
             return input[tuple(items)].sum(where)
 
@@ -217,7 +112,7 @@ def _before(items: list[Any], at: int, ndim: int) -> list[Any]:
 
 
 def _value_letters(value: Arg, out: Sequence[tuple[Letter, int]]) -> tuple[Letter, ...]:
-    """Letters of a value that is broadcast to the dims ``out``; more leading dims of size 1 are allowed."""
+    """Letters of a value that is broadcast to the dims ``out``; it may have more dims of size 1."""
     letters: list[Letter] = []
     for i, size in enumerate(value.shape):
         d = len(out) - value.ndim + i
@@ -238,12 +133,14 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
     got = read_index(input, index)
     dims = letters_of(input)
     if got.mask is not None:
-        # the mask lies over the first dims; what it takes is not known, so the value may only have the others
+        # the mask lies over the first dims; how much it takes is not known: a value has the others
         n = got.mask.ndim
         if got.mask.dtype != torch.bool or got.mask.shape != input.shape[:n]:
             raise NoRule("a mask of another shape")
         got.out = [(d, input.shape[d]) for d in dims[n:]]
-        if isinstance(value, Arg) and any(s != 1 for s in value.shape[: max(0, value.ndim - len(got.out))]):
+        if isinstance(value, Arg) and any(
+            s != 1 for s in value.shape[: max(0, value.ndim - len(got.out))]
+        ):
             raise NoRule("how many values a mask takes depends on the data")
         inputs: list[tuple[Letter, ...]] = [dims, dims[:n]]
     else:
@@ -260,7 +157,11 @@ def setitem(input: Arg, index: Any, value: Any) -> Factors:
     return assigned(input, index, value)
 
 
-register(Rule("setitem", setitem, True, pattern=setitem.__doc__ or ""), torch.Tensor.__setitem__, exact=True)
+register(
+    Rule("setitem", setitem, True, pattern=setitem.__doc__ or ""),
+    torch.Tensor.__setitem__,
+    exact=True,
+)
 
 
 @rule(torch.index_put)

@@ -1,7 +1,7 @@
 """Elementwise losses: every dim may be split; "sum" and "mean" give a pending sum.
 
-"mean" divides each rank's sum by the *global* count, so that the pending sum is the mean, its gradient too, however
-uneven the pieces are.
+"mean" divides each rank's sum by the *global* count, so that the pending sum is the mean, and its
+gradient the gradient, however uneven the pieces are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def lossy(f: Factors, reduction: str, count: int) -> Factors:
     def local(call: Any) -> Callable[..., Tensor]:
         func = call.func
         if not call.split:
-            return func  # type: ignore[no-any-return]
+            return func
 
         def run(*args: Any, **words: Any) -> Tensor:
             words["reduction"] = "none"
@@ -68,7 +68,14 @@ def elementwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
     return lossy(f, reduction, count)
 
 
-@rule(F.smooth_l1_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss, F.poisson_nll_loss, exact=True)
+@rule(
+    F.smooth_l1_loss,
+    F.kl_div,
+    F.soft_margin_loss,
+    F.hinge_embedding_loss,
+    F.poisson_nll_loss,
+    exact=True,
+)
 def loss(input: Arg, target: Arg, *more: Any, **words: Any) -> Factors:
     """elementwise; mean and sum: P(sum)"""
     if more:
@@ -92,7 +99,9 @@ def binary_cross_entropy(
     if more:
         raise NoRule("options by position")
     if target.shape != input.shape:
-        raise ValueError(f"target {list(target.shape)} must be of the size of input {list(input.shape)}")
+        raise ValueError(
+            f"target {list(target.shape)} must be of the size of input {list(input.shape)}"
+        )
     return elementwise(tensors_in(input, target, weight, pos_weight), words)
 
 
@@ -116,7 +125,7 @@ def margin_ranking_loss(input1: Any, input2: Arg, target: Arg, *more: Any, **wor
 
 
 def rowwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
-    """Factors of a loss with one value for each row: rows pass through, what is within a row is whole."""
+    """Factors of a loss with one value for each row: rows pass through, a row is whole."""
     reduction = modern(words)
     rows = tensors[0].shape[0] if tensors[0].ndim else 1
     if any(t.ndim not in (1, 2) or t.shape[0] != rows for t in tensors) or tensors[0].ndim != 2:

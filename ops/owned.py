@@ -1,4 +1,4 @@
-"""owned: rows of a split dim by number. The owner of a row has it, the others zeros: the sum is the row."""
+"""owned: rows of a split dim by number. A row's owner has it, the others zeros: they add up."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ class Owned:
         elif end == self.total:
             others = (index < self.offset) & (index >= 0)
         else:
-            others = ((index < self.offset) & (index >= 0)) | ((index >= end) & (index < self.total))
+            others = ((index < self.offset) & (index >= 0)) | (
+                (index >= end) & (index < self.total)
+            )
         return (index - self.offset).masked_fill(others, 0), others
 
     def rows(self, input: Tensor, dim: int = 0) -> Tensor:
-        """The piece, never empty: where this rank owns nothing, a row of zeros that stays in the graph."""
+        """The piece, never empty: a row of zeros, in the graph, where this rank owns nothing."""
         if self.size:
             return input
         shape = list(input.shape)

@@ -1,7 +1,7 @@
 """Picking along a dim: select, narrow, index_select, gather and their kin.
 
-Where the dim is split, the owner of a row gives it and the others give zeros (pending sum); the input is not moved.
-The dims of the index pass through.
+Where the dim is split, the owner of a row gives it and the others give zeros (pending sum); the
+input is not moved. The dims of the index pass through.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def select(input: Arg, dim: int, index: int) -> Factors:
     at = front(dim, input.ndim)
     size = input.shape[at] if input.ndim else 0
     if not -size <= index < size:
-        raise IndexError(f"select(): index {index} out of range for tensor of size {list(input.shape)} at dimension {at}")
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {list(input.shape)} at "
+            f"dimension {at}"
+        )
     dims = letters_of(input)
     number = index % size
 
@@ -44,8 +47,10 @@ def select(input: Arg, dim: int, index: int) -> Factors:
             return lambda input, *more, **words: input.select(at, here)
         return lambda input, *more, **words: input.narrow(at, 0, 0).sum(at, dtype=input.dtype)
 
-    reduced = {at: "sum"} if summable(input) else {}
-    return moved(input, (*dims[:at], *dims[at + 1 :]), reduced=reduced, terms=ONE, view=True, local=local)
+    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
+    return moved(
+        input, (*dims[:at], *dims[at + 1 :]), reduced=reduced, terms=ONE, view=True, local=local
+    )
 
 
 @rule(*named("narrow", "narrow_copy"), exact=True)
@@ -54,9 +59,11 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
     at = front(dim, input.ndim)
     if length == input.shape[at]:
         size = input.shape[at]
-        local = lambda call: lambda input, *more, **words: input.narrow(  # noqa: E731
-            at, 0, call.inputs[0].local_shape[at]
-        )
+
+        def local(call: Any) -> Callable[..., Tensor]:
+            mine = call.inputs[0].local_shape[at]
+            return lambda input, *more, **words: input.narrow(at, 0, mine)
+
         if start in (0, -size):
             return moved(input, letters_of(input), view=True, local=local)
     if not isinstance(start, int):
@@ -77,7 +84,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
 
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
-            return call.func  # type: ignore[no-any-return]
+            return call.func
         piece = call.inputs[0]
         owned = Owned(piece.local_offset[at], piece.local_shape[at], input.shape[at])
         tail = (1,) * (input.ndim - at - 1)
@@ -89,7 +96,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
 
         return run
 
-    reduced = {at: "sum"} if summable(input) else {}
+    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
         (dims, (which,) * index.ndim), ((*dims[:at], which, *dims[at + 1 :]),), sizes, reduced,
         terms=ONE, local=local,
@@ -97,7 +104,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
 
 
 def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
-    """Factors of gather and take_along_dim (which broadcasts): ``index`` says which element of each line."""
+    """Factors of gather and take_along_dim (which broadcasts)."""
     at = front(dim, input.ndim)
     mine: list[Letter] = []
     theirs: list[Letter] = []
@@ -126,13 +133,12 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
 
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
-            return call.func  # type: ignore[no-any-return]
+            return call.func
         piece = call.inputs[0]
         owned = Owned(piece.local_offset[at], piece.local_shape[at], input.shape[at])
 
         def run(input: Tensor, *more: Any, **words: Any) -> Tensor:
-            index = words["index"] if "index" in words else words.get("indices")
-            index = next((a for a in more if isinstance(a, Tensor)), index)
+            index: Any = next(a for a in (*more, *words.values()) if isinstance(a, Tensor))
             here, others = owned.find(index, negative=broadcast)
             rows = owned.rows(input, at)
             out = torch.take_along_dim(rows, here, at) if broadcast else rows.gather(at, here)
@@ -141,7 +147,7 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
         return run
 
     short = frozenset(x for x in theirs if isinstance(x, str) and x != "index")
-    reduced = {at: "sum"} if summable(input) else {}
+    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
         (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, terms=terms,
         shapes=(tuple(shape),), local=local,
@@ -168,4 +174,6 @@ def take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Factors:
 def take(input: Arg, index: Arg) -> Factors:
     """the input is whole, the index's dims pass through"""
     ins = tuple(f"input{d}" for d in range(input.ndim))
-    return Factors((ins, letters_of(index)), (letters_of(index),), dict(enumerate(index.shape)), terms=ONE)
+    return Factors(
+        (ins, letters_of(index)), (letters_of(index),), dict(enumerate(index.shape)), terms=ONE
+    )

@@ -1,14 +1,16 @@
 """regroup: what becomes of the dims in view and reshape. Pure arithmetic on shapes.
 
-Both shapes are walked from the front and cut where their products meet: [4, 6, 5] -> [24, 5] has the groups
-4*6 -> 24 and 5 -> 5. A group of one dim on each side is that dim. In any other group only the *major* factor that both
-sides share can be split, and only evenly: then each piece is a run of whole rows on both sides.
+Both shapes are walked from the front and cut where their products meet: [4, 6, 5] -> [24, 5] has
+the groups 4*6 -> 24 and 5 -> 5. A group of one dim on each side is that dim. In any other group
+only the *major* factor that both sides share can be split, and only evenly: then each piece is a run
+of whole rows on both sides.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ops.factors import Arg, Dims, Factors, Letter
 
@@ -75,8 +77,10 @@ def regroup(
     return tuple(ins), tuple(outs), sizes, frozenset(even)
 
 
-def regrouped(input: Arg, sizes: Sequence[int], **options: object) -> Factors:
+def regrouped(input: Arg, sizes: Sequence[int], **options: Any) -> Factors:
     """Factors of ``input`` seen with other ``sizes``."""
     shape = resolve(input.shape, sizes)
     ins, outs, known, even = regroup(input.shape, shape)
-    return Factors((ins,), (outs,), known, even=even, moves=True, shapes=(shape,), **options)  # type: ignore[arg-type]
+    return Factors(
+        (ins,), (outs,), known, even=even, moves=True, shapes=(shape,), view=True, **options
+    )

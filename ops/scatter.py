@@ -1,7 +1,8 @@
 """Writing along a dim: scatter, index_add, index_copy, index_fill, masked_fill and their kin.
 
-The dim that is written along is whole in all tensors, and so is a dim in which index, source and target differ; the others
-pass through. What is added or copied is linear in target and source together.
+The dim that is written along is whole in all tensors, and so is a dim in which index, source and
+target differ; the others pass through. What is added or copied is linear in target and source
+together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of losses: values and gradients over uneven shards, the classes split without gathering logits."""
+"""Rules of losses: values and gradients over uneven shards; split classes, logits not gathered."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def constant(func: Any, first: int) -> Iterator[Any]:
-    """``func`` whose tensors from ``first`` on are given as integers: torch has no gradient for them, and the oracle
-    asks for one of each float."""
+    """``func`` whose tensors from ``first`` on are given as integers: torch has no gradient for
+    them, and the oracle asks for one of each float."""
 
     def wrapped(*args: Any, **words: Any) -> Any:
         def real(v: Any) -> Any:
@@ -78,7 +78,9 @@ def test_losses_match_plain(case: Any, reduction: str) -> None:
         warnings.simplefilter("ignore")  # kl_div's advice
         for mesh_shape in [(2, 2), (4,)]:
             for f in constant(func, 1 if func is F.soft_margin_loss else 2):
-                check_rule(f, *args, reduction=reduction, mesh_shape=mesh_shape, tries=12, **options)
+                check_rule(
+                    f, *args, reduction=reduction, mesh_shape=mesh_shape, tries=12, **options
+                )
 
 
 def test_mean_over_uneven_shards_is_a_pending_sum() -> None:
@@ -100,18 +102,29 @@ LOGITS = {
     "c": (Z, torch.tensor(4)),
     "n c d": (randn(3, 7, 4), torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(0))),
     "n c d e": (randn(2, 7, 3, 2), torch.arange(12).reshape(2, 3, 2) % 7),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weight", [None, COUNTS], ids=["plain", "weight"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("shape", LOGITS)
-def test_cross_entropy_matches_plain(shape: str, smoothing: float, weight: Any, reduction: str) -> None:
+def test_cross_entropy_matches_plain(
+    shape: str, smoothing: float, weight: Any, reduction: str
+) -> None:
     x, target = LOGITS[shape]
     for mesh_shape in [(2, 2), (4,)]:
         for f in constant(F.cross_entropy, 2):
-            check_rule(f, x, target, weight, reduction=reduction, label_smoothing=smoothing, mesh_shape=mesh_shape, tries=10)
+            check_rule(
+                f,
+                x,
+                target,
+                weight,
+                reduction=reduction,
+                label_smoothing=smoothing,
+                mesh_shape=mesh_shape,
+                tries=10,
+            )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -122,7 +135,16 @@ def test_nll_loss_matches_plain(shape: str, weight: Any, reduction: str) -> None
     target = target.clamp(min=0)
     for mesh_shape in [(2, 2), (4,)]:
         for f in constant(F.nll_loss, 2):
-            check_rule(f, x, target, weight, reduction=reduction, ignore_index=3, mesh_shape=mesh_shape, tries=10)
+            check_rule(
+                f,
+                x,
+                target,
+                weight,
+                reduction=reduction,
+                ignore_index=3,
+                mesh_shape=mesh_shape,
+                tries=10,
+            )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -132,16 +154,36 @@ def test_class_probabilities_match_plain(weight: Any, smoothing: float, reductio
     for shape in ((5, 7), (3, 7, 2), (7,)):
         target = randn(*shape, seed=1).softmax(0)
         for f in constant(F.cross_entropy, 2):
-            check_rule(f, randn(*shape), target, weight, reduction=reduction, label_smoothing=smoothing, tries=10)
+            check_rule(
+                f,
+                randn(*shape),
+                target,
+                weight,
+                reduction=reduction,
+                label_smoothing=smoothing,
+                tries=10,
+            )
 
 
 def test_split_classes_send_two_numbers_for_each_target() -> None:
     x, target = LOGITS["n c"]
     layouts = [[S(0), S(1)], [S(0), R]]
-    done = simulate(F.cross_entropy, x, target, layouts=layouts, mesh_shape=(2, 2), grad=True, cotangents=[torch.ones(())])
+    done = simulate(
+        F.cross_entropy,
+        x,
+        target,
+        layouts=layouts,
+        mesh_shape=(2, 2),
+        grad=True,
+        cotangents=[torch.ones(())],
+    )
     assert done is not None
     assert done.outputs(2) == ((P, R),)
-    assert done.log == [("all_reduce max", (1,), 3), ("all_reduce sum", (1,), 6), ("all_reduce sum", (0,), 1)]
+    assert done.log == [
+        ("all_reduce max", (1,), 3),
+        ("all_reduce sum", (1,), 6),
+        ("all_reduce sum", (0,), 1),
+    ]
 
 
 def test_all_targets_ignored_is_nan_as_in_torch() -> None:
@@ -169,4 +211,6 @@ def test_half_precision_sums_in_single() -> None:
     x = randn(4096, 8).to(torch.bfloat16)
     target = torch.arange(4096) % 8
     for layouts in ([[S(0)], [S(0)]], [[S(1)], [R]]):
-        check_rule(F.cross_entropy, x, target, layouts=layouts, mesh_shape=(2,), rtol=2e-2, atol=1e-2)
+        check_rule(
+            F.cross_entropy, x, target, layouts=layouts, mesh_shape=(2,), rtol=2e-2, atol=1e-2
+        )

@@ -1,0 +1,129 @@
+"""Cutting: split, chunk, unbind, glu. The dim that is cut is whole; the others pass through.
+
+Gated functions that pair the halves of a dim (chunk, glu) always see whole halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch.nn.functional as F
+
+from ops.dims import front, letters_of, moved, named
+from ops.factors import Arg, Factors, Letter
+from ops.infer import NoRule
+from ops.registry import rule
+
+
+def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
+    """Factors of pieces of these sizes along a whole ``dim``."""
+    dims = letters_of(input)
+    outs = tuple((*dims[:dim], f"piece{i}", *dims[dim + 1 :]) for i in range(len(sizes)))
+    known: dict[Letter, int] = dict(enumerate(input.shape))
+    known.update({f"piece{i}": s for i, s in enumerate(sizes)})
+    return Factors((dims,), outs, known, whole=frozenset({dim}), moves=True, view=True)
+
+
+@rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), exact=True)
+def split(
+    tensor: Any = None, split_size_or_sections: Any = None, dim: int = 0, **words: Any
+) -> Factors:
+    """the dim that is cut is whole"""
+    input = tensor if tensor is not None else words["input"]
+    sizes = split_size_or_sections
+    for word in ("split_size", "split_sizes"):
+        sizes = words.get(word, sizes)
+    at = front(dim, input.ndim)
+    total = input.shape[at]
+    if isinstance(sizes, int):
+        if sizes <= 0:
+            raise NoRule("pieces of size 0")
+        count = max(1, -(-total // sizes))
+        sizes = [min(sizes, total - i * sizes) for i in range(count)]
+    if sum(sizes) != total:
+        raise RuntimeError(
+            f"split_with_sizes expects split_sizes to sum exactly to {total} (input tensor's size "
+            f"at dimension {at}), but got split_sizes={list(sizes)}"
+        )
+    return cut(input, at, sizes)
+
+
+@rule(*named("chunk", "unsafe_chunk"), exact=True)
+def chunk(input: Arg, chunks: int, dim: int = 0) -> Factors:
+    """the dim that is cut is whole"""
+    at = front(dim, input.ndim)
+    total = input.shape[at]
+    step = -(-total // chunks)
+    count = -(-total // step) if step else chunks
+    return cut(input, at, [min(step, total - i * step) for i in range(count)])
+
+
+def _sections(input: Arg, sections: Any, at: int) -> Factors:
+    """As tensor_split: a number of nearly equal pieces, or the places of the cuts."""
+    total = input.shape[at]
+    if isinstance(sections, int):
+        small, more = divmod(total, sections)
+        return cut(input, at, [small + (i < more) for i in range(sections)])
+    if isinstance(sections, Arg):
+        raise NoRule("cuts given by a tensor")
+    places = [0, *(min(max(s + total if s < 0 else s, 0), total) for s in sections), total]
+    return cut(input, at, [max(0, b - a) for a, b in pairwise(places)])
+
+
+def _asked(more: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    for word in ("indices_or_sections", "sections", "indices"):
+        if word in words:
+            return words[word]
+    return more[0] if len(more) == 1 else tuple(more)
+
+
+@rule(*named("tensor_split"), exact=True)
+def tensor_split(input: Arg, *more: Any, dim: int = 0, **words: Any) -> Factors:
+    """the dim that is cut is whole"""
+    if len(more) > 1:
+        more, dim = more[:1], more[1]
+    return _sections(input, _asked(more, words), front(dim, input.ndim))
+
+
+@rule(*named("hsplit"), exact=True)
+def hsplit(input: Arg, *more: Any, **words: Any) -> Factors:
+    """the dim that is cut is whole"""
+    return _sections(input, _asked(more, words), 0 if input.ndim == 1 else 1)
+
+
+@rule(*named("vsplit"), exact=True)
+def vsplit(input: Arg, *more: Any, **words: Any) -> Factors:
+    """the dim that is cut is whole"""
+    return _sections(input, _asked(more, words), 0)
+
+
+@rule(*named("dsplit"), exact=True)
+def dsplit(input: Arg, *more: Any, **words: Any) -> Factors:
+    """the dim that is cut is whole"""
+    return _sections(input, _asked(more, words), 2)
+
+
+@rule(*named("unbind"), exact=True)
+def unbind(input: Arg, dim: int = 0) -> Factors:
+    """the dim that goes is whole"""
+    at = front(dim, input.ndim)
+    dims = letters_of(input)
+    outs = ((*dims[:at], *dims[at + 1 :]),) * input.shape[at]
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
+    return Factors((dims,), outs, sizes, whole=frozenset({at}), moves=True, view=True)
+
+
+@rule(F.glu)
+def glu(input: Arg, dim: int = -1) -> Factors:
+    """the dim whose halves are paired is whole"""
+    at = front(dim, input.ndim)
+    dims: tuple[Letter, ...] = letters_of(input)
+    if input.shape[at] % 2:
+        raise RuntimeError(
+            f"Halving dimension must be even, but dimension {at} is size {input.shape[at]}"
+        )
+    return moved(
+        input, (*dims[:at], "half", *dims[at + 1 :]), {"half": input.shape[at] // 2}, moves=False
+    )

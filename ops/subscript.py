@@ -1,0 +1,124 @@
+"""subscript: what the index of ``x[...]`` makes of the dims of x, as torch reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.infer import NoRule
+
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, None)
+
+
+@dataclass(slots=True)
+class Indexed:
+    """What an index makes of a tensor's dims.
+
+    out      (letter, size) of each dim of the result: of the input, of an index, or whole
+    whole    letters of the input that are indexed
+    tensors  the index tensors, in order, with their letters
+    taken    dims indexed by one number -> that number
+    mask     the index is one bool tensor over the first dims
+    """
+
+    out: list[tuple[Letter, int]] = field(default_factory=list)
+    whole: set[Letter] = field(default_factory=set)
+    tensors: list[Arg] = field(default_factory=list)
+    index: Factors | None = None
+    taken: dict[int, int] = field(default_factory=dict)
+    mask: Arg | None = None
+
+
+def entries(input: Arg, index: Any) -> list[Any]:
+    """The index as a list with one entry for each dim (and None for new ones), no Ellipsis."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    for item in items:
+        if isinstance(item, bool) or not (
+            item is None or item is Ellipsis or isinstance(item, (int, slice, Arg, list, range))
+        ):
+            raise NoRule(f"indexing with {type(item).__name__}")
+        if isinstance(item, (list, range)) and not all(type(i) is int for i in item):
+            raise NoRule("indexing with a nested list")
+    used = sum(i is not None and i is not Ellipsis for i in items)
+    if used > input.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {input.ndim}")
+    full = [slice(None)] * (input.ndim - used)
+    dots = [n for n, i in enumerate(items) if i is Ellipsis]
+    at = dots[0] if dots else len(items)
+    if len(dots) > 1:
+        raise NoRule("more than one Ellipsis")
+    return [*items[:at], *full, *items[at + 1 :]]
+
+
+def read_index(input: Arg, index: Any) -> Indexed:
+    """What ``index`` makes of the dims of ``input``. Raises NoRule where that depends on data."""
+    got = Indexed()
+    single = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if isinstance(single, Arg) and single.dtype in (torch.bool, torch.uint8):
+        got.mask = single
+        return got
+    dim = 0
+    advanced: list[Arg] = []
+    places: list[int] = []  # where in the result an index tensor stands; torch puts them together
+    for item in entries(input, index):
+        if item is None:
+            got.out.append((None, 1))
+            continue
+        size = input.shape[dim]
+        if isinstance(item, int):
+            if not -size <= item < size:
+                raise IndexError(
+                    f"index {item} is out of bounds for dimension {dim} with size {size}"
+                )
+            got.taken[dim] = item % size
+        elif isinstance(item, slice):
+            start, stop, step = item.indices(size) if _plain(item) else (0, -1, 0)
+            if step <= 0:
+                raise NoRule("a slice of tensors, or backwards")
+            full = (start, stop, step) == (0, size, 1)
+            if not full:
+                got.whole.add(dim)
+            got.out.append((dim if full else f"slice{dim}", len(range(start, stop, step))))
+        elif isinstance(item, Arg) and not item.ndim and item.dtype in INTS:  # as a number
+            got.whole.add(dim)
+            got.tensors.append(item)
+        else:
+            got.whole.add(dim)
+            places.append(len(got.out))
+            got.out.append(("advanced", 0))
+            if isinstance(item, Arg):
+                if item.dtype not in INTS:
+                    raise NoRule("a mask among the indices")
+                got.tensors.append(item)
+                advanced.append(item)
+            else:
+                advanced.append(Arg((len(item),)))
+        dim += 1
+    if advanced:
+        _place(got, advanced, places)
+    return got
+
+
+def _plain(item: slice) -> bool:
+    return all(v is None or isinstance(v, int) for v in (item.start, item.stop, item.step))
+
+
+def _place(got: Indexed, advanced: Sequence[Arg], places: Sequence[int]) -> None:
+    """Put the dims of the indices, broadcast, where torch does: in place if neighbours, else first."""
+    got.index = pointwise_factors(advanced)
+    fixed = {
+        d for a, dims in zip(advanced, got.index.inputs, strict=True) if a.index < 0 for d in dims
+    }
+    dims: list[tuple[Letter, int]] = []
+    for d in got.index.outputs[0]:
+        dims.append((f"index{d}", got.index.sizes[d]))
+        if d in fixed:
+            got.whole.add(f"index{d}")
+    rest = [o for o in got.out if o[0] != "advanced"]
+    together = list(places) == list(range(places[0], places[0] + len(places)))
+    at = places[0] if together else 0
+    got.out = [*rest[:at], *dims, *rest[at:]]

@@ -1,0 +1,86 @@
+"""Dims in another order: transpose, permute, movedim, .T; diagonals and windows of a dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ops.dims import front, fronts, letters_of, moved, named, numbers
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.registry import rule
+
+
+def getter(name: str) -> Any:
+    """What torch calls for the property ``name`` of a tensor."""
+    return getattr(torch.Tensor, name).__get__
+
+
+@rule(*named("transpose", "swapaxes", "swapdims"), exact=True)
+def transpose(input: Arg, dim0: int, dim1: int) -> Factors:
+    """the two dims change places"""
+    dims = list(letters_of(input))
+    if dims:
+        a, b = front(dim0, input.ndim), front(dim1, input.ndim)
+        dims[a], dims[b] = dims[b], dims[a]
+    return moved(input, tuple(dims), view=True)
+
+
+@rule(*named("t"), getter("T"), getter("H"), exact=True)
+def t(input: Arg, owner: Any = None) -> Factors:
+    """the dims in reverse (.T, .H)"""
+    return moved(input, letters_of(input)[::-1], view=True)
+
+
+@rule(*named("adjoint"), getter("mT"), getter("mH"), exact=True)
+def adjoint(input: Arg, owner: Any = None) -> Factors:
+    """the last two dims change places (.mT, .mH)"""
+    dims = letters_of(input)
+    return moved(input, (*dims[:-2], *dims[-2:][::-1]), view=True)
+
+
+@rule(*named("permute"), exact=True)
+def permute(input: Arg, *dims: Any, **words: Any) -> Factors:
+    """the dims in another order"""
+    order = fronts(numbers(dims, words.get("dims")), input.ndim)
+    if sorted(order) != list(range(input.ndim)):
+        raise RuntimeError(f"permute(dims): {list(order)} is no order of {input.ndim} dims")
+    return moved(input, order, view=True)
+
+
+@rule(*named("movedim", "moveaxis"), exact=True)
+def movedim(input: Arg, source: Any, destination: Any) -> Factors:
+    """some dims move, the others keep their order"""
+    src, dst = fronts(source, input.ndim), fronts(destination, input.ndim)
+    rest = iter(d for d in range(input.ndim) if d not in src)
+    at = dict(zip(dst, src, strict=True))
+    return moved(
+        input, tuple(at[d] if d in at else next(rest) for d in range(input.ndim)), view=True
+    )
+
+
+@rule(*named("diagonal"), exact=True)
+def diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Factors:
+    """the two dims are whole and become one, the last"""
+    a, b = front(dim1, input.ndim), front(dim2, input.ndim)
+    rows, cols = input.shape[a], input.shape[b]
+    length = max(0, min(rows, cols - offset) if offset >= 0 else min(rows + offset, cols))
+    kept = tuple(d for d in range(input.ndim) if d not in (a, b))
+    return moved(input, (*kept, "diagonal"), {"diagonal": length}, view=True)
+
+
+@rule(*named("unfold"), exact=True)
+def unfold(input: Arg, dim: int, size: int, step: int) -> Factors:
+    """windows of ``dim``, which is whole; their elements are a new last dim"""
+    at = front(dim, input.ndim)
+    dims: tuple[Any, ...] = letters_of(input)
+    windows = (input.shape[at] - size) // step + 1 if input.ndim else 1
+    if not input.ndim:
+        raise NoRule("unfold of a number")
+    return moved(
+        input,
+        (*dims[:at], "windows", *dims[at + 1 :], "size"),
+        {"windows": windows, "size": size},
+        view=True,
+    )
