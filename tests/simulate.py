@@ -54,6 +54,8 @@ class Simulated:
     full: list[Any]
     gradients: list[Any] = field(default_factory=list)
     log: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list)
+    arguments: dict[Coordinate, list[Tensor]] = field(default_factory=dict)  # after the call
+    second: list[Any] = field(default_factory=list)
 
     def outputs(self, mesh_ndim: int) -> tuple[tuple[Placement, ...], ...]:
         return tuple(g.placements(mesh_ndim) for g in self.decision.gives)
@@ -136,7 +138,18 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None, None
+        return _Spread.apply(g, *ctx.with_), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = reach, axes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _AllReduce.apply(g, *ctx.with_), None, None
 
 
 def flat(value: Any) -> list[Any]:
@@ -273,6 +286,8 @@ def simulate(
     mesh_shape: Coordinate = (2, 2),
     grad: bool = False,
     cotangents: Sequence[Any] | None = None,
+    frozen: Sequence[int] = (),
+    second: Sequence[Any] = (),
     **kwargs: Any,
 ) -> Simulated | None:
     """Run ``func`` on the pieces that its rule wants; None if the rule gives no decision (in place
@@ -280,8 +295,9 @@ def simulate(
 
     ``layouts``: the placements each tensor arrives with, in order of appearance (a reshard to what
     the rule wants is taken as done). With ``grad``, gradients for ``cotangents`` of the flat
-    results, put together by their types. Raises NoRule where the rule does not cover the call,
-    AssertionError where ranks or shapes disagree.
+    results, put together by their types; ``frozen`` tensors require none. ``second``: cotangents of
+    the gradients, for the gradients of those (of the tensors, then of the cotangents). Raises
+    NoRule where the rule does not cover the call, AssertionError where ranks or shapes disagree.
     """
     tensors, factors, decision, inplace = plan(func, args, kwargs, layouts, mesh_shape)
     if decision is None:
@@ -294,6 +310,9 @@ def simulate(
     shapes = factors.output_shapes()
     values: dict[Coordinate, list[Any]] = {}
     grads: dict[Coordinate, list[Any]] = {}
+    seconds: dict[Coordinate, list[Any]] = {}
+    flags: dict[Coordinate, list[bool]] = {}
+    arguments: dict[Coordinate, list[Tensor]] = {}
     errors: dict[Coordinate, BaseException] = {}
     reaches = {c: SimulatedReach(world, c) for c in world.all}
 
@@ -306,11 +325,12 @@ def simulate(
         wanted = [
             i
             for i, t in enumerate(tensors)
-            if grad and t.is_floating_point() and i not in factors.ignored
+            if grad and t.is_floating_point() and i not in factors.ignored and i not in frozen
         ]
         for i in wanted:
             leaves[i].requires_grad_()
-        given = iter([t.clone() if inplace and t.requires_grad else t for t in leaves])
+        used = [t.clone() if inplace and t.requires_grad else t for t in leaves]
+        given = iter(used)
         call = Call(
             func=func,
             split=decision.split,
@@ -336,9 +356,11 @@ def simulate(
                     f"result {j} at {c}: the local has shape {tuple(v.shape)}, "
                     f"its layout says {p.local_shape} of {p.shape}"
                 )
+        flags[c] = [isinstance(v, Tensor) and v.requires_grad for v in out]
+        arguments[c] = [t.detach() for t in used]
         if grad and wanted:
             seeds = [
-                (v, _seed(g, layout, mesh_shape, c))
+                (v, _seed(g, layout, mesh_shape, c).requires_grad_(bool(second)))
                 for v, g, layout in zip(
                     out, cotangents or [None] * len(out), decision.gives, strict=True
                 )
@@ -351,7 +373,22 @@ def simulate(
                     [leaves[i] for i in wanted],
                     [s for _, s in seeds],
                     allow_unused=True,
+                    create_graph=bool(second),
                 )
+            if second:
+                sources = [leaves[i] for i in wanted] + [s for _, s in seeds]
+                pairs = [
+                    (g, cut(second[i], decision.wants[i], mesh_shape, seed=i)[c])
+                    for i, g in zip(wanted, got, strict=True)
+                    if g is not None
+                ]
+                again = torch.autograd.grad(
+                    [g for g, _ in pairs], sources, [s for _, s in pairs], allow_unused=True
+                )
+                seconds[c] = [
+                    torch.zeros_like(x) if g is None else g.detach()
+                    for x, g in zip(sources, again, strict=True)
+                ]
             found = dict(zip(wanted, got, strict=True))
             grads[c] = [
                 None
@@ -391,8 +428,25 @@ def simulate(
         else:
             assert len(set(parts.values())) == 1, f"result {j} differs: {parts}"
             result.full.append(next(iter(parts.values())))
+    result.arguments = arguments
+    assert len({tuple(f) for f in flags.values()}) == 1, f"ranks disagree what has a graph: {flags}"
     for i, t in enumerate(tensors if grads else ()):
         result.gradients.append(_gradient(i, t, grads, decision, mesh_shape))
+    if seconds:
+        wanted = [i for i, g in enumerate(result.gradients) if g is not None]
+        for n, i in enumerate(wanted):
+            mine = {c: {i: g[n]} for c, g in seconds.items()}
+            result.second.append(_gradient(i, tensors[i], mine, decision, mesh_shape))
+        live = [j for j, flag in enumerate(next(iter(flags.values()))) if flag]
+        for n, j in enumerate(live, len(wanted)):
+            layout = decision.gives[j]
+            parts = {c: g[n] for c, g in seconds.items()}
+            result.second.append(
+                assemble(
+                    parts, shapes[j], Layout(layout.dims), mesh_shape,
+                    f"second gradient of cotangent {j}", summed=sorted(layout.partial_axes),
+                )
+            )  # fmt: skip
     return result
 
 
@@ -408,7 +462,7 @@ def _seed(g: Tensor, layout: Layout, mesh_shape: Coordinate, c: Coordinate) -> T
 def _gradient(
     i: int,
     t: Tensor,
-    grads: dict[Coordinate, list[Any]],
+    grads: dict[Coordinate, Any],
     decision: Decision,
     mesh_shape: Coordinate,
 ) -> Any:
@@ -460,6 +514,8 @@ def check_rule(
     rtol: float = 1e-9,
     atol: float = 1e-10,
     exact_dtype: bool = True,
+    frozen: Sequence[int] = (),
+    twice: bool = False,
     **kwargs: Any,
 ) -> list[Simulated]:
     """Does the rule of ``func`` give what the plain function gives? Values, gradients, local
@@ -468,13 +524,18 @@ def check_rule(
     args, kwargs  full tensors (float64 for gradients) and constants, as one would call ``func``
     layouts       placements of each tensor in order of appearance; without it ``tries`` random
                   sets, with Partial of the reductions in ``partial`` among them
+    frozen        numbers of tensors that require no gradient
+    twice         the gradients' gradients too
     Gives what was simulated, one for each layout set that the rule decided (in place, some are left
     to a copy). Raises AssertionError with the layouts in it, NoRule where the rule does not cover
     the call.
     """
     tensors: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: tensors.append(t) or t)
-    copies = [t.detach().clone().requires_grad_(grad and t.is_floating_point()) for t in tensors]
+    copies = [
+        t.detach().clone().requires_grad_(grad and t.is_floating_point() and i not in frozen)
+        for i, t in enumerate(tensors)
+    ]
     given = iter(
         [c.clone() if c.requires_grad else c for c in copies]
     )  # no leaves: func may write its argument
@@ -494,16 +555,34 @@ def check_rule(
     live = [(v, g) for v, g in zip(expected, cotangents, strict=True) if g is not None]
     wanted = [c for c in copies if c.requires_grad]
     with_grad = grad and bool(live) and bool(wanted)
-    reference = (
-        iter(
+    reference: list[Any] = []
+    if with_grad:
+        for _, g in live:
+            g.requires_grad_(twice)
+        reference = list(
             torch.autograd.grad(
-                [v for v, _ in live], wanted, [g for _, g in live], allow_unused=True
+                [v for v, _ in live], wanted, [g for _, g in live],
+                allow_unused=True, create_graph=twice,
             )
+        )  # fmt: skip
+    second: list[Any] = []
+    expected_second: list[Any] = []
+    if twice:
+        second = [torch.rand(t.shape, dtype=t.dtype, generator=generator) for t in tensors]
+        seeds = [s for s, c in zip(second, copies, strict=True) if c.requires_grad]
+        pairs = [(g, s) for g, s in zip(reference, seeds, strict=True) if g is not None]
+        sources = [*wanted, *(g for _, g in live)]
+        got_second = torch.autograd.grad(
+            [g for g, _ in pairs], sources, [s for _, s in pairs], allow_unused=True
         )
-        if with_grad
-        else iter(())
-    )
-    gradients = [next(reference, None) if c.requires_grad else None for c in copies]
+        expected_second = [
+            torch.zeros_like(x) if g is None else g
+            for x, g in zip(sources, got_second, strict=True)
+        ]
+        reference = [None if g is None else g.detach() for g in reference]
+        cotangents = [None if g is None else g.detach() for g in cotangents]
+    iterator = iter(reference)
+    gradients = [next(iterator, None) if c.requires_grad else None for c in copies]
     done = []
     for case in (
         [layouts]
@@ -518,6 +597,8 @@ def check_rule(
                 mesh_shape=mesh_shape,
                 grad=with_grad,
                 cotangents=cotangents,
+                frozen=frozen,
+                second=second,
                 **kwargs,
             )
             if got is None:
@@ -525,6 +606,11 @@ def check_rule(
             _compare(
                 got, expected, tensors, gradients if with_grad else [], rtol, atol, exact_dtype
             )
+            for i, (mine, plain) in enumerate(zip(got.second, expected_second, strict=True)):
+                torch.testing.assert_close(
+                    mine, plain, rtol=rtol, atol=atol, equal_nan=True,
+                    msg=lambda m, i=i, a=mine, b=plain: f"second {i}: {m}\ngot {a}\nexpected {b}",
+                )  # fmt: skip
         except (AssertionError, RuntimeError, IndexError, TypeError, ValueError) as error:
             name = getattr(func, "__name__", func)
             where = ", ".join(

@@ -1,0 +1,62 @@
+"""scaled_dot_product_attention: batch, heads and the width of values pass through, queries too if
+not causal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from ops.empty import or_zeros
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.registry import rule
+
+
+@rule(F.scaled_dot_product_attention, floats=True)
+def scaled_dot_product_attention(
+    query: Arg, key: Arg, value: Arg, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> Factors:  # fmt: skip
+    """... h l e, ... h s e, ... h s v -> ... h l v; the keys' dim s and e stay whole"""
+    if dropout_p:
+        raise NoRule("scaled_dot_product_attention with dropout")
+    ndim = query.ndim
+    if not ndim == key.ndim == value.ndim or ndim < 2:
+        raise NoRule("scaled_dot_product_attention of tensors that broadcast")
+    lead: list[Any] = [f".{i}" for i in range(ndim - 2)]
+    grouped = enable_gqa and ndim > 2 and query.shape[-3] != key.shape[-3]
+    named = {name: (*lead, *last) for name, last in (("q", "le"), ("k", "se"), ("v", "sv"))}
+    sizes: dict[Any, int] = {}
+    for name, arg in (("v", value), ("k", key), ("q", query)):
+        sizes.update(zip(named[name], arg.shape, strict=True))
+    even: frozenset[Any] = frozenset()
+    if grouped:  # head i of the queries uses head i // r of the keys
+        heads, shared = query.shape[-3], key.shape[-3]
+        if shared != value.shape[-3] or heads % shared:
+            raise NoRule("scaled_dot_product_attention with odd groups of heads")
+        sizes.update({lead[-1]: shared, "r": heads // shared})
+        named["q"] = (*lead[:-1], (lead[-1], "r"), "l", "e")
+        even = frozenset({lead[-1]})
+    for name, arg in (("k", key), ("v", value)):
+        for letter, size in zip(named[name], arg.shape, strict=True):
+            if sizes[letter] != size:
+                raise NoRule("scaled_dot_product_attention of shapes that broadcast")
+    out = (*named["q"][:-1], "v")
+    inputs = [named["q"], named["k"], named["v"]]
+    if isinstance(attn_mask, Arg):
+        scores = (*named["q"][:-1], "s")
+        last = scores[ndim - attn_mask.ndim :]
+        inputs.append(
+            tuple(None if s == 1 else x for x, s in zip(last, attn_mask.shape, strict=True))
+        )
+    whole = frozenset({"s", "e", "l"} if is_causal else {"s", "e"})
+    return Factors(
+        tuple(inputs),
+        (out,),
+        sizes,
+        whole=whole,
+        even=even,
+        terms=(frozenset({2}),),
+        local=or_zeros,
+    )
