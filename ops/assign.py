@@ -76,35 +76,25 @@ def assign(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = Fals
 
 
 def _assign_parts(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool) -> Decision | None:
-    """Each part on its own; equal parts (the same Factors and layouts) are decided once."""
+    """Each part on its own; equal parts (the same Factors and layouts) are decided once. What no part takes is
+    replicated, and needs no gradient: torch has none for a tensor shared by the elements of lists."""
     wants = [replicated(len(arg.shape)) for arg in args]
     varying: list[Axes] = [()] * len(args)
     gives: list[Layout] = []
-    shared = set(range(len(args)))
-    active: set[frozenset[int]] = set()
     seen: dict[Any, Decision | None] = {}
     for part, members in f.parts:
         mine = [args[t] for t in members]
         key = (id(part), *[arg.layout for arg in mine])
         if key not in seen:
-            found = seen[key] = assign(part, mine, mesh_shape, fixed)
-            if found is None:
-                return None
-            active.add(frozenset(a for layout in (*found.wants, *found.gives) for a in layout.varies()))
+            seen[key] = assign(part, mine, mesh_shape, fixed)
         decision = seen[key]
-        assert decision is not None
+        if decision is None:
+            return None
         for t, want, axes in zip(members, decision.wants, decision.varying, strict=True):
             wants[t], varying[t] = want, axes
-        shared.difference_update(members)
         gives += decision.gives
     if fixed and any(wants[t] != args[t].layout for t in f.targets):
         return None
-    if shared and len(active) > 1 and not fixed:
-        # the gradient of what is shared would be whole in one part and a contribution in another
-        whole = [replicated(len(shape)) for shape in f.output_shapes()]
-        return Decision([replicated(len(arg.shape)) for arg in args], whole, [()] * len(args), {})
-    for t in shared:
-        varying[t] = tuple(sorted(frozenset().union(*active)))
     return Decision(wants, gives, varying, {})
 
 
@@ -144,9 +134,10 @@ def _pick(
 ) -> Any:  # fmt: skip
     candidates: list[Letter] = []
     for _, letter in held:
-        if letter in usable and letter not in candidates:
-            if letter not in f.even or f.sizes[letter] % (parts.get(letter, 1) * n) == 0:
-                candidates.append(letter)
+        if letter not in usable or letter in candidates:
+            continue
+        if letter not in f.even or f.sizes[letter] % (parts.get(letter, 1) * n) == 0:
+            candidates.append(letter)
     if not pending and len(candidates) == 1 and all(letter == candidates[0] for _, letter in held):
         return candidates[0]
     state: dict[int, Any] = dict(held)
@@ -234,7 +225,8 @@ def _decide(
                 if not any(picked in majors[t] for t in term):
                     partial_in[min(term)].append((a, op))  # joins: the first rank adds it
 
-    wants, varying = [], []
+    wants: list[Layout] = []
+    varying: list[Axes] = []
     for t in range(len(args)):
         if t in f.ignored:
             wants.append(args[t].layout)

@@ -1,7 +1,7 @@
 """Copies and casts: the same elements, perhaps in another dtype; and what a tensor is filled with.
 
-A cast between floating dtypes is linear. A cast to integers or bool rounds each addend, and one from integers rounds
-what an integer sum keeps: both are not, so a Partial is reduced first.
+A cast between floating dtypes is linear. A cast to integers or bool rounds each addend, and one from
+integers rounds what an integer sum keeps: both are not, so a Partial is reduced first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ops.factors import Arg, Factors, pointwise_factors
+from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.pointwise import enter
 from ops.registry import Rule, register, rule
@@ -21,9 +21,10 @@ FIRST = (frozenset({0}),)
 ALIASES = "positive resolve_conj resolve_neg cpu cuda pin_memory __pos__"
 PARTS = "real imag conj"
 DTYPES = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
-    "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
-    "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16, "cfloat": torch.complex64, "cdouble": torch.complex128,
+    "chalf": torch.complex32, "bool": torch.bool, "byte": torch.uint8, "char": torch.int8,
+    "short": torch.int16, "int": torch.int32, "long": torch.int64,
 }  # fmt: skip
 
 
@@ -94,15 +95,17 @@ def type_(input: Arg, dtype: Any = None, non_blocking: bool = False) -> Factors:
 def view_as_real(input: Arg) -> Factors:
     """... -> ... 2"""
     dims = tuple(range(input.ndim))
-    sizes = {**dict(enumerate(input.shape)), "two": 2}
-    return Factors((dims,), ((*dims, "two"),), sizes, whole=frozenset({"two"}), terms=FIRST, view=True)
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "two": 2}
+    return Factors(
+        (dims,), ((*dims, "two"),), sizes, whole=frozenset({"two"}), terms=FIRST, view=True
+    )
 
 
 @rule(torch.view_as_complex)
 def view_as_complex(input: Arg) -> Factors:
     """... 2 -> ..."""
     dims = tuple(range(input.ndim))
-    sizes = dict(enumerate(input.shape))
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
     return Factors((dims,), (dims[:-1],), sizes, terms=FIRST, view=True)
 
 
@@ -111,7 +114,7 @@ def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
     """the target is only written; linear in what is copied"""
     if not isinstance(src, Arg):
         return fill_(input, src)
-    linear = smooth(input.dtype) and smooth(src.dtype) or input.dtype == src.dtype
+    linear = (smooth(input.dtype) and smooth(src.dtype)) or input.dtype == src.dtype
     terms = (frozenset({1}),) if linear else ()
     return pointwise_factors([input, src], terms=terms, ignored=frozenset({0}))
 
@@ -124,7 +127,7 @@ def zero_(input: Arg) -> Factors:
 
 @rule(torch.fill_, numbers="type")
 def fill_(input: Arg, value: Any) -> Factors:
-    """the target is only written; a pending sum has the value on its first rank, zero on the others"""
+    """the target is only written; of a pending sum the first rank has the value, the others zero"""
     if isinstance(value, Arg):
         return copy_(input, value)
 

@@ -1,7 +1,8 @@
 """Tensors made in the likeness of another: only its shape, dtype and layout matter.
 
-``*_like`` lies as the tensor does; what is pending there is not (ones like a P(sum) are ones, replicated). ``new_*`` has
-a shape of its own and is replicated, unless the shape is the tensor's: then it lies as the tensor does.
+``*_like`` lies as the tensor does; what is pending there is not (ones like a P(sum) are ones,
+replicated). ``new_*`` has a shape of its own and is replicated, unless the shape is the tensor's:
+then it lies as the tensor does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ops.factors import Arg, Factors, pointwise_factors
+from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import rule
 
@@ -29,7 +30,7 @@ def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) 
     if shape == input.shape:
         return pointwise_factors([input], ignored=INPUT, local=local)
     dims = tuple(range(input.ndim))
-    sizes = dict(enumerate(input.shape))
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
     return Factors(
         (dims,), ((None,) * len(shape),), sizes, shapes=(shape,), ignored=INPUT, local=local
     )
@@ -87,7 +88,9 @@ def new_tensor(input: Arg, data: Any, **kwargs: Any) -> Factors:
     if isinstance(data, Arg):
         raise NoRule("data that are a tensor")
     shape = tuple(torch.as_tensor(data).shape)
-    return Factors((tuple(range(input.ndim)),), ((None,) * len(shape),), shapes=(shape,), ignored=INPUT)
+    return Factors(
+        (tuple(range(input.ndim)),), ((None,) * len(shape),), shapes=(shape,), ignored=INPUT
+    )
 
 
 def empty(call: Any) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
-"""torch._foreach_*: the call is one pointwise call for each element of the lists, decided on its own.
+"""torch._foreach_*: one elementwise call for each element of the lists, decided on its own.
 
-Linearity, element by element, is that of the function of one tensor. A number, a list of numbers or a 0-d tensor beside
+Linearity is that of the function of one tensor. A number, a list of numbers or a 0-d tensor beside
 the lists is shared by all elements; an in-place function writes every tensor of its first list.
 """
 
@@ -38,7 +38,8 @@ NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
 
 def lists_of(args: Sequence[Any]) -> tuple[list[Sequence[Arg]], list[Arg]]:
     """The lists of tensors among the arguments, and the tensors that are shared."""
-    lists, shared = [], []
+    lists: list[Sequence[Arg]] = []
+    shared: list[Arg] = []
     for a in args:
         if isinstance(a, (list, tuple)) and a and isinstance(a[0], Arg):
             lists.append(a)
@@ -50,11 +51,16 @@ def lists_of(args: Sequence[Any]) -> tuple[list[Sequence[Arg]], list[Arg]]:
 
 
 def grouped(
-    lists: Sequence[Sequence[Arg]], shared: Sequence[Arg], make: Callable[[Sequence[Arg]], Factors],
+    lists: Sequence[Sequence[Arg]],
+    shared: Sequence[Arg],
+    make: Callable[[Sequence[Arg]], Factors],
     written: Sequence[int] = (),
-) -> Factors:  # fmt: skip
-    """A call on lists: ``make`` gives the Factors of one element's tensors, asked once for equal shapes and dtypes.
-    ``written``: numbers of the lists that are targets. Results are those of the parts, in order."""
+) -> Factors:
+    """A call on lists; its results are those of the parts, in order.
+
+    ``make`` gives the Factors of one element's tensors (asked once for equal shapes and dtypes),
+    ``written`` are the numbers of the lists that are targets.
+    """
     inputs: list[Any] = [()] * (sum(map(len, lists)) + len(shared))
     for arg in shared:
         inputs[arg.index] = (None,) * arg.ndim
@@ -75,7 +81,9 @@ def grouped(
         shapes += part.output_shapes()
         parts.append((part, indices))
     targets = tuple([arg.index for n in written for arg in lists[n]])
-    return Factors(tuple(inputs), tuple(outputs), shapes=tuple(shapes), parts=tuple(parts), targets=targets)
+    return Factors(
+        tuple(inputs), tuple(outputs), shapes=tuple(shapes), parts=tuple(parts), targets=targets
+    )
 
 
 def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
@@ -104,7 +112,9 @@ def _enter_all() -> None:
         name = full.removeprefix("_foreach_").rstrip("_")
         if full.startswith("_foreach_") and name not in NOT_POINTWISE:
             inplace = full.endswith("_")
-            rule = Rule(full, foreach(name, inplace), inplace, "type", pattern="each element pointwise")
+            rule = Rule(
+                full, foreach(name, inplace), inplace, "type", pattern="each element pointwise"
+            )
             register(rule, getattr(torch, full), exact=True)
 
 

@@ -1,6 +1,7 @@
 """What optimizers and gradient scalers call: one fused function for all parameters.
 
-Parameter, gradient and state of one parameter are one elementwise call, decided on its own; its step is a number.
+Parameter, gradient and state of one parameter are one elementwise call, decided on its own; its
+step is a number.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.foreach import grouped, lists_of
 from ops.infer import NoRule
-from ops.registry import Rule, register, rule
+from ops.registry import Function, Rule, register, rule
 
 # the lists that each function writes, by position; the gradients (1) too where they are unscaled
-WRITTEN = {
+WRITTEN: dict[Function, tuple[int, ...]] = {
     torch._fused_adamw_: (0, 2, 3, 4, 5),
     torch._fused_adam_: (0, 2, 3, 4, 5),
     torch._fused_sgd_: (0, 2),
@@ -45,7 +46,9 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
 
 
 for _func, _written in WRITTEN.items():
-    _rule = Rule(_func.__name__, fused(_written), True, "type", pattern="each parameter elementwise")
+    _rule = Rule(
+        _func.__name__, fused(_written), True, "type", pattern="each parameter elementwise"
+    )
     register(_rule, _func, exact=True)
 
 
@@ -58,7 +61,7 @@ def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
         for piece in call.inputs:
             axes |= piece.layout.sharded
 
-        def run(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        def run(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
             if axes:
                 found_inf.copy_(call.reach.all_reduce(found_inf, "max", tuple(sorted(axes))))
@@ -71,7 +74,7 @@ def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
 
 @rule(torch._amp_update_scale_, numbers="type")
 def update_scale(
-    input: Arg, growth_tracker: Arg, found_inf: Arg, growth_factor: float, backoff_factor: float, growth_interval: int
-) -> Factors:  # fmt: skip
+    input: Arg, growth_tracker: Arg, found_inf: Arg, growth: float, backoff: float, interval: int
+) -> Factors:
     """numbers, the same on every rank"""
     return Factors(((), (), ()), ((),), targets=(input.index, growth_tracker.index))

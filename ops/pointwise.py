@@ -1,10 +1,11 @@
 """Functions that work element by element: every dim is a factor of its own, nothing is reduced.
 
-The tables say where a Partial may flow; everywhere else it is reduced first. P(max) and the like never flow here
-(-max(x) is not max(-x)).
+The tables say where a Partial may flow; everywhere else it is reduced first. P(max) and the like
+never flow here (-max(x) is not max(-x)).
 
-Functions are given by name: each place of torch that has the name, in-place forms included, gets the rule. A function
-with an ``inplace`` argument (F.relu) has no rule for inplace=True: torch's own code then calls the in-place form.
+Functions are given by name: each place of torch that has the name, in-place forms included, gets
+the rule. A function with an ``inplace`` argument (F.relu) has no rule for inplace=True: torch's own
+code then calls the in-place form.
 """
 
 from __future__ import annotations
@@ -23,54 +24,71 @@ from ops.registry import RULES, Function, Rule, register
 
 Terms = tuple[frozenset[int], ...]
 
-# --- linear in the first tensor ---------------------------------------------------------------------------------------
+# Linear in the first tensor -----------------------------------------------------------------------
 
 FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"
 
-# --- linear in both operands together: with a plain number it is affine, and a Partial is reduced first ---------------
+# Linear in both operands together: with a plain number it is affine, and a Partial is reduced first
 
 JOINT = "add sub subtract rsub complex __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"
 PRODUCT = "mul multiply __mul__ __rmul__ __imul__"
 
-# --- linear in what is divided, unless the quotient is rounded --------------------------------------------------------
+# Linear in what is divided, unless the quotient is rounded ----------------------------------------
 
 QUOTIENT = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
 
-# --- linear in nothing ------------------------------------------------------------------------------------------------
+# Linear in nothing --------------------------------------------------------------------------------
 
 UNARY = """
-abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh arctanh ceil cos cosh digamma
-erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p
-log2 logit mvlgamma nan_to_num polygamma reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan
-tanh trunc
-airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx expit gammaln i0e i1 i1e log_ndtr modified_bessel_i0
-modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri psi scaled_modified_bessel_k0
-scaled_modified_bessel_k1 spherical_bessel_j0
-clamp clamp_max clamp_min clip
-relu relu6 elu selu celu gelu silu mish leaky_relu softplus softsign softshrink hardshrink hardtanh hardswish
-hardsigmoid tanhshrink logsigmoid threshold _threshold
-__abs__ __invert__
+abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh arctanh
+ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan
+isneginf isposinf isreal lgamma log log10 log1p log2 logit mvlgamma nan_to_num polygamma
+reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc airy_ai
+bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx expit gammaln i0e i1 i1e log_ndtr
+modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr
+ndtri psi scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 clamp clamp_max
+clamp_min clip relu relu6 elu selu celu gelu silu mish leaky_relu softplus softsign softshrink
+hardshrink hardtanh hardswish hardsigmoid tanhshrink logsigmoid threshold _threshold __abs__
+__invert__
 """
 BINARY = """
-arctan2 atan2 copysign float_power floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp
-logaddexp2 maximum minimum nextafter polar pow remainder xlogy
-chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w gammainc gammaincc
-hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
-shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w xlog1py zeta
-__rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
+arctan2 atan2 copysign float_power floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac
+lcm logaddexp logaddexp2 maximum minimum nextafter polar pow remainder xlogy
+chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+gammainc gammaincc hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
+legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w xlog1py zeta __rdiv__ __rtruediv__
+__floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
 """
 COMPARISON = """
-eq ne not_equal lt less le less_equal gt greater ge greater_equal isclose __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+eq ne not_equal lt less le less_equal gt greater ge greater_equal isclose __eq__ __ne__ __lt__
+__le__ __gt__ __ge__
 """
 LOGICAL = "logical_and logical_not logical_or logical_xor"
 BITWISE = """
-bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor __and__ __rand__ __iand__ __or__
-__ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
+bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor __and__
+__rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__
+__ilshift__ __rshift__ __rrshift__ __irshift__
 """
 
 PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, torch._C._nn)
 _OPERATOR_IN_PLACE = frozenset(
-    f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift".split()
+    f"__i{name}__"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "div",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
 )
 
 
@@ -177,7 +195,9 @@ def pointwise(names: str, linear: str = "none", outputs: int = 1) -> None:
         f = pointwise_factors(tensors_of(args, kwargs), terms=terms_of(args, kwargs) or ())
         return f if outputs == 1 else f.but(outputs=f.outputs * outputs)
 
-    enter(names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}"))
+    enter(
+        names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}")
+    )
 
 
 pointwise(FIRST, linear="first")

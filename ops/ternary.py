@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
@@ -42,7 +41,9 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
 @rule(torch.Tensor.where, exact=True, numbers="type")
 def tensor_where(input: Any, condition: Any, other: Any) -> Factors:
     """elementwise; linear in both choices together"""
-    return pointwise_factors(tensors_of((input, condition, other), {}), terms=each(input, other) or ())
+    return pointwise_factors(
+        tensors_of((input, condition, other), {}), terms=each(input, other) or ()
+    )
 
 
 @rule(torch.prelu)
@@ -51,15 +52,3 @@ def prelu(input: Arg, weight: Arg) -> Factors:
     dims = tuple(range(input.ndim))
     channel = 1 if input.ndim > 1 and weight.numel() > 1 else None
     return Factors((dims, (channel,) * weight.ndim), (dims,), dict(enumerate(input.shape)))
-
-
-@rule(F.rrelu, torch.rrelu, numbers="type")
-def rrelu(
-    input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
-    inplace: bool = False, generator: Any = None,
-) -> Factors:  # fmt: skip
-    """elementwise where it draws nothing (training=False)"""
-    if training or inplace:
-        raise NoRule("rrelu that draws random numbers, or in place")
-    return pointwise_factors([input])
-

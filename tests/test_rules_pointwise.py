@@ -63,7 +63,7 @@ def check(func: Any, *args: Any, **kwargs: Any) -> Any:
         return check_rule(func, *args, grad=False, **kwargs)
 
 
-# --- values and gradients -----------------------------------------------------------------------------------------
+# Values and gradients -----------------------------------------------------------------------------
 
 NEED_MORE = {"mvlgamma": (1,), "multigammaln": (1,), "polygamma": (), "threshold": (0.5, 0.1), "_threshold": (0.5, 0.1),
              "clamp": (0.3, 0.6), "clip": (0.3, 0.6), "clamp_max": (0.5,), "clamp_min": (0.5,)}  # fmt: skip
@@ -92,7 +92,9 @@ def test_functions_of_one_tensor_in_place(func: Any) -> None:
         assert got.decision.gives == got.decision.wants[:1]
 
 
-@pytest.mark.parametrize("func", functions(pointwise.BINARY + pointwise.COMPARISON + pointwise.LOGICAL))
+@pytest.mark.parametrize(
+    "func", functions(pointwise.BINARY + pointwise.COMPARISON + pointwise.LOGICAL)
+)
 def test_functions_of_two_tensors(func: Any) -> None:
     name = func.__name__.removeprefix("special_")
     if name == "logical_not":
@@ -112,7 +114,9 @@ def test_bitwise_functions(func: Any) -> None:
     check_rule(func, *((I,) if one else (I, J % 3)), tries=6)
 
 
-@pytest.mark.parametrize("func", functions(pointwise.JOINT + pointwise.PRODUCT + pointwise.QUOTIENT))
+@pytest.mark.parametrize(
+    "func", functions(pointwise.JOINT + pointwise.PRODUCT + pointwise.QUOTIENT)
+)
 @pytest.mark.parametrize("partial", [("sum",), ("avg",), ("max",), ("sum", "avg")], ids=str)
 def test_arithmetic(func: Any, partial: tuple[str, ...]) -> None:
     if func is torch.complex:
@@ -175,7 +179,11 @@ def test_activations_with_weights_and_options() -> None:
     check_rule(F.elu, image, 0.5)
 
 
-@pytest.mark.parametrize("func", [F.relu, F.silu, F.leaky_relu, F.elu, F.hardtanh, F.hardswish, F.mish, F.selu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "func",
+    [F.relu, F.silu, F.leaky_relu, F.elu, F.hardtanh, F.hardswish, F.mish, F.selu],
+    ids=lambda f: f.__name__,
+)
 def test_inplace_true_has_no_rule_of_its_own(func: Any) -> None:
     with pytest.raises(ops.NoRule):
         check_rule(func, X, inplace=True)
@@ -188,12 +196,16 @@ def test_pieces_that_are_empty_and_tensors_of_no_dims() -> None:
     check_rule(torch.mul, X[0, 0], Y[0, 0])
 
 
-# --- casts and copies ---------------------------------------------------------------------------------------------
+# Casts and copies ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.complex128, torch.int64, torch.bool], ids=str
+)
 def test_casts(dtype: Any) -> None:
-    partial = () if dtype.is_complex else ("sum", "avg")  # (no comparison of complex numbers with a tolerance)
+    partial = (
+        () if dtype.is_complex else ("sum", "avg")
+    )  # (no comparison of complex numbers with a tolerance)
     check_rule(torch.Tensor.to, X * 5, dtype, partial=partial)
     check_rule(torch.Tensor.to, X * 5, dtype=dtype, copy=True, partial=partial)
     check_rule(torch.Tensor.type, X * 5, dtype, partial=partial)
@@ -231,11 +243,13 @@ def test_what_only_writes(partial: tuple[str, ...]) -> None:
     check_rule(torch.Tensor.copy_, I, X * 5, partial=partial, grad=False)
     check_rule(torch.Tensor.zero_, X, partial=partial)
     check_rule(torch.Tensor.fill_, X, 3.0, partial=partial)
-    check_rule(torch.Tensor.fill_, X, torch.tensor(3.0, dtype=torch.float64), partial=partial, grad=False)
+    check_rule(
+        torch.Tensor.fill_, X, torch.tensor(3.0, dtype=torch.float64), partial=partial, grad=False
+    )
     check_rule(torch.fill, X, 3.0, partial=partial, grad=False)
 
 
-# --- factories ----------------------------------------------------------------------------------------------------
+# Factories ----------------------------------------------------------------------------------------
 
 
 def test_factories() -> None:
@@ -264,7 +278,7 @@ def test_factories_lie_as_their_model() -> None:
     assert given(torch.Tensor.new, placed(S0, R), 5, 7) == (R, R)
 
 
-# --- where a Partial flows ----------------------------------------------------------------------------------------
+# Where a Partial flows ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pending", [P, AVG], ids=str)
@@ -323,7 +337,11 @@ def test_a_sum_of_partials_is_partial_and_a_product_is_not() -> None:
     assert given(torch.add, placed(P, R), placed(AVG, R)) == (R, R)
 
 
-@pytest.mark.parametrize("func", [torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.mul_, torch.Tensor.copy_], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "func",
+    [torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.mul_, torch.Tensor.copy_],
+    ids=lambda f: f.__name__,
+)
 def test_the_target_keeps_its_placement(func: Any) -> None:
     for target in ((R, R), (S0, R), (S1, S0)):
         for other in ((S0, R), (R, S1), (P, R), (R, R)):
@@ -338,7 +356,15 @@ def test_what_a_partial_target_cannot_do_is_left_to_a_copy() -> None:
     assert got.outputs(2) == ((P, R),)
 
 
-# --- every name ---------------------------------------------------------------------------------------------------
+# Every name ---------------------------------------------------------------------------------------
+
+
+OPERATORS = """
+x + 1; 1 + x; x - 1; 1 - x; x * 2; 2 * x; x / 2; 2 / x; x // 2; 2 // x; x % 2; 2 % x; x ** 2; 2 ** x
+-x; +x; abs(x); x == 1; x != 1; x < 1; x <= 1; x > 1; x >= 1; 1 == x; 1 < x; 1 >= x; ~i
+i & i; 1 & i; i | 1; 1 | i; i ^ 1; 1 ^ i; i << 1; 1 << i; i >> 1; 1 >> i
+x += 1; x -= 1; x *= 2; x /= 2; x //= 2; x %= 2; x **= 2; i &= i; i |= 1; i ^= 1; i <<= 1; i >>= 1
+""".strip().replace("\n", ";")
 
 
 def test_what_operators_call_has_a_rule() -> None:
@@ -346,17 +372,16 @@ def test_what_operators_call_has_a_rule() -> None:
 
     class Logged(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-    x: Any = torch.rand(3).as_subclass(Logged)
-    i: Any = torch.arange(1, 4).as_subclass(Logged)
-    x + 1, 1 + x, x - 1, 1 - x, x * 2, 2 * x, x / 2, 2 / x, x // 2, 2 // x, x % 2, 2 % x, x**2, 2**x, -x, +x, abs(x)
-    x == 1, x != 1, x < 1, x <= 1, x > 1, x >= 1, 1 < x, 1 >= x
-    i & i, 1 & i, i | 1, 1 | i, i ^ 1, 1 ^ i, i << 1, 1 << i, i >> 1, 1 >> i, ~i
-    x += 1; x -= 1; x *= 2; x /= 2; x //= 2; x %= 2; x **= 2  # noqa: E702
-    i &= i; i |= 1; i ^= 1; i <<= 1; i >>= 1  # noqa: E702
-    assert len(seen) == 48
+    for text in OPERATORS.split(";"):
+        x: Any = torch.rand(3).as_subclass(Logged)
+        i: Any = torch.arange(1, 4).as_subclass(Logged)
+        exec(text.strip(), {"x": x, "i": i})
+    assert len(seen) == len(OPERATORS.split(";"))
     assert [f for f in seen if f not in RULES] == []
