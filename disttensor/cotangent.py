@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reshard
-from disttensor import comm
+from disttensor import comm, random
 from disttensor.layout import Axes, Layout
 from disttensor.spec import DistSpec
 
@@ -48,7 +48,7 @@ def dual(t: Typed) -> tuple[Typed, float]:
                 )
             scale *= mesh.shape[a] if op == "avg" else 1
         pending = tuple((a, "sum") for a in sorted(t.varying))
-        flipped = Typed(t.spec.with_layout(Layout(layout.dims, pending)), tuple(sorted(layout.partial_axes)))
+        flipped = Typed(t.spec.with_layout(Layout(layout.dims, pending, layout.own)), tuple(sorted(layout.partial_axes)))
         if len(_duals) > 8192:
             _duals.clear()
         found = _duals[t] = (flipped, scale)
@@ -131,3 +131,6 @@ class MeshReach:
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         return x.detach().unsqueeze(0) if group is None else comm.all_gather(x, group)
+
+    def draw(self, default: str, generator: torch.Generator | None = None) -> random.Draw:
+        return random.draw(self.mesh, default, generator)

@@ -46,9 +46,9 @@ def dispatch(cls: type, func: Function, types: Any, args: Sequence[Any] = (), kw
             a = args[0]
             key = (func, a._spec if type(a) is DistTensor else key_of(a))
         else:
-            key = (func, *[a._spec if type(a) is DistTensor else key_of(a) for a in args])
+            key = (func, *[a._spec if type(a) is DistTensor else a if type(a) is int else key_of(a) for a in args])
         if kwargs:
-            key = (key, *[(k, key_of(v)) for k, v in kwargs.items()])
+            key = (key, *[(k, v._spec if type(v) is DistTensor else key_of(v)) for k, v in kwargs.items()])
     except Uncacheable:
         return prepare(func, args, kwargs or {})(args, kwargs or {})
     run = PLANS.get(key)
@@ -111,6 +111,8 @@ def _planned(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Run
     flat(kwargs, tensors)
     mesh = one_mesh(func, tensors)
     specs = [t._spec if type(t) is DistTensor else plain_spec(t, mesh) for t in tensors]
+    if any(s.layout.own for s in specs):
+        return fallback.gathered(func, "rules know Shard, Replicate and Partial; a placement of another type is gathered")
     numbers = iter(range(len(tensors)))
 
     def arg(t: Tensor) -> Arg:
@@ -148,22 +150,26 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
 def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
     """``direct`` where every tensor is a DistTensor that stays as it lies and one tensor comes out, else ``general``."""
     nested = any(_holds_tensor(a) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
-    plain = any(isinstance(a, Tensor) and type(a) is not DistTensor for a in args)
-    named = any(isinstance(v, Tensor) for v in kwargs.values())
-    several = plan.view and sum(isinstance(a, Tensor) for a in args) != 1
-    if several or plan.moves or nested or named or plain or len(plan.gives) != 1:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    plain = any(type(t) is not DistTensor for t in tensors)
+    several = plan.view and (len(tensors) != 1 or tensors[0] is not args[0])
+    if several or plan.moves or nested or plain or len(plan.gives) != 1 or (plan.inplace and not args):
         return general(func, plan, specs)
-    return direct(func, plan, args)
+    return direct(func, plan, args, kwargs)
 
 
-def direct(func: Function, plan: Plan, args: Sequence[Any]) -> Runner:
+def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
     """The warm path. What is decided once: how many arguments, and which are read by a use that varies."""
-    local, spec, inplace, view = plan.local, plan.gives[0], plan.inplace, plan.view
+    local, spec, inplace = plan.local, plan.gives[0], plan.inplace
     dtype: Any = None  # unknown until the first result
-    dist = [type(a) is DistTensor for a in args]
     axes_of = iter(plan.varying)
-    uses = [next(axes_of) if d else None for d in dist]  # None: no tensor; (): as it is; axes: varying over them
-    form = "varying" if plan.any_varying else {(True,): "x", (True, True): "x y", (True, False): "x c"}.get(tuple(dist), "any")
+    uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]  # None: no tensor; (): as it is;
+    named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]  # axes: varying over them
+    dist = tuple(u is not None for u in uses)
+    form = "varying" if plan.any_varying else {(True,): "x", (True, True): "x y", (True, False): "x c"}.get(dist, "any")
+    taken = spec.layout.varies()
+    free = any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
+    view = plan.view and free  # where nothing is replicated, no use can vary more
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         nonlocal spec, dtype
@@ -172,16 +178,22 @@ def direct(func: Function, plan: Plan, args: Sequence[Any]) -> Runner:
                 refuse_copies(func, args[0])
             if args[0]._aliases is not None or args[0]._origin is not None:
                 args[0].forget_uses()
-        if kwargs or form == "any":
-            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)], **(kwargs or {}))
+        if kwargs:
+            out = local(
+                *[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)],
+                **{
+                    k: v.local_for(u) if u else v if u is None else v._local
+                    for (k, v), u in zip(kwargs.items(), named)
+                },
+            )
         elif form == "x y":
             out = local(args[0]._local, args[1]._local)
-        elif form == "varying":
-            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)])
         elif form == "x":
             out = local(args[0]._local)
-        else:
+        elif form == "x c":
             out = local(args[0]._local, args[1])
+        else:
+            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)])
         if out.dtype is not dtype:
             if not isinstance(out, Tensor):
                 return out
@@ -279,6 +291,9 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
     if isinstance(out, Tensor):
         gives[0] = checked(plan, out, gives[0])
         return wrap(out, gives[0])
+    if type(out) is tuple or type(out) is list:
+        if len(out) == len(gives) and all([type(o) is Tensor and o.dtype is g.dtype and o.shape == g.local_shape for o, g in zip(out, gives)]):
+            return type(out)([wrap(o, g) for o, g in zip(out, gives)])
     numbers = iter(range(len(gives)))
 
     def dress(value: Any) -> Any:

@@ -24,7 +24,7 @@ from ops.registry import Rule
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-_BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
+_BY_VALUE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 _FLOAT = {float}
 
@@ -37,6 +37,8 @@ def key_of(value: Any, floats: bool = False) -> Any:
     """What of one argument (not a DistTensor) a plan depends on. 1, 1.0 and True have three keys."""
     kind = type(value)
     if kind in _BY_VALUE:
+        return value
+    if kind is bool:
         return kind, value
     if kind is float or kind is complex:
         return (kind, value) if floats else kind

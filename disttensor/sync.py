@@ -43,7 +43,7 @@ def _reduce(mesh: Any, axes: tuple[int, ...], members: list[tuple[DistTensor, Di
             flat = comm.all_reduce(flat, "sum", mesh.group(busy))
             pieces = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in pieces]), pieces, strict=True)]
     for (p, g), total in zip(members, pieces, strict=True):
-        set_grad(p, wrap(total, g._spec.with_layout(Layout(g._spec.layout.dims))))
+        set_grad(p, wrap(total, g._spec.with_layout(Layout(g._spec.layout.dims, (), g._spec.layout.own))))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
