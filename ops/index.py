@@ -1,8 +1,8 @@
 """Indexing with brackets: ``x[...]`` and ``x[...] = v``.
 
-A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered, but for one case: a
-dim indexed by one number, whose owner has the row and the others zeros (pending sum). The dims of
-index tensors are factors of their own: ids split over the batch give rows split over the batch.
+A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered: its owner alone could
+give a row (as a pending sum, see ops.pick), but then writing to ``x[0]`` would not write to x. The
+dims of index tensors are factors of their own: ids split over the batch give rows split over it.
 """
 
 from __future__ import annotations
@@ -39,76 +39,19 @@ def _sizes(input: Arg, got: Indexed) -> dict[Letter, int]:
 
 @rule(torch.Tensor.__getitem__, exact=True)
 def getitem(input: Arg, index: Any) -> Factors:
-    """full slices keep their split, a row comes from its owner: P(sum), the rest is whole"""
+    """full slices keep their split, indexed dims are whole, index tensors may be split"""
     got = read_index(input, index)
     if got.mask is not None:
         raise NoRule("the number of elements that a mask takes depends on the data")
     sizes = _sizes(input, got)
     out = tuple(letter for letter, _ in got.out)
     shape = tuple(size for _, size in got.out)
-    adds = input.dtype is not torch.bool
-    reduced: dict[Letter, str] = {}
-    if adds and len(got.taken) == 1 and not got.tensors:
-        reduced = dict.fromkeys(got.taken, "sum")
     plain = not got.tensors
+    whole = frozenset({*got.whole, *got.taken})
     return Factors(
-        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, reduced,
-        frozenset(got.whole), terms=ONE, moves=plain, view=plain, shapes=(shape,),
-        local=_local_getitem(got) if reduced else None,
+        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, {}, whole, terms=ONE,
+        moves=plain, view=plain, shapes=(shape,),
     )  # fmt: skip
-
-
-def _local_getitem(got: Indexed) -> Any:
-    """The row of a split dim, from its owner; zeros elsewhere, so that the rows add up."""
-    ((dim, number),) = got.taken.items()
-
-    def local(call: Any) -> Any:
-        if not call.axes(dim):
-            return call.func
-        piece = call.inputs[0]
-        here = number - piece.local_offset[dim]
-        mine = 0 <= here < piece.local_shape[dim]
-
-        def take(input: torch.Tensor, index: Any) -> torch.Tensor:
-            items = list(index) if isinstance(index, tuple) else [index]
-            at = _entry_of(items, dim, input.ndim)
-            if mine:
-                items[at] = here
-                return input[tuple(items)]
-            items[at] = slice(
-                0, 0
-            )  # nothing of it: the sum over an empty dim is zero, and in the graph
-            where = sum(i is None or isinstance(i, slice) for i in _before(items, at, input.ndim))
-            return input[tuple(items)].sum(where)
-
-        return take
-
-    return local
-
-
-def _entry_of(items: list[Any], dim: int, ndim: int) -> int:
-    """The place in ``items`` of the entry for ``dim``."""
-    used = sum(i is not None and i is not Ellipsis for i in items)
-    seen = 0
-    for n, item in enumerate(items):
-        if item is None:
-            continue
-        if item is Ellipsis:
-            seen += ndim - used
-        elif seen == dim:
-            return n
-        else:
-            seen += 1
-    raise IndexError(dim)
-
-
-def _before(items: list[Any], at: int, ndim: int) -> list[Any]:
-    """The entries before ``at``, with Ellipsis spelled out."""
-    used = sum(i is not None and i is not Ellipsis for i in items)
-    out: list[Any] = []
-    for item in items[:at]:
-        out.extend([slice(None)] * (ndim - used) if item is Ellipsis else [item])
-    return out
 
 
 def _value_letters(value: Arg, out: Sequence[tuple[Letter, int]]) -> tuple[Letter, ...]:

@@ -1,7 +1,8 @@
 """Picking along a dim: select, narrow, index_select, gather and their kin.
 
 Where the dim is split, the owner of a row gives it and the others give zeros (pending sum); the
-input is not moved. The dims of the index pass through.
+input is not moved. The dims of the index pass through. Not so for select and narrow, whose results are
+views: writing to one has to write to the input.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def summable(input: Arg) -> bool:
 
 @rule(*named("select"), exact=True)
 def select(input: Arg, dim: int, index: int) -> Factors:
-    """the row comes from its owner: P(sum)"""
+    """the dim is whole"""
     if not isinstance(index, int):
         raise NoRule("select by a tensor")
     at = front(dim, input.ndim)
@@ -38,19 +39,7 @@ def select(input: Arg, dim: int, index: int) -> Factors:
             f"dimension {at}"
         )
     dims = letters_of(input)
-    number = index % size
-
-    def local(call: Any) -> Callable[..., Tensor]:
-        piece = call.inputs[0]
-        here = number - piece.local_offset[at]
-        if 0 <= here < piece.local_shape[at]:
-            return lambda input, *more, **words: input.select(at, here)
-        return lambda input, *more, **words: input.narrow(at, 0, 0).sum(at, dtype=input.dtype)
-
-    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
-    return moved(
-        input, (*dims[:at], *dims[at + 1 :]), reduced=reduced, terms=ONE, view=True, local=local
-    )
+    return moved(input, (*dims[:at], *dims[at + 1 :]), view=True)
 
 
 @rule(*named("narrow", "narrow_copy"), exact=True)

@@ -223,11 +223,14 @@ def test_an_id_outside_of_the_vocabulary_is_torchs_error(wrong: int) -> None:
         simulate(F.embedding, ids(0, wrong), TABLE, layouts=[[R], [S(0)]], mesh_shape=(2,))
 
 
-def test_a_row_of_a_split_dim_comes_from_its_owner() -> None:
-    assert ops.infer(get, Arg((5, 6), [S(0), S(1)]), 2, mesh_shape=(2, 2)).outputs == ((P, S(0)),)
-    assert ops.infer(torch.select, Arg((5, 6), [S(0), R]), 1, 2).outputs == ((S(0), R),)
-    mask = Arg((5, 6), [S(0), R], torch.bool)
-    assert ops.infer(get, mask, 2).inputs == ((R, R),)
+def test_rows_by_a_list_of_numbers_come_from_their_owners() -> None:
+    x, rows = Arg((5, 6), [S(0), S(1)]), Arg((3,), [R, R], torch.int64)
+    assert ops.infer(torch.index_select, x, 0, rows, mesh_shape=(2, 2)).outputs == ((P, S(1)),)
+
+
+def test_a_row_of_a_split_dim_is_a_view_and_gathered() -> None:
+    assert ops.infer(get, Arg((5, 6), [S(0), S(1)]), 2, mesh_shape=(2, 2)).inputs == ((R, S(1)),)
+    assert ops.infer(torch.select, Arg((5, 6), [S(0), R]), 0, 2).inputs == ((R, R),)
 
 
 def test_split_ids_give_split_rows() -> None:
