@@ -47,10 +47,9 @@ def getitem(input: Arg, index: Any) -> Factors:
     out = tuple(letter for letter, _ in got.out)
     shape = tuple(size for _, size in got.out)
     plain = not got.tensors
-    whole = frozenset({*got.whole, *got.taken})
     return Factors(
-        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, {}, whole, terms=ONE,
-        moves=plain, view=plain, shapes=(shape,),
+        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, {},
+        frozenset(got.whole), terms=ONE, moves=plain, view=got.index is None, shapes=(shape,),
     )  # fmt: skip
 
 
@@ -89,10 +88,9 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
     else:
         inputs = [dims, *_letters_of_indices(got)]
     sizes = _sizes(input, got)
-    whole = {*got.whole, *got.taken}
     if isinstance(value, Arg):
         inputs.append(_value_letters(value, got.out))
-    return Factors(tuple(inputs), (dims,), sizes, {}, frozenset(whole), **options)
+    return Factors(tuple(inputs), (dims,), sizes, {}, frozenset(got.whole), **options)
 
 
 def setitem(input: Arg, index: Any, value: Any) -> Factors:

@@ -21,7 +21,6 @@ class Indexed:
     out      (letter, size) of each dim of the result: of the input, of an index, or whole
     whole    letters of the input that are indexed
     tensors  the index tensors, in order, with their letters
-    taken    dims indexed by one number -> that number
     mask     the index is one bool tensor over the first dims
     """
 
@@ -29,7 +28,6 @@ class Indexed:
     whole: set[Letter] = field(default_factory=set)
     tensors: list[Arg] = field(default_factory=list)
     index: Factors | None = None
-    taken: dict[int, int] = field(default_factory=dict)
     mask: Arg | None = None
 
 
@@ -74,7 +72,7 @@ def read_index(input: Arg, index: Any) -> Indexed:
                 raise IndexError(
                     f"index {item} is out of bounds for dimension {dim} with size {size}"
                 )
-            got.taken[dim] = item % size
+            got.whole.add(dim)
         elif isinstance(item, slice):
             start, stop, step = item.indices(size) if _plain(item) else (0, -1, 0)
             if step <= 0:
