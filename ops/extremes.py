@@ -109,18 +109,16 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False, out: None = N
 
     def make(call: Call, axes: Axes) -> Any:
         def aminmax(x: Tensor, **_: Any) -> Any:
-            ends = [best_of(call, x, gone, largest, axes) for largest in (False, True)]
+            low, high = (best_of(call, x, gone, largest, axes) for largest in (False, True))
             shape = call.outputs[0].local_shape
-            return torch.return_types.aminmax(tuple(e.reshape(shape) for e in ends))  # type: ignore[attr-defined]
+            return torch.return_types.aminmax((low.reshape(shape), high.reshape(shape)))
 
         return aminmax
 
     return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, make))
 
 
-def candidate(
-    x: Tensor, gone: tuple[int, ...], call: Call, largest: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def candidate(x: Tensor, gone: tuple[int, ...], call: Call, largest: bool) -> tuple[Tensor, Tensor]:
     """This rank's best along the reduced dims (one, or all): (value, in the graph of x; its index
     in the whole; in the shape that is left). Of an empty piece: what never wins."""
     one = len(gone) == 1 and x.ndim > 1
@@ -188,8 +186,8 @@ def _with_index(func: Any, result: Any, largest: bool) -> None:
     rule(func)(factors)
 
 
-_with_index(torch.max, torch.return_types.max, largest=True)  # type: ignore[attr-defined]
-_with_index(torch.min, torch.return_types.min, largest=False)  # type: ignore[attr-defined]
+_with_index(torch.max, torch.return_types.max, largest=True)
+_with_index(torch.min, torch.return_types.min, largest=False)
 
 
 def _arg(func: Any, largest: bool) -> None:

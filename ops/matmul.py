@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from ops.empty import or_zeros
-from ops.factors import Arg, Factors, letters
+from ops.factors import Arg, Factors, Letter, letters
 from ops.infer import NoRule
 from ops.registry import rule
 
-SUM_K = {"k": "sum"}
+SUM_K: dict[Letter, str] = {"k": "sum"}
 PRODUCT = (frozenset({0, 1}),)
 
 
@@ -94,12 +94,13 @@ def inner(input: Arg, other: Arg) -> Factors:
     """m... k, n... k -> m... n...; with a 0-d tensor a plain product"""
     if not input.ndim or not other.ndim:
         dims = tuple(range(max(input.ndim, other.ndim)))
-        ins = (dims[: input.ndim], dims[: other.ndim])
-        return Factors(ins, (dims,), dict(enumerate(input.shape or other.shape)), terms=PRODUCT)
+        scalar = (dims[: input.ndim], dims[: other.ndim])
+        sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
+        return Factors(scalar, (dims,), sizes, terms=PRODUCT)
     fit("inner", input, -1, other, -1)
-    left = tuple(f"m{i}" for i in range(input.ndim - 1))
-    right = tuple(f"n{i}" for i in range(other.ndim - 1))
-    sizes: dict[Any, int] = dict(zip((*left, "k"), input.shape, strict=True))
+    left: tuple[Any, ...] = tuple(f"m{i}" for i in range(input.ndim - 1))
+    right: tuple[Any, ...] = tuple(f"n{i}" for i in range(other.ndim - 1))
+    sizes = dict(zip((*left, "k"), input.shape, strict=True))
     sizes.update(zip(right, other.shape, strict=False))
     ins = ((*left, "k"), (*right, "k"))
     return Factors(ins, ((*left, *right),), sizes, reduced=SUM_K, terms=PRODUCT)
@@ -123,7 +124,7 @@ def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factor
 
 
 def _sum_and_product(
-    func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...], reduced: dict[str, str]
+    func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...], reduced: dict[Letter, str]
 ) -> None:
     """beta * input + alpha * (a product of two): input broadcasts to the result and joins a pending
     sum once."""
@@ -212,7 +213,7 @@ def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
     kept = [x for i, x in enumerate(names_a) if i not in left] + [
         x for i, x in enumerate(names_b) if i not in right
     ]
-    reduced = {f"k{n}": "sum" for n in range(len(left))}
+    reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
     return Factors(
         (tuple(names_a), tuple(names_b)), (tuple(kept),), sizes, reduced=reduced, terms=PRODUCT
     )

@@ -76,7 +76,7 @@ def group_norm(
     if channels % num_groups:
         raise RuntimeError(f"group_norm: {channels} channels do not make {num_groups} groups")
     dims = ("n", ("g", "c"), *range(input.ndim - 2))
-    sizes = {"n": input.shape[0], "g": num_groups, "c": channels // num_groups}
+    sizes: dict[Any, int] = {"n": input.shape[0], "g": num_groups, "c": channels // num_groups}
     sizes.update(zip(dims[2:], input.shape[2:], strict=True))
     inputs = (dims, *((("g", "c"),) for o in (weight, bias) if isinstance(o, Arg)))
 

@@ -26,6 +26,18 @@ def _pooled(size: int, k: int, s: int, p: int, d: int, up: bool) -> int:
     return out - 1 if up and (out - 1) * s >= size + p else out
 
 
+def _windows(
+    n: int, input: Arg, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool
+) -> tuple[int, ...]:
+    """The sizes of the result in the dims that the window slides over. No stride: that of the
+    kernel."""
+    options = [tuple_of(v, n) for v in (kernel, stride or kernel, padding, dilation)]
+    return tuple(
+        _pooled(size, k, s, p, d, up)
+        for size, k, s, p, d in zip(input.shape[-n:], *options, strict=True)
+    )
+
+
 def _factors(
     name: str, n: int, input: Arg, out: tuple[int, ...], results: int, linear: bool
 ) -> Factors:
@@ -61,12 +73,7 @@ def _max_pool(n: int, *funcs: Any, always: bool = False) -> None:
         input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
         ceil_mode: bool = False, return_indices: bool = False,
     ) -> Factors:  # fmt: skip
-        kernel = tuple_of(kernel_size, n)
-        options = [kernel, tuple_of(stride, n) if stride else kernel]
-        options += [tuple_of(padding, n), tuple_of(dilation, n)]
-        out = tuple(
-            _pooled(*window, ceil_mode) for window in zip(input.shape[-n:], *options, strict=True)
-        )
+        out = _windows(n, input, kernel_size, stride, padding, dilation, ceil_mode)
         return _factors(name, n, input, out, 2 if always or return_indices else 1, False)
 
     factors.__name__, factors.__doc__ = name, "the dims that the window slides over stay whole"
@@ -80,12 +87,7 @@ def _avg_pool(n: int, func: Any) -> None:
         input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: Any = None,
     ) -> Factors:  # fmt: skip
-        kernel = tuple_of(kernel_size, n)
-        options = [kernel, tuple_of(stride, n) if stride else kernel, tuple_of(padding, n)]
-        out = tuple(
-            _pooled(*window, 1, ceil_mode)
-            for window in zip(input.shape[-n:], *options, strict=True)
-        )
+        out = _windows(n, input, kernel_size, stride, padding, 1, ceil_mode)
         return _factors(name, n, input, out, 1, True)
 
     factors.__name__, factors.__doc__ = name, "linear; what the window slides over stays whole"

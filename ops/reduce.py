@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ops.call import Call
-from ops.factors import Arg, Factors, LocalMaker
+from ops.factors import Arg, Factors, Letter, LocalMaker
 from ops.infer import NoRule
 from ops.inner import collect, total
 from ops.registry import rule
@@ -56,8 +56,8 @@ def reduction(
     kept: tuple[Any, ...] = tuple(d for d in dims if d not in gone)
     if keepdim:
         kept = tuple(None if d in gone else d for d in dims)
-    reduced = {} if kind is None else dict.fromkeys(gone, kind)
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
+    reduced: dict[Letter, str] = {} if kind is None else dict.fromkeys(gone, kind)
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
     return Factors((dims,), (kept,) * results, sizes, reduced=reduced, **options)
 
 

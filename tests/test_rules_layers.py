@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.placement import Partial, Replicate, Shard
-from ops import Arg, NoRule, infer
-from ops.infer import decide
+from ops import Arg, infer
 from tests.simulate import check_rule
 
 S0, S1, S2, R, P = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
@@ -79,12 +78,6 @@ ATTENTION: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: f"{list(c[0][1].shape)}{c[1]}")
 def test_attention(case: Any) -> None:
     check(F.scaled_dot_product_attention, *case[0], **case[1])
-
-
-def test_attention_with_dropout_is_for_another_rule() -> None:
-    args = [Arg((4, 2, 3, 8), [S0, R]).placed(2, i) for i in range(3)]
-    with pytest.raises(NoRule, match="dropout"):
-        decide(F.scaled_dot_product_attention, (*args, None, 0.1), {}, args, (2, 2))
 
 
 @pytest.mark.parametrize(
