@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from disttensor import fallback, strictness
+from disttensor.gradient import owner_of
 from disttensor.layout import Axes
 from disttensor.plan import Plan, Uncacheable, key_of, make_plan, plain_spec
 from disttensor.spec import DistSpec
+from disttensor.sync import sync_gradients
 from disttensor.tensor import DistTensor, wrap
 from ops.factors import Arg
 from ops.infer import NoRule
@@ -80,10 +82,7 @@ def prepare(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runn
         return lambda args, kwargs: fallback.into_out(func, args, kwargs)
     rule = RULES.get(func)
     if rule is None:
-        through = fallback.body_of(func)
-        if through is not None:
-            return lambda args, kwargs: through(*args, **(kwargs or {}))
-        return fallback.gathered(func, "no rule")
+        return fallback.through(func, "no rule")
     if rule.floats and any(type(a) is float for a in (*args, *kwargs.values())):
         return _by_value(func)
     return _planned(func, args, kwargs)
@@ -122,10 +121,7 @@ def _planned(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Run
     try:
         plan = make_plan(func, substitute(args, arg), substitute(kwargs, arg), specs, mesh)
     except NoRule as reason:
-        through = fallback.body_of(func)
-        if through is not None:
-            return lambda args, kwargs: through(*args, **(kwargs or {}))
-        return fallback.gathered(func, str(reason))
+        return fallback.through(func, str(reason))
     if plan is None:
         return fallback.gathered(func, "in place", quiet=True)
     return runner_of(func, plan, args, kwargs, specs)
@@ -166,9 +162,11 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]  # None: no tensor; (): as it is;
     named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]  # axes: varying over them
     dist = tuple(u is not None for u in uses)
+    first = dist[:1] == (True,)
     form = "varying" if plan.any_varying else {(True,): "x", (True, True): "x y", (True, False): "x c"}.get(dist, "any")
     taken = spec.layout.varies()
     free = any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
+    same = plan.view  # may give its argument itself, as x.contiguous() does
     view = plan.view and free  # where nothing is replicated, no use can vary more
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
@@ -197,9 +195,11 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         if out.dtype is not dtype:
             if not isinstance(out, Tensor):
                 return out
+            if not inplace and args and type(args[0]) is DistTensor and out is args[0]._local:
+                return args[0]
             spec = checked(plan, out, spec)
             dtype = spec.dtype
-        if inplace:
+        if inplace or (same and out is args[0]._local):
             return args[0]
         new = _make(DistTensor, spec.proto)
         new._local = out
@@ -217,8 +217,11 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
     gives = list(plan.gives)
     untouched = not plan.moves and not plan.any_varying
     replay = plan.view and not plan.moves
+    settles = [bool(w is not None and s.layout.partial and not w.layout.partial) for w, s in zip(wants, specs, strict=True)]
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
+        if any(settles) and not strictness.level and settle(args, kwargs, settles):
+            return func(*args, **(kwargs or {}))  # the gradients among the arguments are reduced now, once for all
         if plan.moves and strictness.level:
             strictness.check_moves(func, specs, wants)
         kwargs = kwargs or {}
@@ -239,8 +242,10 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         out = local(*local_args, **local_kwargs)
         if plan.inplace:
             return written(args[0], out)
-        result = give(out, gives, plan)
         x = args[0] if args else None
+        if type(x) is DistTensor and out is x._local:
+            return x
+        result = give(out, gives, plan)
         if replay and type(x) is DistTensor and x._local.requires_grad and type(result) is DistTensor:
             rest = tuple(local_args[1:])
             result._origin = lambda axes: local(x.local_for(axes), *rest, **local_kwargs)
@@ -251,6 +256,17 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         return result
 
     return run
+
+
+def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
+    """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer step would."""
+    tensors: list[Any] = []
+    flat(args, tensors)
+    flat(kwargs, tensors)
+    owners = [owner_of(t) for t, now in zip(tensors, settles, strict=True) if now and type(t) is DistTensor]
+    found = [p for p in owners if p is not None]
+    sync_gradients(found)
+    return bool(found)
 
 
 def local_as(t: Tensor, want: DistSpec | None, axes: Axes, spec: DistSpec) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Sequence
 from inspect import unwrap
@@ -56,6 +57,28 @@ def body_of(func: Function) -> Function | None:
     return _bodies[func]
 
 
+_running = threading.local()
+
+
+def through(func: Function, why: str) -> Callable[[Sequence[Any], Any], Any]:
+    """Run the Python body of ``func``; gather where it has none, or ends in a call of itself."""
+    body, gather = body_of(func), gathered(func, why)
+    if body is None:
+        return gather
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        running = _running.__dict__.setdefault("functions", set())
+        if func in running:
+            return gather(args, kwargs)
+        running.add(func)
+        try:
+            return body(*args, **(kwargs or {}))
+        finally:
+            running.discard(func)
+
+    return run
+
+
 def writes(func: Function) -> bool:
     """Does the function change its first argument, by torch's convention of names?"""
     name = getattr(func, "__name__", "")
@@ -77,6 +100,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         kwargs = kwargs or {}
         seen: list[tuple[DistTensor, Tensor, int]] = []
         dist: list[DistTensor] = []
+        itself: dict[int, DistTensor] = {}  # a function that gives its argument gives it here too
 
         def take(value: Any) -> Any:
             if type(value) is DistTensor:
@@ -86,6 +110,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                     if writing and len(dist) == 1:
                         full = full.clone()
                     seen.append((value, full, full._version))
+                itself[id(full)] = value
                 return full
             if isinstance(value, (list, tuple)):
                 items = [take(v) for v in value]
@@ -120,7 +145,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         if writing and type(args[0]) is DistTensor:
             args[0].forget_uses()
             return args[0] if isinstance(out, Tensor) else out
-        return dress(out, mesh)
+        return dress(out, mesh, itself)
 
     return run
 
@@ -136,12 +161,14 @@ def _find(value: Any, out: list[DistTensor]) -> None:
             _find(v, out)
 
 
-def dress(value: Any, mesh: Any) -> Any:
+def dress(value: Any, mesh: Any, itself: dict[int, DistTensor]) -> Any:
     """Full results as replicated DistTensors."""
+    if id(value) in itself:
+        return itself[id(value)]
     if type(value) is Tensor or isinstance(value, torch.nn.Parameter):
         return wrap(value, DistSpec(mesh, replicated(value.ndim), value.shape, value.dtype))
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [dress(v, mesh) for v in value]
+        items = [dress(v, mesh, itself) for v in value]
         plain = type(value) in (list, tuple) or type(value).__module__ == "torch.return_types"
         return type(value)(items) if plain else type(value)(*items)
     return value

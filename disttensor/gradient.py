@@ -6,6 +6,7 @@ DistTensor, ``Partial`` over the axes on which it is still a sum of contribution
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,13 +65,30 @@ def get_grad(x: DistTensor) -> DistTensor | None:
 
 
 def cached_grad(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
-    """One wrapper per gradient tensor: ``p.grad is p.grad``."""
+    """One wrapper per gradient tensor: ``p.grad is p.grad``. It knows whose gradient it is."""
     held = x._grad
     if held is not None and held._local is g:
         return held  # type: ignore[no-any-return]
     spec = grad_spec(x, axes)
-    x._grad = wrap(g, spec if g.dtype is spec.dtype else spec.with_dtype(g.dtype))
-    return x._grad  # type: ignore[no-any-return]
+    grad = wrap(g, spec if g.dtype is spec.dtype else spec.with_dtype(g.dtype))
+    grad._owner = weakref.ref(x)
+    x._grad = grad
+    return grad
+
+
+def owner_of(g: DistTensor) -> DistTensor | None:
+    """The leaf that has ``g`` as its gradient now, or None."""
+    x = g._owner() if g._owner is not None else None
+    return x if x is not None and x._grad is g and get_grad(x) is g else None
+
+
+def settled(x: DistTensor, g: DistTensor, total: Tensor) -> None:
+    """``g``, the pending gradient of ``x``, has been reduced to ``total``: the same value, in the same object."""
+    layout = g._spec.layout
+    for _, leaf in uses(x):
+        leaf.grad = None
+    g._local, g._spec = total, g._spec.with_layout(Layout(layout.dims, (), layout.own))
+    x._local.grad = total
 
 
 def set_grad(x: DistTensor, value: Any) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._foreach_utils import _foreach_supported_types as clip_types
 
 from disttensor import comm
-from disttensor.gradient import set_grad
-from disttensor.layout import Layout
-from disttensor.tensor import DistTensor, wrap
+from disttensor.gradient import settled
+from disttensor.tensor import DistTensor
 
 Tensor = torch.Tensor
 
@@ -43,7 +44,7 @@ def _reduce(mesh: Any, axes: tuple[int, ...], members: list[tuple[DistTensor, Di
             flat = comm.all_reduce(flat, "sum", mesh.group(busy))
             pieces = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in pieces]), pieces, strict=True)]
     for (p, g), total in zip(members, pieces, strict=True):
-        set_grad(p, wrap(total, g._spec.with_layout(Layout(g._spec.layout.dims, (), g._spec.layout.own))))
+        settled(p, g, total)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -67,3 +68,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 register_optimizer_step_pre_hook(_before_step)
+
+# torch chooses its functions on lists for the types that it lists here (as DTensor enters itself).
+for _types in (optimizer_types, clip_types):
+    if DistTensor not in _types:
+        _types.append(DistTensor)  # type: ignore[arg-type]

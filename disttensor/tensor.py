@@ -39,6 +39,7 @@ class DistTensor(Tensor):
     _hooked: bool = False  # a leaf whose hooks must see whole gradients
     _copied: str | None = None  # a view function that had to copy: writing to this would be lost
     _grad: Any = None  # the DistTensor that .grad gave last
+    _owner: Any = None  # weak: the leaf whose gradient this is
 
     # Layout ------------------------------------------------------------------------------------------
 
