@@ -1,61 +1,23 @@
-"""What happens to a function without a rule: run its Python body, or gather everything and run it whole."""
+"""What happens to a function without a rule: its Python body is run, or everything is gathered and it runs whole."""
 
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable, Sequence
-from inspect import unwrap
 from typing import Any
 
 import torch
 
-import reshard
 from disttensor import strictness
+from disttensor.body import body_of
 from disttensor.layout import replicated
 from disttensor.random import forked
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
+from disttensor.tree import flat, rebuilt
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
-
-_bodies: dict[Function, Function | None] = {}
-
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-class _Seen:
-    """A module as seen by such a body: some names answered otherwise."""
-
-    def __init__(self, module: Any, **other: Any) -> None:
-        self.__dict__.update(other, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-_CHECKS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
-_TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
-
-
-def body_of(func: Function) -> Function | None:
-    """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner calls are then
-    dispatched one by one. None for functions of C++."""
-    if func not in _bodies:
-        inner = unwrap(func)
-        made: Function | None = None
-        if isinstance(inner, types.FunctionType) and inner.__module__.split(".")[0] == "torch":
-            scope = {**inner.__globals__, **_CHECKS}
-            if scope.get("torch") is torch:
-                scope["torch"] = _TORCH
-            made = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
-            made.__kwdefaults__ = inner.__kwdefaults__
-        _bodies[func] = made
-    return _bodies[func]
-
 
 _running = threading.local()
 
@@ -113,12 +75,10 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 itself[id(full)] = value
                 return full
             if isinstance(value, (list, tuple)):
-                items = [take(v) for v in value]
-                return items if type(value) is list else tuple(items) if type(value) in (tuple, torch.Size) else type(value)(*items)
+                return rebuilt(value, [take(v) for v in value])
             return {k: take(v) for k, v in value.items()} if isinstance(value, dict) else value
 
-        found: list[DistTensor] = []
-        _find((args, kwargs), found)
+        found = [t for t in flat((args, kwargs), []) if type(t) is DistTensor]
         mesh = found[0]._spec.mesh
         if any(t._spec.mesh is not mesh for t in found):
             raise ValueError(
@@ -145,20 +105,14 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         if writing and type(args[0]) is DistTensor:
             args[0].forget_uses()
             return args[0] if isinstance(out, Tensor) else out
-        return dress(out, mesh, itself)
+        result = dress(out, mesh, itself)
+        copies = {full.untyped_storage().data_ptr() for _, full, _ in seen if full.numel()}
+        for t in flat(result, []):
+            if type(t) is DistTensor and t._local.numel() and t._local.untyped_storage().data_ptr() in copies:
+                t._copied = strictness.name_of(func)  # a view, in one process
+        return result
 
     return run
-
-
-def _find(value: Any, out: list[DistTensor]) -> None:
-    if type(value) is DistTensor:
-        out.append(value)
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            _find(v, out)
-    elif isinstance(value, dict):
-        for v in value.values():
-            _find(v, out)
 
 
 def dress(value: Any, mesh: Any, itself: dict[int, DistTensor]) -> Any:
@@ -168,9 +122,7 @@ def dress(value: Any, mesh: Any, itself: dict[int, DistTensor]) -> Any:
     if type(value) is Tensor or isinstance(value, torch.nn.Parameter):
         return wrap(value, DistSpec(mesh, replicated(value.ndim), value.shape, value.dtype))
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [dress(v, mesh, itself) for v in value]
-        plain = type(value) in (list, tuple) or type(value).__module__ == "torch.return_types"
-        return type(value)(items) if plain else type(value)(*items)
+        return rebuilt(value, [dress(v, mesh, itself) for v in value])
     return value
 
 
@@ -190,8 +142,3 @@ def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             )
         target.copy_(value)
     return out
-
-
-def plain_to(value: Tensor, spec: DistSpec) -> Tensor:
-    """The local of ``spec`` of a value that every rank holds whole."""
-    return reshard.run(value, whole(spec), spec)

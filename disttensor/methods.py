@@ -75,9 +75,23 @@ for _name in (
         _of_local(getattr(Tensor, _name).__get__)
 for _func in (
     Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
-    Tensor._is_view, Tensor.is_coalesced, Tensor.is_set_to, Tensor._typed_storage,
+    Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,
 ):  # fmt: skip
     _of_local(_func)
+
+
+@handler(Tensor.type)
+def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        return x._spec.proto.type()
+    if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor", torch.FloatTensor
+        dtype = torch.empty(0).type(dtype).dtype
+    return x.to(dtype, non_blocking=non_blocking)
+
+
+@handler(Tensor.is_set_to)
+def _is_set_to(x: Any, other: Any) -> bool:
+    return bool(getattr(x, "_local", x).is_set_to(getattr(other, "_local", other)))
 
 
 @handler(Tensor.pin_memory)
