@@ -8,10 +8,9 @@ that disagree are an error, not a hang.
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +24,10 @@ from ops.call import Call
 from ops.factors import Arg, Factors
 from ops.infer import decide
 from ops.registry import RULES
+from tests.pieces import assemble, cut, flat, replace_tensors
+from tests.simulated_ranks import Coordinate, SimulatedReach, World
 
-Coordinate = tuple[int, ...]
 RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
-PATIENCE = 10.0  # seconds that a rank waits for the others
 
 
 @dataclass
@@ -59,198 +58,6 @@ class Simulated:
 
     def outputs(self, mesh_ndim: int) -> tuple[tuple[Placement, ...], ...]:
         return tuple(g.placements(mesh_ndim) for g in self.decision.gives)
-
-
-class World:
-    """The ranks' meeting point."""
-
-    def __init__(self, mesh_shape: Coordinate) -> None:
-        self.mesh_shape = mesh_shape
-        self.all = list(itertools.product(*(range(n) for n in mesh_shape)))
-        self.barrier = threading.Barrier(len(self.all))
-        self.slots: dict[Coordinate, Any] = {}
-
-    def exchange(self, me: Coordinate, tag: tuple[Any, ...], x: Tensor) -> dict[Coordinate, Tensor]:
-        """Everybody's x; all come to the same collective, members with one shape."""
-        self.slots[me] = (tag, x)
-        self.barrier.wait(PATIENCE)
-        got = dict(self.slots)
-        self.barrier.wait(PATIENCE)
-        tags = {c: t for c, (t, _) in got.items()}
-        alike = all(t[:2] == tag[:2] for t in tags.values()) and all(
-            t == tag
-            for c, t in tags.items()
-            if all(a in tag[1] or c[a] == i for a, i in enumerate(me))
-        )
-        assert alike, f"the ranks disagree about a collective: {tags}"
-        return {c: v for c, (_, v) in got.items()}
-
-
-def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
-    stack = torch.stack(list(pieces))
-    if op == "sum":
-        return stack.sum(0, dtype=stack.dtype)
-    if op == "avg":
-        return stack.mean(0)
-    if op == "prod":
-        return stack.prod(0, dtype=stack.dtype)
-    if op in ("any", "all"):
-        return (stack.any(0) if op == "any" else stack.all(0)).to(stack.dtype)
-    return stack.amax(0) if op == "max" else stack.amin(0)
-
-
-class SimulatedReach:
-    """ops.call.Reach among threads."""
-
-    def __init__(self, world: World, me: Coordinate) -> None:
-        self.world = world
-        self.me = me
-        self.log: list[tuple[str, tuple[int, ...], int]] = []
-
-    def gathered(self, kind: str, x: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
-        self.log.append((kind, tuple(axes), x.numel()))
-        tag = (kind, tuple(axes), tuple(x.shape), x.dtype)
-        got = self.world.exchange(self.me, tag, x.detach().clone())
-        members = []
-        for inner in itertools.product(*(range(self.world.mesh_shape[a]) for a in axes)):
-            at = list(self.me)
-            for a, i in zip(axes, inner, strict=True):
-                at[a] = i
-            members.append(got[tuple(at)])
-        return members
-
-    def all_reduce(self, x: Tensor, op: str, axes: tuple[int, ...]) -> Tensor:
-        if not axes:
-            return x
-        if op == "sum" and x.requires_grad and torch.is_grad_enabled():
-            return _AllReduce.apply(x, self, axes)
-        return reduce_all(self.gathered(f"all_reduce {op}", x, axes), op)
-
-    def all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.stack(self.gathered("all_gather", x, axes)) if axes else x.detach()[None]
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
-        ctx.with_ = reach, axes
-        return reduce_all(reach.gathered("all_reduce sum", x, axes), "sum")
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _Spread.apply(g, *ctx.with_), None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
-        ctx.with_ = reach, axes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _AllReduce.apply(g, *ctx.with_), None, None
-
-
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [v for item in value for v in flat(item)]
-    return [value]
-
-
-def replace_tensors(value: Any, new: Callable[[Tensor], Any]) -> Any:
-    """The same structure with every tensor replaced, in order of appearance."""
-    if isinstance(value, Tensor):
-        return new(value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)([replace_tensors(v, new) for v in value])
-    if isinstance(value, dict):
-        return {k: replace_tensors(v, new) for k, v in value.items()}
-    return value
-
-
-def cut(
-    x: Tensor, layout: Layout, mesh_shape: Coordinate, seed: int = 0
-) -> dict[Coordinate, Tensor]:
-    """The pieces of x at every coordinate; for a Partial random ones whose reduction is x."""
-    pieces: list[tuple[dict[int, int], Tensor]] = [({}, x.detach())]
-    generator = torch.Generator().manual_seed(seed)
-    for axis, op in layout.partial:
-        pieces = [
-            ({**at, axis: i}, part)
-            for at, value in pieces
-            for i, part in enumerate(unreduce(value, op, mesh_shape[axis], generator))
-        ]
-    out = {}
-    for c in itertools.product(*(range(n) for n in mesh_shape)):
-        value = next(v for at, v in pieces if all(c[a] == i for a, i in at.items()))
-        offsets, sizes = box(x.shape, layout.dims, mesh_shape, c)
-        out[c] = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].clone()
-    return out
-
-
-def unreduce(x: Tensor, op: str, n: int, generator: torch.Generator) -> list[Tensor]:
-    """n tensors whose reduction is x."""
-    if op in ("max", "min"):
-        sign = -1 if op == "max" else 1
-        parts = [
-            x + sign * torch.rand(x.shape, generator=generator).round().to(x.dtype)
-            for _ in range(n)
-        ]
-        parts[int(torch.randint(n, (), generator=generator))] = x.clone()
-        return parts
-    if op == "prod":
-        return [x.clone(), *(torch.ones_like(x) for _ in range(n - 1))]
-    if op in ("any", "all"):
-        return [x.clone() for _ in range(n)]
-    if x.dtype == torch.bool:
-        raise ValueError("a bool is no sum")
-    drawn = torch.rand((n - 1, *x.shape), generator=generator, dtype=torch.float64) * 4 - 2
-    others = list((drawn if x.is_floating_point() else drawn.round()).to(x.dtype))
-    total = x * n if op == "avg" else x
-    return [total - sum(others, torch.zeros_like(x)), *others]
-
-
-def assemble(
-    pieces: dict[Coordinate, Tensor],
-    shape: Sequence[int],
-    layout: Layout,
-    mesh_shape: Coordinate,
-    what: str,
-    summed: Sequence[int] = (),
-) -> Tensor:
-    """The global tensor from its pieces. Over axes in ``summed`` pieces add up; over axes that
-    neither split nor are pending they must be equal."""
-    for axis in summed:
-        pieces = _reduce_axis(pieces, axis, mesh_shape[axis], "sum")
-    for axis, op in layout.partial:
-        pieces = _reduce_axis(pieces, axis, mesh_shape[axis], op)
-    first = next(iter(pieces.values()))
-    out = torch.empty(tuple(shape), dtype=first.dtype)
-    done: dict[tuple[int, ...], Tensor] = {}
-    for c, piece in pieces.items():
-        offsets, sizes = box(shape, layout.dims, mesh_shape, c)
-        key = tuple(c[a] for a in sorted(layout.sharded))
-        if key in done:
-            torch.testing.assert_close(
-                piece,
-                done[key],
-                rtol=1e-12,
-                atol=1e-12,
-                equal_nan=True,
-                msg=lambda m: f"{what}: replicas differ: {m}",
-            )
-            continue
-        done[key] = piece
-        out[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = piece
-    return out
-
-
-def _reduce_axis(
-    pieces: dict[Coordinate, Tensor], axis: int, n: int, op: str
-) -> dict[Coordinate, Tensor]:
-    line = {c: [pieces[(*c[:axis], i, *c[axis + 1 :])] for i in range(n)] for c in pieces}
-    return {c: reduce_all(parts, op) for c, parts in line.items()}
 
 
 def plan(

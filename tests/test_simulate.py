@@ -94,7 +94,7 @@ def test_a_collective_that_a_rank_skips_is_found(entered: Any) -> None:
 def simulate_fast(*args: Any, **kwargs: Any) -> None:
     """As ``simulate``, but a rank does not wait long for the others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.simulate.PATIENCE", 0.5)
+        patch.setattr("tests.simulated_ranks.PATIENCE", 0.5)
         simulate(*args, **kwargs)
 
 
