@@ -95,7 +95,7 @@ def _assign_parts(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
         gives += decision.gives
     if fixed and any(wants[t] != args[t].layout for t in f.targets):
         return None
-    return Decision(wants, gives, varying, {})
+    return Decision(wants, gives if f.outputs else [], varying, {})
 
 
 def _usable(f: Factors) -> set[Letter]:

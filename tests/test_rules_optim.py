@@ -57,6 +57,7 @@ def written(
     assert inplace
     if decision is None:
         return None
+    assert len(decision.gives) == len(factors.output_shapes())
     whole: list[Tensor] = []
     given = [t.clone() for t in found]
     numbers = iter(given)
