@@ -9,12 +9,12 @@ from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 import ops as _ops  # noqa: F401
 import reshard as _reshard  # noqa: F401
-from disttensor.random import manual_seed
+from disttensor.random import manual_seed, rng
 from disttensor.tensor import DistTensor
 from disttensor.strictness import FallbackWarning, StrictError, strict
-from disttensor import methods as _methods, custom as _custom  # noqa: F401
+from disttensor import methods as _methods, custom as _custom, nn_init as _nn_init  # noqa: F401
 from disttensor.api import (
-    empty, from_fn, from_local, full, init_mesh, ones, rand, randn, reshard, shard_tensor, zeros,
+    empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
 )  # fmt: skip
 from disttensor.custom import CustomFunctionError
 from disttensor.interop import from_dtensor, to_dtensor
@@ -25,6 +25,6 @@ from disttensor.sync import sync_gradients
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "FallbackWarning", "Group", "Layout",
     "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "debug", "empty", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "record_comms", "reshard",
-    "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor", "zeros",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
+    "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor", "zeros",
 ]  # fmt: skip

@@ -252,6 +252,7 @@ def _factory(fn: Callable[..., Tensor]) -> Callable[..., DistTensor]:
 
 
 zeros, ones, empty, rand, randn = map(_factory, (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn))
+randperm = _factory(torch.randperm)
 
 
 def full(size: Sequence[int], fill_value: Any, *, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False) -> DistTensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import reshard
 from disttensor import strictness
 from disttensor.body import body_of
 from disttensor.layout import replicated
@@ -142,3 +143,8 @@ def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             )
         target.copy_(value)
     return out
+
+
+def plain_to(value: Tensor, spec: DistSpec) -> Tensor:
+    """The local of ``spec`` of a value that every rank holds whole."""
+    return reshard.run(value, whole(spec), spec)

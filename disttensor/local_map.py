@@ -9,11 +9,12 @@ import torch
 
 from disttensor.api import from_local
 from disttensor.cotangent import Typed, move, dual
-from disttensor.dispatch import flat, one_mesh, substitute
+from disttensor.dispatch import one_mesh
 from disttensor.layout import layout_of
 from disttensor.plan import plain_spec
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
+from disttensor.tree import flat, substitute
 
 
 def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements: Any = None, in_grad_placements: Any = None, *, out_shapes: Any = None) -> Callable[..., Any]:
@@ -29,8 +30,7 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
         raise ValueError("local_map: out_placements says what the results are; give placements for each result")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors: list[torch.Tensor] = []
-        flat((args, kwargs), tensors)
+        tensors = flat((args, kwargs), [])
         if not any(isinstance(t, DistTensor) for t in tensors):
             raise ValueError("local_map: no argument is a DistTensor, so the mesh is not known")
         mesh = one_mesh(fn, tensors)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from disttensor.exact import log, normal_quantile, sin_half_pi
+from disttensor.exact import exp, log, normal_quantile, sin_half_pi
 
 Device = torch.device | str
 _M32 = 0xFFFFFFFF
@@ -168,6 +168,16 @@ def _open_unit(high: Tensor, low: Tensor) -> Tensor:
     return word.to(torch.float64).mul_(2.0**-53)
 
 
+def _standard(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Standard normal numbers in float64.
+
+    Box-Muller, sqrt(-2 log u) sin(pi/2 t) with u in (0, 1), t in (-1, 1): the sine of a uniform
+    angle in a half circle has the law of the cosine on the whole.
+    """
+    radius = log(_open_unit(a, b)).mul_(-2.0).sqrt_()
+    return sin_half_pi(_open_unit(c, d).mul_(2.0).sub_(1.0)).mul_(radius)
+
+
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """float64 to ``dtype``; to the half types by way of float32 on every device alike."""
     return value.to(torch.float32).to(dtype) if dtype in _HALVES else value.to(dtype)
@@ -238,8 +248,7 @@ def normal(
 ) -> Tensor:
     """Normal numbers. Complex: each part has std / sqrt(2), and ``mean`` is real, as in torch.
 
-    Box-Muller, sqrt(-2 log u) sin(pi/2 t) with u in (0, 1), t in (-1, 1): the sine of a uniform
-    angle in a half circle has the law of the cosine on the whole. |value - mean| < 8.6 std.
+    |value - mean| < 8.6 std.
     """
     if dtype.is_complex:
         real, part = _as_real(dtype), (*local_shape, 2)
@@ -251,10 +260,8 @@ def normal(
     if not std >= 0.0:
         raise ValueError(f"normal: std={std}: a standard deviation is 0 or more")
     out = torch.empty(tuple(local_shape), dtype=dtype, device=device)
-    for where, (a, b, c, d) in _draws(seed, call, shape, offset, local_shape, device):
-        radius = log(_open_unit(a, b)).mul_(-2.0).sqrt_()
-        value = sin_half_pi(_open_unit(c, d).mul_(2.0).sub_(1.0)).mul_(radius)
-        out.view(-1)[where] = _rounded(value.mul_(std).add_(mean), dtype)
+    for where, lanes in _draws(seed, call, shape, offset, local_shape, device):
+        out.view(-1)[where] = _rounded(_standard(*lanes).mul_(std).add_(mean), dtype)
     return out
 
 
@@ -308,6 +315,71 @@ def exponential(
     for where, (a, b, _, _) in _draws(seed, call, shape, offset, local_shape, device):
         value = log(_open_unit(a, b)).div_(-rate)
         out.view(-1)[where] = _rounded(value, dtype).clamp_(min=torch.finfo(dtype).tiny)
+    return out
+
+
+def log_normal(
+    seed: int,
+    call: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    local_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: Device,
+    mean: float = 1.0,
+    std: float = 2.0,
+) -> Tensor:
+    """e to the power of normal numbers."""
+    _need_floating("log_normal", dtype)
+    if not std > 0.0:
+        raise ValueError(f"log_normal: std={std}: need a positive std")
+    out = torch.empty(tuple(local_shape), dtype=dtype, device=device)
+    for where, lanes in _draws(seed, call, shape, offset, local_shape, device):
+        out.view(-1)[where] = _rounded(exp(_standard(*lanes).mul_(std).add_(mean)), dtype)
+    return out
+
+
+def cauchy(
+    seed: int,
+    call: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    local_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: Device,
+    median: float = 0.0,
+    sigma: float = 1.0,
+) -> Tensor:
+    """median + sigma tan(pi/2 t), t in (-1, 1); the cosine is the sine of the other angle."""
+    _need_floating("cauchy", dtype)
+    if not sigma > 0.0:
+        raise ValueError(f"cauchy: sigma={sigma}: need a positive sigma")
+    out = torch.empty(tuple(local_shape), dtype=dtype, device=device)
+    for where, (a, b, _, _) in _draws(seed, call, shape, offset, local_shape, device):
+        t = _open_unit(a, b).mul_(2.0).sub_(1.0)
+        value = sin_half_pi(t).div_(sin_half_pi(1.0 - t.abs()))
+        out.view(-1)[where] = _rounded(value.mul_(sigma).add_(median), dtype)
+    return out
+
+
+def geometric(
+    seed: int,
+    call: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    local_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: Device,
+    p: float = 0.5,
+) -> Tensor:
+    """Trials up to the first success: ceil(log u / log(1 - p)), at least 1."""
+    if not 0.0 < p < 1.0:
+        raise ValueError(f"geometric: p={p}: need 0 < p < 1")
+    scale = math.log1p(-p)
+    out = torch.empty(tuple(local_shape), dtype=dtype, device=device)
+    for where, (a, b, _, _) in _draws(seed, call, shape, offset, local_shape, device):
+        value = log(_open_unit(a, b)).div_(scale).ceil_().clamp_(min=1.0)
+        out.view(-1)[where] = _rounded(value, dtype)
     return out
 
 

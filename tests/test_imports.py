@@ -36,14 +36,27 @@ LAYERS = [
         "disttensor.plan",
         "disttensor.strictness",
     ],
-    ["disttensor.tensor", "disttensor.custom", "disttensor.gradient", "disttensor.fallback"],
-    ["disttensor.dispatch", "disttensor.values", "disttensor.methods"],
+    [
+        "disttensor.tree",
+        "disttensor.body",
+        "disttensor.tensor",
+        "disttensor.custom",
+        "disttensor.gradient",
+        "disttensor.sync",
+        "disttensor.fallback",
+    ],
+    [
+        "disttensor.runner",
+        "disttensor.dispatch",
+        "disttensor.values",
+        "disttensor.methods",
+        "disttensor.nn_init",
+    ],
     [
         "disttensor.api",
         "disttensor.interop",
         "disttensor.local_map",
         "disttensor.module",
-        "disttensor.sync",
     ],
     ["disttensor"],  # disttensor/__init__.py only
 ]

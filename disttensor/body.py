@@ -1,0 +1,48 @@
+"""Functions that torch wrote in Python: their body, so that its inner calls are dispatched one by one."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+_bodies: dict[Function, Function | None] = {}
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+class _Seen:
+    """A module as seen by such a body: some names answered otherwise."""
+
+    def __init__(self, module: Any, **other: Any) -> None:
+        self.__dict__.update(other, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+_CHECKS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
+_TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
+
+
+def body_of(func: Function) -> Function | None:
+    """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner calls are then
+    dispatched one by one. None for functions of C++."""
+    if func not in _bodies:
+        inner = unwrap(func)
+        made: Function | None = None
+        if isinstance(inner, types.FunctionType) and inner.__module__.split(".")[0] == "torch":
+            scope = {**inner.__globals__, **_CHECKS}
+            if scope.get("torch") is torch:
+                scope["torch"] = _TORCH
+            made = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+            made.__kwdefaults__ = inner.__kwdefaults__
+        _bodies[func] = made
+    return _bodies[func]

@@ -1,0 +1,222 @@
+"""Runners: how a plan is carried out on the locals, call after call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor import strictness
+from disttensor.gradient import owner_of
+from disttensor.layout import Axes
+from disttensor.plan import Plan
+from disttensor.spec import DistSpec
+from disttensor.sync import sync_gradients
+from disttensor.tensor import DistTensor, wrap
+from disttensor.tree import flat, rebuilt, substitute
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+Runner = Callable[[Sequence[Any], Any], Any]
+
+_make: Callable[..., Any] = Tensor._make_subclass
+
+
+def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
+    """``direct`` where every tensor is a DistTensor that stays as it lies and one tensor comes out, else ``general``."""
+    nested = any(flat(a, []) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    plain = any(type(t) is not DistTensor for t in tensors)
+    several = plan.view and (len(tensors) != 1 or tensors[0] is not args[0])
+    if several or plan.moves or nested or plain or len(plan.gives) != 1 or (plan.inplace and not args):
+        return general(func, plan, specs)
+    return direct(func, plan, args, kwargs)
+
+
+def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
+    """The warm path. What is decided once: how many arguments, and which are read by a use that varies."""
+    local, spec, inplace = plan.local, plan.gives[0], plan.inplace
+    dtype: Any = None  # unknown until the first result
+    axes_of = iter(plan.varying)
+    uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]  # None: no tensor; (): as it is;
+    named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]  # axes: varying over them
+    dist = tuple(u is not None for u in uses)
+    form = "varying" if plan.any_varying else {(True,): "x", (True, True): "x y", (True, False): "x c"}.get(dist, "any")
+    taken = spec.layout.varies()
+    free = any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
+    same = plan.view  # may give its argument itself, as x.contiguous() does
+    view = plan.view and free  # where nothing is replicated, no use can vary more
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        nonlocal spec, dtype
+        if inplace:
+            if args[0]._copied:
+                refuse_copies(func, args[0])
+            if args[0]._aliases is not None or args[0]._origin is not None:
+                args[0].forget_uses()
+        if kwargs:
+            out = local(
+                *[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)],
+                **{
+                    k: v.local_for(u) if u else v if u is None else v._local
+                    for (k, v), u in zip(kwargs.items(), named)
+                },
+            )
+        elif form == "x y":
+            out = local(args[0]._local, args[1]._local)
+        elif form == "x":
+            out = local(args[0]._local)
+        elif form == "x c":
+            out = local(args[0]._local, args[1])
+        else:
+            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)])
+        if out.dtype is not dtype:
+            if not isinstance(out, Tensor):
+                return out
+            if not inplace and args and type(args[0]) is DistTensor and out is args[0]._local:
+                return args[0]
+            spec = checked(plan, out, spec)
+            dtype = spec.dtype
+        if inplace or (same and out is args[0]._local):
+            return args[0]
+        new = _make(DistTensor, spec.proto)
+        new._local = out
+        new._spec = spec
+        if view and out.requires_grad:  # a varying use of the view is the view of a varying use
+            new._origin = lambda axes: local(args[0].local_for(axes), *args[1:], **(kwargs or {}))
+        return new
+
+    return run
+
+
+def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
+    """Reshards, in-place targets, lists, several results, views, plain tensors among the arguments."""
+    local, wants, axes_of = plan.local, plan.wants, plan.varying
+    gives = list(plan.gives)
+    untouched = not plan.moves and not plan.any_varying
+    replay = plan.view and not plan.moves
+    settles = [bool(w is not None and s.layout.partial and not w.layout.partial) for w, s in zip(wants, specs, strict=True)]
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        if any(settles) and not strictness.level and settle(args, kwargs, settles):
+            return func(*args, **(kwargs or {}))  # the gradients among the arguments are reduced now, once for all
+        if plan.moves and strictness.level:
+            strictness.check_moves(func, specs, wants)
+        kwargs = kwargs or {}
+        if untouched:
+            local_args = [_local_of(a, plan) for a in args]
+            local_kwargs = {k: _local_of(v, plan) for k, v in kwargs.items()} if kwargs else kwargs
+        else:
+            numbers = iter(range(len(wants)))
+
+            def at(t: Tensor) -> Tensor:
+                i = next(numbers)
+                return local_as(t, wants[i], axes_of[i], specs[i])
+
+            local_args = substitute(args, at)
+            local_kwargs = substitute(kwargs, at)
+        if plan.inplace:
+            refuse_copies(func, args[0])
+        out = local(*local_args, **local_kwargs)
+        if plan.inplace:
+            return written(args[0], out)
+        x = args[0] if args else None
+        if type(x) is DistTensor and out is x._local:
+            return x
+        result = give(out, gives, plan)
+        if replay and type(x) is DistTensor and x._local.requires_grad and type(result) is DistTensor:
+            rest = tuple(local_args[1:])
+            result._origin = lambda axes: local(x.local_for(axes), *rest, **local_kwargs)
+        elif plan.view and plan.moves:
+            for r in result if isinstance(result, (list, tuple)) else (result,):
+                if isinstance(r, DistTensor):
+                    r._copied = strictness.name_of(func)
+        return result
+
+    return run
+
+
+def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
+    """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer step would."""
+    tensors = flat((args, kwargs or {}), [])
+    owners = [owner_of(t) for t, now in zip(tensors, settles, strict=True) if now and type(t) is DistTensor]
+    found = [p for p in owners if p is not None]
+    sync_gradients(found)
+    return bool(found)
+
+
+def local_as(t: Tensor, want: DistSpec | None, axes: Axes, spec: DistSpec) -> Tensor:
+    """The local of an argument in the layout and for the use that the plan says."""
+    if type(t) is not DistTensor:
+        if want is None and not axes:
+            return t
+        # Not t itself: the alias of a leaf would be a leaf that nobody reads.
+        t = wrap(t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, spec)
+    if want is None:
+        return t.local_for(axes) if axes else t._local
+    return t.moved_for(want, axes)
+
+
+def _local_of(a: Any, plan: Plan) -> Any:
+    if type(a) is DistTensor:
+        return a._local
+    if (type(a) is list or type(a) is tuple) and a and type(a[0]) is not float:
+        try:
+            return [t._local for t in a]
+        except AttributeError:
+            return type(a)([_local_of(v, plan) for v in a])
+    return a
+
+
+def checked(plan: Plan, out: Tensor, spec: DistSpec) -> DistSpec:
+    """The spec of a result with its real dtype; a rule that lies about the local shape is caught here, once."""
+    if plan.mesh.coordinate is not None and tuple(out.shape) != tuple(spec.local_shape):
+        raise RuntimeError(
+            f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is {list(spec.local_shape)}, but the local "
+            f"function gave {list(out.shape)}: the rule is wrong"
+        )
+    return spec if out.dtype is spec.dtype else spec.with_dtype(out.dtype)
+
+
+def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
+    """Local results as DistTensors, in the structure they came in."""
+    if isinstance(out, Tensor):
+        gives[0] = checked(plan, out, gives[0])
+        return wrap(out, gives[0])
+    if type(out) is tuple or type(out) is list:
+        if len(out) == len(gives) and all([type(o) is Tensor and o.dtype is g.dtype and o.shape == g.local_shape for o, g in zip(out, gives)]):
+            return type(out)([wrap(o, g) for o, g in zip(out, gives)])
+    numbers = iter(range(len(gives)))
+
+    def dress(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            i = next(numbers)
+            if value.dtype is not gives[i].dtype or tuple(value.shape) != tuple(gives[i].local_shape):
+                gives[i] = checked(plan, value, gives[i])
+            return wrap(value, gives[i])
+        if isinstance(value, (list, tuple)):
+            items = [dress(v) for v in value]
+            return rebuilt(value, items)
+        return value
+
+    return dress(out)
+
+
+def refuse_copies(func: Function, target: Any) -> None:
+    """Before a write: raise where it would be lost."""
+    for t in target if isinstance(target, (list, tuple)) else (target,):
+        if type(t) is DistTensor and t._copied:
+            raise RuntimeError(
+                f"{strictness.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so "
+                "writing to it would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
+            )
+
+
+def written(target: Any, out: Any) -> Any:
+    """The result of an in-place function: its target(s), whose uses before this are of the old value."""
+    many = isinstance(target, (list, tuple))
+    for t in target if many else (target,):
+        if type(t) is DistTensor and (t._aliases is not None or t._origin is not None):
+            t.forget_uses()
+    return target if isinstance(out, Tensor) or (many and out is not None) else out

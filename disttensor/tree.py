@@ -1,0 +1,44 @@
+"""Walking the arguments and results of a call: tensors in lists, tuples and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def flat(value: Any, out: list[Tensor]) -> list[Tensor]:
+    """Tensors in order of appearance, appended to ``out``."""
+    if isinstance(value, Tensor):
+        out.append(value)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            flat(v, out)
+    elif isinstance(value, dict):
+        for v in value.values():
+            flat(v, out)
+    return out
+
+
+def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
+    """The same structure with f(t) for each tensor t."""
+    if isinstance(value, Tensor):
+        return f(value)
+    if isinstance(value, (list, tuple)):
+        return rebuilt(value, [substitute(v, f) for v in value])
+    if isinstance(value, dict):
+        return {k: substitute(v, f) for k, v in value.items()}
+    return value
+
+
+def rebuilt(like: Any, items: list[Any]) -> Any:
+    """A list, tuple, torch.Size (as a tuple), named tuple or torch.return_types as ``like``, with these items."""
+    kind = type(like)
+    if kind is list:
+        return items
+    if kind is tuple or kind is torch.Size:
+        return tuple(items)
+    return kind(items) if kind.__module__ == "torch.return_types" or not hasattr(like, "_fields") else kind(*items)
