@@ -98,15 +98,16 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
         ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        dtype = input.dtype
-        if o.class_axes and not o.dense and weight is not None and weight.requires_grad:
-            raise RuntimeError(
-                "cross_entropy has no gradient for weight, as in torch: give weight.detach()"
-            )
+        weights = None
         if o.class_axes:
-            x = input.float() if dtype in HALF else input
+            if not o.dense and weight is not None and weight.requires_grad:
+                raise RuntimeError(
+                    "cross_entropy has no gradient for weight, as in torch: give weight.detach()"
+                )
+            dtype = _result_dtype(o, input, target)
+            x = input.to(torch.float32 if dtype in HALF else dtype)
             if o.dense:
-                losses, weights = _dense_losses(o, x, target, weight, label_smoothing), None
+                losses = _dense_losses(o, x, target, weight, label_smoothing)
             else:
                 losses, weights = _losses(o, x, target, weight, ignore_index, label_smoothing)
         else:
@@ -114,7 +115,7 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
             losses = func(
                 input, target, weight, ignore_index=ignore_index, reduction="none", **words
             )
-            weights = None
+            dtype = losses.dtype
             if reduction == "mean" and not o.dense:
                 weights = _weights(target, weight, ignore_index)
         if reduction == "none":
@@ -124,6 +125,13 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
         return total(losses, _count(o, losses, target, weights)).to(dtype)
 
     return run
+
+
+def _result_dtype(o: Options, input: Tensor, target: Tensor) -> torch.dtype:
+    """What torch gives: autocast computes losses in single precision."""
+    dtype = torch.result_type(input, target) if o.dense else input.dtype
+    autocast = dtype in HALF and torch.is_autocast_enabled(input.device.type)
+    return torch.float32 if autocast else dtype
 
 
 def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
