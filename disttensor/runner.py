@@ -35,56 +35,55 @@ def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str,
 
 
 def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
-    """The warm path. What is decided once: how many arguments, and which are read by a use that varies."""
+    """The warm path: what is common is at the top of ``run``, what is rare in ``call`` and ``finish``."""
     local, spec, inplace = plan.local, plan.gives[0], plan.inplace
-    dtype: Any = None  # unknown until the first result
     axes_of = iter(plan.varying)
     uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]  # None: no tensor; (): as it is;
     named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]  # axes: varying over them
-    dist = tuple(u is not None for u in uses)
-    form = "varying" if plan.any_varying else {(True,): "x", (True, True): "x y", (True, False): "x c"}.get(dist, "any")
+    as_it_is = not (inplace or plan.view or plan.any_varying or kwargs)
+    one, two = as_it_is and uses == [()], as_it_is and uses == [(), ()]
     taken = spec.layout.varies()
-    free = any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
-    same = plan.view  # may give its argument itself, as x.contiguous() does
-    view = plan.view and free  # where nothing is replicated, no use can vary more
+    replays = plan.view and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
+    itself = inplace or plan.view  # may give its argument, as x.contiguous() does
+    dtype: Any = None  # unknown until the first result
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
-        nonlocal spec, dtype
-        if inplace:
-            if args[0]._copied:
-                refuse_copies(func, args[0])
-            if args[0]._aliases is not None or args[0]._origin is not None:
-                args[0].forget_uses()
-        if kwargs:
-            out = local(
-                *[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)],
-                **{
-                    k: v.local_for(u) if u else v if u is None else v._local
-                    for (k, v), u in zip(kwargs.items(), named)
-                },
-            )
-        elif form == "x y":
+        if two:
             out = local(args[0]._local, args[1]._local)
-        elif form == "x":
+        elif one:
             out = local(args[0]._local)
-        elif form == "x c":
-            out = local(args[0]._local, args[1])
         else:
-            out = local(*[a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)])
-        if out.dtype is not dtype:
-            if not isinstance(out, Tensor):
-                return out
-            if not inplace and args and type(args[0]) is DistTensor and out is args[0]._local:
-                return args[0]
-            spec = checked(plan, out, spec)
-            dtype = spec.dtype
-        if inplace or (same and out is args[0]._local):
-            return args[0]
+            out = call(args, kwargs)
+        if itself or type(out) is not Tensor or out.dtype is not dtype:
+            return finish(args, kwargs, out)
         new = _make(DistTensor, spec.proto)
         new._local = out
         new._spec = spec
-        if view and out.requires_grad:  # a varying use of the view is the view of a varying use
-            new._origin = lambda axes: local(args[0].local_for(axes), *args[1:], **(kwargs or {}))
+        return new
+
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        if inplace:
+            refuse_copies(func, args[0])
+            args[0].forget_uses()
+        locals_ = [a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)]
+        if not kwargs:
+            return local(*locals_)
+        pairs = zip(kwargs.items(), named)
+        return local(*locals_, **{k: v.local_for(u) if u else v if u is None else v._local for (k, v), u in pairs})
+
+    def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
+        nonlocal spec, dtype
+        x = args[0] if args else None
+        if type(x) is DistTensor and (out is x._local or (inplace and out is not None)):
+            return x
+        if type(out) is not Tensor:  # None of x[i] = y; one piece in a tuple, of a split
+            return give(out, [spec], plan)
+        if out.dtype is not dtype:
+            spec = checked(plan, out, spec)
+            dtype = spec.dtype
+        new = wrap(out, spec)
+        if replays and out.requires_grad:  # a varying use of the view is the view of a varying use
+            new._origin = lambda axes: local(x.local_for(axes), *args[1:], **(kwargs or {}))
         return new
 
     return run
@@ -205,6 +204,8 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
 
 def refuse_copies(func: Function, target: Any) -> None:
     """Before a write: raise where it would be lost."""
+    if type(target) is DistTensor and not target._copied:
+        return
     for t in target if isinstance(target, (list, tuple)) else (target,):
         if type(t) is DistTensor and t._copied:
             raise RuntimeError(

@@ -67,9 +67,12 @@ def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
         )
     if func not in _warned:
         _warned.add(func)
-        warnings.warn(
-            f"{name_of(func)} at {user_line()} has no sharding rule for this call ({why}): its inputs are gathered and it runs "
+        where = user_line()
+        file, _, line = where.rpartition(":")
+        warnings.warn_explicit(
+            f"{name_of(func)} at {where} has no sharding rule for this call ({why}): its inputs are gathered and it runs "
             "on full tensors. Right, but slow; see ops.rule. (Said once per function.)",
             FallbackWarning,
-            stacklevel=4,
+            file or "unknown",
+            int(line) if line.isdigit() else 0,
         )

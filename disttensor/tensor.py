@@ -198,10 +198,11 @@ class DistTensor(Tensor):
         return tuple(a for a in range(len(self._spec.mesh.shape)) if a not in whole and (a in axes or a in cut))
 
     def forget_uses(self) -> None:
-        """After an in-place change of a value that is not a leaf: aliases made before are of the old value."""
+        """On an in-place change of a value that is not a leaf: aliases made before are of the old value."""
         if self._aliases is not None and not self._local.is_leaf:
             self._aliases = None
-        self._origin = None
+        if self._origin is not None:
+            self._origin = None
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
