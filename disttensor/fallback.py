@@ -95,7 +95,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
             out = func(*take(tuple(args)), **take(kwargs))
         for tensor, full, version in seen:
             if full._version != version:
-                if tensor._copied:
+                if tensor._copied and tensor._back is None:
                     raise RuntimeError(
                         f"{strictness.name_of(func)}: {tensor._spec!r} came from {tensor._copied}, which gave a copy: writing to it "
                         "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
@@ -103,6 +103,8 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 back = wrap(full, whole(tensor._spec)).moved_for(tensor._spec, ())
                 tensor._local.copy_(back)
                 tensor.forget_uses()
+                if tensor._back is not None:
+                    tensor._back(tensor)
         if writing and type(args[0]) is DistTensor:
             args[0].forget_uses()
             return args[0] if isinstance(out, Tensor) else out

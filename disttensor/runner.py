@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,6 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if inplace:
             refuse_copies(func, args[0])
-            args[0].forget_uses()
         locals_ = [a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)]
         if not kwargs:
             return local(*locals_)
@@ -74,7 +74,9 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
         nonlocal spec, dtype
         x = args[0] if args else None
-        if type(x) is DistTensor and (out is x._local or (inplace and out is not None)):
+        if inplace:
+            return written(x, out)
+        if type(x) is DistTensor and out is x._local:
             return x
         if type(out) is not Tensor:  # None of x[i] = y; one piece in a tuple, of a split
             return give(out, [spec], plan)
@@ -131,6 +133,8 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
             for r in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(r, DistTensor):
                     r._copied = strictness.name_of(func)
+                    if func is Tensor.__getitem__:
+                        r._back = partial(Tensor.__setitem__, x, args[1])
         return result
 
     return run
@@ -204,10 +208,10 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
 
 def refuse_copies(func: Function, target: Any) -> None:
     """Before a write: raise where it would be lost."""
-    if type(target) is DistTensor and not target._copied:
+    if type(target) is DistTensor and (not target._copied or target._back):
         return
     for t in target if isinstance(target, (list, tuple)) else (target,):
-        if type(t) is DistTensor and t._copied:
+        if type(t) is DistTensor and t._copied and t._back is None:
             raise RuntimeError(
                 f"{strictness.name_of(func)}: {t._spec!r} came from {t._copied}, which had to move data and gave a copy, so "
                 "writing to it would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
@@ -218,6 +222,8 @@ def written(target: Any, out: Any) -> Any:
     """The result of an in-place function: its target(s), whose uses before this are of the old value."""
     many = isinstance(target, (list, tuple))
     for t in target if many else (target,):
-        if type(t) is DistTensor and (t._aliases is not None or t._origin is not None):
+        if type(t) is DistTensor:
             t.forget_uses()
+            if t._back is not None:
+                t._back(t)
     return target if isinstance(out, Tensor) or (many and out is not None) else out
