@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from ops.dropout import attention as with_dropout
 from ops.empty import or_zeros
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
@@ -19,8 +20,6 @@ def scaled_dot_product_attention(
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
 ) -> Factors:  # fmt: skip
     """... h l e, ... h s e, ... h s v -> ... h l v; the keys' dim s and e stay whole"""
-    if dropout_p:
-        raise NoRule("scaled_dot_product_attention with dropout")
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or ndim < 2:
         raise NoRule("scaled_dot_product_attention of tensors that broadcast")
@@ -58,5 +57,5 @@ def scaled_dot_product_attention(
         whole=whole,
         even=even,
         terms=(frozenset({2}),),
-        local=or_zeros,
+        local=with_dropout if dropout_p else or_zeros,
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,19 @@ class Piece(Protocol):
     local_offset: tuple[int, ...]
 
 
+class Draw(Protocol):
+    """The random numbers of one call: replicas get the same, shards different ones, every call fresh ones."""
+
+    invariant: bool  # by global position (``numbers``); else by torch's own generator (``seeded``)
+
+    def numbers(self, kind: str, piece: Any, dtype: Any, device: Any, **options: Any) -> Any:
+        """This rank's piece of a tensor of random numbers. ``piece``: shape, local_offset, local_shape;
+        ``kind``: "uniform", "normal", "bernoulli", ...: a function of disttensor.philox, with its options."""
+
+    def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:
+        """Inside, torch's generator draws alike on ranks that have one place on ``axes``; then it is as before."""
+
+
 class Reach(Protocol):
     """Collectives for local functions, over mesh axes, differentiable where it says so."""
 
@@ -30,6 +44,9 @@ class Reach(Protocol):
 
     def all_gather(self, x: Any, axes: Axes) -> Any:
         """[n, *x.shape], members in order of the axes (major first). Not differentiable."""
+
+    def draw(self, default: str, generator: Any = None) -> Draw:
+        """Random numbers for the call that now runs: once in each, on all ranks. ``default``: "invariant" or "fast"."""
 
 
 @dataclass(slots=True)
