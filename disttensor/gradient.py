@@ -113,11 +113,14 @@ def set_grad(x: DistTensor, value: Any) -> None:
                 f"grad of {x._spec!r} on {x._spec.mesh!r}: the gradient is on {value._spec.mesh!r}; reshard it first"
             )
         whole = x._spec.layout.varies()
-        axes = tuple(a for a, op in value._spec.layout.partial if op == "sum" and a not in whole)
+        if x._local.requires_grad and x._local.is_leaf and not x._hooked:  # others have no place for a pending one
+            axes = tuple(a for a, op in value._spec.layout.partial if op == "sum" and a not in whole)
         local = resharded(value, grad_spec(x, axes).with_dtype(value._spec.dtype))._local
     else:
         spec = grad_spec(x, ())
         local = reshard.run(value, spec.with_layout(Layout(((),) * spec.ndim)), spec)
+    if not local.is_contiguous() and x._local.is_contiguous():  # a slice: a piece of its own
+        local = local.contiguous()
     for _, leaf in uses(x):
         leaf.grad = None
     x._grad = value if isinstance(value, DistTensor) and local is value._local else None

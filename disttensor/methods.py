@@ -13,7 +13,7 @@ from disttensor.tensor import DistTensor, wrap
 Tensor = torch.Tensor
 
 _local: Any = DistTensor
-_local.requires_grad = property(lambda x: x._local.requires_grad, lambda x, flag: x.requires_grad_(flag) and None)
+_local.requires_grad = property(lambda x: x._local.requires_grad, lambda x, flag: gradient.requires_grad_(x, flag))
 _local.grad = property(gradient.get_grad, gradient.set_grad, lambda x: gradient.set_grad(x, None))
 _local.data = property(gradient.get_data, gradient.set_data)
 _local.grad_fn = property(lambda x: x._local.grad_fn)
