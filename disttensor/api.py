@@ -131,8 +131,7 @@ def shard_tensor(
             _compare(value, mesh)
         flag = value.requires_grad and not value.is_leaf
         if flag and torch.is_grad_enabled():
-            out = resharded(wrap(value, full), spec)
-            return out
+            return resharded(wrap(value, full), spec)
         local = reshard_package.run(value.detach(), full, spec)
     if local.untyped_storage().nbytes() > local.nbytes or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
         local = local.clone(memory_format=torch.contiguous_format)
@@ -241,7 +240,7 @@ def from_fn(fn: Callable[..., Tensor], mesh: ProcessMesh, placements: Sequence[P
     return wrap(local.requires_grad_(requires_grad), spec.with_dtype(local.dtype))
 
 
-def _factory(fn: Callable[..., Tensor]) -> Callable[..., DistTensor]:
+def _factory(fn: Any) -> Callable[..., DistTensor]:
     def make(*size: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any) -> DistTensor:
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         return from_fn(fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs)

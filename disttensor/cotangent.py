@@ -79,7 +79,7 @@ class Move(torch.autograd.Function):
 
 
 # Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
-move: Any = super(torch.autograd.Function, Move).apply  # type: ignore[misc]
+move: Any = super(torch.autograd.Function, Move).apply
 
 
 class _Sum(torch.autograd.Function):

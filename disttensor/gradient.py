@@ -55,7 +55,7 @@ def get_grad(x: DistTensor) -> DistTensor | None:
     pieces = [(axes, leaf.grad) for axes, leaf in uses(x) if leaf.grad is not None]
     if not pieces:
         return None
-    axes, total = joined(x, pieces)  # type: ignore[arg-type]
+    axes, total = joined(x, pieces)
     if len(pieces) > 1:
         for _, leaf in uses(x):
             leaf.grad = None
@@ -68,7 +68,7 @@ def cached_grad(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
     """One wrapper per gradient tensor: ``p.grad is p.grad``. It knows whose gradient it is."""
     held = x._grad
     if held is not None and held._local is g:
-        return held  # type: ignore[no-any-return]
+        return held
     spec = grad_spec(x, axes)
     grad = wrap(g, spec if g.dtype is spec.dtype else spec.with_dtype(g.dtype))
     grad._owner = weakref.ref(x)
@@ -247,7 +247,7 @@ def set_data(self: DistTensor, value: Any) -> None:
 
 
 def wrap_proto(spec: DistSpec) -> Tensor:
-    return torch.Tensor._make_subclass(DistTensor, spec.proto, False)  # type: ignore[no-any-return]
+    return torch.Tensor._make_subclass(DistTensor, spec.proto, False)
 
 
 def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
@@ -292,7 +292,7 @@ def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], A
     def on(_: Tensor) -> None:
         if not waiting:
             waiting.append(True)
-            torch.autograd.Variable._execution_engine.queue_callback(done)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(done)
 
     for _, (alias, _v) in (self._aliases or {}).items():
         alias.register_post_accumulate_grad_hook(on)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -23,7 +25,7 @@ def to_dtensor(x: DistTensor) -> DTensor:
     """
     if any(tuple(sorted(a)) != a for a in x._spec.layout.dims):
         raise ValueError(f"{x._spec!r}: DTensor splits a dim in mesh order only; reshard it first")
-    placements = []
+    placements: list[Any] = []
     for p in x.placements:
         if isinstance(p, Partial):
             if p.reduce_op in ("any", "all"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disttensor.api import from_local
-from disttensor.cotangent import Typed, move, dual
+from disttensor.cotangent import Typed, dual, move
 from disttensor.dispatch import one_mesh
 from disttensor.layout import layout_of
 from disttensor.plan import plain_spec
@@ -92,6 +92,6 @@ class _Regrad(torch.autograd.Function):
 
 
 def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
-    return _Regrad.apply(x, spec, given)  # type: ignore[no-any-return]
+    return _Regrad.apply(x, spec, given)
 
 

@@ -12,8 +12,13 @@ from disttensor.tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
 
+
+def _set_requires_grad(x: DistTensor, flag: bool) -> None:
+    x.requires_grad_(flag)
+
+
 _local: Any = DistTensor
-_local.requires_grad = property(lambda x: x._local.requires_grad, lambda x, flag: gradient.requires_grad_(x, flag))
+_local.requires_grad = property(lambda x: x._local.requires_grad, _set_requires_grad)
 _local.grad = property(gradient.get_grad, gradient.set_grad, lambda x: gradient.set_grad(x, None))
 _local.data = property(gradient.get_data, gradient.set_data)
 _local.grad_fn = property(lambda x: x._local.grad_fn)
@@ -73,11 +78,11 @@ for _name in (
 ):  # fmt: skip
     if hasattr(Tensor, _name):
         _of_local(getattr(Tensor, _name).__get__)
-for _func in (
+for _method in (
     Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
     Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,
 ):  # fmt: skip
-    _of_local(_func)
+    _of_local(_method)
 
 
 @handler(Tensor.type)

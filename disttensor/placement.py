@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
@@ -54,7 +53,7 @@ class Partial:
         return f"P({self.reduce_op})"
 
 
-Placement = Union[Shard, Replicate, Partial]
+Placement = Shard | Replicate | Partial
 
 
 def show(placements: Sequence[Placement]) -> str:

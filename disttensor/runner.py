@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
 
 _make: Callable[..., Any] = Tensor._make_subclass
+_setitem: Callable[..., Any] = Tensor.__setitem__
 
 
 def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
@@ -65,11 +66,13 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if inplace:
             refuse_copies(func, args[0])
-        locals_ = [a.local_for(u) if u else a if u is None else a._local for a, u in zip(args, uses)]
+        # spelled out, not used(): a call or a keyword for each argument costs in the warm path
+        locals_: list[Any] = [
+            a if u is None else a.local_for(u) if u else a._local for a, u in zip(args, uses)  # noqa: B905
+        ]
         if not kwargs:
             return local(*locals_)
-        pairs = zip(kwargs.items(), named)
-        return local(*locals_, **{k: v.local_for(u) if u else v if u is None else v._local for (k, v), u in pairs})
+        return local(*locals_, **{k: used(v, u) for (k, v), u in zip(kwargs.items(), named, strict=True)})
 
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
         nonlocal spec, dtype
@@ -89,6 +92,11 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         return new
 
     return run
+
+
+def used(a: Any, axes: Axes | None) -> Any:
+    """An argument as its use wants it: a constant, the local, or the local of a use that varies over ``axes``."""
+    return a if axes is None else a.local_for(axes) if axes else a._local
 
 
 def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
@@ -134,7 +142,7 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
                 if isinstance(r, DistTensor):
                     r._copied = strictness.name_of(func)
                     if func is Tensor.__getitem__:
-                        r._back = partial(Tensor.__setitem__, x, args[1])
+                        r._back = partial(_setitem, x, args[1])
         return result
 
     return run
@@ -188,8 +196,8 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
         gives[0] = checked(plan, out, gives[0])
         return wrap(out, gives[0])
     if type(out) is tuple or type(out) is list:
-        if len(out) == len(gives) and all([type(o) is Tensor and o.dtype is g.dtype and o.shape == g.local_shape for o, g in zip(out, gives)]):
-            return type(out)([wrap(o, g) for o, g in zip(out, gives)])
+        if len(out) == len(gives) and all([type(o) is Tensor and o.dtype is g.dtype and o.shape == g.local_shape for o, g in zip(out, gives, strict=True)]):
+            return type(out)([wrap(o, g) for o, g in zip(out, gives, strict=True)])
     numbers = iter(range(len(gives)))
 
     def dress(value: Any) -> Any:

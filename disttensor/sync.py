@@ -25,7 +25,7 @@ def sync_gradients(params: Any) -> None:
     for p in tensors:
         if type(p) is not DistTensor:
             continue
-        grad = p.grad
+        grad: Any = p.grad
         if grad is not None and grad._spec.layout.partial:
             axes = tuple(a for a, _ in grad._spec.layout.partial)
             key = (grad._spec.mesh, axes, grad._spec.dtype)
@@ -72,4 +72,4 @@ register_optimizer_step_pre_hook(_before_step)
 # torch chooses its functions on lists for the types that it lists here (as DTensor enters itself).
 for _types in (optimizer_types, clip_types):
     if DistTensor not in _types:
-        _types.append(DistTensor)  # type: ignore[arg-type]
+        _types.append(DistTensor)

@@ -69,32 +69,32 @@ class DistTensor(Tensor):
 
     # Metadata, as of the global tensor ---------------------------------------------------------------
 
-    @property  # type: ignore[override]
-    def shape(self) -> torch.Size:
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
         return self._spec.shape
 
-    @property  # type: ignore[override]
-    def dtype(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self._spec.dtype
 
-    @property  # type: ignore[override]
-    def device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
         return self._local.device
 
-    @property  # type: ignore[override]
-    def ndim(self) -> int:
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
         return len(self._spec.shape)
 
-    @property  # type: ignore[override]
-    def layout(self) -> torch.layout:
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
         return torch.strided
 
-    @property  # type: ignore[override]
-    def itemsize(self) -> int:
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]
         return self._spec.dtype.itemsize
 
-    @property  # type: ignore[override]
-    def nbytes(self) -> int:
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
         return self._spec.nbytes
 
     def size(self, dim: int | None = None) -> Any:
@@ -186,7 +186,7 @@ class DistTensor(Tensor):
         if not local.requires_grad or not torch.is_grad_enabled():
             return reshard.run(local, src, dst)
         through = self.through(dst, axes)
-        return move(self.local_for(through), Typed(src, through), Typed(dst, axes), None)  # type: ignore[no-any-return]
+        return move(self.local_for(through), Typed(src, through), Typed(dst, axes), None)
 
     def through(self, dst: DistSpec, axes: Axes) -> Axes:
         """The axes over which a move to ``dst`` (used varying over ``axes``) reads this replicated value varying.
@@ -211,7 +211,7 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     out = _subclass(DistTensor, spec.proto)
     out._local = local
     out._spec = spec
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def resharded(x: DistTensor, dst: DistSpec) -> DistTensor:
@@ -224,9 +224,9 @@ def resharded(x: DistTensor, dst: DistSpec) -> DistTensor:
 
         def alias(axes: Axes) -> Tensor:
             if local._version != version:  # written to since, perhaps through a view: what it came from is history
-                return move(local, Typed(dst), Typed(dst, axes), None)  # type: ignore[no-any-return]
+                return move(local, Typed(dst), Typed(dst, axes), None)
             through = x.through(dst, axes)
-            return move(x.local_for(through), Typed(x._spec, through), Typed(dst, axes), [held])  # type: ignore[no-any-return]
+            return move(x.local_for(through), Typed(x._spec, through), Typed(dst, axes), [held])
 
         out._origin = alias
     return out

@@ -90,15 +90,15 @@ def __repr__(self: DistTensor, *, tensor_contents: Any = None) -> str:
 
 def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     if id(self) in memo:
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
     if not self._local.is_leaf:
         raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
     local = self._local.detach().clone(memory_format=torch.preserve_format).requires_grad_(self._local.requires_grad)
     new = wrap(local, self._spec)
     if getattr(self, "_is_param", False):
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     memo[id(self)] = new
-    grad = self.grad
+    grad: Any = self.grad
     if grad is not None:
         new.grad = __deepcopy__(grad.detach(), memo)
     return new
@@ -125,7 +125,7 @@ def rebuild(local: Tensor, mesh: Any, dims: Any, partial: Any, shape: Any, flags
         )
     x = wrap(local.detach().requires_grad_(flags[0]), spec)
     if flags[1]:
-        x._is_param = True  # type: ignore[attr-defined]
+        x._is_param = True
     return x
 
 
