@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import reshard as reshard_package
 from disttensor import comm, random
+from disttensor.cotangent import whole_grad
 from disttensor.layout import Layout, layout_from_mapping, layout_of, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -136,7 +137,7 @@ def shard_tensor(
     if local.untyped_storage().nbytes() > local.nbytes or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
         local = local.clone(memory_format=torch.contiguous_format)
     wants = requires_grad if requires_grad is not None else isinstance(data, Tensor) and data.requires_grad
-    out = wrap(local.requires_grad_(wants), spec)
+    out = wrap(whole_grad(local.requires_grad_(wants), spec), spec)
     return torch.nn.Parameter(out, wants) if isinstance(data, torch.nn.Parameter) else out  # type: ignore[return-value]
 
 

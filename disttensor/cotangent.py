@@ -55,6 +55,16 @@ def dual(t: Typed) -> tuple[Typed, float]:
     return found
 
 
+def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
+    """A leaf of a pending average collects the gradient of the average, not that of its own share (1/n of it)."""
+    known = hasattr(leaf, "_whole_grad") or any(op not in ("sum", "avg") for _, op in spec.layout.partial)
+    divided = 1.0 if known or not leaf.requires_grad else dual(Typed(spec))[1]
+    if divided != 1.0:
+        leaf.register_hook(lambda g: g * divided)
+        leaf._whole_grad = True  # type: ignore[attr-defined]
+    return leaf
+
+
 class Move(torch.autograd.Function):
     """The local of ``src`` as the local of ``dst``. Backward: from dual(dst) to dual(src)."""
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor.cotangent import Typed, dual
-from disttensor.layout import Axes, Layout
+from disttensor.cotangent import Typed, dual, move, whole_grad
+from disttensor.layout import Axes, Layout, replicated
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, resharded, wrap
 
@@ -37,6 +37,10 @@ def joined(x: DistTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, 
     if len(pieces) == 1:
         return pieces[0]
     union = tuple(sorted({a for axes, _ in pieces for a in axes}))
+    if any(g.requires_grad for _, g in pieces):  # to be differentiated again: every rank keeps every share in the graph
+        ends = dual(Typed(x._spec, union))[0]
+        moved = [g if axes == union else move(g, dual(Typed(x._spec, axes))[0], ends, None) for axes, g in pieces]
+        return union, sum(moved[1:], start=moved[0])
     coordinate = x._spec.mesh.coordinate or ()
     total = None
     for axes, g in pieces:
@@ -64,13 +68,24 @@ def get_grad(x: DistTensor) -> DistTensor | None:
     return cached_grad(x, axes, total)
 
 
+def given(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
+    """The gradient of x's local (of its use varying over ``axes``) as a value: the gradient of x."""
+    typed, divided = dual(Typed(x._spec, axes))
+    if divided != 1.0 and not x._local.is_leaf:
+        g = g * divided
+    if typed.varying and g.requires_grad:  # inside the graph it is read by varying uses; what is made of it now is not
+        g = move(g, typed, Typed(typed.spec), None)
+    return wrap(g, typed.spec if g.dtype is typed.spec.dtype else typed.spec.with_dtype(g.dtype))
+
+
 def cached_grad(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
     """One wrapper per gradient tensor: ``p.grad is p.grad``. It knows whose gradient it is."""
     held = x._grad
     if held is not None and held._local is g:
         return held
-    spec = grad_spec(x, axes)
-    grad = wrap(g, spec if g.dtype is spec.dtype else spec.with_dtype(g.dtype))
+    grad = given(x, axes, g)
+    if grad._local is not g:
+        return grad
     grad._owner = weakref.ref(x)
     x._grad = grad
     return grad
@@ -146,11 +161,10 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
             raise RuntimeError(f"backward of {x._spec!r}: a gradient is created only for a tensor of one element")
         return torch.full_like(x._local, 1 / divide)
     spec = typed.spec.with_dtype(gradient.dtype)
-    if isinstance(gradient, DistTensor):
-        g = resharded(gradient, spec)._local
-    else:
-        g = reshard.run(gradient, spec.with_layout(Layout(((),) * spec.ndim)), spec)
-    return g if divide == 1.0 else g / divide
+    if not isinstance(gradient, DistTensor):
+        gradient = wrap(gradient.view_as(gradient), spec.with_layout(replicated(spec.ndim)))
+    g = gradient.moved_for(spec, typed.varying)
+    return g if divide == 1.0 else g / divide  # type: ignore[no-any-return]
 
 
 def backward(self: DistTensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
@@ -189,7 +203,7 @@ def autograd_grad(
         if pieces:
             if isinstance(x, DistTensor):
                 axes, g = joined(x, pieces)
-                result.append(wrap(g, grad_spec(x, axes).with_dtype(g.dtype)))
+                result.append(given(x, axes, g))
             else:
                 result.append(pieces[0][1])
         elif materialize_grads:
@@ -211,6 +225,8 @@ def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
         raise RuntimeError("only the requires_grad flag of leaves can be switched off; use detach()")
     for _, leaf in uses(self) if self._local.is_leaf else [((), self._local)]:
         leaf.requires_grad_(requires_grad)
+    if requires_grad:
+        whole_grad(self._local, self._spec)
     return self
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor.cotangent import Typed, move
+from disttensor.cotangent import Typed, move, whole_grad
 from disttensor.layout import Axes, dims_mapping_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -171,7 +171,7 @@ class DistTensor(Tensor):
         if self._origin is not None:
             alias = self._origin(axes)
         elif local.is_leaf and not self._hooked:
-            alias, version = local.detach().requires_grad_(), -1  # a second leaf: shares memory, collects its own .grad
+            alias, version = whole_grad(local.detach().requires_grad_(), self._spec), -1  # a second leaf: shares memory, collects its own .grad
         else:
             alias = move(local, Typed(self._spec), Typed(self._spec, axes), None)
         aliases[axes] = (alias, version)

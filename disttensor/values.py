@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from disttensor.cotangent import whole_grad
 from disttensor.fallback import whole
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
@@ -94,7 +95,7 @@ def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     if not self._local.is_leaf:
         raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
     local = self._local.detach().clone(memory_format=torch.preserve_format).requires_grad_(self._local.requires_grad)
-    new = wrap(local, self._spec)
+    new = wrap(whole_grad(local, self._spec), self._spec)
     if getattr(self, "_is_param", False):
         new._is_param = True
     memo[id(self)] = new
@@ -123,7 +124,7 @@ def rebuild(local: Tensor, mesh: Any, dims: Any, partial: Any, shape: Any, flags
             f"this pickle holds a piece of shape {list(local.shape)}, but rank's place in {spec!r} is {list(spec.local_shape)}: "
             "every rank loads what that rank has saved"
         )
-    x = wrap(local.detach().requires_grad_(flags[0]), spec)
+    x = wrap(whole_grad(local.detach().requires_grad_(flags[0]), spec), spec)
     if flags[1]:
         x._is_param = True
     return x
