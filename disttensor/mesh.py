@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ class ProcessMesh:
     dim_names: tuple[str, ...]
     device_type: str
     coordinate: tuple[int, ...] | None
+    _groups: dict[tuple[int, ...], comm.Group]
 
-    _interned: dict[tuple[Any, ...], ProcessMesh] = {}
+    _interned: ClassVar[dict[tuple[Any, ...], ProcessMesh]] = {}
 
     def __new__(cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None) -> ProcessMesh:
         array = np.asarray(mesh.cpu() if isinstance(mesh, torch.Tensor) else mesh, dtype=np.int64)
@@ -62,7 +63,7 @@ class ProcessMesh:
         self.device_type = device_type
         where = np.argwhere(array == rank)
         self.coordinate = tuple(int(i) for i in where[0]) if len(where) else None
-        self._groups: dict[tuple[int, ...], comm.Group] = {}
+        self._groups = {}
         cls._interned[key] = self
         return self
 
@@ -148,7 +149,7 @@ class ProcessMesh:
         if Ellipsis in full:
             at = full.index(Ellipsis)
             full = (*full[:at], *[slice(None)] * (self.ndim - len(full) + 1), *full[at + 1 :])
-        kept = [n for n, i in itertools.zip_longest(self.dim_names, full, fillvalue=slice(None)) if not isinstance(i, (int, np.integer))]
+        kept: Any = [n for n, i in itertools.zip_longest(self.dim_names, full, fillvalue=slice(None)) if not isinstance(i, (int, np.integer))]
         return ProcessMesh(picked, kept if picked.ndim else ("d0",), self.device_type)
 
     @classmethod

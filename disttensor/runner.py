@@ -76,7 +76,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
 
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
         nonlocal spec, dtype
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if inplace:
             return written(x, out)
         if type(x) is DistTensor and out is x._local:
@@ -130,7 +130,7 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         out = local(*local_args, **local_kwargs)
         if plan.inplace:
             return written(args[0], out)
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if type(x) is DistTensor and out is x._local:
             return x
         result = give(out, gives, plan)
