@@ -48,6 +48,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     replays = plan.view and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
     itself = inplace or plan.view  # may give its argument, as x.contiguous() does
     dtype: Any = None  # unknown until the first result
+    proto = spec.proto
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         if two:
@@ -58,7 +59,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             out = call(args, kwargs)
         if itself or type(out) is not Tensor or out.dtype is not dtype:
             return finish(args, kwargs, out)
-        new = _make(DistTensor, spec.proto)
+        new = _make(DistTensor, proto)
         new._local = out
         new._spec = spec
         return new
@@ -75,7 +76,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         return local(*locals_, **{k: used(v, u) for (k, v), u in zip(kwargs.items(), named, strict=True)})
 
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
-        nonlocal spec, dtype
+        nonlocal spec, dtype, proto
         x: Any = args[0] if args else None
         if inplace:
             return written(x, out)
@@ -85,7 +86,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             return give(out, [spec], plan)
         if out.dtype is not dtype:
             spec = checked(plan, out, spec)
-            dtype = spec.dtype
+            dtype, proto = spec.dtype, spec.proto
         new = wrap(out, spec)
         if replays and out.requires_grad:  # a varying use of the view is the view of a varying use
             new._origin = lambda axes: local(x.local_for(axes), *args[1:], **(kwargs or {}))

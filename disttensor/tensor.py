@@ -42,6 +42,14 @@ class DistTensor(Tensor):
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing may come here: the wrapper holds no data, and is in no graph."""
+        raise RuntimeError(
+            f"{func} reached a DistTensor below __torch_function__, where only plain tensors may be: something called it with "
+            "torch functions disabled, or from C++. Run that code on the locals: local_map(fn, in_placements, out_placements)"
+        )
+
     # Layout ------------------------------------------------------------------------------------------
 
     @property
