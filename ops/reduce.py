@@ -101,7 +101,7 @@ def mean(
 
     def make(call: Call, axes: Any) -> Any:
         here, there = sizes_of(call, gone)
-        func = call.func if here else torch.sum
+        func = call.func if here or not there else torch.sum  # of nothing at all: nan
         share = here / there if there else 1.0
 
         def mean(*args: Any, **kwargs: Any) -> torch.Tensor:

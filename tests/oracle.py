@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, S
 from disttensor.placement import show
 
 Layouts = Sequence[Sequence[Placement] | None]  # one per tensor argument; None: stays plain
+MORE = int(os.environ.get("ORACLE_MORE", "1"))  # times as many layouts per case
+SEED = os.environ.get("ORACLE_SEED", "")  # others than usual
 WAYS = ("leaf", "product", "view", "moved")  # how an input that requires grad comes to the function
 
 
@@ -368,13 +371,13 @@ def check_cases(cases: Sequence[Case], most: int = 12) -> None:
     failures = []
     for c in cases:
         options = dict(c.options)
-        most_of_this = options.pop("most", most)
+        most_of_this = options.pop("most", most) * MORE
         found = 0
-        chosen = options.pop("layouts", None) or some_layouts(tensors_in((c.args, options)), mesh.ndim, most_of_this, c.name, options.get("frozen", ()))
+        chosen = options.pop("layouts", None) or some_layouts(tensors_in((c.args, options)), mesh.ndim, most_of_this, c.name + SEED, options.get("frozen", ()))
         for n, layouts in enumerate(chosen):
             if options.get("inplace") and layouts[0] is None:
                 continue
-            draw = random.Random(f"{c.name} {n}")
+            draw = random.Random(f"{c.name} {n}{SEED}")
             ways = [draw.choice(WAYS) for _ in layouts] if n % 3 else ["leaf"]
             weigh = draw.choice(["full", "dist"])
             error = attempt(check_op, c.func, *c.args, layouts=layouts, mesh=mesh, ways=ways, weigh=weigh, **options)
