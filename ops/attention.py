@@ -3,14 +3,19 @@ not causal."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from ops.dropout import attention as with_dropout
+from ops.call import Call, Draw
 from ops.empty import or_zeros
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
+from ops.random import box, drawing
 from ops.registry import rule
 
 
@@ -59,3 +64,35 @@ def scaled_dot_product_attention(
         terms=(frozenset({2}),),
         local=with_dropout if dropout_p else or_zeros,
     )
+
+
+def with_dropout(call: Call) -> Callable[..., Any]:
+    """scaled_dot_product_attention with dropout: of the weights [..., l, s], a number each. The width of the values
+    may be split: those ranks share the mask."""
+    out, keys = call.outputs[0], call.inputs[1]
+    size = keys.shape[-2]
+    mask = box((*out.shape[:-1], size), (*out.local_shape[:-1], size), (*out.local_offset[:-1], 0))
+    place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
+    plain = or_zeros(call)
+
+    def by_position(
+        draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if enable_gqa:
+            each = query.shape[-3] // max(1, key.shape[-3])
+            key, value = key.repeat_interleave(each, -3), value.repeat_interleave(each, -3)
+        scores = query @ key.transpose(-2, -1) * (scale or 1.0 / math.sqrt(query.shape[-1]))
+        if is_causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+            scores = scores.masked_fill(future, -math.inf)
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+        keep = draw.numbers("bernoulli", mask, query.dtype, query.device, p=1.0 - dropout_p)
+        weights = torch.softmax(scores, -1) * (
+            keep.div_(1.0 - dropout_p) if dropout_p < 1.0 else keep
+        )
+        return weights @ value
+
+    return drawing(call, "fast", by_position, place, plain)

@@ -12,14 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.call import Call, Draw
-from ops.empty import or_zeros
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.random import FIRST, box, drawing
-from ops.registry import Rule, register, rule
+from ops.registry import Function, Rule, register, rule
 
-LINEAR = [torch.dropout, torch.dropout_, F.dropout, torch.feature_dropout, torch.feature_dropout_]
-AFFINE = [
+LINEAR: list[Function] = [
+    torch.dropout,
+    torch.dropout_,
+    F.dropout,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+]
+AFFINE: list[Function] = [
     torch.alpha_dropout,
     torch.alpha_dropout_,
     F.alpha_dropout,
@@ -62,8 +67,8 @@ def masked(call: Call) -> Callable[..., Any]:
     def _times(input: Tensor, noise: Tensor) -> Tensor:
         return input.mul_(noise) if inplace else input * noise
 
-    draws = drawing(call, "fast", by_position, place, lambda input, p: core(input, p, True))
     core = CORES[name]
+    draws = drawing(call, "fast", by_position, place, lambda input, p: core(input, p, True))
 
     def run(input: Tensor, p: float = 0.5, *flags: Any, **named: Any) -> Tensor:
         if not 0.0 <= p <= 1.0:
@@ -155,38 +160,3 @@ def rrelu(
     if inplace:
         raise NoRule("inplace=True is the function with _ at its end")
     return pointwise_factors([input], local=sloped if training else None)
-
-
-# Attention ------------------------------------------------------------------------------------------------
-
-
-def attention(call: Call) -> Callable[..., Any]:
-    """scaled_dot_product_attention with dropout: of the weights [..., l, s], a number each. The width of the values
-    may be split: those ranks share the mask."""
-    out, keys = call.outputs[0], call.inputs[1]
-    size = keys.shape[-2]
-    mask = box((*out.shape[:-1], size), (*out.local_shape[:-1], size), (*out.local_offset[:-1], 0))
-    place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
-    plain = or_zeros(call)
-
-    def by_position(
-        draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if enable_gqa:
-            each = query.shape[-3] // max(1, key.shape[-3])
-            key, value = key.repeat_interleave(each, -3), value.repeat_interleave(each, -3)
-        scores = query @ key.transpose(-2, -1) * (scale or 1.0 / math.sqrt(query.shape[-1]))
-        if is_causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-            scores = scores.masked_fill(future, -math.inf)
-        if attn_mask is not None:
-            hidden = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
-        keep = draw.numbers("bernoulli", mask, query.dtype, query.device, p=1.0 - dropout_p)
-        weights = torch.softmax(scores, -1) * (
-            keep.div_(1.0 - dropout_p) if dropout_p < 1.0 else keep
-        )
-        return weights @ value
-
-    return drawing(call, "fast", by_position, place, plain)

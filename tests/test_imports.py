@@ -40,6 +40,7 @@ LAYERS = [
         "disttensor.tree",
         "disttensor.body",
         "disttensor.tensor",
+        "disttensor.checkpoint",
         "disttensor.custom",
         "disttensor.gradient",
         "disttensor.sync",

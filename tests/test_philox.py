@@ -21,6 +21,10 @@ DRAWS: list[tuple[Callable[..., Tensor], torch.dtype, dict[str, Any]]] = [
     *((philox.normal, dtype, {"mean": 0.1, "std": 3.0}) for dtype in (*REAL, *COMPLEX)),
     *((philox.truncated_normal, dtype, {}) for dtype in REAL),
     *((philox.exponential, dtype, {}) for dtype in REAL),
+    *((philox.log_normal, dtype, {"std": 1.0}) for dtype in REAL),
+    *((philox.cauchy, dtype, {}) for dtype in REAL),
+    (philox.geometric, torch.float32, {"p": 0.2}),
+    (philox.geometric, torch.int64, {"p": 0.2}),
     (philox.bernoulli, torch.bool, {"p": 0.3}),
     (philox.bernoulli, torch.float32, {"p": 0.3}),
     (philox.integers, torch.int64, {"low": -5, "high": 1 << 40}),
@@ -298,6 +302,8 @@ def test_distributions(dtype: torch.dtype, seed: int) -> None:
     assert ks(sample(philox.normal), phi) < 2.2
     assert ks(sample(philox.normal, mean=-1.0, std=0.02), lambda x: phi((x + 1) / 0.02)) < 2.2
     assert ks(sample(philox.exponential, rate=2.0), lambda x: -torch.expm1(-2 * x)) < 2.2
+    assert ks(sample(philox.log_normal, mean=0.5), lambda x: phi((x.log() - 0.5) / 2)) < 2.2
+    assert ks(sample(philox.cauchy, sigma=2.0), lambda x: (x / 2).atan() / math.pi + 0.5) < 2.2
     mass = math.erf(math.sqrt(2.0))
     assert ks(sample(philox.truncated_normal), lambda x: (phi(x) - (1 - mass) / 2) / mass) < 2.2
 
@@ -385,6 +391,16 @@ def test_truncated_normal_keeps_its_bounds(low: float, high: float) -> None:
         assert ks(x, lambda v: (phi(v) - below) / (above - below)) < 2.2
 
 
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.999])
+def test_geometric(p: float) -> None:
+    got = whole(philox.geometric, N, torch.int64, p=p)
+    assert got.min() == 1
+    for k in range(1, 6):
+        expected = (1 - p) ** k
+        share = (got > k).double().mean().item()
+        assert abs(share - expected) < 4.5 * math.sqrt(expected * (1 - expected) / N) + 1e-12
+
+
 def test_permutation() -> None:
     for n in (0, 1, 2, 17, 1000):
         assert torch.equal(philox.permutation(1, 2, n, "cpu").sort().values, torch.arange(n))
@@ -446,6 +462,13 @@ def test_log_and_sine_are_accurate() -> None:
     assert ulps(exact.sin_half_pi(t), (t * (math.pi / 2)).sin()) <= 4
 
 
+def test_exp_is_accurate() -> None:
+    u = whole(philox.uniform, N, torch.float64)
+    x = torch.cat([u, -u, u * 709, u * -708, u * 1e-9, doubles(0.0, -0.0)])
+    assert ulps(exact.exp(x), x.exp()) <= 2
+    assert exact.exp(doubles(-1e9, -800.0, 710.0, 1e9)).tolist() == [0.0, 0.0, math.inf, math.inf]
+
+
 def test_normal_quantile_is_accurate() -> None:
     p = whole(philox.uniform, 2000, torch.float64)
     p = torch.cat([p, p * 1e-5, p * 1e-30, doubles(1e-300, 0.075, 0.925, 1 - 1e-12)])
@@ -471,6 +494,9 @@ def test_normal_quantile_is_accurate() -> None:
         (philox.integers, torch.int64, {"low": 3, "high": 3}, ValueError, "low < high"),
         (philox.integers, torch.int64, {"low": 0, "high": 2**63 + 1}, ValueError, "int64"),
         (philox.truncated_normal, torch.float32, {"low": 3.0}, ValueError, "low <= high"),
+        (philox.log_normal, torch.float32, {"std": 0.0}, ValueError, "positive"),
+        (philox.cauchy, torch.float32, {"sigma": 0.0}, ValueError, "positive"),
+        (philox.geometric, torch.float32, {"p": 1.0}, ValueError, "0 < p < 1"),
     ],
 )
 def test_bad_options(
