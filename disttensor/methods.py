@@ -94,6 +94,12 @@ def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     return x.to(dtype, non_blocking=non_blocking)
 
 
+@handler(torch._has_compatible_shallow_copy_type)
+def _same_kind(x: Any, other: Any) -> bool:
+    """``nn.Module.to``: may the data of the one be replaced by that of the other?"""
+    return type(x) is type(other)
+
+
 @handler(Tensor.is_set_to)
 def _is_set_to(x: Any, other: Any) -> bool:
     return bool(getattr(x, "_local", x).is_set_to(getattr(other, "_local", other)))
@@ -108,3 +114,16 @@ def _place(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
 def _share(x: DistTensor) -> DistTensor:
     x._local.share_memory_()
     return x
+
+
+# Python values of whole tensors --------------------------------------------------------------------------------
+
+
+@handler(torch.equal, Tensor.equal)
+def _equal(input: Any, other: Any) -> bool:
+    return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())
+
+
+@handler(torch.allclose, Tensor.allclose)
+def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
