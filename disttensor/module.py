@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,23 +20,27 @@ from disttensor.tensor import DistTensor, wrap
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
 
 
-def shard_module(module: nn.Module, mesh: ProcessMesh, plan: Plan = None) -> nn.Module:
+def shard_module(
+    module: nn.Module, mesh: ProcessMesh, plan: Plan = None, *, init: Callable[[nn.Module], Any] | None = None
+) -> nn.Module:
     """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, in place; gives the module back.
 
     ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or a compiled regex) to
     placements; the first entry that matches counts, exact names before patterns. Or it is a function (name, module, mesh)
     that is called for each submodule and shards what it likes with ``shard_tensor``. What is not named is replicated.
-    Tied parameters stay tied. Parameters on the meta device are made shard by shard and initialized by
-    ``reset_parameters`` of their modules, with the bits that one process draws.
-    Raises ValueError for a name that matches nothing, before anything is changed.
+    Tied parameters stay tied. Tensors on the meta device are made shard by shard and initialized by ``init(submodule)``, or
+    without it by the submodule's own ``reset_parameters``, inner modules first, with the bits that one process draws.
+    Raises ValueError for a plan that does not fit and for meta tensors that nothing would initialize, before anything is changed.
     """
     need_member(mesh, "shard_module")
     chosen = _choose(module, mesh, plan) if not callable(plan) else {}
     if callable(plan):
         for name, child in module.named_modules():
             plan(name, child, mesh)
+    if init is None:
+        _check_meta(module)
     made: dict[int, Any] = {}
-    fresh: list[nn.Module] = []
+    fresh: set[nn.Module] = set()
     for prefix, child in module.named_modules():
         born = False
         for table in (child._parameters, child._buffers):
@@ -49,11 +53,41 @@ def shard_module(module: nn.Module, mesh: ProcessMesh, plan: Plan = None) -> nn.
                     born = born or value.is_meta
                 table[key] = made[id(value)][1]
         if born:
-            fresh.append(child)
-    for child in fresh:
-        if callable(getattr(child, "reset_parameters", None)):
-            child.reset_parameters()  # type: ignore[operator]
+            fresh.add(child)
+    for child in inner_first(module):
+        if child in fresh:
+            (init or _initializer)(child)
     return module
+
+
+def _initializer(module: nn.Module) -> Any:
+    """Call what initializes the parameters of this module itself."""
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset()
+
+
+def _check_meta(module: nn.Module) -> None:
+    """Raise for a tensor on the meta device in a module that cannot initialize it."""
+    for prefix, child in module.named_modules():
+        if callable(getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)):
+            continue
+        for key, value in (*child._parameters.items(), *child._buffers.items()):
+            if isinstance(value, torch.Tensor) and not isinstance(value, DistTensor) and value.is_meta:
+                raise ValueError(
+                    f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, and its module "
+                    f"{type(child).__name__} has no reset_parameters, so nothing would give it values. Pass init=function(module), "
+                    "give the module a reset_parameters, or make this tensor on a real device"
+                )
+
+
+def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """Submodules before what holds them: the order in which constructors initialize."""
+    seen = set() if seen is None else seen
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from inner_first(child, seen)
+    yield module
 
 
 def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None) -> Any:
@@ -76,6 +110,8 @@ def _choose(module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Pl
     chosen: dict[str, Sequence[Placement]] = {}
     for exact in (True, False):
         for pattern, placements in (plan or {}).items():
+            if not isinstance(pattern, (str, re.Pattern)):
+                raise TypeError(f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) or a compiled regex")
             literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
             if literal is not exact:
                 continue
@@ -85,10 +121,7 @@ def _choose(module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Pl
                 raise ValueError(f"shard_module: {pattern!r} matches no parameter, buffer or module; there are {close}, ...")
             for name in hits:
                 if name not in chosen:
-                    try:
-                        layout_of(placements, tensors[name].ndim, mesh.ndim)
-                    except ValueError as error:
-                        raise ValueError(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
+                    _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
                     chosen[name] = placements
     by_tensor: dict[int, str] = {}
     for name, value in tensors.items():  # a tied parameter has one layout under all its names
@@ -100,6 +133,16 @@ def _choose(module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Pl
             if one is None and other is not None:
                 chosen[first] = other
     return chosen
+
+
+def _check_placements(pattern: Any, name: str, placements: Any, ndim: int, mesh: ProcessMesh) -> None:
+    """Raise where these placements do not fit the tensor ``name``."""
+    try:
+        layout = layout_of(placements, ndim, mesh.ndim)
+        if layout.partial:
+            raise ValueError("Partial is for values that are still to be reduced; parameters and buffers are split or replicated")
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
 
 
 def _matches(pattern: Any, name: str, modules: set[str]) -> bool:
