@@ -43,21 +43,38 @@ def constant_(tensor: Any, val: float) -> Any:
 
 
 @handler(_init.kaiming_uniform_)
-def kaiming_uniform_(tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None) -> Any:
+def kaiming_uniform_(
+    tensor: Any,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: Any = None,
+) -> Any:
     if 0 in tensor.shape:
         warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=2)
         return tensor
-    std = _init.calculate_gain(nonlinearity, a) / math.sqrt(_init._calculate_correct_fan(tensor, mode))
+    std = _init.calculate_gain(nonlinearity, a) / math.sqrt(
+        _init._calculate_correct_fan(tensor, mode)
+    )
     bound = math.sqrt(3.0) * std
     with torch.no_grad():
         return tensor.uniform_(-bound, bound, generator=generator)
 
 
-def trunc_normal_(tensor: DistTensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> DistTensor:
+def trunc_normal_(
+    tensor: DistTensor, mean: float, std: float, a: float, b: float, generator: Any = None
+) -> DistTensor:
     """One draw by position, in place of torch's rejection sampling in a loop that depends on the data."""
     spec = tensor._spec
     numbers = random.draw(spec.mesh, "invariant", generator).numbers(
-        "truncated_normal", spec, spec.dtype, tensor._local.device, mean=mean, std=std, low=a, high=b
+        "truncated_normal",
+        spec,
+        spec.dtype,
+        tensor._local.device,
+        mean=mean,
+        std=std,
+        low=a,
+        high=b,
     )
     with torch.no_grad():
         return tensor.copy_(wrap(numbers, spec.with_layout(Layout(spec.layout.dims))))  # type: ignore[return-value]

@@ -14,6 +14,7 @@ A recomputation under activation checkpointing repeats the calls of its forward:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -41,9 +42,12 @@ class _State:
 
 def manual_seed(seed: int) -> None:
     """Start the random numbers of DistTensors anew. Every rank gives the same seed."""
-    if not isinstance(seed, int):
-        raise TypeError(f"manual_seed({seed!r}): an int is expected, the same on all ranks")
-    _State.seed, _State.calls = seed, 0
+    try:
+        _State.seed, _State.calls = operator.index(seed), 0
+    except TypeError:
+        raise TypeError(
+            f"manual_seed({seed!r}): an int is expected, the same on all ranks"
+        ) from None
 
 
 class rng:
@@ -55,7 +59,9 @@ class rng:
 
     def __init__(self, policy: str) -> None:
         if policy not in _POLICIES:
-            raise ValueError(f"rng({policy!r}): the policies are " + " and ".join(map(repr, _POLICIES)))
+            raise ValueError(
+                f"rng({policy!r}): the policies are " + " and ".join(map(repr, _POLICIES))
+            )
         self.policy = policy
         self.outer: list[str | None] = []
 
@@ -86,10 +92,14 @@ class Draw:
         self.invariant = note.invariant
         self.mesh = mesh
 
-    def numbers(self, kind: str, piece: Any, dtype: torch.dtype, device: Any, **options: Any) -> Tensor:
+    def numbers(
+        self, kind: str, piece: Any, dtype: torch.dtype, device: Any, **options: Any
+    ) -> Tensor:
         """``kind``: a function of disttensor.philox."""
         draw: Callable[..., Tensor] = getattr(philox, kind)
-        return draw(*self.key, piece.shape, piece.local_offset, piece.local_shape, dtype, device, **options)
+        return draw(
+            *self.key, piece.shape, piece.local_offset, piece.local_shape, dtype, device, **options
+        )
 
     def seeded(self, axes: Axes, device: torch.device) -> Seeded:
         place = self.mesh.coordinate or (0,) * self.mesh.ndim
@@ -113,7 +123,11 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
             found = Note(_State.seed, _State.calls, invariant)
         else:
             device = generator.device
-            found = Note(int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)), 0, invariant)
+            found = Note(
+                int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)),
+                0,
+                invariant,
+            )
     if generator is None or where is not None:
         recompute.note(where, found)
     return Draw(found, mesh)
@@ -134,7 +148,10 @@ class Seeded:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.generator.set_state(self.state)
 
@@ -208,7 +225,14 @@ def _randint(this: Draw, spec: DistSpec, *bounds: int) -> Tensor:
     """``randint(shape, high)`` or ``randint(shape, low, high)``; int64 unless an integer dtype is given."""
     low, high = (0, *bounds)[-2:]
     typed = spec.with_dtype(torch.int64) if spec.dtype == torch.get_default_dtype() else spec
-    return _either(this, "integers", typed, lambda shape, **how: torch.randint(low, high, shape, **how), low=low, high=high)
+    return _either(
+        this,
+        "integers",
+        typed,
+        lambda shape, **how: torch.randint(low, high, shape, **how),
+        low=low,
+        high=high,
+    )
 
 
 def _randperm(this: Draw, spec: DistSpec) -> Tensor:
@@ -217,7 +241,9 @@ def _randperm(this: Draw, spec: DistSpec) -> Tensor:
     return whole.narrow(0, spec.local_offset[0], spec.local_shape[0]).clone()
 
 
-def _either(this: Draw, kind: str, spec: DistSpec, fast: Callable[..., Tensor], **options: Any) -> Tensor:
+def _either(
+    this: Draw, kind: str, spec: DistSpec, fast: Callable[..., Tensor], **options: Any
+) -> Tensor:
     device = spec.mesh.device
     if this.invariant:
         return this.numbers(kind, spec, spec.dtype, device, **options)

@@ -42,9 +42,15 @@ class Scope(NamedTuple):
     notes: list[list[Any]]
 
 
-_notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # frame -> one note per random call
-_replays: weakref.WeakKeyDictionary[Any, Replay] = weakref.WeakKeyDictionary()  # hook of one recomputation ->
-_scopes: weakref.WeakKeyDictionary[Any, Scope] = weakref.WeakKeyDictionary()  # hook of one checkpoint on the top ->
+_notes: weakref.WeakKeyDictionary[Any, list[Any]] = (
+    weakref.WeakKeyDictionary()
+)  # frame -> one note per random call
+_replays: weakref.WeakKeyDictionary[Any, Replay] = (
+    weakref.WeakKeyDictionary()
+)  # hook of one recomputation ->
+_scopes: weakref.WeakKeyDictionary[Any, Scope] = (
+    weakref.WeakKeyDictionary()
+)  # hook of one checkpoint on the top ->
 
 
 def scope() -> Scope | None:

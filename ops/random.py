@@ -40,11 +40,15 @@ def drawing(
         draw = reach.draw(default, generator)
         if draw.invariant:
             return by_position(draw, *args, **kwargs)
-        device = next(a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        with draw.seeded(axes, device):
+        first = args[0] if args and isinstance(args[0], Tensor) else _tensor_of(args, kwargs)
+        with draw.seeded(axes, first.device):
             return run_fast(*args, **kwargs)
 
     return run
+
+
+def _tensor_of(args: Any, kwargs: Any) -> Tensor:
+    return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
 
 
 def box(shape: Any, local_shape: Any, local_offset: Any) -> Any:
