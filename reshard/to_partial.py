@@ -35,8 +35,10 @@ def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     For the other reductions, where a value counts once however often it is there, all keep it.
     """
     op, place = pending(dst, axes), src.mesh.coordinate
-    if op not in ("sum", "prod") or place is None or not any(place[a] for a in axes):
+    if op not in ("sum", "prod") or place is None:
         return x
+    if not any(place[a] for a in axes):
+        return x.clone()  # fresh, as on the others: whether x is written later must not tell ranks apart
     return torch.full_like(x, neutral(op, x.dtype), memory_format=torch.contiguous_format)
 
 
