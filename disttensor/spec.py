@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], DistSpec] = weakref.WeakValueDictionary()
+
+
+@lru_cache(maxsize=256)
+def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one element that all stand-ins of a dtype share."""
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class DistSpec:
@@ -45,8 +52,7 @@ class DistSpec:
             self.local_offset, self.local_shape = self.box_at(mesh.coordinate)
         else:
             self.local_offset, self.local_shape = (0,) * len(shape), (0,) * max(1, len(shape))
-        with torch._C._DisableTorchDispatch():
-            self.proto = torch.empty((), dtype=dtype, device=mesh.device).expand(self.shape)
+        self.proto = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         _interned[key] = self
         return self
