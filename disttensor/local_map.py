@@ -11,6 +11,7 @@ from disttensor.api import from_local
 from disttensor.cotangent import Typed, dual, move
 from disttensor.dispatch import one_mesh
 from disttensor.layout import layout_of
+from disttensor.mesh import ProcessMesh
 from disttensor.plan import plain_spec
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
@@ -21,8 +22,8 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
     """``local_map(fn, in_placements, out_placements)(*args)``: fn gets plain local tensors, differentiable.
 
     in_placements: for each tensor argument its placements (it is resharded to them), None keeps what it has.
-    out_placements: placements of each result (one sequence for a single result); the global shape follows from the pieces
-    (sizes are exchanged) or is given by ``out_shapes``.
+    out_placements: placements of each result (one sequence for a single result), None for one that is passed on as it is;
+    the global shape follows from the pieces (sizes are exchanged) or is given by ``out_shapes``.
     in_grad_placements: for each tensor argument what its local gradient means. By default that follows from the placements:
     S -> S, P -> R, and R -> Partial where some argument or result varies over the axis, else R.
     """
@@ -45,13 +46,13 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
             specs.append(spec if w is None else spec.with_layout(layout_of(w, spec.ndim, mesh.ndim)))
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
-            vary |= {a for a, p in enumerate(o) if str(p) != "R"}
+            vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
         numbers = iter(range(len(tensors)))
 
         def take(t: torch.Tensor) -> torch.Tensor:
             i = next(numbers)
             spec = specs[i]
-            x = t if isinstance(t, DistTensor) else wrap(t, plain_spec(t, mesh))
+            x = t if isinstance(t, DistTensor) else replicated_of(t, mesh)
             whole = spec.layout.varies()
             axes = tuple(sorted(a for a in vary if a not in whole))
             if in_grad_placements is not None and in_grad_placements[i] is not None:
@@ -67,10 +68,22 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
         shapes = [None] * len(outs) if out_shapes is None else [out_shapes] if single else list(out_shapes)
         if len(pieces) != len(outs):
             raise ValueError(f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}")
-        dressed = [from_local(p, mesh, o, shape=s) for p, o, s in zip(pieces, outs, shapes, strict=True)]
+        for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
+            if o is not None and not isinstance(p, torch.Tensor):
+                raise TypeError(
+                    f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has placements {o}; give None for it"
+                )
+        dressed = [
+            p if o is None else from_local(p, mesh, o, shape=s) for p, o, s in zip(pieces, outs, shapes, strict=True)
+        ]
         return dressed[0] if single else type(result)(dressed)
 
     return run
+
+
+def replicated_of(t: torch.Tensor, mesh: ProcessMesh) -> DistTensor:
+    """A plain tensor as a replicated one; its gradient reaches it (the alias of a leaf itself would not)."""
+    return wrap(t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, plain_spec(t, mesh))
 
 
 def _nested(placements: Any) -> bool:
