@@ -22,8 +22,32 @@ Tensor = torch.Tensor
 
 
 def uses(x: DistTensor) -> list[tuple[Axes, Tensor]]:
-    """The C++ leaves of a leaf: itself, and one per set of axes over which uses varied."""
-    return [((), x._local), *((axes, alias) for axes, (alias, _) in (x._aliases or {}).items())]
+    """The C++ tensors whose gradients make up that of x: its local, and those of uses that pass it by. For a leaf
+    these are further leaves, one per set of axes over which uses varied; else what was made from x's origin."""
+    apart = not x._local.is_leaf and x._origin is not None
+    held = x._aliases.items() if x._aliases is not None else ()
+    aliases = [(axes, alias) for axes, (alias, version) in held if apart or version < 0]
+    return [((), x._local), *aliases, *x._former]
+
+
+def retire(x: DistTensor) -> None:
+    """From now on every use of x goes through its local (which has hooks); earlier ones are remembered."""
+    x._former = tuple(uses(x)[1:])
+    x._aliases = x._origin = None
+
+
+def keep(x: DistTensor, axes: Axes, g: Tensor) -> None:
+    """Make ``g`` the gradient that was collected for uses varying over ``axes``."""
+    found = [leaf for a, leaf in uses(x) if a == axes]
+    with torch.enable_grad():
+        if found:
+            found[0].grad = g
+        elif x._hooked:
+            leaf = x._local.detach().requires_grad_()
+            leaf.grad = g
+            x._former += ((axes, leaf),)
+        else:
+            x.local_for(axes).grad = g
 
 
 def grad_spec(x: DistTensor, axes: Axes) -> DistSpec:
@@ -51,7 +75,7 @@ def joined(x: DistTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, 
 
 
 def get_grad(x: DistTensor) -> DistTensor | None:
-    if x._aliases is None or not x._local.is_leaf:
+    if not x._former and (x._aliases is None or not x._local.is_leaf):
         g = x._local.grad
         if g is None:
             return None
@@ -63,8 +87,7 @@ def get_grad(x: DistTensor) -> DistTensor | None:
     if len(pieces) > 1:
         for _, leaf in uses(x):
             leaf.grad = None
-        with torch.enable_grad():
-            x.local_for(axes).grad = total
+        keep(x, axes, total)
     return cached_grad(x, axes, total)
 
 
@@ -109,10 +132,11 @@ def settled(x: DistTensor, g: DistTensor, total: Tensor) -> None:
 def set_grad(x: DistTensor, value: Any) -> None:
     """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain, global tensor."""
     if value is None:
-        x._local.grad = None
-        if x._aliases is not None:
-            for alias, _ in x._aliases.values():
-                alias.grad = None
+        if x._aliases is None and not x._former:
+            x._local.grad = None
+        else:
+            for _, leaf in uses(x):
+                leaf.grad = None
         x._grad = None
         return
     if not isinstance(value, Tensor):
@@ -139,8 +163,7 @@ def set_grad(x: DistTensor, value: Any) -> None:
     for _, leaf in uses(x):
         leaf.grad = None
     x._grad = value if isinstance(value, DistTensor) and local is value._local else None
-    with torch.enable_grad():
-        x.local_for(axes).grad = local
+    keep(x, axes, local)
 
 
 def leaves_of(inputs: Any) -> list[Tensor] | None:
@@ -149,7 +172,7 @@ def leaves_of(inputs: Any) -> list[Tensor] | None:
         return None
     out: list[Tensor] = []
     for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
-        out += [leaf for _, leaf in uses(x)] if isinstance(x, DistTensor) and x._local.is_leaf else [getattr(x, "_local", x)]
+        out += [leaf for _, leaf in uses(x)] if isinstance(x, DistTensor) else [x]
     return out
 
 
@@ -175,6 +198,20 @@ def backward(self: DistTensor, gradient: Any = None, retain_graph: bool | None =
     self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
 
 
+def autograd_backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    grad_variables: Any = None, inputs: Any = None,
+) -> None:  # fmt: skip
+    """torch.autograd.backward over DistTensors (and plain tensors beside them)."""
+    outs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    seeds = grad_tensors if grad_tensors is not None else grad_variables
+    seeds = (seeds,) * len(outs) if seeds is None or isinstance(seeds, Tensor) else tuple(seeds)
+    ends = [(o._local, seed(o, s)) if isinstance(o, DistTensor) else (o, s) for o, s in zip(outs, seeds, strict=True)]
+    torch.autograd.backward(
+        [o for o, _ in ends], [s for _, s in ends], retain_graph, create_graph, inputs=leaves_of(inputs)
+    )
+
+
 def autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
     allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False, **_: Any,
@@ -190,7 +227,7 @@ def autograd_grad(
     for out, s in zip(outs, seeds, strict=True):
         ends.append((out._local, seed(out, s)) if isinstance(out, DistTensor) else (out, s))
     for i, x in enumerate(ins):
-        ways = uses(x) if isinstance(x, DistTensor) and x._local.is_leaf else [((), getattr(x, "_local", x))]
+        ways = uses(x) if isinstance(x, DistTensor) else [((), x)]
         for axes, leaf in ways:
             starts.append(leaf)
             owners.append((i, axes))
@@ -242,7 +279,9 @@ def detach_(self: DistTensor) -> DistTensor:
 
 def retain_grad(self: DistTensor) -> None:
     if not self._local.is_leaf:
-        self._local.retain_grad()
+        retire(self)
+        for _, way in uses(self):
+            way.retain_grad()
 
 
 def get_data(self: DistTensor) -> DistTensor:
@@ -255,6 +294,8 @@ def set_data(self: DistTensor, value: Any) -> None:
         raise TypeError(f"data of {self._spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)")
     for _, leaf in uses(self):
         leaf.data = value._local.data
+    if self._hooked:
+        self._aliases = None  # in the graph, of the old value
     if value._spec is not self._spec:
         self._spec = value._spec
         self._grad = None
@@ -273,31 +314,48 @@ def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
     """
 
     def on(axes: Axes) -> Callable[[Tensor], Any]:
-        spec = grad_spec(self, axes)
+        flipped, divided = dual(Typed(self._spec, axes))
+        scale = 1.0 if self._local.is_leaf else divided  # of a pending average
 
         def local_hook(g: Tensor) -> Any:
-            typed = spec.with_dtype(g.dtype)
-            out = hook(wrap(g, typed))
+            typed = flipped.spec.with_dtype(g.dtype)
+            out = hook(wrap(g if scale == 1.0 else g * scale, typed))
             if out is None:
                 return None
             if not isinstance(out, DistTensor):
                 out = wrap(reshard.run(out, typed.with_layout(Layout(((),) * typed.ndim)), typed), typed)
-            return resharded(out, typed)._local
+            local = resharded(out, typed)._local
+            return local if scale == 1.0 else local / scale
 
         return local_hook
 
-    handle = self._local.register_hook(on(()))
-    if self._local.is_leaf:
-        for axes, (alias, _) in (self._aliases or {}).items():
-            alias.register_hook(on(axes))
-        self._hooked = True
-    return handle
+    retire(self)
+    self._hooked = self._local.is_leaf
+    return Handles([way.register_hook(on(axes)) for axes, way in uses(self)])
+
+
+class Handles:
+    """What removes a hook again, from all it was put on."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __enter__(self) -> Handles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
 
 
 def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
     """The hook is called with this leaf once per backward, when all its uses have their gradient."""
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
+    retire(self)
     self._hooked = True
     waiting: list[bool] = []
 
@@ -310,6 +368,4 @@ def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], A
             waiting.append(True)
             torch.autograd.Variable._execution_engine.queue_callback(done)
 
-    for _, (alias, _v) in (self._aliases or {}).items():
-        alias.register_post_accumulate_grad_hook(on)
-    return self._local.register_post_accumulate_grad_hook(on)
+    return Handles([leaf.register_post_accumulate_grad_hook(on) for _, leaf in uses(self)])

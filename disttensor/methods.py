@@ -42,6 +42,7 @@ del name
 # The same as functions --------------------------------------------------------------------------------------
 
 HANDLERS[torch.autograd.grad] = gradient.autograd_grad
+HANDLERS[torch.autograd.backward] = gradient.autograd_backward
 HANDLERS[torch.detach] = lambda input: input.detach()
 HANDLERS[torch.detach_] = lambda input: input.detach_()
 HANDLERS[torch.is_complex] = lambda input: input._spec.dtype.is_complex

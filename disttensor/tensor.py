@@ -37,6 +37,7 @@ class DistTensor(Tensor):
     _aliases: dict[Axes, tuple[Tensor, int]] | None = None  # see local_for
     _origin: Callable[[Axes], Tensor] | None = None  # how to make an alias from what this came from
     _hooked: bool = False  # a leaf whose hooks must see whole gradients
+    _former: tuple[tuple[Axes, Tensor], ...] = ()  # aliases from before there were hooks: see gradient.retire
     _copied: str | None = None  # the view function that had to copy: writing to this would be lost,
     _back: Callable[[Any], Any] | None = None  # unless this brings a write back to what it was taken from
     _grad: Any = None  # the DistTensor that .grad gave last

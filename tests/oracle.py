@@ -249,7 +249,7 @@ def check_op(
     fulls = [g.full_tensor() if isinstance(g, DistTensor) else g for g in grads]
     after = [x.detach().full_tensor() if isinstance(x, DistTensor) else x.detach() for x in d_inner]
     outs = tensors_in(result)
-    _compare_replicas([*outs, *(g for g in grads if g is not None), *fulls])
+    compare_replicas([*outs, *(g for g in grads if g is not None), *fulls])
 
     # Nothing below communicates.
     if fell and not may_fall_back:
@@ -326,7 +326,7 @@ def _digest(x: Tensor) -> str:
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest() + str(tuple(x.shape))
 
 
-def _compare_replicas(tensors: Sequence[Any]) -> None:
+def compare_replicas(tensors: Sequence[Any]) -> None:
     """Ranks that hold the same piece hold the same bits. Raises on every rank alike."""
     mine = []
     for t in tensors:
@@ -435,7 +435,7 @@ def check_program(
     value = d_loss.detach().full_tensor() if isinstance(d_loss, DistTensor) else d_loss.detach()
     grads = [x.grad for x in ours]
     fulls = [None if g is None else g.full_tensor() for g in grads]
-    _compare_replicas([value, *(g for g in grads if g is not None), *(f for f in fulls if f is not None)])
+    compare_replicas([value, *(g for g in grads if g is not None), *(f for f in fulls if f is not None)])
     _close(value, loss.detach(), "loss", rtol, atol)
     for i, (full, p) in enumerate(zip(fulls, plain, strict=True)):
         if (full is None) != (p.grad is None):
