@@ -57,11 +57,24 @@ def new_group(ranks: Sequence[int], axes: Sequence[str]) -> Group:
 
     Raises CommError that names the ranks when they do not all arrive.
     """
-    ranks = tuple(ranks)
-    rank, size = world()
+    ranks, rank = tuple(ranks), world()[0]
     if len(ranks) == 1:
         return Group(ranks, 0, tuple(axes), None, (0,))
     members = tuple(sorted(ranks))
+    order = tuple(members.index(r) for r in ranks)
+    return Group(
+        ranks,
+        ranks.index(rank),
+        tuple(axes),
+        process_group(members, axes),
+        order,
+        order == tuple(range(len(order))),
+    )
+
+
+def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
+    """torch's process group of the sorted ``members``, made once; of one rank too, which our own calls never need."""
+    rank, size = world()
     default = dist.distributed_c10d._get_default_group()
     key = (default, members)
     if key not in _groups:
@@ -77,15 +90,7 @@ def new_group(ranks: Sequence[int], axes: Sequence[str]) -> Group:
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
                 f"needs ranks {list(members)} to arrive here together. Backend's words: {error}"
             ) from error
-    order = tuple(members.index(r) for r in ranks)
-    return Group(
-        ranks,
-        ranks.index(rank),
-        tuple(axes),
-        _groups[key],
-        order,
-        order == tuple(range(len(order))),
-    )
+    return _groups[key]
 
 
 # Each collective: what it is for people, what it costs, and the wire format -----------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from disttensor import fallback, strictness
 from disttensor.plan import Uncacheable, key_of, make_plan, plain_spec
@@ -126,6 +127,10 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
     """The mesh of the call. Raises ValueError where there are two: it is never guessed."""
     dist = [t for t in tensors if type(t) is DistTensor]
     mesh = dist[0]._spec.mesh
+    if any(isinstance(t, DTensor) for t in tensors):
+        raise ValueError(
+            f"{strictness.name_of(func)}: a torch DTensor among DistTensors: convert it with from_dtensor(x), which copies nothing"
+        )
     for t in dist[1:]:
         if t._spec.mesh is not mesh:
             raise ValueError(

@@ -21,10 +21,18 @@ _FROM = {"product": "prod"}
 def to_dtensor(x: DistTensor) -> DTensor:
     """x as torch's DTensor over the same local tensor; differentiable.
 
-    Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's, any/all reductions.
+    Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's, any/all reductions, ranks
+    that do not ascend along an axis.
     """
+    if not isinstance(x, DistTensor):
+        raise TypeError(f"to_dtensor: a DistTensor is expected, not {type(x).__name__}")
+    mesh = x._spec.mesh
     if any(tuple(sorted(a)) != a for a in x._spec.layout.dims):
         raise ValueError(f"{x._spec!r}: DTensor splits a dim in mesh order only; reshard it first")
+    if any(not mesh.group((a,)).straight for a in range(mesh.ndim)):
+        raise ValueError(
+            f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh whose ranks ascend along each axis"
+        )
     placements: list[Any] = []
     for p in x.placements:
         if isinstance(p, Partial):
@@ -33,8 +41,7 @@ def to_dtensor(x: DistTensor) -> DTensor:
             placements.append(TorchPartial(_TO.get(p.reduce_op, p.reduce_op)))
         else:
             placements.append(TorchShard(p.dim) if isinstance(p, Shard) else TorchReplicate())
-    mesh = x._spec.mesh.to_device_mesh()
-    return DTensor.from_local(x._local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(x._local, mesh.to_device_mesh(), placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def from_dtensor(x: DTensor) -> DistTensor:
@@ -42,6 +49,8 @@ def from_dtensor(x: DTensor) -> DistTensor:
 
     Raises ValueError for private placements (_StridedShard and others).
     """
+    if not isinstance(x, DTensor):
+        raise TypeError(f"from_dtensor: a torch DTensor is expected, not {type(x).__name__}")
     mesh = ProcessMesh.from_device_mesh(x.device_mesh)
     placements: list[Placement] = []
     for p in x.placements:

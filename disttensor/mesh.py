@@ -167,12 +167,24 @@ class ProcessMesh:
                     self._groups[(a,)] = comm.Group(
                         ranks, self.coordinate[a], (names[a],), mesh.get_group(a), order, order == tuple(range(len(order)))
                     )
+            if not hasattr(self, "_device_mesh"):
+                self._device_mesh = mesh
         return self
 
     def to_device_mesh(self) -> DeviceMesh:
-        """This mesh as torch's DeviceMesh (made once; collective over the world the first time)."""
+        """This mesh as torch's DeviceMesh, with the same process groups (those that are missing are made now)."""
         if not hasattr(self, "_device_mesh"):
-            self._device_mesh = DeviceMesh(self.device_type, torch.from_numpy(self.mesh), mesh_dim_names=self.dim_names)
+            if self.coordinate is None:
+                raise ValueError(f"rank {comm.world()[0]} is not in {self!r} and has no DeviceMesh of it")
+            if not dist.is_initialized():
+                raise ValueError("to_device_mesh: there is no process group yet; call init_mesh first, which starts it")
+            groups = [
+                self.group((a,)).pg or comm.process_group((self.ranks[self.coordinates().index(self.coordinate)],), (name,))
+                for a, name in enumerate(self.dim_names)
+            ]
+            self._device_mesh = DeviceMesh.from_group(
+                groups, self.device_type, torch.from_numpy(self.mesh), mesh_dim_names=self.dim_names
+            )
         return self._device_mesh
 
     def __repr__(self) -> str:
