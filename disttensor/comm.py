@@ -7,6 +7,8 @@ Every call can be recorded (``record_comms``) and, in debug mode, is compared be
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +93,15 @@ def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
                 f"needs ranks {list(members)} to arrive here together. Backend's words: {error}"
             ) from error
     return _groups[key]
+
+
+@atexit.register
+def _settle() -> None:
+    """Give gloo's threads a moment to let go of the last tensors. One that asks for the GIL to do so
+    while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in plain torch
+    programs too)."""
+    if _groups:
+        time.sleep(0.1)
 
 
 # Each collective: what it is for people, what it costs, and the wire format -----------------------
