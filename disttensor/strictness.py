@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch.overrides import resolve_name
+
 import reshard
 from disttensor.comm_log import user_line
 from disttensor.spec import DistSpec
@@ -36,11 +38,9 @@ class strict:
 
 
 def name_of(func: Any) -> str:
-    owner = getattr(func, "__objclass__", None) or getattr(getattr(func, "__self__", None), "__class__", None)
-    name = getattr(func, "__qualname__", getattr(func, "__name__", repr(func)))
-    if name == "__get__":
-        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    return f"{owner.__name__}.{name}" if owner is not None and "." not in name else name
+    """``torch.add``, ``torch.Tensor.add_``: the name under which a user finds the function."""
+    name = resolve_name(func) or getattr(func, "__qualname__", getattr(func, "__name__", repr(func)))
+    return name.removesuffix(".__get__").replace("_VariableFunctionsClass", "torch")
 
 
 def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]) -> None:
