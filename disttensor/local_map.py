@@ -15,7 +15,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.plan import plain_spec
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
-from disttensor.tree import flat, substitute
+from disttensor.tree import flat, rebuilt, substitute
 
 
 def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements: Any = None, in_grad_placements: Any = None, *, out_shapes: Any = None) -> Callable[..., Any]:
@@ -64,7 +64,8 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
             return x.moved_for(spec, axes)
 
         result = fn(*substitute(args, take), **substitute(kwargs, take))
-        pieces = [result] if single else list(result)
+        lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
+        pieces = [result] if lone else list(result)
         shapes = [None] * len(outs) if out_shapes is None else [out_shapes] if single else list(out_shapes)
         if len(pieces) != len(outs):
             raise ValueError(f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}")
@@ -76,7 +77,7 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
         dressed = [
             p if o is None else from_local(p, mesh, o, shape=s) for p, o, s in zip(pieces, outs, shapes, strict=True)
         ]
-        return dressed[0] if single else type(result)(dressed)
+        return dressed[0] if lone else rebuilt(result, dressed)
 
     return run
 
