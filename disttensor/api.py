@@ -180,7 +180,7 @@ def reshard(x: Any, mesh: ProcessMesh | None = None, placements: Sequence[Placem
         raise NotImplementedError(f"reshard from {x._spec.mesh!r} to {mesh!r}: moving between meshes is not there yet")
     dst = x._spec.with_layout(layout_from(mesh, x.ndim, placements, dims_mapping, partial_status))
     check_partial(dst)
-    return resharded(x, dst)
+    return resharded(x, dst, fresh=True)
 
 
 def from_local(

@@ -75,7 +75,11 @@ class Move(torch.autograd.Function):
         if held is not None:
             return held[0].view_as(held[0])
         out = reshard.run(x, src.spec, dst.spec)
-        return x.view_as(x) if out is x else out
+        if out is x:
+            return x.view_as(x)
+        if out._is_view() and out.untyped_storage()._cdata != x.untyped_storage()._cdata:
+            out = out.data  # of a buffer that nobody else has: not a view, so that it may be written to
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

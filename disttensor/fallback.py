@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor import strictness
+from disttensor import copies, strictness
 from disttensor.body import body_of
 from disttensor.layout import replicated
 from disttensor.random import forked
@@ -104,15 +104,16 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 tensor._local.copy_(back)
                 tensor.forget_uses()
                 if tensor._back is not None:
-                    tensor._back(tensor)
+                    with copies.up_to_date(tensor):
+                        tensor._back(tensor)
         if writing and type(args[0]) is DistTensor:
             args[0].forget_uses()
             return args[0] if isinstance(out, Tensor) else out
         result = dress(out, mesh, itself)
-        copies = {full.untyped_storage().data_ptr() for _, full, _ in seen if full.numel()}
+        sources = {full.untyped_storage()._cdata: tensor for tensor, full, _ in seen}
         for t in flat(result, []):
-            if type(t) is DistTensor and t._local.numel() and t._local.untyped_storage().data_ptr() in copies:
-                t._copied = strictness.name_of(func)  # a view, in one process
+            if type(t) is DistTensor and t._local.untyped_storage()._cdata in sources:  # a view, in one process
+                copies.enter(t, sources[t._local.untyped_storage()._cdata], strictness.name_of(func))
         return result
 
     return run

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import reshard
+from disttensor import copies
 from disttensor.cotangent import Typed, dual, move, whole_grad
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.spec import DistSpec
@@ -267,8 +268,16 @@ def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
     return self
 
 
+def _shared(x: DistTensor, local: Tensor) -> DistTensor:
+    """A DistTensor like x, of ``local``, which shares x's memory."""
+    out = wrap(local, x._spec)
+    if x._copied:
+        copies.inherit(out, x)
+    return out
+
+
 def detach(self: DistTensor) -> DistTensor:
-    return wrap(self._local.detach(), self._spec)
+    return _shared(self, self._local.detach())
 
 
 def detach_(self: DistTensor) -> DistTensor:
@@ -278,14 +287,16 @@ def detach_(self: DistTensor) -> DistTensor:
 
 
 def retain_grad(self: DistTensor) -> None:
-    if not self._local.is_leaf:
-        retire(self)
-        for _, way in uses(self):
-            way.retain_grad()
+    if self._local.is_leaf:
+        self._local.retain_grad()  # nothing to do, or torch's error
+        return
+    retire(self)
+    for _, way in uses(self):
+        way.retain_grad()
 
 
 def get_data(self: DistTensor) -> DistTensor:
-    return wrap(self._local.data, self._spec)
+    return _shared(self, self._local.data)
 
 
 def set_data(self: DistTensor, value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from disttensor import strictness
+from disttensor import copies, strictness
 from disttensor.gradient import owner_of
 from disttensor.layout import Axes
 from disttensor.plan import Plan
@@ -88,6 +88,8 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             spec = checked(plan, out, spec)
             dtype, proto = spec.dtype, spec.proto
         new = wrap(out, spec)
+        if itself and type(x) is DistTensor and x._copied:
+            copies.inherit(new, x)
         if replays and out.requires_grad:  # a varying use of the view is the view of a varying use
             new._origin = lambda axes: local(x.local_for(axes), *args[1:], **(kwargs or {}))
         return new
@@ -138,10 +140,13 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         if replay and type(x) is DistTensor and x._local.requires_grad and type(result) is DistTensor:
             rest = tuple(local_args[1:])
             result._origin = lambda axes: local(x.local_for(axes), *rest, **local_kwargs)
+        if plan.view and not plan.moves and type(x) is DistTensor and x._copied:
+            for r in flat(result, []):
+                copies.inherit(r, x)
         elif plan.view and plan.moves:
             for r in result if isinstance(result, (list, tuple)) else (result,):
-                if isinstance(r, DistTensor):
-                    r._copied = strictness.name_of(func)
+                if isinstance(r, DistTensor) and type(x) is DistTensor:
+                    copies.enter(r, x, strictness.name_of(func))
                     if func is Tensor.__getitem__:
                         r._back = partial(_setitem, x, args[1])
         return result
@@ -234,5 +239,6 @@ def written(target: Any, out: Any) -> Any:
         if type(t) is DistTensor:
             t.forget_uses()
             if t._back is not None:
-                t._back(t)
+                with copies.up_to_date(t):
+                    t._back(t)
     return target if isinstance(out, Tensor) or (many and out is not None) else out

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 import reshard
+from disttensor import copies
 from disttensor.cotangent import Typed, move, whole_grad
 from disttensor.layout import Axes, dims_mapping_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 from disttensor.spec import DistSpec
+from ops.strides import spread
 
 Tensor = torch.Tensor
 _subclass: Callable[..., Any] = Tensor._make_subclass
@@ -38,7 +40,7 @@ class DistTensor(Tensor):
     _origin: Callable[[Axes], Tensor] | None = None  # how to make an alias from what this came from
     _hooked: bool = False  # a leaf whose hooks must see whole gradients
     _former: tuple[tuple[Axes, Tensor], ...] = ()  # aliases from before there were hooks: see gradient.retire
-    _copied: str | None = None  # the view function that had to copy: writing to this would be lost,
+    _copied: copies.Copied | None = None  # the view function that had to copy: writing to this would be lost,
     _back: Callable[[Any], Any] | None = None  # unless this brings a write back to what it was taken from
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
@@ -135,17 +137,14 @@ class DistTensor(Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """Strides of the global tensor, with the order of dims that the local has (0 where it repeats)."""
-        strides = [0] * self.ndim
-        step = 1
-        local = self._local.stride()
-        for d in sorted(range(self.ndim), key=lambda d: (local[d], -d)):
-            if local[d] or self._spec.shape[d] <= 1 or self._spec.local_shape[d] <= 1:
-                strides[d] = step
-                step *= max(1, self._spec.shape[d])
-        return tuple(strides) if dim is None else strides[dim]
+        strides = spread(self._local.stride(), self._spec.local_shape, self._spec.shape)
+        return strides if dim is None else strides[dim]
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
-        return self._local.is_contiguous(memory_format=memory_format)
+        here, spec = self._local.is_contiguous(memory_format=memory_format), self._spec
+        if here and memory_format is torch.contiguous_format and min(spec.local_shape, default=2) <= 1 and spec.local_shape != spec.shape:
+            return torch.empty_strided(spec.shape, self.stride(), device="meta").is_contiguous()
+        return here
 
     def storage_offset(self) -> int:
         return 0
@@ -213,6 +212,8 @@ class DistTensor(Tensor):
             self._aliases = None
         if self._origin is not None:
             self._origin = None
+        if copies.LIVE:
+            copies.outdate(self._local)
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
@@ -223,11 +224,17 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     return out
 
 
-def resharded(x: DistTensor, dst: DistSpec) -> DistTensor:
-    """``x`` in the layout ``dst`` of the same mesh, differentiable; x itself where nothing changes."""
+def resharded(x: DistTensor, dst: DistSpec, fresh: bool = False) -> DistTensor:
+    """``x`` in the layout ``dst`` of the same mesh, differentiable; x itself where nothing changes.
+
+    ``fresh``: else it shares no memory with x (a piece of a replicated tensor would be a view of it).
+    """
     if x._spec is dst:
         return x
-    out = wrap(x.moved_for(dst, ()), dst)
+    moved = x.moved_for(dst, ())
+    if fresh and moved.untyped_storage()._cdata == x._local.untyped_storage()._cdata:
+        moved = moved.clone()
+    out = wrap(moved, dst)
     if out._local.requires_grad:
         local, held, version = out._local, out._local.detach(), out._local._version
 

@@ -20,6 +20,7 @@ from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.registry import rule
 from ops.regroup import regrouped, resolve
+from ops.strides import apart
 
 Tensor = torch.Tensor
 Local = Callable[..., Any]
@@ -51,7 +52,8 @@ def local_view(call: Any) -> Local:
 def local_reshape(call: Any) -> Local:
     """The reshape with the sizes of this rank's piece."""
     shape = call.outputs[0].local_shape
-    return (lambda input, *sizes, **words: input.reshape(shape)) if needed(call) else call.func
+    run = (lambda input, *sizes, **words: input.reshape(shape)) if needed(call) else call.func
+    return apart(call, run)
 
 
 def local_expand(call: Any) -> Local:
@@ -188,7 +190,18 @@ def expand_as(input: Arg, other: Arg) -> Factors:
     )
 
 
-@rule(*named("contiguous", "detach", "alias"), exact=True)
+@rule(torch.Tensor.contiguous, exact=True)
+def contiguous(input: Arg, memory_format: Any = torch.contiguous_format) -> Factors:
+    """every dim passes through; the result is the argument itself, or a copy"""
+
+    def local(call: Any) -> Local:
+        plain = memory_format is torch.contiguous_format
+        return apart(call, call.func, always=True) if plain else call.func
+
+    return moved(input, letters_of(input), view=True, local=local)
+
+
+@rule(*named("detach", "alias"), exact=True)
 def same(input: Arg, **words: Any) -> Factors:
     """every dim passes through; the result shares the memory"""
     return moved(input, letters_of(input), view=True)

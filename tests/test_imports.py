@@ -30,6 +30,7 @@ LAYERS = [
     ["ops"],
     ["reshard"],
     [
+        "disttensor.copies",
         "disttensor.recompute",
         "disttensor.random",
         "disttensor.cotangent",

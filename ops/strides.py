@@ -1,0 +1,48 @@
+"""Strides: what the strides of a piece say of the whole, and copies where one process would copy.
+
+A dim of which this rank has one row has any stride without consequence, to torch: a transposed piece may count as
+contiguous though the whole is not. ``contiguous`` and ``reshape`` would then give the memory of their input itself, and
+a write to the result would reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Local = Callable[..., Any]
+
+
+def spread(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the dense global tensor whose dims lie in the order that the piece's have (0 where
+    it repeats)."""
+    out = [0] * len(shape)
+    step = 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):
+        if strides[d] or shape[d] <= 1 or piece[d] <= 1:
+            out[d] = step
+            step *= max(1, shape[d])
+    return tuple(out)
+
+
+def apart(call: Any, run: Local, always: bool = False) -> Local:
+    """``run`` gives its input's memory only where that could be so for the global tensor.
+
+    ``always``: run is contiguous, which gives its input itself or a copy; else a reshape."""
+    shape, piece = tuple(call.inputs[0].shape), tuple(call.inputs[0].local_shape)
+    if not any(n <= 1 < size for n, size in zip(piece, shape, strict=True)):
+        return run
+    target = tuple(call.outputs[0].shape)
+
+    def checked(input: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
+        out: torch.Tensor = run(input, *args, **words)
+        if out is input or out._is_view():
+            whole = torch.empty_strided(shape, spread(input.stride(), piece, shape), device="meta")
+            shared = whole.contiguous() is whole if always else whole.reshape(target)._is_view()
+            shared = shared or (not always and target == shape)
+            return out if shared else out.clone()
+        return out
+
+    return checked
