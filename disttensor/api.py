@@ -57,6 +57,8 @@ def start(device_type: str | None = None, backend: str | None = None, timeout: f
             f"the environment is half set for a distributed run: {', '.join(there)} is set, {', '.join(missing)} is not. Start with "
             "torchrun, which sets all of them, or unset them to run as a world of one"
         )
+    if there:
+        _check_numbers()
     cuda = device_type == "cuda"
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -66,6 +68,16 @@ def start(device_type: str | None = None, backend: str | None = None, timeout: f
         dist.init_process_group(backend, timeout=wait)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+
+
+def _check_numbers() -> None:
+    """Raise for a rank and a world size that cannot be: joining would wait for ranks that never come."""
+    texts = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
+        raise RuntimeError(
+            "the environment does not describe a rank of a world: RANK={!r}, WORLD_SIZE={!r}, MASTER_PORT={!r}; RANK counts from "
+            "0 to WORLD_SIZE - 1. Start with torchrun, which sets all of them, or unset them to run as a world of one".format(*texts)
+        )
 
 
 def layout_from(

@@ -184,6 +184,8 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
         if x.numel() != 1:
             raise RuntimeError(f"backward of {x._spec!r}: a gradient is created only for a tensor of one element")
         return torch.full_like(x._local, 1 / divide)
+    if tuple(gradient.shape) != tuple(x._spec.shape):
+        raise RuntimeError(f"backward of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(gradient.shape)}")
     spec = typed.spec.with_dtype(gradient.dtype)
     if not isinstance(gradient, DistTensor):
         gradient = wrap(gradient.view_as(gradient), spec.with_layout(replicated(spec.ndim)))
