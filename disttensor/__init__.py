@@ -1,4 +1,8 @@
-"""disttensor: write ordinary single-device PyTorch, run it on a mesh of processes, with one global meaning."""
+"""disttensor: write ordinary single-device PyTorch, run it on a mesh of processes, with one global meaning.
+
+The examples in docstrings run after ``import torch, disttensor as dt; mesh = dt.init_mesh((1, 1), ("dp", "tp"))``,
+in a world of one: with more processes only the mesh differs.
+"""
 
 from disttensor.placement import Partial, Placement, Replicate, Shard  # noqa: I001  (from the bottom up)
 from disttensor.layout import Layout

@@ -32,6 +32,9 @@ def init_mesh(
 
     ``timeout``: seconds that a collective waits for the other ranks.
     Raises ValueError if the shape does not hold exactly the world, RuntimeError if torchrun's environment is half set.
+
+    >>> dt.init_mesh((1, 1), ("dp", "tp"))
+    ProcessMesh(dp=1, tp=1)
     """
     start(device_type, backend, timeout)
     size = comm.world()[1]
@@ -124,6 +127,10 @@ def shard_tensor(
     ``src_rank``: only this global rank's data count and are sent to the others, so that ranks cannot disagree (the others
     give a tensor of the same shape and dtype). ``check=True`` compares the data of all ranks and names the one that differs.
     A leaf gives a leaf; data in a graph stays in it. Neither placements nor dims_mapping: replicated.
+
+    >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
+    >>> x.process_mesh, x.dims_mapping
+    (ProcessMesh(dp=1, tp=1), [0, 1])
     """
     if isinstance(data, DistTensor):
         return reshard(data, mesh, placements if placements is not None else data.placements)
@@ -182,7 +189,12 @@ def _digest(value: Tensor) -> str:
 
 
 def reshard(x: Any, mesh: ProcessMesh | None = None, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None, partial_status: Any = None) -> DistTensor:
-    """``x`` in another layout on its mesh; differentiable. A plain tensor counts as replicated."""
+    """``x`` in another layout on its mesh; differentiable. A plain tensor counts as replicated.
+
+    >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
+    >>> dt.reshard(x, mesh, [dt.Replicate(), dt.Shard(1)]).dims_mapping
+    [-1, 1]
+    """
     if not isinstance(x, DistTensor):
         if mesh is None:
             raise ValueError("reshard of a plain tensor needs a mesh")
@@ -203,6 +215,9 @@ def from_local(
 
     ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The pieces must be those that
     torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all ranks alike, where they are not.
+
+    >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
+    torch.Size([4, 6])
     """
     need_member(mesh, "from_local")
     layout = layout_from(mesh, local.ndim, placements, dims_mapping, partial_status)
@@ -239,7 +254,11 @@ def _global_shape(everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: Pro
 
 def from_fn(fn: Callable[..., Tensor], mesh: ProcessMesh, placements: Sequence[Placement] | None, shape: Any, *args: Any, dims_mapping: Any = None, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any) -> DistTensor:
     """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of torch
-    (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw."""
+    (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw.
+
+    >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
+    36.0
+    """
     need_member(mesh, "from_fn")
     size = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
     layout = layout_from(mesh, len(size), placements, dims_mapping, None)
@@ -259,7 +278,11 @@ def _factory(fn: Any) -> Callable[..., DistTensor]:
         return from_fn(fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs)
 
     make.__name__ = fn.__name__
-    make.__doc__ = f"torch.{fn.__name__} on a mesh: ``{fn.__name__}(4, 8, mesh=mesh, placements=[Shard(0)])``; each rank makes its piece."
+    make.__doc__ = f"""torch.{fn.__name__} on a mesh, born sharded: each rank makes its piece.
+
+    >>> dt.{fn.__name__}(8, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).shape
+    torch.Size([8])
+    """
     return make
 
 
@@ -268,5 +291,9 @@ randperm = _factory(torch.randperm)
 
 
 def full(size: Sequence[int], fill_value: Any, *, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False) -> DistTensor:
-    """torch.full on a mesh."""
+    """torch.full on a mesh.
+
+    >>> dt.full((2, 2), 3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
+    [[3, 3], [3, 3]]
+    """
     return from_fn(torch.full, mesh, placements, size, fill_value, dtype=dtype or torch.tensor(fill_value).dtype, requires_grad=requires_grad)

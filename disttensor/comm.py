@@ -23,12 +23,20 @@ Tensor = torch.Tensor
 
 
 class CommError(RuntimeError):
-    """A collective failed or could not start; the message names the group and its ranks."""
+    """A collective failed or could not start; the message names the group and its ranks.
+
+    >>> issubclass(dt.CommError, RuntimeError)
+    True
+    """
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Ranks that communicate: ``ranks`` in mesh order, ``index`` of this rank among them."""
+    """Ranks that communicate: ``ranks`` in mesh order, ``index`` of this rank among them.
+
+    >>> mesh.group((0,)), isinstance(mesh.group((0,)), dt.Group)
+    (Group(dp: ranks [0]), True)
+    """
 
     ranks: tuple[int, ...]
     index: int

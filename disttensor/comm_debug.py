@@ -19,13 +19,24 @@ timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30
 
 
 class MismatchError(RuntimeError):
-    """Ranks disagree about the next collective."""
+    """Ranks disagree about the next collective.
+
+    >>> try:
+    ...     with dt.debug():
+    ...         total = dt.ones(4, mesh=mesh).sum().item()
+    ... except dt.MismatchError as error:
+    ...     print("which rank does what:", error)
+    """
 
 
 class debug:
     """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before it runs.
 
     Enter and leave it on all ranks alike. Raises MismatchError, naming the ranks, where they differ.
+
+    >>> with dt.debug(seconds=10):
+    ...     dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
+    4.0
     """
 
     def __init__(self, seconds: float = 30.0) -> None:

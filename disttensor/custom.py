@@ -17,7 +17,23 @@ _plain_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-
 
 
 class CustomFunctionError(RuntimeError):
-    """A custom autograd.Function was applied to a DistTensor that requires grad."""
+    """A custom autograd.Function was applied to a DistTensor that requires grad.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, a):
+    ...         return a * 2
+    ...     @staticmethod
+    ...     def backward(ctx, g):
+    ...         return g * 2
+    >>> x = dt.ones(3, mesh=mesh, requires_grad=True)
+    >>> try:
+    ...     Double.apply(x)
+    ... except dt.CustomFunctionError:
+    ...     y = dt.local_map(Double.apply, out_placements=x.placements)(x)
+    >>> y.tolist()
+    [2.0, 2.0, 2.0]
+    """
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,9 @@ def to_dtensor(x: DistTensor) -> DTensor:
 
     Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's, any/all reductions, ranks
     that do not ascend along an axis.
+
+    >>> dt.to_dtensor(dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])).placements
+    (Shard(dim=0), Replicate())
     """
     if not isinstance(x, DistTensor):
         raise TypeError(f"to_dtensor: a DistTensor is expected, not {type(x).__name__}")
@@ -48,6 +51,10 @@ def from_dtensor(x: DTensor) -> DistTensor:
     """A torch DTensor as a DistTensor over the same local tensor; differentiable.
 
     Raises ValueError for private placements (_StridedShard and others).
+
+    >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+    >>> dt.from_dtensor(dt.to_dtensor(x)).placements
+    (Shard(0), Replicate())
     """
     if not isinstance(x, DTensor):
         raise TypeError(f"from_dtensor: a torch DTensor is expected, not {type(x).__name__}")

@@ -23,6 +23,9 @@ class Layout:
 
     ``own``: (axis, placement), sorted, for placements of types that users derived from ours. Their axes
     are in ``dims`` or ``partial`` as those of the base type are, so that local shapes follow.
+
+    >>> dt.Layout(dims=((0,), ()), partial=((1, "sum"),)).placements(mesh_ndim=2)
+    (Shard(0), Partial('sum'))
     """
 
     dims: tuple[Axes, ...]

@@ -26,6 +26,11 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
     the global shape follows from the pieces (sizes are exchanged) or is given by ``out_shapes``.
     in_grad_placements: for each tensor argument what its local gradient means. By default that follows from the placements:
     S -> S, P -> R, and R -> Partial where some argument or result varies over the axis, else R.
+
+    >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+    >>> twice = dt.local_map(lambda piece: piece * 2, out_placements=[dt.Shard(0), dt.Replicate()])
+    >>> twice(x).tolist()
+    [2.0, 2.0, 2.0, 2.0]
     """
     if out_placements is None:
         raise ValueError("local_map: out_placements says what the results are; give placements for each result")

@@ -21,6 +21,10 @@ class ProcessMesh:
     Equal meshes are one object, so ``is`` is equality. ``coordinate`` is this rank's place, or None outside.
     Process groups are made when first needed, by the ranks that are in them.
     Raises ValueError for a rank that occurs twice or is not in the world, and for names that do not fit.
+
+    >>> small = dt.ProcessMesh([[0]], ("dp", "tp"))
+    >>> small, small["tp"], small.coordinate
+    (ProcessMesh(dp=1, tp=1), ProcessMesh(tp=1), (0, 0))
     """
 
     ranks: tuple[int, ...]

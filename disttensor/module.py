@@ -31,6 +31,12 @@ def shard_module(
     Tied parameters stay tied. Tensors on the meta device are made shard by shard and initialized by ``init(submodule)``, or
     without it by the submodule's own ``reset_parameters``, inner modules first, with the bits that one process draws.
     Raises ValueError for a plan that does not fit and for meta tensors that nothing would initialize, before anything is changed.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> column, row = [dt.Replicate(), dt.Shard(0)], [dt.Replicate(), dt.Shard(1)]
+    >>> model = dt.shard_module(model, mesh, {"0.*": column, "2.weight": row})
+    >>> model[0].weight.dims_mapping, model[2].weight.dims_mapping
+    ([1, -1], [-1, 1])
     """
     need_member(mesh, "shard_module")
     chosen = _choose(module, mesh, plan) if not callable(plan) else {}

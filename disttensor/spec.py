@@ -23,7 +23,12 @@ def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class DistSpec:
-    """Everything that all ranks know of a tensor. Compare with ``is``; make with ``DistSpec(...)``."""
+    """Everything that all ranks know of a tensor. Compare with ``is``; make with ``DistSpec(...)``.
+
+    >>> layout = dt.Layout(dims=((0,), ()), partial=((1, "sum"),))
+    >>> dt.DistSpec(mesh, layout, (8, 16), torch.float32)
+    f32[8@dp, 16] {tp: P(sum)}
+    """
 
     __slots__ = (
         "mesh", "layout", "shape", "dtype", "placements", "local_shape", "local_offset", "dual", "proto",

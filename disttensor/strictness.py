@@ -16,16 +16,31 @@ _warned: set[Any] = set()
 
 
 class StrictError(RuntimeError):
-    """Inside strict(): a call that would communicate without being asked, or has no rule."""
+    """Inside strict(): a call that would communicate without being asked, or has no rule.
+
+    >>> try:
+    ...     with dt.strict():
+    ...         y = dt.ones(4, 4, mesh=mesh).relu()
+    ... except dt.StrictError as error:
+    ...     print("would communicate:", error)
+    """
 
 
 class FallbackWarning(UserWarning):
-    """A function without a rule ran on gathered tensors: right, and slow."""
+    """A function without a rule ran on gathered tensors: right, and slow.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", dt.FallbackWarning)
+    """
 
 
 class strict:
     """``with strict():`` an implicit reshard that communicates, or a function without a rule, is an error
-    that names the call, the source line and the bytes."""
+    that names the call, the source line and the bytes.
+
+    >>> with dt.strict():
+    ...     y = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).relu().sum()
+    """
 
     def __enter__(self) -> strict:
         global level

@@ -30,6 +30,10 @@ class DistTensor(Tensor):
 
     ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` say how it lies; everything else is
     answered as for the global tensor.
+
+    >>> x = dt.shard_tensor(torch.arange(6.0), mesh, [dt.Shard(0), dt.Replicate()])
+    >>> isinstance(x, torch.Tensor), x.shape, (x * 2).sum().item()
+    (True, torch.Size([6]), 30.0)
     """
 
     __slots__ = ("_local", "_spec")
