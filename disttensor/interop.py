@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
-
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Partial as TorchPartial
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
 
 from disttensor.api import from_local
 from disttensor.mesh import ProcessMesh
@@ -18,7 +14,12 @@ _TO = {"prod": "product"}
 _FROM = {"product": "prod"}
 
 
-def to_dtensor(x: DistTensor) -> DTensor:
+def _torch() -> Any:
+    """torch.distributed.tensor, loaded when it is first needed: its import costs more than all of disttensor's."""
+    return import_module("torch.distributed.tensor")
+
+
+def to_dtensor(x: DistTensor) -> Any:
     """x as torch's DTensor over the same local tensor; differentiable.
 
     Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's, any/all reductions, ranks
@@ -36,18 +37,28 @@ def to_dtensor(x: DistTensor) -> DTensor:
         raise ValueError(
             f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh whose ranks ascend along each axis"
         )
+    theirs = _torch()
     placements: list[Any] = []
     for p in x.placements:
         if isinstance(p, Partial):
             if p.reduce_op in ("any", "all"):
-                raise ValueError(f"{x._spec!r}: DTensor has no reduction {p.reduce_op!r}; reshard it first")
-            placements.append(TorchPartial(_TO.get(p.reduce_op, p.reduce_op)))
+                raise ValueError(
+                    f"{x._spec!r}: DTensor has no reduction {p.reduce_op!r}; reshard it first"
+                )
+            placements.append(theirs.Partial(_TO.get(p.reduce_op, p.reduce_op)))
         else:
-            placements.append(TorchShard(p.dim) if isinstance(p, Shard) else TorchReplicate())
-    return DTensor.from_local(x._local, mesh.to_device_mesh(), placements, run_check=False, shape=x.shape, stride=x.stride())
+            placements.append(theirs.Shard(p.dim) if isinstance(p, Shard) else theirs.Replicate())
+    return theirs.DTensor.from_local(
+        x._local,
+        mesh.to_device_mesh(),
+        placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
 
 
-def from_dtensor(x: DTensor) -> DistTensor:
+def from_dtensor(x: Any) -> DistTensor:
     """A torch DTensor as a DistTensor over the same local tensor; differentiable.
 
     Raises ValueError for private placements (_StridedShard and others).
@@ -56,18 +67,21 @@ def from_dtensor(x: DTensor) -> DistTensor:
     >>> dt.from_dtensor(dt.to_dtensor(x)).placements
     (Shard(0), Replicate())
     """
-    if not isinstance(x, DTensor):
+    theirs = _torch()
+    if not isinstance(x, theirs.DTensor):
         raise TypeError(f"from_dtensor: a torch DTensor is expected, not {type(x).__name__}")
     mesh = ProcessMesh.from_device_mesh(x.device_mesh)
     placements: list[Placement] = []
     for p in x.placements:
-        if type(p) is TorchShard:
+        if type(p) is theirs.Shard:
             placements.append(Shard(p.dim))
-        elif type(p) is TorchPartial:
+        elif type(p) is theirs.Partial:
             placements.append(Partial(_FROM.get(p.reduce_op, p.reduce_op)))
-        elif type(p) is TorchReplicate:
+        elif type(p) is theirs.Replicate:
             placements.append(Replicate())
         else:
-            raise ValueError(f"from_dtensor: placement {p} of {x.placements} has no counterpart; redistribute the DTensor first")
+            raise ValueError(
+                f"from_dtensor: placement {p} of {x.placements} has no counterpart; redistribute the DTensor first"
+            )
     local = x.to_local()
     return from_local(local, mesh, placements, shape=x.shape)

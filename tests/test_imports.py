@@ -184,3 +184,9 @@ def test_no_cycle() -> None:
         assert free, f"these import each other in a circle: {sorted(left)}"
         for module in free:
             del left[module]
+
+
+def test_importing_does_not_load_dtensor() -> None:
+    """torch.distributed.tensor takes longer to import than all that is ours."""
+    code = "import sys, disttensor; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
