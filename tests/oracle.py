@@ -32,6 +32,7 @@ from disttensor.placement import show
 Layouts = Sequence[Sequence[Placement] | None]  # one per tensor argument; None: stays plain
 MORE = int(os.environ.get("ORACLE_MORE", "1"))  # times as many layouts per case
 SEED = os.environ.get("ORACLE_SEED", "")  # others than usual
+MESH = os.environ.get("ORACLE_MESH", "")
 WAYS = ("leaf", "product", "view", "moved")  # how an input that requires grad comes to the function
 
 
@@ -46,6 +47,8 @@ def grid() -> ProcessMesh:
 
 
 def mesh_of_world() -> ProcessMesh:
+    if MESH:  # another one for this run, as "2,1,2"
+        return ProcessMesh(torch.arange(dist.get_world_size()).reshape(*map(int, MESH.split(","))))
     return grid() if dist.get_world_size() == 4 else line()
 
 
@@ -84,13 +87,20 @@ def _pieces(full: Tensor, op: str, n: int, draw: torch.Generator) -> list[Tensor
     rank = int(torch.randint(n, (), generator=draw))
     if op in ("sum", "avg"):
         if full.dtype.is_floating_point:
-            parts = [torch.randn(full.shape, generator=draw, dtype=torch.float64).to(full.dtype) for _ in range(n)]
+            parts = [
+                torch.randn(full.shape, generator=draw, dtype=torch.float64).to(full.dtype)
+                for _ in range(n)
+            ]
         else:
-            parts = [torch.randint(-5, 5, full.shape, generator=draw).to(full.dtype) for _ in range(n)]
+            parts = [
+                torch.randint(-5, 5, full.shape, generator=draw).to(full.dtype) for _ in range(n)
+            ]
         whole = full * n if op == "avg" else full
         parts[rank] = whole - sum(p for i, p in enumerate(parts) if i != rank)
         return parts
-    less = torch.randint(1, 5, full.shape, generator=draw).to(full.dtype if full.dtype != torch.bool else torch.int64)
+    less = torch.randint(1, 5, full.shape, generator=draw).to(
+        full.dtype if full.dtype != torch.bool else torch.int64
+    )
     other = {
         "max": lambda: full - less,
         "min": lambda: full + less,
@@ -106,7 +116,10 @@ def layouts_of(full: Tensor, mesh_ndim: int, partial: bool = True) -> list[tuple
     one: list[Placement] = [Replicate(), *(Shard(d) for d in range(full.ndim))]
     if partial and full.dtype != torch.bool:
         one.append(Partial())
-    return list(itertools.product(one, repeat=mesh_ndim))
+    every = list(itertools.product(one, repeat=mesh_ndim))
+    if mesh_ndim == 2:  # the second axis major
+        every += [(Shard(d, order=1), Shard(d, order=0)) for d in range(full.ndim)]
+    return every
 
 
 def some_layouts(
@@ -157,7 +170,11 @@ def enter(leaf: Tensor, way: str) -> Tensor:
 
 
 def weights(outs: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.rand(o.shape, generator=generator(i, tuple(o.shape)), dtype=torch.float64).to(o.dtype) + 0.5 for i, o in enumerate(outs)]
+    return [
+        torch.rand(o.shape, generator=generator(i, tuple(o.shape)), dtype=torch.float64).to(o.dtype)
+        + 0.5
+        for i, o in enumerate(outs)
+    ]
 
 
 def differentiable(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -179,7 +196,9 @@ def fallbacks() -> Iterator[list[str]]:
     """Names of the functions that ran on gathered tensors, without their warnings."""
     names: list[str] = []
     real = strictness.fallback
-    strictness.fallback = lambda func, specs, why: names.append(f"{strictness.name_of(func)} ({why})")  # type: ignore[assignment]
+    strictness.fallback = lambda func, specs, why: names.append(
+        f"{strictness.name_of(func)} ({why})"
+    )  # type: ignore[assignment]
     try:
         yield names
     finally:
@@ -206,69 +225,100 @@ def check_op(
     if any(t.dtype in (torch.float32, torch.bfloat16) for t in given):
         rtol, atol = max(rtol, 2e-5), max(atol, 2e-5)
     floating = [grad and t.dtype.is_floating_point and i not in frozen for i, t in enumerate(given)]
-    ways = ["product" if inplace and i == 0 and floating[i] else ways[i % len(ways)] for i in range(len(given))]
+    ways = [
+        "product" if inplace and i == 0 and floating[i] else ways[i % len(ways)]
+        for i in range(len(given))
+    ]
 
     def run(leaves: list[Tensor], inner: list[Tensor]) -> tuple[Any, list[Tensor], list[Any]]:
         new_args, new_kwargs = replace((tuple(args), kwargs), iter(inner))
-        result = func(*new_args, **new_kwargs)
+        with log:
+            result = func(*new_args, **new_kwargs)
         outs = tensors_in(result) if isinstance(result, (Tensor, list, tuple, dict)) else []
         ends = [o for o in outs if o.requires_grad]
         fulls = [o.full_tensor() if isinstance(o, DistTensor) else o for o in outs]
         if ends:
             w = weights([f.detach() for f, o in zip(fulls, outs, strict=True) if o.requires_grad])
-            ends = ends if weigh == "dist" else [f for f, o in zip(fulls, outs, strict=True) if o.requires_grad]
-            loss = sum(((e * v).sum() for e, v in zip(ends, w, strict=True)), start=torch.zeros((), dtype=torch.float64))
+            ends = (
+                ends
+                if weigh == "dist"
+                else [f for f, o in zip(fulls, outs, strict=True) if o.requires_grad]
+            )
+            loss = sum(
+                ((e * v).sum() for e, v in zip(ends, w, strict=True)),
+                start=torch.zeros((), dtype=torch.float64),
+            )
             loss.backward()
         return result, [f.detach() for f in fulls], [leaf.grad for leaf in leaves]
 
+    log = dt.record_comms()
     leaves = [t.detach().clone().requires_grad_(f) for t, f in zip(given, floating, strict=True)]
     inner = [enter(x, w) if f else x for x, w, f in zip(leaves, ways, floating, strict=True)]
     plain, plain_values, plain_grads = run(leaves, inner)
 
     d_leaves: list[Tensor] = []
     d_inner: list[Tensor] = []
-    for i, (t, want) in enumerate(zip(given, layouts, strict=True)):
-        if want is None:
-            x: Tensor = t.detach().clone().requires_grad_(floating[i])
+    error, result, values, grads, fulls, after = "", None, [], [], [], []
+    try:
+        for i, (t, want) in enumerate(zip(given, layouts, strict=True)):
+            if want is None:
+                x: Tensor = t.detach().clone().requires_grad_(floating[i])
+                d_leaves.append(x)
+                d_inner.append(enter(x, ways[i]) if floating[i] else x)
+                continue
+            here = want
+            moved = ways[i] == "moved" and floating[i]
+            if moved:
+                here = random.Random(repr((tuple(t.shape), show(want)))).choice(
+                    layouts_of(t, mesh.ndim)
+                )
+            x = place(t, mesh, here).requires_grad_(floating[i])
             d_leaves.append(x)
-            d_inner.append(enter(x, ways[i]) if floating[i] else x)
-            continue
-        here = want
-        moved = ways[i] == "moved" and floating[i]
-        if moved:
-            here = random.Random(repr((tuple(t.shape), show(want)))).choice(layouts_of(t, mesh.ndim))
-        x = place(t, mesh, here).requires_grad_(floating[i])
-        d_leaves.append(x)
-        y = dt.reshard(x, mesh, want) if moved else enter(x, ways[i]) if floating[i] else x
-        if inplace and i == 0 and not floating[i]:
-            y = x.clone()
-            inner[0] = leaves[0].clone()
-        d_inner.append(y)
-    with fallbacks() as fell, dt.record_comms() as log:
-        result, values, grads = run(d_leaves, d_inner)
-    fulls = [g.full_tensor() if isinstance(g, DistTensor) else g for g in grads]
-    after = [x.detach().full_tensor() if isinstance(x, DistTensor) else x.detach() for x in d_inner]
+            y = dt.reshard(x, mesh, want) if moved else enter(x, ways[i]) if floating[i] else x
+            if inplace and i == 0 and not floating[i]:
+                y = x.clone()
+                inner[0] = leaves[0].clone()
+            d_inner.append(y)
+        with fallbacks() as fell:
+            result, values, grads = run(d_leaves, d_inner)
+        fulls = [g.full_tensor() if isinstance(g, DistTensor) else g for g in grads]
+        after = [
+            x.detach().full_tensor() if isinstance(x, DistTensor) else x.detach() for x in d_inner
+        ]
+    except Exception as e:
+        error = f"{type(e).__name__}: {str(e)[:400]}{_frames(e)}"
     outs = tensors_in(result)
-    compare_replicas([*outs, *(g for g in grads if g is not None), *fulls])
+    compare_replicas([*outs, *grads, *fulls], error)
 
     # Nothing below communicates.
     if fell and not may_fall_back:
         raise Problem(f"fell back: {', '.join(sorted(set(fell)))}")
     if not isinstance(plain, (Tensor, list, tuple, dict)):
-        if result != plain or type(result) is not type(plain):
+        near = (
+            isinstance(plain, float)
+            and isinstance(result, float)
+            and math.isclose(result, plain, rel_tol=rtol)
+        )
+        if not near and (result != plain or type(result) is not type(plain)):
             raise Problem(f"gave {result!r} in place of {plain!r}")
         return
     if _shape_of(result) != _shape_of(plain):
         raise Problem(f"results have the structure {_shape_of(result)}, not {_shape_of(plain)}")
-    for i, (o, full, p, p_out) in enumerate(zip(outs, values, plain_values, tensors_in(plain), strict=True)):
+    for i, (o, full, p, p_out) in enumerate(
+        zip(outs, values, plain_values, tensors_in(plain), strict=True)
+    ):
         if not isinstance(o, DistTensor):
             raise Problem(f"result {i} is a {type(o).__name__}")
         if tuple(o.shape) != tuple(p.shape) or o.dtype != p.dtype:
             raise Problem(f"result {i} is {o._spec!r}, plain {p.dtype} {list(p.shape)}")
         if tuple(o.to_local().shape) != tuple(o._spec.local_shape) or o.to_local().dtype != o.dtype:
-            raise Problem(f"result {i}: {o._spec!r} but the local is {o.to_local().dtype} {list(o.to_local().shape)}")
+            raise Problem(
+                f"result {i}: {o._spec!r} but the local is {o.to_local().dtype} {list(o.to_local().shape)}"
+            )
         if o.requires_grad != p_out.requires_grad and o.numel():
-            raise Problem(f"result {i}: requires_grad is {o.requires_grad}, plain {p_out.requires_grad}")
+            raise Problem(
+                f"result {i}: requires_grad is {o.requires_grad}, plain {p_out.requires_grad}"
+            )
         _close(full, p, f"result {i} ({o._spec!r})", rtol, atol)
     for i, (g, full_g, p_g) in enumerate(zip(grads, fulls, plain_grads, strict=True)):
         if p_g is None or g is None:
@@ -289,7 +339,9 @@ def check_op(
     if outputs is not None:
         got = [o.placements for o in outs]
         if got != [tuple(o) for o in outputs]:
-            raise Problem(f"placements are {[show(p) for p in got]}, expected {[show(p) for p in outputs]}")
+            raise Problem(
+                f"placements are {[show(p) for p in got]}, expected {[show(p) for p in outputs]}"
+            )
     if comms is not None:
         kinds = [r.kind for r in log if r.phase == "forward"]
         if kinds != list(comms):
@@ -310,7 +362,9 @@ def _close(got: Tensor, want: Tensor, what: str, rtol: float = 1e-9, atol: float
     elif want.dtype == torch.float32:
         rtol, atol = max(rtol, 2e-5), max(atol, 2e-5)
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise Problem(f"{what}: {got.dtype} {list(got.shape)}, plain {want.dtype} {list(want.shape)}")
+        raise Problem(
+            f"{what}: {got.dtype} {list(got.shape)}, plain {want.dtype} {list(want.shape)}"
+        )
     if not torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True):
         bad = ~torch.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
         where = bad.nonzero()[:3].tolist()
@@ -326,19 +380,28 @@ def _digest(x: Tensor) -> str:
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest() + str(tuple(x.shape))
 
 
-def compare_replicas(tensors: Sequence[Any]) -> None:
-    """Ranks that hold the same piece hold the same bits. Raises on every rank alike."""
+def compare_replicas(tensors: Sequence[Any], error: str = "") -> None:
+    """Ranks that hold the same piece hold the same bits. Raises on every rank alike, also where one has an error."""
     mine = []
     for t in tensors:
         if isinstance(t, DistTensor):
             place = t.process_mesh.coordinate or ()
             varies = t._spec.layout.varies()
-            mine.append((repr(t._spec), tuple(c for a, c in enumerate(place) if a in varies), _digest(t.to_local())))
+            mine.append(
+                (
+                    repr(t._spec),
+                    tuple(c for a, c in enumerate(place) if a in varies),
+                    _digest(t.to_local()),
+                )
+            )
         else:
             mine.append(("plain", (), _digest(t) if isinstance(t, Tensor) else repr(t)))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for i, entries in enumerate(zip(*everyone, strict=True)):
+    dist.all_gather_object(everyone, (error, mine))
+    for rank, (error, _) in enumerate(everyone):
+        if error:
+            raise Problem(f"{error} (rank {rank})")
+    for i, entries in enumerate(zip(*(m for _, m in everyone), strict=True)):
         specs = {e[0] for e in entries}
         if len(specs) > 1:
             raise Problem(f"tensor {i}: ranks hold different specs: {specs}")
@@ -373,15 +436,24 @@ def check_cases(cases: Sequence[Case], most: int = 12) -> None:
         options = dict(c.options)
         most_of_this = options.pop("most", most) * MORE
         found = 0
-        chosen = options.pop("layouts", None) or some_layouts(tensors_in((c.args, options)), mesh.ndim, most_of_this, c.name + SEED, options.get("frozen", ()))
+        chosen = options.pop("layouts", None) or some_layouts(
+            tensors_in((c.args, options)),
+            mesh.ndim,
+            most_of_this,
+            c.name + SEED,
+            options.get("frozen", ()),
+        )
         for n, layouts in enumerate(chosen):
             if options.get("inplace") and layouts[0] is None:
                 continue
             draw = random.Random(f"{c.name} {n}{SEED}")
             ways = [draw.choice(WAYS) for _ in layouts] if n % 3 else ["leaf"]
             weigh = draw.choice(["full", "dist"])
-            error = attempt(check_op, c.func, *c.args, layouts=layouts, mesh=mesh, ways=ways, weigh=weigh, **options)
-            if error:
+            try:
+                check_op(
+                    c.func, *c.args, layouts=layouts, mesh=mesh, ways=ways, weigh=weigh, **options
+                )
+            except Problem as error:
                 found += 1
                 if found <= 2:
                     shown = ", ".join("plain" if p is None else show(p) for p in layouts)
@@ -391,21 +463,7 @@ def check_cases(cases: Sequence[Case], most: int = 12) -> None:
     assert not failures, f"{len(failures)} lines\n" + "\n".join(failures)
 
 
-def attempt(check: Callable[..., None], *args: Any, **kwargs: Any) -> str:
-    """Run one check on all ranks: "" or what went wrong somewhere, known to every rank."""
-    mine = ""
-    try:
-        check(*args, **kwargs)
-    except Problem as problem:
-        mine = str(problem)
-    except Exception as error:
-        mine = f"{type(error).__name__}: {str(error)[:400]}{_last_frame(error)}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((f"{text} (rank {r})" for r, text in enumerate(everyone) if text), "")
-
-
-def _last_frame(error: BaseException) -> str:
+def _frames(error: BaseException) -> str:
     tb = error.__traceback__
     frames = []
     while tb is not None:
@@ -426,7 +484,10 @@ def check_program(
     mesh = mesh or mesh_of_world()
     plain = [t.detach().clone().requires_grad_() for t, _ in params]
     ours = [place(t, mesh, p).requires_grad_() for t, p in params]
-    d_args = [a if p is None else place(a, mesh, p) for a, p in zip(args, layouts or [None] * len(args), strict=True)]
+    d_args = [
+        a if p is None else place(a, mesh, p)
+        for a, p in zip(args, layouts or [None] * len(args), strict=True)
+    ]
     for _ in range(steps):
         loss = program(*plain, *args)
         loss.backward()
@@ -435,7 +496,7 @@ def check_program(
     value = d_loss.detach().full_tensor() if isinstance(d_loss, DistTensor) else d_loss.detach()
     grads = [x.grad for x in ours]
     fulls = [None if g is None else g.full_tensor() for g in grads]
-    compare_replicas([value, *(g for g in grads if g is not None), *(f for f in fulls if f is not None)])
+    compare_replicas([value, *grads, *fulls])
     _close(value, loss.detach(), "loss", rtol, atol)
     for i, (full, p) in enumerate(zip(fulls, plain, strict=True)):
         if (full is None) != (p.grad is None):

@@ -9,7 +9,18 @@ from torch.nn import functional as F
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
-from tests.oracle import Problem, check_op, check_program, fallbacks, grid, line, place, randint, randn, some_layouts
+from tests.oracle import (
+    Problem,
+    check_op,
+    check_program,
+    fallbacks,
+    grid,
+    line,
+    place,
+    randint,
+    randn,
+    some_layouts,
+)
 from tests.pool import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -24,7 +35,15 @@ def everywhere(func, *shapes, grids=ON_GRID, **options):
     for n, layout in enumerate(ON_LINE if mesh.ndim == 1 else grids):
         args = [s if isinstance(s, Tensor) else randn(*s, seed=i) for i, s in enumerate(shapes)]
         for ways in (("leaf",), ("product", "view"), ("moved",)):
-            check_op(func, *args, layouts=[layout] * len(args), mesh=mesh, ways=ways, weigh=("full", "dist")[n % 2], **options)
+            check_op(
+                func,
+                *args,
+                layouts=[layout] * len(args),
+                mesh=mesh,
+                ways=ways,
+                weigh=("full", "dist")[n % 2],
+                **options,
+            )
 
 
 both = pytest.mark.parametrize("world", [2, 4])
@@ -64,13 +83,33 @@ def test_module_losses():
 def test_cross_entropy_with_batch_sequence_and_vocabulary_split():
     target = randint(0, 7, (5,), seed=1)
     target[1] = target[4] = -100
-    layouts = [[S0], [S1], [P], [R]] if torch.distributed.get_world_size() == 2 else [[S0, S1], [S1, S0], [S1, S1], [R, S1], [P, S1], [S0, S0]]
+    layouts = (
+        [[S0], [S1], [P], [R]]
+        if torch.distributed.get_world_size() == 2
+        else [[S0, S1], [S1, S0], [S1, S1], [R, S1], [P, S1], [S0, S0]]
+    )
     weight = randn(7, seed=9).abs()
-    for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": weight}, {"weight": weight, "label_smoothing": 0.2}, {"ignore_index": 3}):
+    for options in (
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"weight": weight},
+        {"weight": weight, "label_smoothing": 0.2},
+        {"ignore_index": 3},
+    ):
         t = target.clamp(min=0) if "ignore_index" in options else target
         for layout in layouts:
             where = [layout, [R] * len(layout)] + [None] * ("weight" in options)
-            check_op(F.cross_entropy, randn(5, 7), t, layouts=where, frozen=[1, 2], ways=["product"], **options)
+            check_op(
+                F.cross_entropy,
+                randn(5, 7),
+                t,
+                layouts=where,
+                frozen=[1, 2],
+                ways=["product"],
+                **options,
+            )
             batch = [p if p == S0 else R for p in layout]
             where[1] = batch
             check_op(F.cross_entropy, randn(5, 7), t, layouts=where, frozen=[1, 2], **options)
@@ -142,7 +181,9 @@ def test_logsumexp_over_a_split_dim():
     everywhere(lambda x: torch.softmax(x, 0), masked, grad=False)
 
 
-TIES = torch.tensor([[1.0, 2, 2], [3, 2, 0], [3, 1, -3], [0, 2, -3], [3, 2, 1]], dtype=torch.float64)
+TIES = torch.tensor(
+    [[1.0, 2, 2], [3, 2, 0], [3, 1, -3], [0, 2, -3], [3, 2, 1]], dtype=torch.float64
+)
 
 
 def exact(layouts):
@@ -170,7 +211,9 @@ def test_gradient_of_norms_at_zero():
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
     for layout in exact(ON_LINE if mesh.ndim == 1 else ON_GRID):
         for p in (1, 2, 3, INF):
-            check_op(lambda x: torch.linalg.vector_norm(x, p, 0), zeros, layouts=[layout], mesh=mesh)
+            check_op(
+                lambda x: torch.linalg.vector_norm(x, p, 0), zeros, layouts=[layout], mesh=mesh
+            )
             check_op(lambda x: x.norm(p), zeros, layouts=[layout], mesh=mesh)
 
 
@@ -190,21 +233,66 @@ def test_nan_and_inf_propagate():
 
 @on_both
 def test_argmax_without_dim():
-    everywhere(lambda x: (x.argmax(), x.argmin(), x.argmax(0), x.argmax(1), x.argmin(1, keepdim=True)), (5, 3), grad=False)
+    everywhere(
+        lambda x: (x.argmax(), x.argmin(), x.argmax(0), x.argmax(1), x.argmin(1, keepdim=True)),
+        (5, 3),
+        grad=False,
+    )
     everywhere(lambda x: (x.argmax(), x.argmin()), (3, 5, 2), grad=False)
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
-    for layout in exact(ON_LINE if mesh.ndim == 1 else ON_GRID):  # of equals one index, as torch's first
-        check_op(lambda x: (x.argmax(0), x.argmin(0), x.max(0), x.min(1)), TIES, layouts=[layout], mesh=mesh, grad=False)
-        check_op(lambda x: (x.argmax(), x.argmin(0)), torch.ones(5, 3), layouts=[layout], mesh=mesh, grad=False)
+    for layout in exact(
+        ON_LINE if mesh.ndim == 1 else ON_GRID
+    ):  # of equals one index, as torch's first
+        check_op(
+            lambda x: (x.argmax(0), x.argmin(0), x.max(0), x.min(1)),
+            TIES,
+            layouts=[layout],
+            mesh=mesh,
+            grad=False,
+        )
+        check_op(
+            lambda x: (x.argmax(), x.argmin(0)),
+            torch.ones(5, 3),
+            layouts=[layout],
+            mesh=mesh,
+            grad=False,
+        )
 
 
 @on_both
 def test_empty_shards_in_reductions():
     """One row over two ranks, no rows at all."""
     for shape in ((1, 3), (0, 3), (3, 1), (1, 1)):
-        everywhere(lambda x: (x.sum(), x.sum(0), x.prod(1), x.norm(), x.logsumexp(0) if x.numel() else x.sum(), (x > 0).any(), (x > 0).all(0)), shape)
+        everywhere(
+            lambda x: (
+                x.sum(),
+                x.sum(0),
+                x.prod(1),
+                x.norm(),
+                x.logsumexp(0) if x.numel() else x.sum(),
+                (x > 0).any(),
+                (x > 0).all(0),
+            ),
+            shape,
+        )
         if shape[0]:
-            everywhere(lambda x: (x.mean(0), x.amax(0), x.amin(), x.max(), x.min(0), x.argmax(), x.norm(INF, 0), x.softmax(0), x.var(0, correction=0), x.cumsum(0), x.max(1), x.logsumexp(1)), shape)
+            everywhere(
+                lambda x: (
+                    x.mean(0),
+                    x.amax(0),
+                    x.amin(),
+                    x.max(),
+                    x.min(0),
+                    x.argmax(),
+                    x.norm(INF, 0),
+                    x.softmax(0),
+                    x.var(0, correction=0),
+                    x.cumsum(0),
+                    x.max(1),
+                    x.logsumexp(1),
+                ),
+                shape,
+            )
     everywhere(lambda x: (x.mean(), x.sum(1), x.mean(1)), (0, 3), grad=False)  # nan, as torch gives
 
 
@@ -214,15 +302,42 @@ def test_empty_shards_in_reductions():
 @on_both
 def test_cast_of_a_partial_reduces_where_it_must():
     """int(a) + int(b) is not int(a + b); a float of another width may stay pending."""
-    everywhere(lambda x: ((x * 3).long(), (x * 3).int(), x.to(torch.bool), x.type(torch.int16), (x * 2).to(torch.int64)), (5, 3))
+    everywhere(
+        lambda x: (
+            (x * 3).long(),
+            (x * 3).int(),
+            x.to(torch.bool),
+            x.type(torch.int16),
+            (x * 2).to(torch.int64),
+        ),
+        (5, 3),
+    )
     everywhere(lambda x: x.to(torch.float32), (5, 3), rtol=1e-5, atol=1e-5)
     ints = randint(-4, 9, (5, 3))
-    everywhere(lambda i: (i.double(), i.bool(), i.to(torch.uint8), i.half(), i.to(torch.float32)), ints)
+    everywhere(
+        lambda i: (i.double(), i.bool(), i.to(torch.uint8), i.half(), i.to(torch.float32)), ints
+    )
 
 
 @on_both
 def test_nonlinear_functions_of_a_partial():
-    for f in (torch.exp, torch.relu, torch.abs, torch.sign, torch.square, torch.isnan, torch.floor, F.gelu, F.silu, lambda x: x * x, lambda x: x**2, lambda x: x @ x.T, lambda x: 1 / (x + 9), lambda x: x > 0, lambda x: x == x):
+    for f in (
+        torch.exp,
+        torch.relu,
+        torch.abs,
+        torch.sign,
+        torch.square,
+        torch.isnan,
+        torch.floor,
+        F.gelu,
+        F.silu,
+        lambda x: x * x,
+        lambda x: x**2,
+        lambda x: x @ x.T,
+        lambda x: 1 / (x + 9),
+        lambda x: x > 0,
+        lambda x: x == x,
+    ):
         everywhere(f, (5, 3))
     everywhere(torch.maximum, (5, 3), (5, 3))
     everywhere(torch.mul, (5, 3), (5, 3))
@@ -230,23 +345,78 @@ def test_nonlinear_functions_of_a_partial():
 
 @on_both
 def test_minus_five_x_is_not_two_x_of_a_partial():
-    everywhere(lambda x: (-5 * x == 2 * x, -5 * x != 2 * x, -5 * x < 2 * x, -5 * x, 2 * x, (2 * x) - (-5 * x)), (5, 3))
+    everywhere(
+        lambda x: (
+            -5 * x == 2 * x,
+            -5 * x != 2 * x,
+            -5 * x < 2 * x,
+            -5 * x,
+            2 * x,
+            (2 * x) - (-5 * x),
+        ),
+        (5, 3),
+    )
     for p in (Partial("max"), Partial("min")):  # a negative factor turns max into min
         layout = [p] if torch.distributed.get_world_size() == 2 else [p, S0]
-        check_op(lambda x: (-5 * x, x * 2, x / -2, -x, x + 1, 1 - x, x * 0, x.neg(), x * -1.5), randn(5, 3), layouts=[layout], grad=False)
+        check_op(
+            lambda x: (-5 * x, x * 2, x / -2, -x, x + 1, 1 - x, x * 0, x.neg(), x * -1.5),
+            randn(5, 3),
+            layouts=[layout],
+            grad=False,
+        )
 
 
 @on_both
 def test_every_kind_of_partial_means_its_reduction():
     axes = torch.distributed.get_world_size() // 2
     for kind in ("sum", "avg", "max", "min"):
-        for layout in ([Partial(kind)] * axes, [Partial(kind), S0][:axes], [S1, Partial(kind)][-axes:], [Partial(kind), P][:axes]):
-            for f in (lambda x: x, lambda x: x + x, lambda x: x * 2, lambda x: x.sum(0), lambda x: x.exp(), lambda x: x.amax(1), lambda x: x + 1.5, lambda x: x - 3, lambda x: x.T, lambda x: x[1:4], lambda x: x.clone(), lambda x: x.mean(), lambda x: x.max(), lambda x: x @ x.T):
-                check_op(f, randn(5, 3), layouts=[layout], grad=kind in ("sum", "avg"), ways=["leaf"])
+        for layout in (
+            [Partial(kind)] * axes,
+            [Partial(kind), S0][:axes],
+            [S1, Partial(kind)][-axes:],
+            [Partial(kind), P][:axes],
+        ):
+            for f in (
+                lambda x: x,
+                lambda x: x + x,
+                lambda x: x * 2,
+                lambda x: x.sum(0),
+                lambda x: x.exp(),
+                lambda x: x.amax(1),
+                lambda x: x + 1.5,
+                lambda x: x - 3,
+                lambda x: x.T,
+                lambda x: x[1:4],
+                lambda x: x.clone(),
+                lambda x: x.mean(),
+                lambda x: x.max(),
+                lambda x: x @ x.T,
+            ):
+                check_op(
+                    f, randn(5, 3), layouts=[layout], grad=kind in ("sum", "avg"), ways=["leaf"]
+                )
     for kind in ("prod", "max", "min", "sum"):
-        check_op(lambda i: (i + 1, i * 2, i.sum(), i.amax(0), i.prod(0), i > 2, i.T, -i), randint(-4, 9, (5, 3)), layouts=[[Partial(kind)] + [R] * (axes - 1)])
+        check_op(
+            lambda i: (i + 1, i * 2, i.sum(), i.amax(0), i.prod(0), i > 2, i.T, -i),
+            randint(-4, 9, (5, 3)),
+            layouts=[[Partial(kind)] + [R] * (axes - 1)],
+        )
     for kind in ("any", "all"):
-        check_op(lambda m: (~m, m & m, m | m, m.any(0), m.all(1), m.sum(), m.T, m.float(), m.logical_not()), randn(5, 3) > 0, layouts=[[Partial(kind)] + [S0] * (axes - 1)])
+        check_op(
+            lambda m: (
+                ~m,
+                m & m,
+                m | m,
+                m.any(0),
+                m.all(1),
+                m.sum(),
+                m.T,
+                m.float(),
+                m.logical_not(),
+            ),
+            randn(5, 3) > 0,
+            layouts=[[Partial(kind)] + [S0] * (axes - 1)],
+        )
 
 
 @on_both
@@ -254,14 +424,34 @@ def test_scalar_plus_partial_counts_once():
     everywhere(lambda x: (x + 3.0, 3 - x, x - 1, x + 1 + 1), (5, 3))
     row = randn(3, seed=7)
     axes = torch.distributed.get_world_size() // 2
-    check_op(lambda x, r: (x + r, r - x, torch.add(x, r, alpha=3)), randn(5, 3), row, layouts=[[P] * axes, None])
-    check_op(lambda x, w, b: F.linear(x, w, b), randn(5, 6), randn(4, 6), randn(4), layouts=[[R] * (axes - 1) + [S1], [R] * (axes - 1) + [S1], [R] * axes])
+    check_op(
+        lambda x, r: (x + r, r - x, torch.add(x, r, alpha=3)),
+        randn(5, 3),
+        row,
+        layouts=[[P] * axes, None],
+    )
+    check_op(
+        lambda x, w, b: F.linear(x, w, b),
+        randn(5, 6),
+        randn(4, 6),
+        randn(4),
+        layouts=[[R] * (axes - 1) + [S1], [R] * (axes - 1) + [S1], [R] * axes],
+    )
 
 
 @on_both
 def test_clamp_in_place_on_a_partial():
     axes = torch.distributed.get_world_size() // 2
-    for f in (lambda x: x.clamp_(-0.1, 0.3), lambda x: x.clamp_(min=0), lambda x: x.relu_(), lambda x: x.add_(1.0), lambda x: x.exp_(), lambda x: x.zero_(), lambda x: x.fill_(2), lambda x: x.mul_(3)):
+    for f in (
+        lambda x: x.clamp_(-0.1, 0.3),
+        lambda x: x.clamp_(min=0),
+        lambda x: x.relu_(),
+        lambda x: x.add_(1.0),
+        lambda x: x.exp_(),
+        lambda x: x.zero_(),
+        lambda x: x.fill_(2),
+        lambda x: x.mul_(3),
+    ):
         for layout in ([P] * axes, [P, S0][:axes], [S1, P][-axes:], [Partial("avg")] * axes):
             check_op(f, randn(5, 3), layouts=[layout], inplace=True)
 
@@ -337,19 +527,85 @@ def test_gated_functions_pair_the_halves_of_the_whole_dim():
 def test_integer_and_bool_tensors():
     ints = randint(-4, 9, (5, 3))
     mask = randn(5, 3) > 0
-    everywhere(lambda i: (i + 1, i * 2, i // 2, i % 3, i / 2, i.sum(), i.sum(0), i.prod(1), i.max(), i.max(0), i.float().mean(), i > 2, i == i.T.T, i.cumsum(0), i & 3, i << 1, -i, i.abs(), i.clamp(0, 4), i + 0.5, i.argmax(1), i.bitwise_not(), i.any(), i.sort(0)), ints)
+    everywhere(
+        lambda i: (
+            i + 1,
+            i * 2,
+            i // 2,
+            i % 3,
+            i / 2,
+            i.sum(),
+            i.sum(0),
+            i.prod(1),
+            i.max(),
+            i.max(0),
+            i.float().mean(),
+            i > 2,
+            i == i.T.T,
+            i.cumsum(0),
+            i & 3,
+            i << 1,
+            -i,
+            i.abs(),
+            i.clamp(0, 4),
+            i + 0.5,
+            i.argmax(1),
+            i.bitwise_not(),
+            i.any(),
+            i.sort(0),
+        ),
+        ints,
+    )
     no_partial = {"grids": exact(ON_GRID)}
     axes = torch.distributed.get_world_size() // 2
     for layout in exact(ON_LINE if axes == 1 else no_partial["grids"]):
-        check_op(lambda m: (~m, m & m, m | ~m, m ^ m, m.sum(), m.sum(0), m.any(), m.all(1), m.float().mean(0), m.long() + 1, m + 1, m * 2.5, m.cumsum(0), m.int().max(), m.count_nonzero(), torch.where(m, 1.0, 0.0), m.to(torch.float16)), mask, layouts=[layout])
+        check_op(
+            lambda m: (
+                ~m,
+                m & m,
+                m | ~m,
+                m ^ m,
+                m.sum(),
+                m.sum(0),
+                m.any(),
+                m.all(1),
+                m.float().mean(0),
+                m.long() + 1,
+                m + 1,
+                m * 2.5,
+                m.cumsum(0),
+                m.int().max(),
+                m.count_nonzero(),
+                torch.where(m, 1.0, 0.0),
+                m.to(torch.float16),
+            ),
+            mask,
+            layouts=[layout],
+        )
 
 
 @on_both
 def test_type_promotion_depends_on_the_kind_of_constant():
     """1, 1.0 and True are one dict key and three dtypes."""
     ints = randint(-4, 9, (5, 3))
-    everywhere(lambda i: (i + 1, i + 1.0, i + True, i * 2, i * 2.0, i * False, torch.where(i > 0, i, 1), torch.where(i > 0, i, 1.0), i + 1j), ints, grad=False)
-    everywhere(lambda x: (x + 1, x + 1.0, x + True, x * 1j), randn(5, 3, dtype=torch.float32), grad=False)
+    everywhere(
+        lambda i: (
+            i + 1,
+            i + 1.0,
+            i + True,
+            i * 2,
+            i * 2.0,
+            i * False,
+            torch.where(i > 0, i, 1),
+            torch.where(i > 0, i, 1.0),
+            i + 1j,
+        ),
+        ints,
+        grad=False,
+    )
+    everywhere(
+        lambda x: (x + 1, x + 1.0, x + True, x * 1j), randn(5, 3, dtype=torch.float32), grad=False
+    )
 
 
 @on_both
@@ -369,11 +625,19 @@ def test_a_replica_counts_once_in_a_sum_over_ranks():
 
     def program(w, b, x):
         h = x @ w + b
-        return (h * h).mean() + w.sum() + (b * w[0]).sum() + (w * 0.5).pow(2).sum() + h.sum() * b.mean()
+        return (
+            (h * h).mean()
+            + w.sum()
+            + (b * w[0]).sum()
+            + (w * 0.5).pow(2).sum()
+            + h.sum() * b.mean()
+        )
 
     for x in ([S0] * axes, [R] * axes, [S1] * axes, [P] * axes):
         for w in ([R] * axes, [S0] * axes, [S1] * axes):
-            check_program(program, [(randn(3, 4), w), (randn(4), [R] * axes)], randn(5, 3), layouts=[x])
+            check_program(
+                program, [(randn(3, 4), w), (randn(4), [R] * axes)], randn(5, 3), layouts=[x]
+            )
 
 
 # The oracle itself -------------------------------------------------------------------------------------------------
@@ -390,7 +654,9 @@ def test_the_oracle_notices():
         return x * 2 - x.detach()
 
     def of_one_rank(x):
-        return dt.from_local(x.full_tensor() + torch.distributed.get_rank() * 1e-12, x.process_mesh, [R])
+        return dt.from_local(
+            x.full_tensor() + torch.distributed.get_rank() * 1e-12, x.process_mesh, [R]
+        )
 
     for wrong, what in (
         (lambda x: x * 2, "result 0"), (double_gradient, "gradient of input 0"), (lambda x: x.float(), "f32"), (lambda x: x[None], "result 0"),

@@ -41,7 +41,7 @@ UNARY = [
     "abs", "neg", "exp", "sin", "cos", "tanh", "sigmoid", "relu", "gelu", "silu", "softplus", "erf", "square", "sign", "floor", "round",
     "ceil", "trunc", "frac", "atan", "sinh", "cosh", "asinh", "expm1", "exp2", "elu", "selu", "celu", "leaky_relu", "hardtanh",
     "hardswish", "hardsigmoid", "mish", "relu6", "softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink", "isnan",
-    "isfinite", "isinf", "signbit", "nan_to_num", "sinc", "deg2rad", "positive", "clone", "logical_not", "erfc", "i0", 
+    "isfinite", "isinf", "signbit", "nan_to_num", "sinc", "deg2rad", "positive", "clone", "logical_not", "erfc", "i0",
 ]  # fmt: skip
 BINARY = [
     "add", "sub", "mul", "div", "maximum", "minimum", "atan2", "fmod", "remainder", "hypot", "copysign", "fmax", "fmin", "eq", "ne",
@@ -125,7 +125,7 @@ INDEX = [
         "0": lambda x: x[0], "-1": lambda x: x[-1], "1:3": lambda x: x[1:3], "::2": lambda x: x[::2], ":, 1": lambda x: x[:, 1], ":, :2": lambda x: x[:, :2], "..., 0": lambda x: x[..., 0],
         "None": lambda x: x[None], ":, None": lambda x: x[:, None], "2, 1": lambda x: x[2, 1], "1:, 1:": lambda x: x[1:, 1:], "()": lambda x: x[()], "...": lambda x: x[...], ":": lambda x: x[:], "5:": lambda x: x[5:],
         "[0, 3, 3]": lambda x: x[[0, 3, 3]], "[0,1],[2,0]": lambda x: x[[0, 1], [2, 0]], ":, [2, 0]": lambda x: x[:, [2, 0]], "-2:": lambda x: x[-2:], ":-1": lambda x: x[:-1], "1::3, ::2": lambda x: x[1::3, ::2], "shift": lambda x: x[1:] - x[:-1],
-        "rotate half": lambda x: torch.cat([-x[..., 1:], x[..., :1]], -1), 
+        "rotate half": lambda x: torch.cat([-x[..., 1:], x[..., :1]], -1),
     }.items()),
     case("x[i]", lambda x, i: x[i], A, torch.tensor([4, 0, 0])), case("x[i2]", lambda x, i: x[i], A, torch.tensor([[4, 0], [1, 1]])), case("x[:, i]", lambda x, i: x[:, i], A, torch.tensor([2, 0])), case("x[i, j]", lambda x, i, j: x[i, j], A, torch.tensor([4, 0]), torch.tensor([2, 1])), case("x[-i]", lambda x, i: x[i], A, torch.tensor([-1, -5])),
     case("x[mask]", lambda x, m: x[m], A, MASK, may_fall_back=True, most=6), case("x[row mask]", lambda x, m: x[m], A, MASK[:, 0], may_fall_back=True, most=6), of("masked_select", A, MASK, may_fall_back=True, most=6), of("nonzero", A, grad=False, may_fall_back=True, most=4), of("unique", INT, may_fall_back=True, most=4),
@@ -134,7 +134,10 @@ INDEX = [
     of("embedding", randint(0, 7, (5, 3)), randn(7, 4), most=30), of("embedding", randint(0, 7, (5,)), randn(7, 4), padding_idx=2), of("embedding", randint(0, 5, (3, 2)), A), of("embedding_bag", randint(0, 7, (5, 3)), randn(7, 4), may_fall_back=True, most=5), of("tril", randn(5, 5)), of("put", A, torch.tensor([1, 7]), LONG[:2], may_fall_back=True, most=4),
 ]  # fmt: skip
 
-CLASS, POSW = torch.tensor([1.0, 2, 0.5, 0, 3, 1], dtype=torch.float64), torch.tensor([2.0, 0.5, 1], dtype=torch.float64)
+CLASS, POSW = (
+    torch.tensor([1.0, 2, 0.5, 0, 3, 1], dtype=torch.float64),
+    torch.tensor([2.0, 0.5, 1], dtype=torch.float64),
+)
 T5 = randint(0, 6, (5,), seed=3)
 LOGITS = randn(5, 6, seed=30)
 SEQ, TSEQ = randn(2, 6, 5, seed=31), randint(0, 6, (2, 5), seed=4)
@@ -171,16 +174,20 @@ FAMILIES = {
     "pointwise": POINTWISE, "matmul": MATMUL, "reductions": REDUCTIONS, "views": VIEWS, "index": INDEX, "model": MODEL, "inplace": INPLACE,
     "casts": CASTS, "empty": EMPTY,
 }  # fmt: skip
-PARTS = {f"{name} {i // 45}": cases[i : i + 45] for name, cases in FAMILIES.items() for i in range(0, len(cases), 45)}
+PARTS = {
+    f"{name} {i // 45}": cases[i : i + 45]
+    for name, cases in FAMILIES.items()
+    for i in range(0, len(cases), 45)
+}
 
 
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("part", PARTS)
 def test_on_2_ranks(part):
-    check_cases(PARTS[part], most=10)
+    check_cases(PARTS[part], most=8)
 
 
 @on_ranks(4, timeout=240)
 @pytest.mark.parametrize("part", PARTS)
 def test_on_2x2_ranks(part):
-    check_cases(PARTS[part], most=6)
+    check_cases(PARTS[part], most=4)
