@@ -18,7 +18,14 @@ from disttensor.tensor import DistTensor, wrap
 from disttensor.tree import flat, rebuilt, substitute
 
 
-def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements: Any = None, in_grad_placements: Any = None, *, out_shapes: Any = None) -> Callable[..., Any]:
+def local_map(
+    fn: Callable[..., Any],
+    in_placements: Any = None,
+    out_placements: Any = None,
+    in_grad_placements: Any = None,
+    *,
+    out_shapes: Any = None,
+) -> Callable[..., Any]:
     """``local_map(fn, in_placements, out_placements)(*args)``: fn gets plain local tensors, differentiable.
 
     in_placements: for each tensor argument its placements (it is resharded to them), None keeps what it has.
@@ -33,7 +40,9 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
     [2.0, 2.0, 2.0, 2.0]
     """
     if out_placements is None:
-        raise ValueError("local_map: out_placements says what the results are; give placements for each result")
+        raise ValueError(
+            "local_map: out_placements says what the results are; give placements for each result"
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = flat((args, kwargs), [])
@@ -44,11 +53,15 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
         outs = [out_placements] if single else list(out_placements)
         wanted = list(in_placements) if _nested(in_placements) else [in_placements] * len(tensors)
         if len(wanted) != len(tensors):
-            raise ValueError(f"local_map: in_placements has {len(wanted)} entries, the call has {len(tensors)} tensors")
+            raise ValueError(
+                f"local_map: in_placements has {len(wanted)} entries, the call has {len(tensors)} tensors"
+            )
         specs = []
         for t, w in zip(tensors, wanted, strict=True):
             spec = t._spec if isinstance(t, DistTensor) else plain_spec(t, mesh)
-            specs.append(spec if w is None else spec.with_layout(layout_of(w, spec.ndim, mesh.ndim)))
+            specs.append(
+                spec if w is None else spec.with_layout(layout_of(w, spec.ndim, mesh.ndim))
+            )
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
             vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
@@ -64,23 +77,34 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
                 grads = layout_of(in_grad_placements[i], spec.ndim, mesh.ndim)
                 axes = tuple(sorted(grads.partial_axes - whole))
                 typed = dual(Typed(spec, axes))[0].spec
-                if typed.layout != grads:  # the gradient arrives in another layout than the argument's dual
+                if (
+                    typed.layout != grads
+                ):  # the gradient arrives in another layout than the argument's dual
                     return _regrad(x.moved_for(spec, ()), spec, spec.with_layout(grads))
             return x.moved_for(spec, axes)
 
         result = fn(*substitute(args, take), **substitute(kwargs, take))
         lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
         pieces = [result] if lone else list(result)
-        shapes = [None] * len(outs) if out_shapes is None else [out_shapes] if single else list(out_shapes)
+        shapes = (
+            [None] * len(outs)
+            if out_shapes is None
+            else [out_shapes]
+            if single
+            else list(out_shapes)
+        )
         if len(pieces) != len(outs):
-            raise ValueError(f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}")
+            raise ValueError(
+                f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}"
+            )
         for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
             if o is not None and not isinstance(p, torch.Tensor):
                 raise TypeError(
                     f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has placements {o}; give None for it"
                 )
         dressed = [
-            p if o is None else from_local(p, mesh, o, shape=s) for p, o, s in zip(pieces, outs, shapes, strict=True)
+            p if o is None else from_local(p, mesh, o, shape=s)
+            for p, o, s in zip(pieces, outs, shapes, strict=True)
         ]
         return dressed[0] if lone else rebuilt(result, dressed)
 
@@ -89,11 +113,17 @@ def local_map(fn: Callable[..., Any], in_placements: Any = None, out_placements:
 
 def replicated_of(t: torch.Tensor, mesh: ProcessMesh) -> DistTensor:
     """A plain tensor as a replicated one; its gradient reaches it (the alias of a leaf itself would not)."""
-    return wrap(t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, plain_spec(t, mesh))
+    return wrap(
+        t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, plain_spec(t, mesh)
+    )
 
 
 def _nested(placements: Any) -> bool:
-    return placements is not None and len(placements) > 0 and (placements[0] is None or isinstance(placements[0], (list, tuple)))
+    return (
+        placements is not None
+        and len(placements) > 0
+        and (placements[0] is None or isinstance(placements[0], (list, tuple)))
+    )
 
 
 class _Regrad(torch.autograd.Function):
@@ -112,5 +142,3 @@ class _Regrad(torch.autograd.Function):
 
 def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
     return _Regrad.apply(x, spec, given)
-
-

@@ -30,7 +30,15 @@ _local.H = property(lambda x: torch.transpose(x, 0, 1).conj() if x.ndim else x.c
 _local.mH = property(lambda x: torch.transpose(x, -2, -1).conj())
 _local.real = property(lambda x: torch.real(x) if x.is_complex() else x)
 _local.imag = property(lambda x: torch.imag(x))
-for name in ("backward", "requires_grad_", "detach", "detach_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"):
+for name in (
+    "backward",
+    "requires_grad_",
+    "detach",
+    "detach_",
+    "retain_grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+):
     setattr(DistTensor, name, getattr(gradient, name))
 for name in (
     "full_tensor", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__", "__complex__",
@@ -56,7 +64,9 @@ def _of_proto(func: Any) -> None:
     def stand_in(v: Any) -> Any:
         return v._spec.proto if type(v) is DistTensor else v
 
-    HANDLERS[func] = lambda *args, **kwargs: func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+    HANDLERS[func] = lambda *args, **kwargs: func(
+        *map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()}
+    )
 
 
 for _func in (
@@ -126,5 +136,7 @@ def _equal(input: Any, other: Any) -> bool:
 
 
 @handler(torch.allclose, Tensor.allclose)
-def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+def _allclose(
+    input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())

@@ -21,7 +21,11 @@ Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh
 
 
 def shard_module(
-    module: nn.Module, mesh: ProcessMesh, plan: Plan = None, *, init: Callable[[nn.Module], Any] | None = None
+    module: nn.Module,
+    mesh: ProcessMesh,
+    plan: Plan = None,
+    *,
+    init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, in place; gives the module back.
 
@@ -68,17 +72,25 @@ def shard_module(
 
 def _initializer(module: nn.Module) -> Any:
     """Call what initializes the parameters of this module itself."""
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(
+        module, "_reset_parameters", None
+    )
     return reset()
 
 
 def _check_meta(module: nn.Module) -> None:
     """Raise for a tensor on the meta device in a module that cannot initialize it."""
     for prefix, child in module.named_modules():
-        if callable(getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)):
+        if callable(
+            getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
+        ):
             continue
         for key, value in (*child._parameters.items(), *child._buffers.items()):
-            if isinstance(value, torch.Tensor) and not isinstance(value, DistTensor) and value.is_meta:
+            if (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, DistTensor)
+                and value.is_meta
+            ):
                 raise ValueError(
                     f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, and its module "
                     f"{type(child).__name__} has no reset_parameters, so nothing would give it values. Pass init=function(module), "
@@ -97,7 +109,11 @@ def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterat
 
 
 def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None) -> Any:
-    layout = replicated(value.ndim) if placements is None else layout_of(placements, value.ndim, mesh.ndim)
+    layout = (
+        replicated(value.ndim)
+        if placements is None
+        else layout_of(placements, value.ndim, mesh.ndim)
+    )
     spec = DistSpec(mesh, layout, value.shape, value.dtype)
     if value.is_meta:
         local = torch.empty(spec.local_shape, dtype=value.dtype, device=mesh.device)
@@ -109,22 +125,33 @@ def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placemen
     return out
 
 
-def _choose(module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Placement]] | None) -> dict[str, Sequence[Placement]]:
+def _choose(
+    module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Placement]] | None
+) -> dict[str, Sequence[Placement]]:
     """name of each tensor -> placements. Checks the whole plan."""
-    tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    tensors = dict(
+        [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+    )
     modules = {name for name, _ in module.named_modules()}
     chosen: dict[str, Sequence[Placement]] = {}
     for exact in (True, False):
         for pattern, placements in (plan or {}).items():
             if not isinstance(pattern, (str, re.Pattern)):
-                raise TypeError(f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) or a compiled regex")
+                raise TypeError(
+                    f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) or a compiled regex"
+                )
             literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
             if literal is not exact:
                 continue
             hits = [name for name in tensors if _matches(pattern, name, modules)]
             if not hits:
                 close = ", ".join(list(tensors)[:8])
-                raise ValueError(f"shard_module: {pattern!r} matches no parameter, buffer or module; there are {close}, ...")
+                raise ValueError(
+                    f"shard_module: {pattern!r} matches no parameter, buffer or module; there are {close}, ..."
+                )
             for name in hits:
                 if name not in chosen:
                     _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
@@ -135,18 +162,24 @@ def _choose(module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Pl
         if first != name:
             one, other = chosen.get(first), chosen.get(name)
             if one is not None and other is not None and tuple(one) != tuple(other):
-                raise ValueError(f"shard_module: {first!r} and {name!r} are one tied tensor, but the plan places them differently")
+                raise ValueError(
+                    f"shard_module: {first!r} and {name!r} are one tied tensor, but the plan places them differently"
+                )
             if one is None and other is not None:
                 chosen[first] = other
     return chosen
 
 
-def _check_placements(pattern: Any, name: str, placements: Any, ndim: int, mesh: ProcessMesh) -> None:
+def _check_placements(
+    pattern: Any, name: str, placements: Any, ndim: int, mesh: ProcessMesh
+) -> None:
     """Raise where these placements do not fit the tensor ``name``."""
     try:
         layout = layout_of(placements, ndim, mesh.ndim)
         if layout.partial:
-            raise ValueError("Partial is for values that are still to be reduced; parameters and buffers are split or replicated")
+            raise ValueError(
+                "Partial is for values that are still to be reduced; parameters and buffers are split or replicated"
+            )
     except (ValueError, TypeError) as error:
         raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
 
@@ -160,5 +193,3 @@ def _matches(pattern: Any, name: str, modules: set[str]) -> bool:
     if pattern in modules and pattern:
         return name == pattern or name.startswith(pattern + ".")
     return any(o == pattern or fnmatchcase(o, pattern) for o in owners)
-
-

@@ -39,7 +39,9 @@ def numpy(self: DistTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
     return full_tensor(self).numpy(force=force)
 
 
-def __array__(self: DistTensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+def __array__(
+    self: DistTensor, dtype: Any = None, copy: bool | None = None
+) -> np.ndarray[Any, Any]:
     full = full_tensor(self).numpy()
     return full if dtype is None else full.astype(dtype, copy=False)
 
@@ -83,7 +85,11 @@ def __format__(self: DistTensor, spec: str) -> str:
 def __repr__(self: DistTensor, *, tensor_contents: Any = None) -> str:
     """The spec first, then the piece of this rank. No communication."""
     where = self._spec.mesh
-    rank = "outside" if where.coordinate is None else f"rank {where.ranks[where.coordinates().index(where.coordinate)]}"
+    rank = (
+        "outside"
+        if where.coordinate is None
+        else f"rank {where.ranks[where.coordinates().index(where.coordinate)]}"
+    )
     kind = "Parameter of DistTensor" if getattr(self, "_is_param", False) else "DistTensor"
     grad = ", requires_grad" if self._local.requires_grad else ""
     return f"{kind}({self._spec!r} on {where!r}{grad}; {rank}: {self._local.detach()!r})"
@@ -93,8 +99,14 @@ def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     if id(self) in memo:
         return memo[id(self)]
     if not self._local.is_leaf:
-        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
-    local = self._local.detach().clone(memory_format=torch.preserve_format).requires_grad_(self._local.requires_grad)
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+        )
+    local = (
+        self._local.detach()
+        .clone(memory_format=torch.preserve_format)
+        .requires_grad_(self._local.requires_grad)
+    )
     new = wrap(whole_grad(local, self._spec), self._spec)
     if getattr(self, "_is_param", False):
         new._is_param = True
@@ -115,7 +127,9 @@ def __reduce_ex__(self: DistTensor, protocol: Any) -> tuple[Any, ...]:
     return rebuild, (local, mesh, spec.layout.dims, spec.layout.partial, tuple(spec.shape), flags)
 
 
-def rebuild(local: Tensor, mesh: Any, dims: Any, partial: Any, shape: Any, flags: tuple[bool, bool]) -> DistTensor:
+def rebuild(
+    local: Tensor, mesh: Any, dims: Any, partial: Any, shape: Any, flags: tuple[bool, bool]
+) -> DistTensor:
     """A DistTensor from what a pickle holds: this rank's piece and the spec."""
     layout = Layout(tuple(tuple(d) for d in dims), tuple((a, op) for a, op in partial))
     spec = DistSpec(ProcessMesh(*mesh), layout, shape, local.dtype)

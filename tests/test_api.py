@@ -12,7 +12,7 @@ from torch import nn
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
 from tests.pool import fake_world, on_ranks
-from tests.worlds import LAYOUTS, P, R, S0, S1, counted, everywhere, grid, same
+from tests.worlds import LAYOUTS, S0, S1, P, R, counted, everywhere, grid, same
 
 # shard_tensor ----------------------------------------------------------------------------------------
 
@@ -21,7 +21,13 @@ from tests.worlds import LAYOUTS, P, R, S0, S1, counted, everywhere, grid, same
 def test_shard_tensor_takes_what_torch_takes():
     mesh = grid()
     plain = counted(5, 6)
-    for data in (plain, plain.numpy(), plain.tolist(), nn.Parameter(plain), dt.shard_tensor(plain, mesh)):
+    for data in (
+        plain,
+        plain.numpy(),
+        plain.tolist(),
+        nn.Parameter(plain),
+        dt.shard_tensor(plain, mesh),
+    ):
         for layout in LAYOUTS:
             x = dt.shard_tensor(data, mesh, layout, dtype=torch.float64)
             assert x.placements == layout and x._local.shape == x._spec.local_shape
@@ -33,7 +39,10 @@ def test_shard_tensor_takes_what_torch_takes():
     x = dt.shard_tensor(plain, mesh, dims_mapping=[-1, 0], partial_status={1: "max"})
     assert x.placements == (S1, Partial("max")) and x.partial_status == {1: "max"}
     assert dt.shard_tensor(plain, mesh).placements == (R, R)
-    assert dt.shard_tensor(3.0, mesh).shape == () and dt.shard_tensor([1, 2], mesh, (S0, R)).dtype == torch.int64
+    assert (
+        dt.shard_tensor(3.0, mesh).shape == ()
+        and dt.shard_tensor([1, 2], mesh, (S0, R)).dtype == torch.int64
+    )
     assert dt.shard_tensor(plain, mesh, (S0, R), requires_grad=True).requires_grad
     assert dt.shard_tensor(plain, mesh, (Shard(-1), R)).placements == (S1, R)
 
@@ -58,7 +67,10 @@ def test_src_rank_decides_where_ranks_disagree():
             mine = counted(5, 6) + 100 * dist.get_rank()
             same(dt.shard_tensor(mine, grid(), layout, src_rank=src), counted(5, 6) + 100 * src)
     mesh = ProcessMesh([2, 0, 3, 1], ("x",))
-    same(dt.shard_tensor(torch.full((5,), dist.get_rank()), mesh, (S0,), src_rank=3), torch.full((5,), 3))
+    same(
+        dt.shard_tensor(torch.full((5,), dist.get_rank()), mesh, (S0,), src_rank=3),
+        torch.full((5,), 3),
+    )
     with pytest.raises(ValueError, match=r"src_rank=7 is not in"):
         dt.shard_tensor(torch.ones(4), mesh, (S0,), src_rank=7)
 
@@ -69,7 +81,9 @@ def test_check_names_the_rank_that_differs():
     same(dt.shard_tensor(data, grid(), (S0, R), check=True), data)
     if dist.get_rank() == 2:
         data[3, 3] += 1e-9
-    with pytest.raises(ValueError, match=r"values of rank 2 differ from those of rank 0.*src_rank=0"):
+    with pytest.raises(
+        ValueError, match=r"values of rank 2 differ from those of rank 0.*src_rank=0"
+    ):
         dt.shard_tensor(data, grid(), (S0, R), check=True)
     data = counted(5, 6 if dist.get_rank() != 1 else 7)
     with pytest.raises(ValueError, match=r"shape or dtype of rank 1 differ"):
@@ -85,16 +99,22 @@ def test_factories():
     mesh = grid()
     for layout in [p for p in LAYOUTS if not any(isinstance(a, Partial) for a in p)]:
         same(dt.zeros(5, 6, mesh=mesh, placements=layout), torch.zeros(5, 6))
-        same(dt.ones((5, 6), mesh=mesh, placements=layout, dtype=torch.int32), torch.ones(5, 6, dtype=torch.int32))
+        same(
+            dt.ones((5, 6), mesh=mesh, placements=layout, dtype=torch.int32),
+            torch.ones(5, 6, dtype=torch.int32),
+        )
         same(dt.full((5, 6), 3, mesh=mesh, placements=layout), torch.full((5, 6), 3))
-        same(dt.full([5, 6], 2.5, mesh=mesh, placements=layout, requires_grad=True), torch.full((5, 6), 2.5))
+        same(
+            dt.full([5, 6], 2.5, mesh=mesh, placements=layout, requires_grad=True),
+            torch.full((5, 6), 2.5),
+        )
         same(dt.from_fn(torch.zeros, mesh, layout, (5, 6)), torch.zeros(5, 6))
         same(dt.from_fn(torch.full, mesh, layout, (5, 6), 7.0), torch.full((5, 6), 7.0))
         x = dt.empty(torch.Size((5, 6)), mesh=mesh, placements=layout, dtype=torch.bfloat16)
         assert x.shape == (5, 6) and x.dtype == torch.bfloat16 and x.placements == layout
     assert dt.zeros(4, mesh=mesh).placements == (R, R) and dt.zeros((), mesh=mesh).shape == ()
     assert dt.from_fn(torch.ones, mesh, None, (3, 4), dims_mapping=[-1, 1]).placements == (R, S1)
-    with pytest.raises(ValueError, match="from_fn: .*pending"):
+    with pytest.raises(ValueError, match=r"from_fn: .*pending"):
         dt.zeros(4, mesh=mesh, placements=(P, R))
 
 
@@ -131,7 +151,9 @@ def test_from_local_takes_uneven_pieces():
     sizes = [2, 2, 1, 0]
     x = dt.from_local(torch.full((sizes[dist.get_rank()], 3), 1.0), line, [S0])
     assert x.shape == (5, 3)
-    with pytest.raises(ValueError, match=r"rank 1 holds \[2, 3\], its place is \[1, 3\].*torch.chunk"):
+    with pytest.raises(
+        ValueError, match=r"rank 1 holds \[2, 3\], its place is \[1, 3\].*torch.chunk"
+    ):
         dt.from_local(torch.ones([1, 2, 1, 0][dist.get_rank()], 3), line, [S0])
     with pytest.raises(ValueError, match=r"from_local"):
         dt.from_local(torch.ones(2, 3 + dist.get_rank()), line, [S0])
@@ -160,7 +182,10 @@ def test_reshard_and_full_tensor():
     x = dt.shard_tensor(plain, grid(), (S0, S1), requires_grad=True)
     assert dt.reshard(x, grid(), (S0, S1)) is x
     y = dt.reshard(x, grid(), (R, S0))
-    assert y.placements == (R, S0) and dt.reshard(x, dims_mapping=[-1, [0, 1]]).dims_mapping == [-1, [0, 1]]
+    assert y.placements == (R, S0) and dt.reshard(x, dims_mapping=[-1, [0, 1]]).dims_mapping == [
+        -1,
+        [0, 1],
+    ]
     full = y.full_tensor()
     assert type(full) is torch.Tensor and full.requires_grad
     (full * plain).sum().backward()
@@ -175,20 +200,28 @@ def test_reshard_and_full_tensor():
 @on_ranks(4)
 def test_strict_refuses_silent_communication_and_fallback():
     mesh = grid()
-    a, b = dt.shard_tensor(counted(4, 4), mesh, (S0, R)), dt.shard_tensor(counted(4, 4), mesh, (S1, R))
+    a, b = (
+        dt.shard_tensor(counted(4, 4), mesh, (S0, R)),
+        dt.shard_tensor(counted(4, 4), mesh, (S1, R)),
+    )
     whole = dt.shard_tensor(counted(4, 4), mesh)
     with dt.strict(), dt.record_comms() as log:
         (a + a).sum(1)
         a + whole  # a slice costs nothing
         (a @ whole).relu()
         dt.reshard(b, mesh, (S0, R)) + a  # asked for
-        with pytest.raises(dt.StrictError, match=r"add.* at .*test_api.py:\d+: argument \d is f64\[4.*implicit all_to_all of [\d,]+ bytes"):
+        with pytest.raises(
+            dt.StrictError,
+            match=r"add.* at .*test_api.py:\d+: argument \d is f64\[4.*implicit all_to_all of [\d,]+ bytes",
+        ):
             a + b
         with pytest.raises(dt.StrictError, match=r"test_api.py:\d+.*all_gather.*bytes"):
             b.reshape(-1)
         with pytest.raises(dt.StrictError, match=r"relu at .*all_reduce|reduce_scatter"):
             torch.relu(a.sum(0))
-        with pytest.raises(dt.StrictError, match=r"lu_factor.* at .*test_api.py:\d+ has no rule.*bytes"):
+        with pytest.raises(
+            dt.StrictError, match=r"lu_factor.* at .*test_api.py:\d+ has no rule.*bytes"
+        ):
             torch.linalg.lu_factor(a)
         for ask in (lambda: a.full_tensor(), lambda: a.to_local(), lambda: repr(a)):
             ask()
@@ -209,11 +242,19 @@ def test_strict_refuses_silent_communication_and_fallback():
 def test_local_map_is_differentiable():
     mesh = grid()
     plain, weight = counted(5, 6).sin(), counted(6, 3).cos()
-    for layout, kind in [((S0, R), (S0, R)), ((S0, S0), (S0, S0)), ((S1, R), (P, R)), ((R, R), (R, R)), ((S0, S1), (S0, P))]:
+    for layout, kind in [
+        ((S0, R), (S0, R)),
+        ((S0, S0), (S0, S0)),
+        ((S1, R), (P, R)),
+        ((R, R), (R, R)),
+        ((S0, S1), (S0, P)),
+    ]:
         x = dt.shard_tensor(plain, mesh, requires_grad=True)
         w = dt.shard_tensor(weight, mesh, requires_grad=True)
         cut = tuple(S0 if p == S1 else R for p in layout)  # the dim that is summed over
-        f = dt.local_map(lambda a, b: torch.tanh(a) @ b, in_placements=(layout, cut), out_placements=kind)
+        f = dt.local_map(
+            lambda a, b: torch.tanh(a) @ b, in_placements=(layout, cut), out_placements=kind
+        )
         y = f(x, w)
         assert y.placements == kind and y.shape == (5, 3)
         y.square().sum().backward()
@@ -268,7 +309,12 @@ def test_local_map_in_grad_placements():
     plain, weight = counted(5, 6), counted(6)
     x = dt.shard_tensor(plain, grid(), (S0, R), requires_grad=True)
     w = dt.shard_tensor(weight, grid(), requires_grad=True)
-    f = dt.local_map(Scale.apply, in_placements=((S0, R), (R, R)), out_placements=(S0, R), in_grad_placements=(None, (R, R)))
+    f = dt.local_map(
+        Scale.apply,
+        in_placements=((S0, R), (R, R)),
+        out_placements=(S0, R),
+        in_grad_placements=(None, (R, R)),
+    )
     f(x, w).sum().backward()
     assert w.grad.placements == (R, R)
     same([x.grad, w.grad], [weight.expand(5, 6), plain.sum(0)])

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Shard
 from tests.pool import on_ranks
-from tests.worlds import P, R, S0, S1, counted, everywhere, grid, same
+from tests.worlds import S0, S1, P, R, counted, everywhere, grid, same
 
 # Layouts ---------------------------------------------------------------------------------------------
 
@@ -35,7 +35,9 @@ BAD_PLACEMENTS = [
 
 
 @everywhere
-@pytest.mark.parametrize(("placements", "kind", "text"), BAD_PLACEMENTS, ids=range(len(BAD_PLACEMENTS)))
+@pytest.mark.parametrize(
+    ("placements", "kind", "text"), BAD_PLACEMENTS, ids=range(len(BAD_PLACEMENTS))
+)
 def test_placements_that_do_not_fit(placements, kind, text):
     mesh, data = grid(), counted(4, 4)
     x = dt.shard_tensor(data, mesh)
@@ -75,7 +77,10 @@ def test_reductions_without_a_meaning():
             lambda: dt.shard_tensor(data, grid(), (Partial(op), R)), lambda: dt.from_local(data, grid(), (R, Partial(op)), shape=(4,)),
             lambda: dt.reshard(dt.shard_tensor(data, grid()), grid(), (R, Partial(op))),
         ):  # fmt: skip
-            with pytest.raises(ValueError, match=rf"Partial\('{op}'\) of torch\.\w+ on mesh axis '(dp|tp)' has no meaning; use "):
+            with pytest.raises(
+                ValueError,
+                match=rf"Partial\('{op}'\) of torch\.\w+ on mesh axis '(dp|tp)' has no meaning; use ",
+            ):
                 call()
     same(dt.shard_tensor(ints, grid(), (P, R)), ints)
     same(dt.shard_tensor(flags, grid(), (Partial("any"), Partial("all"))), flags)
@@ -96,7 +101,10 @@ def test_meshes_that_cannot_be():
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
             ProcessMesh(ranks, names)
-    with pytest.raises(ValueError, match=rf"has 12 places, the world {size} processes; choose sizes whose product is {size}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"has 12 places, the world {size} processes; choose sizes whose product is {size}",
+    ):
         dt.init_mesh((3, 4))
     with pytest.raises(ValueError, match=r"has no axis 'pp'; its axes are dp, tp"):
         grid()["pp"]
@@ -114,7 +122,10 @@ def test_a_mesh_without_this_rank_is_refused_on_the_ranks_outside():
         if inside:
             call()
         else:
-            with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()} is not in ProcessMesh\(dp=2\).*ranks of the mesh only"):
+            with pytest.raises(
+                RuntimeError,
+                match=rf"rank {dist.get_rank()} is not in ProcessMesh\(dp=2\).*ranks of the mesh only",
+            ):
                 call()
     if not inside:
         assert type(module.weight) is nn.Parameter
@@ -126,15 +137,23 @@ def test_a_mesh_without_this_rank_is_refused_on_the_ranks_outside():
 
 @on_ranks(4)
 def test_two_meshes_in_one_call():
-    x, y = dt.shard_tensor(counted(4, 4), grid(), (S0, R)), dt.shard_tensor(counted(4, 4), ProcessMesh(range(4), ("x",)), (S0,))
+    x, y = (
+        dt.shard_tensor(counted(4, 4), grid(), (S0, R)),
+        dt.shard_tensor(counted(4, 4), ProcessMesh(range(4), ("x",)), (S0,)),
+    )
     for call in (
         lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: x @ y, lambda: torch.linalg.solve(x, y),
         lambda: torch.where(x > 0, x, y), lambda: x.copy_(y), lambda: torch.nn.functional.linear(x, weight=y),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"tensors on two meshes: .*ProcessMesh\(.*=.*and .*reshard\(x, mesh, placements\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"tensors on two meshes: .*ProcessMesh\(.*=.*and .*reshard\(x, mesh, placements\)",
+        ):
             call()
     same(x, counted(4, 4))
-    with pytest.raises(NotImplementedError, match=r"ProcessMesh\(dp=2, tp=2\) to ProcessMesh\(x=4\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"ProcessMesh\(dp=2, tp=2\) to ProcessMesh\(x=4\)"
+    ):
         dt.reshard(x, y.process_mesh, (S0,))
 
 
@@ -155,7 +174,9 @@ def test_gradients_that_do_not_fit():
         with pytest.raises(kind, match=re.escape("grad of f64[4@dp, 4]") + ".*" + text):
             x.grad = bad
         same(x.grad, torch.ones(4, 4, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"backward of f64\[4@dp, 4\].*only for a tensor of one element"):
+    with pytest.raises(
+        RuntimeError, match=r"backward of f64\[4@dp, 4\].*only for a tensor of one element"
+    ):
         (x * 2).backward()
     with pytest.raises(RuntimeError, match=r"\[4, 4\]"):
         (x * 2).backward(torch.ones(2, 2, dtype=torch.float64))
@@ -191,7 +212,9 @@ def test_a_custom_autograd_function_is_refused():
             return g * 2
 
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R), requires_grad=True)
-    with pytest.raises(dt.CustomFunctionError, match=r"Double.apply at .*test_errors.py:\d+.*local_map\(F.apply"):
+    with pytest.raises(
+        dt.CustomFunctionError, match=r"Double.apply at .*test_errors.py:\d+.*local_map\(F.apply"
+    ):
         Double.apply(x)
     with pytest.raises(dt.CustomFunctionError, match=r"use_reentrant=False"):
         checkpoint(torch.sin, x, use_reentrant=True)
@@ -251,11 +274,22 @@ def test_debug_mode_names_the_ranks_that_do_something_else():
     with dt.debug(seconds=5):
         same(x, counted(4, 4))
         begin = time.monotonic()
-        with pytest.raises(dt.MismatchError, match=r"ranks disagree about the next collective over dp:\n  rank \d: all_") as error:
+        with pytest.raises(
+            dt.MismatchError,
+            match=r"ranks disagree about the next collective over dp:\n  rank \d: all_",
+        ) as error:
             dt.reshard(x, grid(), (R, R)) if rank != 2 else dt.reshard(x.sum(0), grid(), (R, R))
-            raise dt.MismatchError("ranks disagree about the next collective over dp:\n  rank 0: all_") if rank in (1, 3) else None
+            raise (
+                dt.MismatchError(
+                    "ranks disagree about the next collective over dp:\n  rank 0: all_"
+                )
+                if rank in (1, 3)
+                else None
+            )
         if rank in (0, 2):
-            assert "rank 0: all_gather" in str(error.value) and "rank 2: all_reduce" in str(error.value)
+            assert "rank 0: all_gather" in str(error.value) and "rank 2: all_reduce" in str(
+                error.value
+            )
             assert "test_errors.py" in str(error.value)
         assert time.monotonic() - begin < 5
     dist.barrier()
@@ -268,7 +302,10 @@ def test_debug_mode_names_the_rank_that_never_comes():
     begin = time.monotonic()
     with dt.debug(seconds=1.0):
         if dist.get_rank() == 0:
-            with pytest.raises(dt.MismatchError, match=r"rank 0 is at all_gather.*test_errors.py:\d+.*but rank 2 did not come within 1 s; its last"):
+            with pytest.raises(
+                dt.MismatchError,
+                match=r"rank 0 is at all_gather.*test_errors.py:\d+.*but rank 2 did not come within 1 s; its last",
+            ):
                 x.full_tensor()
     assert time.monotonic() - begin < 4
     dist.barrier()
@@ -279,16 +316,28 @@ def test_debug_mode_names_the_rank_that_never_comes():
 
 def started(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parent.parent)
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    }
     return subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **env, "PYTHONPATH": root}, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code],
+        env={**clean, **env, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 
 def test_a_half_set_environment_is_named():
     out = started("import disttensor as dt; dt.init_mesh((1,))", RANK="0", WORLD_SIZE="1")
     assert out.returncode == 1
-    assert "RANK, WORLD_SIZE is set, MASTER_ADDR, MASTER_PORT is not" in out.stderr and "torchrun" in out.stderr
+    assert (
+        "RANK, WORLD_SIZE is set, MASTER_ADDR, MASTER_PORT is not" in out.stderr
+        and "torchrun" in out.stderr
+    )
 
 
 def test_ranks_need_a_process_group_and_an_environment_that_makes_sense():
@@ -298,7 +347,11 @@ def test_ranks_need_a_process_group_and_an_environment_that_makes_sense():
     out = started("import disttensor as dt; dt.init_mesh((1,))", RANK="two", WORLD_SIZE="1", **env)
     assert out.returncode == 1 and "RANK='two'" in out.stderr
     out = started("import disttensor as dt; dt.init_mesh((1,))", RANK="3", WORLD_SIZE="2", **env)
-    assert out.returncode == 1 and "RANK='3', WORLD_SIZE='2'" in out.stderr and "torchrun" in out.stderr
+    assert (
+        out.returncode == 1
+        and "RANK='3', WORLD_SIZE='2'" in out.stderr
+        and "torchrun" in out.stderr
+    )
 
 
 def test_a_world_of_one_needs_nothing():
@@ -309,5 +362,3 @@ def test_a_world_of_one_needs_nothing():
     out = started(code)
     assert out.stdout == "3\n", out.stderr
     assert "destroy_process_group" not in out.stderr
-
-

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as TorchShard
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
 from tests.pool import on_ranks
-from tests.worlds import P, R, S0, S1, counted, everywhere, grid, same
+from tests.worlds import S0, S1, P, R, counted, everywhere, grid, same
 
 TORCH = {R: TorchReplicate(), S0: TorchShard(0), S1: TorchShard(1), P: TorchPartial(), Partial("max"): TorchPartial("max"),
          Partial("prod"): TorchPartial("product"), Partial("avg"): TorchPartial("avg"), Partial("min"): TorchPartial("min")}  # fmt: skip
@@ -34,7 +34,9 @@ def test_meshes_convert_both_ways_and_share_groups():
     groups = [fresh.group((a,)).pg for a in range(2)]
     back = fresh.to_device_mesh()
     assert back.mesh.tolist() == [[1, 0], [3, 2]] and back.mesh_dim_names == ("a", "b")
-    assert [back.get_group(a) for a in range(2)] == groups, "groups that are there are not made anew"
+    assert [back.get_group(a) for a in range(2)] == groups, (
+        "groups that are there are not made anew"
+    )
     assert fresh.to_device_mesh() is back and ProcessMesh.from_device_mesh(back) is fresh
     assert ours.to_device_mesh() == theirs
     unnamed = ProcessMesh.from_device_mesh(DeviceMesh("cpu", torch.arange(4)))
@@ -53,7 +55,12 @@ def test_same_layout_same_bytes(shape):
         theirs = [TORCH[p] for p in pair]
         x = dt.shard_tensor(plain, mesh, pair)
         d = dt.to_dtensor(x)
-        assert isinstance(d, DTensor) and d.placements == tuple(theirs) and d.shape == shape and d.stride() == x.stride()
+        assert (
+            isinstance(d, DTensor)
+            and d.placements == tuple(theirs)
+            and d.shape == shape
+            and d.stride() == x.stride()
+        )
         assert d.to_local().data_ptr() == x.to_local().data_ptr() and d.device_mesh is device_mesh
         assert torch.equal(d.full_tensor(), plain)
         if not any(isinstance(p, Partial) for p in pair):
@@ -91,7 +98,9 @@ def test_gradients_flow_both_ways():
         same(x.grad, 3 * weight)
         if P in pair:
             continue
-        theirs = distribute_tensor(plain, grid().to_device_mesh(), [TORCH[p] for p in pair], src_data_rank=None).requires_grad_()
+        theirs = distribute_tensor(
+            plain, grid().to_device_mesh(), [TORCH[p] for p in pair], src_data_rank=None
+        ).requires_grad_()
         (dt.from_dtensor(theirs) * weight).sum().backward()
         same(theirs.grad.full_tensor(), weight)
 
@@ -108,7 +117,9 @@ def test_what_the_other_side_cannot_say_is_an_error():
     with pytest.raises(TypeError, match="DTensor"):
         dt.from_dtensor(x)
     strided = torch.distributed.tensor.placement_types._StridedShard(0, split_factor=2)
-    d = DTensor.from_local(torch.ones(1, 2), grid().to_device_mesh(), [strided, TorchShard(0)], run_check=False)
+    d = DTensor.from_local(
+        torch.ones(1, 2), grid().to_device_mesh(), [strided, TorchShard(0)], run_check=False
+    )
     with pytest.raises(ValueError, match=r"_StridedShard.* has no counterpart"):
         dt.from_dtensor(d)
 
@@ -128,5 +139,7 @@ def test_ranks_that_do_not_ascend_are_refused_where_torch_would_join_them_wrongl
     mesh = ProcessMesh([2, 0, 3, 1], ("x",))
     with pytest.raises(ValueError, match="order of ranks"):
         dt.to_dtensor(dt.shard_tensor(counted(5), mesh, (S0,)))
-    theirs = distribute_tensor(counted(5), mesh.to_device_mesh(), [TorchShard(0)], src_data_rank=None)
+    theirs = distribute_tensor(
+        counted(5), mesh.to_device_mesh(), [TorchShard(0)], src_data_rank=None
+    )
     same(dt.from_dtensor(theirs), counted(5))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from tests.worlds import R, S0, S1, everywhere, grid, same
+from tests.worlds import S0, S1, R, everywhere, grid, same
 
 
 class Net(nn.Module):
@@ -19,7 +19,9 @@ class Net(nn.Module):
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6, device=device)
-        self.block = nn.Sequential(nn.Linear(6, 5, device=device), nn.GELU(), nn.Linear(5, 6, device=device))
+        self.block = nn.Sequential(
+            nn.Linear(6, 5, device=device), nn.GELU(), nn.Linear(5, 6, device=device)
+        )
         self.norm = nn.BatchNorm1d(6, device=device)
         self.head = nn.Linear(6, 7, bias=False, device=device)
         self.head.weight = self.embed.weight
@@ -30,9 +32,18 @@ class Net(nn.Module):
 
 
 PLANS = {
-    "exact": {"block.0.weight": (R, S0), "block.0.bias": (R, S0), "block.2.weight": (R, S1), "embed.weight": (R, S0)},
+    "exact": {
+        "block.0.weight": (R, S0),
+        "block.0.bias": (R, S0),
+        "block.2.weight": (R, S1),
+        "embed.weight": (R, S0),
+    },
     "globs": {"block.0.*": (R, S0), "block.2.w*": (R, S1), "em*.weight": (R, S0)},
-    "regex": {re.compile(r"block\.0\.(weight|bias)"): (R, S0), re.compile(r".*\.2\.weight"): (R, S1), "head.weight": (R, S0)},
+    "regex": {
+        re.compile(r"block\.0\.(weight|bias)"): (R, S0),
+        re.compile(r".*\.2\.weight"): (R, S1),
+        "head.weight": (R, S0),
+    },
     "modules": {"block.0": (R, S0), "block.2.weight": (R, S1), "embed": (R, S0)},
 }
 
@@ -59,10 +70,15 @@ def test_plans(plan):
     lies = {name: p.placements for name, p in module.named_parameters()}
     assert lies["block.0.weight"] == lies["block.0.bias"] == lies["embed.weight"] == (R, S0)
     assert lies["block.2.weight"] == (R, S1) and lies["block.2.bias"] == (R, R)
-    assert module.norm.running_mean.placements == (R, R) and module.norm.num_batches_tracked.placements == (R, R)
+    assert module.norm.running_mean.placements == (
+        R,
+        R,
+    ) and module.norm.num_batches_tracked.placements == (R, R)
     if plan != "function":
         assert module.head.weight is module.embed.weight
-    assert [n for n, _ in module.named_parameters()][:5] == [n for n, _ in plain.named_parameters()][:5]
+    assert [n for n, _ in module.named_parameters()][:5] == [
+        n for n, _ in plain.named_parameters()
+    ][:5]
     assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in module.parameters())
     same([*module.parameters()][:5], [*plain.parameters()][:5])
     tokens = torch.arange(12).reshape(4, 3) % 7
@@ -97,7 +113,9 @@ def test_a_bad_plan_changes_nothing():
         with pytest.raises((ValueError, TypeError), match=re.escape(text)) as error:
             dt.shard_module(module, grid(), plan)
         assert "shard_module" in str(error.value), error.value
-        assert before == {n: id(p) for n, p in (*module.named_parameters(), *module.named_buffers())}
+        assert before == {
+            n: id(p) for n, p in (*module.named_parameters(), *module.named_buffers())
+        }
 
 
 @everywhere
@@ -112,7 +130,10 @@ def test_meta_modules_are_made_shard_by_shard():
         assert not p.is_meta and p._local.shape == p._spec.local_shape
     same(module.norm.running_var, torch.ones(6))
     same(module.norm.running_mean, torch.zeros(6))
-    assert module.block[0].weight.full_tensor().abs().max() <= 6**-0.5 and module.block[0].weight.full_tensor().std() > 0.1
+    assert (
+        module.block[0].weight.full_tensor().abs().max() <= 6**-0.5
+        and module.block[0].weight.full_tensor().std() > 0.1
+    )
 
 
 @everywhere
@@ -176,7 +197,10 @@ def test_module_methods():
     before = [p._spec for p in module.parameters()]
     assert module.double() is module and all(p.dtype == torch.float64 for p in module.parameters())
     assert [p._spec.layout for p in module.parameters()] == [s.layout for s in before]
-    assert module.norm.num_batches_tracked.dtype == torch.int64 and module.head.weight is module.embed.weight
+    assert (
+        module.norm.num_batches_tracked.dtype == torch.int64
+        and module.head.weight is module.embed.weight
+    )
     module.to(torch.bfloat16)
     assert module.block[0].weight._local.dtype == torch.bfloat16 == module.norm.running_mean.dtype
     module.to("cpu").float().cpu().eval().train().share_memory()
@@ -194,7 +218,10 @@ def test_module_methods():
     module(tokens).sum().backward()
     twin = copy.deepcopy(module)
     assert twin.head.weight is twin.embed.weight and twin.head.weight is not module.head.weight
-    same([p.grad for p in list(twin.parameters())[:5]], [p.grad for p in list(module.parameters())[:5]])
+    same(
+        [p.grad for p in list(twin.parameters())[:5]],
+        [p.grad for p in list(module.parameters())[:5]],
+    )
     module.apply(lambda m: m)
     assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in net().parameters())
     assert "Linear(in_features=6" in repr(module)
@@ -217,9 +244,15 @@ def test_functional_call_and_parametrizations():
     plain, module = net().double(), dt.shard_module(net().double(), grid(), PLANS["exact"])
     tokens = torch.arange(8).reshape(2, 4) % 7
     doubled = [{k: v * 2 for k, v in m.named_parameters()} for m in (module, plain)]
-    same(torch.func.functional_call(module, doubled[0], (tokens,)), torch.func.functional_call(plain, doubled[1], (tokens,)))
+    same(
+        torch.func.functional_call(module, doubled[0], (tokens,)),
+        torch.func.functional_call(plain, doubled[1], (tokens,)),
+    )
     for m in (module, plain):
         m(tokens).square().sum().backward()
         nn.utils.clip_grad_value_(m.parameters(), 1.0)
         nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-    same([p.grad for p in list(module.parameters())[:5]], [p.grad for p in list(plain.parameters())[:5]])
+    same(
+        [p.grad for p in list(module.parameters())[:5]],
+        [p.grad for p in list(plain.parameters())[:5]],
+    )

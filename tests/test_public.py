@@ -25,7 +25,11 @@ NAMES = [
 
 def test_the_door_is_what_it_says():
     assert dt.__all__ == sorted(dt.__all__) == NAMES
-    loose = {n for n, v in vars(dt).items() if not n.startswith("_") and not isinstance(v, types.ModuleType)}
+    loose = {
+        n
+        for n, v in vars(dt).items()
+        if not n.startswith("_") and not isinstance(v, types.ModuleType)
+    }
     assert loose == set(dt.__all__)
 
 
@@ -47,7 +51,9 @@ def test_examples_run():
     mesh = dt.init_mesh((1, 1), ("dp", "tp"))
     failed = []
     for name in NAMES:
-        test = doctest.DocTestParser().get_doctest(text_of(name), {"torch": torch, "dt": dt, "mesh": mesh}, name, None, None)
+        test = doctest.DocTestParser().get_doctest(
+            text_of(name), {"torch": torch, "dt": dt, "mesh": mesh}, name, None, None
+        )
         report: list[str] = []
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
         runner.run(test, out=report.append)
@@ -62,5 +68,7 @@ def test_each_package_can_be_imported_first_and_starts_nothing(package):
         f"import {package}, torch.distributed as d, threading;"
         "assert not d.is_initialized() and threading.active_count() == 1; import disttensor, ops, reshard"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert out.returncode == 0 and not out.stderr, out.stderr

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from tests.worlds import LAYOUTS, P, R, S0, S1, compare, counted, everywhere, grid, same
+from tests.worlds import LAYOUTS, S0, S1, P, R, compare, counted, everywhere, grid, same
 
 METADATA = """
 x.shape; x.size(); x.size(1); x.size(-1); x.size(dim=0); x.stride(); x.stride(0); x.stride(-1); x.numel(); torch.numel(x); x.nelement()
@@ -75,7 +75,9 @@ def test_repr_is_the_spec_then_the_piece():
     text = repr(x)
     assert text.startswith("DistTensor(f64[5@dp, 6] {tp: P(sum)}") and "requires_grad" in text
     assert f"rank {torch.distributed.get_rank()}" in text and repr(x._local.detach()) in text
-    assert repr(nn.Parameter(x.detach())).startswith("Parameter of DistTensor(f64[5@dp, 6] {tp: P(sum)}")
+    assert repr(nn.Parameter(x.detach())).startswith(
+        "Parameter of DistTensor(f64[5@dp, 6] {tp: P(sum)}"
+    )
     assert str(x) == text and f"{x}" == text
 
 
@@ -91,7 +93,11 @@ def test_copies_and_pickles(parameter):
         saved.seek(0)
         for y in (copy.deepcopy(x), pickle.loads(sent), torch.load(saved)["x"], copy.copy(x)):
             assert type(y) is dt.DistTensor and y._spec is x._spec and y is not x
-            assert isinstance(y, nn.Parameter) is parameter and y.requires_grad is parameter and y.is_leaf
+            assert (
+                isinstance(y, nn.Parameter) is parameter
+                and y.requires_grad is parameter
+                and y.is_leaf
+            )
             same(y, plain)
         y = copy.deepcopy({"a": x, "b": [x]})
         assert y["a"] is y["b"][0]
@@ -126,7 +132,13 @@ def test_deepcopy_takes_the_gradient_along_and_refuses_results():
 def test_gradient_attributes(layout):
     plain = counted(5, 6).requires_grad_()
     x = dt.shard_tensor(plain, grid(), layout)
-    assert x.requires_grad and x.is_leaf and x.grad is None and x.grad_fn is None and not x.detach().requires_grad
+    assert (
+        x.requires_grad
+        and x.is_leaf
+        and x.grad is None
+        and x.grad_fn is None
+        and not x.detach().requires_grad
+    )
     results = []
     for t in (x, plain):
         y = t * 3
@@ -137,7 +149,13 @@ def test_gradient_attributes(layout):
         posts = []
         late = t.register_post_accumulate_grad_hook(lambda p: posts.append(p.grad))
         (y * y).sum().backward(retain_graph=True)
-        assert y.retains_grad and not y.is_leaf and y.grad_fn is not None and y.requires_grad and len(posts) == 1
+        assert (
+            y.retains_grad
+            and not y.is_leaf
+            and y.grad_fn is not None
+            and y.requires_grad
+            and len(posts) == 1
+        )
         assert t.grad is t.grad
         results.append([t.grad.clone(), y.grad.clone(), seen[0], posts[0].clone()])
         handle.remove()
@@ -205,8 +223,21 @@ def test_numbers_and_zero_dim_tensors_mix_in():
     plain = counted(5, 6)
     for layout in LAYOUTS:
         x = dt.shard_tensor(plain, grid(), layout)
-        for c in (2, 2.5, True, torch.tensor(2.0), torch.tensor(3), np.float64(1.5), torch.ones((), dtype=torch.float32)):
-            compare(["x + c", "c + x", "x * c", "c * x", "x / c", "x ** c", "x > c", "torch.add(x, c)"], x, plain, c=c)
+        for c in (
+            2,
+            2.5,
+            True,
+            torch.tensor(2.0),
+            torch.tensor(3),
+            np.float64(1.5),
+            torch.ones((), dtype=torch.float32),
+        ):
+            compare(
+                ["x + c", "c + x", "x * c", "c * x", "x / c", "x ** c", "x > c", "torch.add(x, c)"],
+                x,
+                plain,
+                c=c,
+            )
             if c is not True:
                 compare(["x - c", "c - x", "c / x", "x % c", "x // c"], x, plain, c=c)
 
@@ -216,7 +247,16 @@ def test_copy_from_plain_tensors_keeps_the_placement():
     plain = counted(5, 6)
     for layout in LAYOUTS:
         x = dt.shard_tensor(plain * 0, grid(), layout)
-        for text in ("x.copy_(p)", "x.copy_(p[0])", "x.copy_(p.float())", "x.fill_(3)", "x.add_(p)", "x.mul_(p)", "x.zero_()", "x.sub_(1)"):
+        for text in (
+            "x.copy_(p)",
+            "x.copy_(p[0])",
+            "x.copy_(p.float())",
+            "x.fill_(3)",
+            "x.add_(p)",
+            "x.mul_(p)",
+            "x.zero_()",
+            "x.sub_(1)",
+        ):
             y, q = x.clone(), plain * 0
             got = eval(text, {}, {"x": y, "p": plain})
             eval(text, {}, {"x": q, "p": plain})
