@@ -19,6 +19,7 @@ import torch
 import reshard
 from disttensor import comm, random
 from disttensor.layout import Axes, Layout
+from disttensor.placement import Shard
 from disttensor.spec import DistSpec
 
 Tensor = torch.Tensor
@@ -48,7 +49,8 @@ def dual(t: Typed) -> tuple[Typed, float]:
                 )
             scale *= mesh.shape[a] if op == "avg" else 1
         pending = tuple((a, "sum") for a in sorted(t.varying))
-        flipped = Typed(t.spec.with_layout(Layout(layout.dims, pending, layout.own)), tuple(sorted(layout.partial_axes)))
+        own = tuple((a, p) for a, p in layout.own if isinstance(p, Shard))  # of users' types, those that cut stay
+        flipped = Typed(t.spec.with_layout(Layout(layout.dims, pending, own)), tuple(sorted(layout.partial_axes)))
         if len(_duals) > 8192:
             _duals.clear()
         found = _duals[t] = (flipped, scale)
