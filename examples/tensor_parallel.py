@@ -1,7 +1,7 @@
 """A Megatron MLP block, split over all processes, and what it sends:
 
-    python examples/tensor_parallel.py                        # one process: nothing
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py   # one all-reduce each way
+python examples/tensor_parallel.py                        # one process: nothing
+torchrun --nproc-per-node 4 examples/tensor_parallel.py   # one all-reduce each way
 """
 
 import os

@@ -59,15 +59,30 @@ def run_pages(result: str, pages: list[str]) -> None:
 
 def run(*command: str) -> str:
     """What a Python command prints. Fails with all its output where it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "error::UserWarning",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def same_lines(text: str) -> str:
     """Without what moves when a page is edited (line numbers) or differs in width."""
-    return "\n".join(" ".join(re.sub(r"(\.py|\.md):\d+", r"\1:N", line).split()) for line in text.strip().splitlines())
+    return "\n".join(
+        " ".join(re.sub(r"(\.py|\.md):\d+", r"\1:N", line).split())
+        for line in text.strip().splitlines()
+    )
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if program(p)])
@@ -85,10 +100,13 @@ def test_pages_print_on_four_ranks_what_they_show(tmp_path: Path) -> None:
         for language, first, text in blocks(page):
             if language == "text":
                 shown = same_lines(text)
-                assert shown in rest, f"{page}:{first} shows\n{shown}\nbut the page (from there) prints\n{rest}"
+                assert shown in rest, (
+                    f"{page}:{first} shows\n{shown}\nbut the page (from there) prints\n{rest}"
+                )
                 rest = rest[rest.index(shown) + len(shown) :]
 
 
+@pytest.mark.limit(240)
 def test_readme_gives_the_same_loss_on_one_process_and_on_four(tmp_path: Path) -> None:
     losses = []
     for name, command in (("one", []), ("four", LAUNCH)):
@@ -105,12 +123,16 @@ def test_links_lead_somewhere(page: str) -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+@pytest.mark.limit(240)
 def test_megatron_mlp_is_one_all_reduce_each_way() -> None:
     one, four = run(EXAMPLE), run(*LAUNCH, EXAMPLE)
     assert one.splitlines()[0] == four.splitlines()[0]  # the loss
     assert [line.split()[0] for line in one.splitlines()[1:]] == ["kind", "total"]
     calls = [line.split() for line in four.splitlines()[2:-1]]
-    assert [(kind, axis, phase) for kind, axis, _, phase, *_ in calls] == [("all_reduce", "tp", "forward"), ("all_reduce", "tp", "backward")]
+    assert [(kind, axis, phase) for kind, axis, _, phase, *_ in calls] == [
+        ("all_reduce", "tp", "forward"),
+        ("all_reduce", "tp", "backward"),
+    ]
 
 
 if __name__ == "__main__":
