@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str,
     plain = any(type(t) is not DistTensor for t in tensors)
     several = plan.view and (len(tensors) != 1 or tensors[0] is not args[0])
     if several or plan.moves or nested or plain or len(plan.gives) != 1 or (plan.inplace and not args):
-        return general(func, plan, specs)
+        return general(func, plan, specs, None if nested else (args, kwargs))
     return direct(func, plan, args, kwargs)
 
 
@@ -44,7 +45,8 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]  # axes: varying over them
     as_it_is = not (inplace or plan.view or plan.any_varying or kwargs)
     one, two = as_it_is and uses == [()], as_it_is and uses == [(), ()]
-    taken = spec.layout.varies()
+    views = plan.view and not inplace and not kwargs
+    taken = spec.varies
     replays = plan.view and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
     itself = inplace or plan.view  # may give its argument, as x.contiguous() does
     dtype: Any = None  # unknown until the first result
@@ -55,6 +57,16 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             out = local(args[0]._local, args[1]._local)
         elif one:
             out = local(args[0]._local)
+        elif views:
+            x = args[0]
+            out = local(x._local, *args[1:])
+            if out is not x._local and type(out) is Tensor and out.dtype is dtype and not x._copied:
+                new = _make(DistTensor, proto)
+                new._local = out
+                new._spec = spec
+                if replays and out.requires_grad:  # a varying use of the view is the view of a varying use
+                    new._origin = lambda axes: local(x.local_for(axes), *args[1:])
+                return new
         else:
             out = call(args, kwargs)
         if itself or type(out) is not Tensor or out.dtype is not dtype:
@@ -90,7 +102,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         new = wrap(out, spec)
         if itself and type(x) is DistTensor and x._copied:
             copies.inherit(new, x)
-        if replays and out.requires_grad:  # a varying use of the view is the view of a varying use
+        if replays and out.requires_grad:
             new._origin = lambda axes: local(x.local_for(axes), *args[1:], **(kwargs or {}))
         return new
 
@@ -102,16 +114,27 @@ def used(a: Any, axes: Axes | None) -> Any:
     return a if axes is None else a.local_for(axes) if axes else a._local
 
 
-def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
-    """Reshards, in-place targets, lists, several results, views, plain tensors among the arguments."""
+def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> Runner:
+    """Reshards, in-place targets, lists, several results, views, plain tensors among the arguments.
+
+    ``shallow``: args and kwargs of a call in which no tensor is inside a list.
+    """
+    numbers = iter(range(len(plan.wants)))
+    given = (shallow[0], shallow[1].values()) if shallow else ((), ())
+    slots, named = ([next(numbers) if isinstance(a, Tensor) else -1 for a in part] for part in given)
     local, wants, axes_of = plan.local, plan.wants, plan.varying
     gives = list(plan.gives)
     untouched = not plan.moves and not plan.any_varying
     replay = plan.view and not plan.moves
+    moved = any(w is not None and not relabels(s, w) for s, w in zip(specs, wants, strict=True))
     settles = [bool(w is not None and s.layout.partial and not w.layout.partial) for w, s in zip(wants, specs, strict=True)]
+    pending = any(settles)
+
+    def at(t: Tensor, i: int) -> Tensor:
+        return local_as(t, wants[i], axes_of[i], specs[i])
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
-        if any(settles) and not strictness.level and settle(args, kwargs, settles):
+        if pending and not strictness.level and settle(args, kwargs, settles):
             return func(*args, **(kwargs or {}))  # the gradients among the arguments are reduced now, once for all
         if plan.moves and strictness.level:
             strictness.check_moves(func, specs, wants)
@@ -119,15 +142,13 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         if untouched:
             local_args = [_local_of(a, plan) for a in args]
             local_kwargs = {k: _local_of(v, plan) for k, v in kwargs.items()} if kwargs else kwargs
+        elif shallow:
+            local_args = [a if i < 0 else at(a, i) for a, i in zip(args, slots, strict=True)]
+            local_kwargs = {k: v if i < 0 else at(v, i) for (k, v), i in zip(kwargs.items(), named, strict=True)}
         else:
-            numbers = iter(range(len(wants)))
-
-            def at(t: Tensor) -> Tensor:
-                i = next(numbers)
-                return local_as(t, wants[i], axes_of[i], specs[i])
-
-            local_args = substitute(args, at)
-            local_kwargs = substitute(kwargs, at)
+            count = itertools.count()
+            local_args = substitute(args, lambda t: at(t, next(count)))
+            local_kwargs = substitute(kwargs, lambda t: at(t, next(count)))
         if plan.inplace:
             refuse_copies(func, args[0])
         out = local(*local_args, **local_kwargs)
@@ -140,10 +161,10 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
         if replay and type(x) is DistTensor and x._local.requires_grad and type(result) is DistTensor:
             rest = tuple(local_args[1:])
             result._origin = lambda axes: local(x.local_for(axes), *rest, **local_kwargs)
-        if plan.view and not plan.moves and type(x) is DistTensor and x._copied:
+        if plan.view and not moved and type(x) is DistTensor and x._copied:
             for r in flat(result, []):
                 copies.inherit(r, x)
-        elif plan.view and plan.moves:
+        elif plan.view and moved:
             for r in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(r, DistTensor) and type(x) is DistTensor:
                     copies.enter(r, x, strictness.name_of(func))
@@ -154,8 +175,16 @@ def general(func: Function, plan: Plan, specs: list[DistSpec]) -> Runner:
     return run
 
 
+def relabels(src: DistSpec, dst: DistSpec) -> bool:
+    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
+    ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
+    return all(n == 1 or p == q for p, q, n in ends)
+
+
 def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
     """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer step would."""
+    if not kwargs and not any([type(a) is list or type(a) is tuple or getattr(a, "_owner", None) is not None for a in args]):
+        return False
     tensors = flat((args, kwargs or {}), [])
     owners = [owner_of(t) for t, now in zip(tensors, settles, strict=True) if now and type(t) is DistTensor]
     found = [p for p in owners if p is not None]

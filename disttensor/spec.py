@@ -32,7 +32,7 @@ class DistSpec:
 
     __slots__ = (
         "mesh", "layout", "shape", "dtype", "placements", "local_shape", "local_offset", "dual", "proto",
-        "_derived", "__weakref__",
+        "varies", "_derived", "__weakref__",
     )  # fmt: skip
 
     mesh: ProcessMesh
@@ -42,6 +42,7 @@ class DistSpec:
     placements: tuple[Placement, ...]
     local_shape: tuple[int, ...]  # of this rank; zeros outside the mesh
     local_offset: tuple[int, ...]
+    varies: frozenset[int]  # mesh axes over which locals differ
     proto: torch.Tensor  # global shape, one element of storage: what wrappers are made of
     _derived: dict[Any, DistSpec]
 
@@ -53,6 +54,7 @@ class DistSpec:
         self = super().__new__(cls)
         self.mesh, self.layout, self.shape, self.dtype = mesh, layout, torch.Size(shape), dtype
         self.placements = layout.placements(mesh.ndim)
+        self.varies = layout.varies()
         if mesh.coordinate is not None:
             self.local_offset, self.local_shape = self.box_at(mesh.coordinate)
         else:

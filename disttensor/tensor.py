@@ -51,10 +51,14 @@ class DistTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Nothing may come here: the wrapper holds no data, and is in no graph."""
+        """Nothing may come here but the question for one number (``torch.full(size, x)``): the wrapper holds no data, and
+        is in no graph."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].item()
         raise RuntimeError(
             f"{func} reached a DistTensor below __torch_function__, where only plain tensors may be: something called it with "
-            "torch functions disabled, or from C++. Run that code on the locals: local_map(fn, in_placements, out_placements)"
+            "torch functions disabled, or from C++. Give it x.full_tensor(), a plain tensor, or run that code on the locals: "
+            "local_map(fn, in_placements, out_placements)"
         )
 
     # Layout ------------------------------------------------------------------------------------------
@@ -205,10 +209,12 @@ class DistTensor(Tensor):
 
         A leaf that is cut collects the cut pieces as contributions, which costs nothing now.
         """
-        whole = self._spec.layout.varies()
+        spec = self._spec
         leaf = self._local.is_leaf and not self._hooked and self._origin is None
         cut = dst.layout.sharded if leaf else ()
-        return tuple(a for a in range(len(self._spec.mesh.shape)) if a not in whole and (a in axes or a in cut))
+        if not axes and not cut:
+            return ()
+        return tuple([a for a in range(len(spec.mesh.shape)) if a not in spec.varies and (a in axes or a in cut)])
 
     def forget_uses(self) -> None:
         """On an in-place change of a value that is not a leaf: aliases made before are of the old value."""

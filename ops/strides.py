@@ -35,14 +35,21 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
     if not any(n <= 1 < size for n, size in zip(piece, shape, strict=True)):
         return run
     target = tuple(call.outputs[0].shape)
+    known: dict[tuple[int, ...], bool] = {}  # strides of the piece -> would the whole share its memory
+
+    def shared(strides: tuple[int, ...]) -> bool:
+        whole = torch.empty_strided(shape, spread(strides, piece, shape), device="meta")
+        if always:
+            return whole.contiguous() is whole
+        return target == shape or whole.reshape(target)._is_view()
 
     def checked(input: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
         out: torch.Tensor = run(input, *args, **words)
         if out is input or out._is_view():
-            whole = torch.empty_strided(shape, spread(input.stride(), piece, shape), device="meta")
-            shared = whole.contiguous() is whole if always else whole.reshape(target)._is_view()
-            shared = shared or (not always and target == shape)
-            return out if shared else out.clone()
+            strides = input.stride()
+            if strides not in known:
+                known[strides] = shared(strides)
+            return out if known[strides] else out.clone()
         return out
 
     return checked
