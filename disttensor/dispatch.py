@@ -77,6 +77,9 @@ def prepare(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runn
         return lambda args, kwargs: answer(*args, **(kwargs or {}))
     if kwargs.get("out") is not None:
         return lambda args, kwargs: fallback.into_out(func, args, kwargs)
+    if "out" in kwargs:
+        bare = prepare(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+        return lambda args, kwargs: bare(args, {k: v for k, v in kwargs.items() if k != "out"})
     rule = RULES.get(func)
     if rule is None:
         return fallback.through(func, "no rule")

@@ -94,7 +94,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         with forked(mesh):
             out = func(*take(tuple(args)), **take(kwargs))
         for tensor, full, version in seen:
-            if full._version != version:
+            if full._version != version or (writing and tensor is dist[0]):  # apply_ writes without a new version
                 if tensor._copied and tensor._back is None:
                     raise RuntimeError(
                         f"{strictness.name_of(func)}: {tensor._spec!r} came from {tensor._copied}, which gave a copy: writing to it "
@@ -123,6 +123,8 @@ def dress(value: Any, mesh: Any, itself: dict[int, DistTensor]) -> Any:
     """Full results as replicated DistTensors."""
     if id(value) in itself:
         return itself[id(value)]
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        return value  # a sparse tensor stays a plain one, the same on every rank
     if type(value) is Tensor or isinstance(value, torch.nn.Parameter):
         return wrap(value, DistSpec(mesh, replicated(value.ndim), value.shape, value.dtype))
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):

@@ -316,6 +316,17 @@ def set_data(self: DistTensor, value: Any) -> None:
             Tensor.data.__set__(self, wrap_proto(value._spec))  # type: ignore[attr-defined]
 
 
+def become(x: DistTensor, value: DistTensor) -> DistTensor:
+    """x is ``value`` from now on: what an in-place change of shape does."""
+    if x._local.requires_grad and x._local.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(f"{x._spec!r} is a leaf that requires grad: it cannot be changed in place")
+    x._local, x._spec = value._local, value._spec
+    x._aliases, x._origin, x._grad = None, value._origin, None
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(x, wrap_proto(value._spec))  # type: ignore[attr-defined]
+    return x
+
+
 def wrap_proto(spec: DistSpec) -> Tensor:
     return torch.Tensor._make_subclass(DistTensor, spec.proto, False)
 

@@ -8,6 +8,7 @@ import torch
 
 from disttensor import gradient, values
 from disttensor.dispatch import HANDLERS, handler
+from disttensor.fallback import gathered, whole
 from disttensor.tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
@@ -114,6 +115,56 @@ def _same_kind(x: Any, other: Any) -> bool:
 @handler(Tensor.is_set_to)
 def _is_set_to(x: Any, other: Any) -> bool:
     return bool(getattr(x, "_local", x).is_set_to(getattr(other, "_local", other)))
+
+
+def _view_in_place(name: str) -> None:
+    """``x.t_()`` and its like: x becomes the view."""
+    view = getattr(Tensor, name.removesuffix("_"))
+    HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: gradient.become(
+        x, view(x, *args, **kwargs)
+    )
+
+
+for _name in ("t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_"):
+    _view_in_place(_name)
+
+
+@handler(Tensor.resize_, Tensor.resize_as_)
+def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+    """As it is where the size stays; memory of another size would need another layout."""
+    like = args[0] if args else None
+    shape = (
+        tuple(like.shape)
+        if isinstance(like, Tensor)
+        else like
+        if isinstance(like, (tuple, list))
+        else args
+    )
+    if tuple(shape) != tuple(x._spec.shape) or (
+        isinstance(like, Tensor) and type(like) is not DistTensor
+    ):
+        raise RuntimeError(
+            f"{x._spec!r}: a DistTensor is not resized, nor given other memory; make a new one, or assign to its .data"
+        )
+    return x
+
+
+_strided = gathered(torch.as_strided, "it reads the memory of one process")
+
+
+@handler(torch.as_strided, Tensor.as_strided)
+def _as_strided(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
+    if x._spec is not whole(x._spec) and not x.is_contiguous():
+        raise RuntimeError(
+            f"as_strided of {x._spec!r}: strides are those of the memory of one process, which a split tensor has only "
+            "where it is contiguous; call contiguous() first, or use views that name dims"
+        )
+    return _strided((x, *args), kwargs)
+
+
+@handler(Tensor.__dlpack__)
+def _dlpack(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
+    return values.full_tensor(x).__dlpack__(*args, **kwargs)
 
 
 @handler(Tensor.pin_memory)

@@ -245,6 +245,23 @@ def test_writing_to_a_view_that_had_to_be_copied():
     same(x, want)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@everywhere
+def test_memory_that_only_one_process_has():
+    x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
+    leaf = dt.shard_tensor(counted(4, 4), grid(), (S0, R), requires_grad=True)
+    for call, text in [
+        (lambda: x.resize_(2, 2), "is not resized"), (lambda: x.set_(counted(4, 4)), "reached a DistTensor below"),
+        (lambda: torch.tensor(x), "reached a DistTensor below"), (lambda: leaf.t_(), "leaf"),
+    ]:  # fmt: skip
+        with pytest.raises(RuntimeError, match=text):
+            call()
+    if dist.get_world_size() > 1:
+        with pytest.raises(RuntimeError, match="strides are those of the memory of one process"):
+            x.t().as_strided((2, 2), (1, 4))
+    same([x, leaf], [counted(4, 4)] * 2)
+
+
 @pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
 @everywhere
 def test_what_torch_refuses_is_refused():

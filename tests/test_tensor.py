@@ -48,6 +48,24 @@ x.argmax().item(); x.median().item(); x.std().item(); x.count_nonzero(); x.is_no
 torch.stack([x, x]); torch.cat([x, x], 1); torch.where(x > 3, x, 0.0); torch.add(x, x, alpha=2); x.storage_offset(); x.sum(dtype=torch.float32)
 """
 
+MORE = """
+x.unfold(0, 2, 1); torch.from_dlpack(x); np.from_dlpack(x); torch.utils.data.default_collate([x, x]); torch.asarray(x)
+torch.tensor([x[0, 0], x[1, 1]]); torch.stack(list(x)); torch.stack([x], out=None); torch.full((2,), x[0, 0]); torch.arange(x[0, 4].long())
+x.to_sparse().to_dense(); x.view(torch.int64); x.view(torch.int64).view(torch.float64); torch.complex(x, x).imag; torch.complex(x, x).H
+x.expand(2, 5, 6); x.expand(2, 5, 6).stride(); torch.broadcast_tensors(x, x[0])[1]; torch.atleast_3d(x); torch.meshgrid(x[0], x[1], indexing="ij")[0]
+torch.atleast_2d(x) is x; x.tensor_split(3)[1]; torch.block_diag(x, x); torch.cartesian_prod(x[0], x[1]); x.kron(x[:1]); x.histc(4); x.flatten()[x.argmax()]
+x.as_strided((2, 2), (6, 1)); "%d" % x.sum(); "{:d}".format(x.sum().long()); torch.ops.aten.add(x, x); torch.Tensor.sum(x, 0); [float(v) for v in x[0]]
+nn.Parameter(x).data; nn.Parameter(x, requires_grad=False).requires_grad; nn.ParameterList([nn.Parameter(x)])[0].detach(); nn.Buffer(x); x.sum() and 3
+"""
+
+# Each is run on a copy y of x, which is then compared.
+IN_PLACE = """
+y.t_(); y.transpose_(0, 1); y.unsqueeze_(0); y.unsqueeze_(1).squeeze_(); y.swapdims_(0, 1); y.apply_(lambda v: v + 1); y.resize_(5, 6); y.resize_as_(x)
+y.__setitem__((0, 0), 100.0); y.__setitem__(y > 5, 0.0); y.__setitem__(slice(1, 3), y[2:4].clone()); y[0].copy_(y[1]); y.T.mul_(2); y[:, 1].zero_()
+y[2:4].add_(1); y.masked_fill_(y > 4, 0.0); y.clamp_(3, 9); y.scatter_(0, torch.zeros(1, 6, dtype=torch.long), 5.0); y.index_add_(0, torch.tensor([0, 4]), y[:2].clone())
+y.put_(torch.tensor([1]), torch.tensor([5.0], dtype=torch.float64)); y.index_fill_(0, torch.tensor([1]), 9.0); y.t_().add_(1); y.tril_(); y.sqrt_(); y.cumsum_(0)
+"""
+
 
 def questions(text: str) -> list[str]:
     return [q.strip() for q in text.replace("\n", ";").split(";") if q.strip()]
@@ -65,7 +83,30 @@ def test_metadata(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_values(layout):
     plain = counted(5, 6)
-    compare(questions(VALUES), dt.shard_tensor(plain, grid(), layout), plain, copy=copy)
+    compare(
+        questions(VALUES + MORE), dt.shard_tensor(plain, grid(), layout), plain, copy=copy, nn=nn
+    )
+
+
+@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_changes_in_place(layout):
+    plain = counted(5, 6)
+    wrong = []
+    for text in questions(IN_PLACE):
+        x = dt.shard_tensor(plain, grid(), layout)
+        y, want = x.clone(), plain.clone()
+        try:
+            eval(text, {"torch": torch}, {"y": want, "x": plain})
+            eval(text, {"torch": torch}, {"y": y, "x": x})
+            same(y, want)
+            assert y._local.shape == y._spec.local_shape
+            same(y + 0, want)
+            same(x, plain)
+        except Exception as error:
+            wrong.append(f"{text}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 @everywhere
