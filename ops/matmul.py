@@ -170,6 +170,8 @@ def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     w = "n k" if weight.ndim == 2 else "k"
     if bias is None:
         return letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, terms=PRODUCT)
+    if bias.ndim > 1 or bias.numel() != (weight.shape[0] if weight.ndim == 2 and bias.ndim else 1):
+        raise NoRule("linear with a bias that is no vector of the outputs")
     b = "n" if bias.ndim else ""
     terms = (*PRODUCT, frozenset({2}))
     return letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)

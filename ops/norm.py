@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from disttensor.layout import Axes
 from ops.call import Call
-from ops.empty import is_empty, zero_of
+from ops.empty import is_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.inner import spread
@@ -21,11 +21,24 @@ Tensor = torch.Tensor
 
 
 def empty_or_plain(call: Call) -> Any:
-    """The torch function, or for an empty piece the empty result."""
+    """The torch function; an empty piece is given a row of ones, which is cut off again: so its
+    graph is that of the other ranks, to every order."""
     if not is_empty(call):
         return call.func
-    shape = call.outputs[0].local_shape
-    return lambda x, *args, **kwargs: x.reshape(shape) + zero_of(x, *args, *kwargs.values())
+    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        words = {k: grown(v) for k, v in kwargs.items()}
+        return call.func(*[grown(a) for a in args], **words)[kept]  # type: ignore[no-any-return]
+
+    return run
+
+
+def grown(x: Any) -> Any:
+    """A tensor's dims of size 0 as dims of size 1, filled with ones."""
+    if not isinstance(x, Tensor) or x.numel():
+        return x
+    return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=1.0)
 
 
 def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
