@@ -47,7 +47,7 @@ def dispatch(cls: type, func: Function, types: Any, args: Sequence[Any] = (), kw
         else:
             key = (func, *[a._spec if type(a) is DistTensor else a if type(a) is int else key_of(a) for a in args])
         if kwargs:
-            key = (key, *[(k, v._spec if type(v) is DistTensor else key_of(v)) for k, v in kwargs.items()])
+            key = (key, *kwargs, *[v._spec if type(v) is DistTensor else key_of(v) for v in kwargs.values()])
     except Uncacheable:
         return prepare(func, args, kwargs or {})(args, kwargs or {})
     run = PLANS.get(key)

@@ -85,11 +85,11 @@ def _of_local(func: Any) -> None:
 
 for _name in (
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_mtia", "is_nested",
-    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "name", "names", "_base", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "volatile", "_cdata",
+    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "names", "_base", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "volatile",
 ):  # fmt: skip
-    if hasattr(Tensor, _name):
-        _of_local(getattr(Tensor, _name).__get__)
+    if hasattr(Tensor, _name):  # a property: without it each question would be a full dispatch
+        setattr(DistTensor, _name, property(lambda x, name=_name: getattr(x._local, name)))
 for _method in (
     Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
     Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,

@@ -48,7 +48,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     views = plan.view and not inplace and not kwargs
     taken = spec.varies
     replays = plan.view and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
-    itself = inplace or plan.view  # may give its argument, as x.contiguous() does
+    itself = plan.view  # may give its argument, as x.contiguous() does
     dtype: Any = None  # unknown until the first result
     proto = spec.proto
 
@@ -69,6 +69,8 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
                 return new
         else:
             out = call(args, kwargs)
+            if inplace:
+                return written(args[0], out)
         if itself or type(out) is not Tensor or out.dtype is not dtype:
             return finish(args, kwargs, out)
         new = _make(DistTensor, proto)
@@ -77,7 +79,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         return new
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if inplace:
+        if inplace and args[0]._copied:
             refuse_copies(func, args[0])
         # spelled out, not used(): a call or a keyword for each argument costs in the warm path
         locals_: list[Any] = [
@@ -90,8 +92,6 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
         nonlocal spec, dtype, proto
         x: Any = args[0] if args else None
-        if inplace:
-            return written(x, out)
         if type(x) is DistTensor and out is x._local:
             return x
         if type(out) is not Tensor:  # None of x[i] = y; one piece in a tuple, of a split
@@ -251,8 +251,6 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
 
 def refuse_copies(func: Function, target: Any) -> None:
     """Before a write: raise where it would be lost."""
-    if type(target) is DistTensor and (not target._copied or target._back):
-        return
     for t in target if isinstance(target, (list, tuple)) else (target,):
         if type(t) is DistTensor and t._copied and t._back is None:
             raise RuntimeError(
@@ -263,11 +261,14 @@ def refuse_copies(func: Function, target: Any) -> None:
 
 def written(target: Any, out: Any) -> Any:
     """The result of an in-place function: its target(s), whose uses before this are of the old value."""
-    many = isinstance(target, (list, tuple))
-    for t in target if many else (target,):
+    if type(target) is DistTensor:
+        if target._aliases is not None or target._origin is not None or copies.LIVE:
+            target.forget_uses()
+        if target._back is not None:
+            with copies.up_to_date(target):
+                target._back(target)
+        return None if out is None else target
+    for t in target:
         if type(t) is DistTensor:
-            t.forget_uses()
-            if t._back is not None:
-                with copies.up_to_date(t):
-                    t._back(t)
-    return target if isinstance(out, Tensor) or (many and out is not None) else out
+            written(t, None)
+    return None if out is None else target
