@@ -16,7 +16,11 @@ import reshard as _reshard  # noqa: F401
 from disttensor.random import manual_seed, rng
 from disttensor.tensor import DistTensor
 from disttensor.strictness import FallbackWarning, StrictError, strict
-from disttensor import checkpoint as _checkpoint, custom as _custom, methods as _methods, nn_init as _nn_init  # noqa: F401
+# These complete DistTensor and teach torch about it:
+import disttensor.checkpoint
+import disttensor.custom
+import disttensor.methods
+import disttensor.nn_init  # noqa: F401
 from disttensor.api import (
     empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
 )  # fmt: skip

@@ -49,7 +49,9 @@ def init_mesh(
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(device_type: str | None = None, backend: str | None = None, timeout: float = 600.0) -> None:
+def start(
+    device_type: str | None = None, backend: str | None = None, timeout: float = 600.0
+) -> None:
     """The default process group, unless it is there."""
     if dist.is_initialized():
         return
@@ -79,12 +81,18 @@ def _check_numbers() -> None:
     if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
         raise RuntimeError(
             "the environment does not describe a rank of a world: RANK={!r}, WORLD_SIZE={!r}, MASTER_PORT={!r}; RANK counts from "
-            "0 to WORLD_SIZE - 1. Start with torchrun, which sets all of them, or unset them to run as a world of one".format(*texts)
+            "0 to WORLD_SIZE - 1. Start with torchrun, which sets all of them, or unset them to run as a world of one".format(
+                *texts
+            )
         )
 
 
 def layout_from(
-    mesh: ProcessMesh, ndim: int, placements: Sequence[Placement] | None, dims_mapping: Any, partial_status: Any
+    mesh: ProcessMesh,
+    ndim: int,
+    placements: Sequence[Placement] | None,
+    dims_mapping: Any,
+    partial_status: Any,
 ) -> Layout:
     """A layout from either of the two notations; neither means replicated."""
     if placements is not None and (dims_mapping is not None or partial_status is not None):
@@ -95,17 +103,25 @@ def layout_from(
         return replicated(ndim)
     mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
     if len(mapping) != ndim:
-        raise ValueError(f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: one per dim")
+        raise ValueError(
+            f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: one per dim"
+        )
     return layout_from_mapping(mapping, partial_status, mesh.ndim)
 
 
 def check_partial(spec: DistSpec) -> None:
     for a, op in spec.layout.partial:
-        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex))
+        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
+            op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        )
         if meaningless:
             raise ValueError(
                 f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no meaning; use "
-                + ("Partial('any') or Partial('all')" if spec.dtype == torch.bool else "Partial('sum'), or a floating dtype")
+                + (
+                    "Partial('any') or Partial('all')"
+                    if spec.dtype == torch.bool
+                    else "Partial('sum'), or a floating dtype"
+                )
             )
 
 
@@ -143,7 +159,9 @@ def shard_tensor(
     full = spec.with_layout(replicated(spec.ndim))
     if src_rank is not None:
         if src_rank not in mesh.ranks:
-            raise ValueError(f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}")
+            raise ValueError(
+                f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}"
+            )
         value = _from_source(value.detach(), spec, src_rank)
         local = value
     else:
@@ -153,9 +171,16 @@ def shard_tensor(
         if flag and torch.is_grad_enabled():
             return resharded(wrap(value, full), spec)
         local = reshard_package.run(value.detach(), full, spec)
-    if local.untyped_storage().nbytes() > local.nbytes or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+    if (
+        local.untyped_storage().nbytes() > local.nbytes
+        or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    ):
         local = local.clone(memory_format=torch.contiguous_format)
-    wants = requires_grad if requires_grad is not None else isinstance(data, Tensor) and data.requires_grad
+    wants = (
+        requires_grad
+        if requires_grad is not None
+        else isinstance(data, Tensor) and data.requires_grad
+    )
     out = wrap(whole_grad(local.requires_grad_(wants), spec), spec)
     return torch.nn.Parameter(out, wants) if isinstance(data, torch.nn.Parameter) else out  # type: ignore[return-value]
 
@@ -174,7 +199,9 @@ def _compare(value: Tensor, mesh: ProcessMesh) -> None:
     group = mesh.group(tuple(range(mesh.ndim)))
     mine = (tuple(value.shape), str(value.dtype), _digest(value))
     everyone = comm.gather_objects(mine, group)
-    different = [r for r, theirs in zip(group.ranks, everyone, strict=True) if theirs != everyone[0]]
+    different = [
+        r for r, theirs in zip(group.ranks, everyone, strict=True) if theirs != everyone[0]
+    ]
     if different:
         kind = "shape or dtype" if any(e[:2] != everyone[0][:2] for e in everyone) else "values"
         raise ValueError(
@@ -188,7 +215,14 @@ def _digest(value: Tensor) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def reshard(x: Any, mesh: ProcessMesh | None = None, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None, partial_status: Any = None) -> DistTensor:
+def reshard(
+    x: Any,
+    mesh: ProcessMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    dims_mapping: Any = None,
+    partial_status: Any = None,
+) -> DistTensor:
     """``x`` in another layout on its mesh; differentiable. A plain tensor counts as replicated.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
@@ -198,10 +232,14 @@ def reshard(x: Any, mesh: ProcessMesh | None = None, placements: Sequence[Placem
     if not isinstance(x, DistTensor):
         if mesh is None:
             raise ValueError("reshard of a plain tensor needs a mesh")
-        return shard_tensor(x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status)
+        return shard_tensor(
+            x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
+        )
     mesh = mesh or x._spec.mesh
     if mesh is not x._spec.mesh:
-        raise NotImplementedError(f"reshard from {x._spec.mesh!r} to {mesh!r}: moving between meshes is not there yet")
+        raise NotImplementedError(
+            f"reshard from {x._spec.mesh!r} to {mesh!r}: moving between meshes is not there yet"
+        )
     dst = x._spec.with_layout(layout_from(mesh, x.ndim, placements, dims_mapping, partial_status))
     check_partial(dst)
     return resharded(x, dst, fresh=True)
@@ -236,23 +274,41 @@ def from_local(
     spec = DistSpec(mesh, layout, shape, local.dtype)
     check_partial(spec)
     if tuple(local.shape) != spec.box_at(coordinate)[1]:
-        raise ValueError(f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not {list(local.shape)}")
+        raise ValueError(
+            f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not {list(local.shape)}"
+        )
     local = local.to(mesh.device)
-    return wrap(local.view_as(local) if local.requires_grad and torch.is_grad_enabled() else local, spec)
+    return wrap(
+        local.view_as(local) if local.requires_grad and torch.is_grad_enabled() else local, spec
+    )
 
 
-def _global_shape(everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh) -> list[int]:
+def _global_shape(
+    everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh
+) -> list[int]:
     """The global shape from the pieces of all ranks: along the axes of each dim the sizes add up."""
     places = mesh.coordinates()
     origin = (0,) * mesh.ndim
     shape = []
     for d, axes in enumerate(layout.dims):
         line = set(mesh.members(axes, origin)) if axes else {origin}
-        shape.append(sum(sizes[d] for place, sizes in zip(places, everyone, strict=True) if place in line))
+        shape.append(
+            sum(sizes[d] for place, sizes in zip(places, everyone, strict=True) if place in line)
+        )
     return shape
 
 
-def from_fn(fn: Callable[..., Tensor], mesh: ProcessMesh, placements: Sequence[Placement] | None, shape: Any, *args: Any, dims_mapping: Any = None, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any) -> DistTensor:
+def from_fn(
+    fn: Callable[..., Tensor],
+    mesh: ProcessMesh,
+    placements: Sequence[Placement] | None,
+    shape: Any,
+    *args: Any,
+    dims_mapping: Any = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> DistTensor:
     """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of torch
     (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw.
 
@@ -268,14 +324,25 @@ def from_fn(fn: Callable[..., Tensor], mesh: ProcessMesh, placements: Sequence[P
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
     if layout.partial:
-        raise ValueError("from_fn: a factory's value is not a pending reduction; use Shard and Replicate")
+        raise ValueError(
+            "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
+        )
     return wrap(local.requires_grad_(requires_grad), spec.with_dtype(local.dtype))
 
 
 def _factory(fn: Any) -> Callable[..., DistTensor]:
-    def make(*size: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any) -> DistTensor:
+    def make(
+        *size: Any,
+        mesh: ProcessMesh,
+        placements: Sequence[Placement] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **kwargs: Any,
+    ) -> DistTensor:
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        return from_fn(fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs)
+        return from_fn(
+            fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs
+        )
 
     make.__name__ = fn.__name__
     make.__doc__ = f"""torch.{fn.__name__} on a mesh, born sharded: each rank makes its piece.
@@ -286,14 +353,32 @@ def _factory(fn: Any) -> Callable[..., DistTensor]:
     return make
 
 
-zeros, ones, empty, rand, randn = map(_factory, (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn))
+zeros, ones, empty, rand, randn = map(
+    _factory, (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn)
+)
 randperm = _factory(torch.randperm)
 
 
-def full(size: Sequence[int], fill_value: Any, *, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False) -> DistTensor:
+def full(
+    size: Sequence[int],
+    fill_value: Any,
+    *,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> DistTensor:
     """torch.full on a mesh.
 
     >>> dt.full((2, 2), 3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
     [[3, 3], [3, 3]]
     """
-    return from_fn(torch.full, mesh, placements, size, fill_value, dtype=dtype or torch.tensor(fill_value).dtype, requires_grad=requires_grad)
+    return from_fn(
+        torch.full,
+        mesh,
+        placements,
+        size,
+        fill_value,
+        dtype=dtype or torch.tensor(fill_value).dtype,
+        requires_grad=requires_grad,
+    )

@@ -28,7 +28,9 @@ class _Seen:
         return getattr(self._module, name)
 
 
-_CHECKS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
+_CHECKS = dict.fromkeys(
+    ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
+)
 _TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
 
 
@@ -42,7 +44,9 @@ def body_of(func: Function) -> Function | None:
             scope = {**inner.__globals__, **_CHECKS}
             if scope.get("torch") is torch:
                 scope["torch"] = _TORCH
-            made = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+            made = types.FunctionType(
+                inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__
+            )
             made.__kwdefaults__ = inner.__kwdefaults__
         _bodies[func] = made
     return _bodies[func]

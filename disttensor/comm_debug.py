@@ -78,4 +78,6 @@ def compare(group: Any, what: str) -> None:
     kinds = {r: text.split(" at ")[0] for r, text in seen.items()}
     if len(set(kinds.values())) > 1:
         lines = "\n".join(f"  rank {r}: {text}" for r, text in seen.items())
-        raise MismatchError(f"ranks disagree about the next collective over {'+'.join(group.axes)}:\n{lines}")
+        raise MismatchError(
+            f"ranks disagree about the next collective over {'+'.join(group.axes)}:\n{lines}"
+        )

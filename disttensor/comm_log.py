@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-active: list[CommLog] = []  # the logs that are open now; empty almost always, so that the check is cheap
+active: list[
+    CommLog
+] = []  # the logs that are open now; empty almost always, so that the check is cheap
 
 _ROOT = Path(__file__).parent.parent
 _OURS = tuple(str(_ROOT / name) + "/" for name in ("disttensor", "ops", "reshard"))
@@ -73,10 +75,15 @@ class CommLog:
 
     def __str__(self) -> str:
         rows = [("kind", "axis", "bytes", "phase", "shape", "where")]
-        rows += [(r.kind, r.axis, f"{r.bytes:,}", r.phase, str(list(r.shape)), r.where) for r in self.records]
+        rows += [
+            (r.kind, r.axis, f"{r.bytes:,}", r.phase, str(list(r.shape)), r.where)
+            for r in self.records
+        ]
         rows.append(("total", str(len(self.records)), f"{self.total_bytes:,}", "", "", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
 
 def record_comms() -> CommLog:

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
-_current: list[int] = []  # storages of copies whose write is being brought back: they are up to date
+_current: list[
+    int
+] = []  # storages of copies whose write is being brought back: they are up to date
 
 
 class Copied:
@@ -41,14 +43,22 @@ class Outdated:
         raise RuntimeError(object.__getattribute__(self, "message"))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         found = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Outdated))
         raise RuntimeError(object.__getattribute__(found, "message"))
 
 
 def enter(copy: Any, source: Any, name: str) -> None:
     """``copy`` was taken from ``source`` (both DistTensors) by the view function ``name``, which moved data."""
-    _follow(copy, Copied(name, [source._local.untyped_storage(), *(source._copied.storages if source._copied else ())]))
+    _follow(
+        copy,
+        Copied(
+            name,
+            [source._local.untyped_storage(), *(source._copied.storages if source._copied else ())],
+        ),
+    )
 
 
 def inherit(view: Any, source: Any) -> None:
@@ -79,7 +89,11 @@ def outdate(written: torch.Tensor) -> None:
     """The memory of ``written`` has changed: copies that were taken from it hold old values."""
     for ref in LIVE.get(written.untyped_storage()._cdata, ()):
         copy = ref()
-        if copy is not None and not isinstance(copy._local, Outdated) and copy._local.untyped_storage()._cdata not in _current:
+        if (
+            copy is not None
+            and not isinstance(copy._local, Outdated)
+            and copy._local.untyped_storage()._cdata not in _current
+        ):
             copy._local = Outdated(
                 f"{copy._spec!r} came from {copy._copied}, which had to move data and gave a copy; the tensor that it was taken "
                 "from has been written to since, which a view would show. Take it again for the new values, or clone() it "

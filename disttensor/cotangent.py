@@ -49,8 +49,13 @@ def dual(t: Typed) -> tuple[Typed, float]:
                 )
             scale *= mesh.shape[a] if op == "avg" else 1
         pending = tuple((a, "sum") for a in sorted(t.varying))
-        own = tuple((a, p) for a, p in layout.own if isinstance(p, Shard))  # of users' types, those that cut stay
-        flipped = Typed(t.spec.with_layout(Layout(layout.dims, pending, own)), tuple(sorted(layout.partial_axes)))
+        own = tuple(
+            (a, p) for a, p in layout.own if isinstance(p, Shard)
+        )  # of users' types, those that cut stay
+        flipped = Typed(
+            t.spec.with_layout(Layout(layout.dims, pending, own)),
+            tuple(sorted(layout.partial_axes)),
+        )
         if len(_duals) > 8192:
             _duals.clear()
         found = _duals[t] = (flipped, scale)
@@ -59,7 +64,9 @@ def dual(t: Typed) -> tuple[Typed, float]:
 
 def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
     """A leaf of a pending average collects the gradient of the average, not that of its own share (1/n of it)."""
-    known = hasattr(leaf, "_whole_grad") or any(op not in ("sum", "avg") for _, op in spec.layout.partial)
+    known = hasattr(leaf, "_whole_grad") or any(
+        op not in ("sum", "avg") for _, op in spec.layout.partial
+    )
     divided = 1.0 if known or not leaf.requires_grad else dual(Typed(spec))[1]
     if divided != 1.0:
         leaf.register_hook(lambda g: g * divided)
@@ -80,7 +87,9 @@ class Move(torch.autograd.Function):
         if out is x:
             return x.view_as(x)
         if out._is_view() and out.untyped_storage()._cdata != x.untyped_storage()._cdata:
-            out = out.data  # of a buffer that nobody else has: not a view, so that it may be written to
+            out = (
+                out.data
+            )  # of a buffer that nobody else has: not a view, so that it may be written to
         return out
 
     @staticmethod

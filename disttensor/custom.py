@@ -37,7 +37,11 @@ class CustomFunctionError(RuntimeError):
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if DistTensor in map(type, args) and torch.is_grad_enabled() and cls.__name__ != "_NoopSaveInputs":
+    if (
+        DistTensor in map(type, args)
+        and torch.is_grad_enabled()
+        and cls.__name__ != "_NoopSaveInputs"
+    ):
         if cls is CheckpointFunction:
             raise CustomFunctionError(
                 f"checkpoint at {user_line()}: the reentrant variant is a custom autograd function and would cut the graph of a "

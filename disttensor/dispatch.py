@@ -30,7 +30,9 @@ PLANS: dict[Any, Runner] = {}
 _MOST = 16384
 
 
-def dispatch(cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def dispatch(
+    cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
     """``DistTensor.__torch_function__``. One and two arguments are spelled out: they are most calls."""
     try:
         n = len(args)
@@ -45,9 +47,19 @@ def dispatch(cls: type, func: Function, types: Any, args: Sequence[Any] = (), kw
             a = args[0]
             key = (func, a._spec if type(a) is DistTensor else key_of(a))
         else:
-            key = (func, *[a._spec if type(a) is DistTensor else a if type(a) is int else key_of(a) for a in args])
+            key = (
+                func,
+                *[
+                    a._spec if type(a) is DistTensor else a if type(a) is int else key_of(a)
+                    for a in args
+                ],
+            )
         if kwargs:
-            key = (key, *kwargs, *[v._spec if type(v) is DistTensor else key_of(v) for v in kwargs.values()])
+            key = (
+                key,
+                *kwargs,
+                *[v._spec if type(v) is DistTensor else key_of(v) for v in kwargs.values()],
+            )
     except Uncacheable:
         return prepare(func, args, kwargs or {})(args, kwargs or {})
     run = PLANS.get(key)
@@ -109,12 +121,20 @@ def _planned(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Run
     mesh = one_mesh(func, tensors)
     specs = [t._spec if type(t) is DistTensor else plain_spec(t, mesh) for t in tensors]
     if any(s.layout.own for s in specs):
-        return fallback.gathered(func, "rules know Shard, Replicate and Partial; a placement of another type is gathered")
+        return fallback.gathered(
+            func, "rules know Shard, Replicate and Partial; a placement of another type is gathered"
+        )
     numbers = iter(range(len(tensors)))
 
     def arg(t: Tensor) -> Arg:
         i = next(numbers)
-        return Arg(specs[i].shape, dtype=specs[i].dtype, layout=specs[i].layout, index=i, requires_grad=t.requires_grad)
+        return Arg(
+            specs[i].shape,
+            dtype=specs[i].dtype,
+            layout=specs[i].layout,
+            index=i,
+            requires_grad=t.requires_grad,
+        )
 
     try:
         plan = make_plan(func, substitute(args, arg), substitute(kwargs, arg), specs, mesh)
@@ -129,7 +149,9 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
     """The mesh of the call. Raises ValueError where there are two: it is never guessed."""
     dist = [t for t in tensors if type(t) is DistTensor]
     mesh = dist[0]._spec.mesh
-    if any(type(t).__name__ == "DTensor" for t in tensors):  # by name: importing it costs more than all of ours
+    if any(
+        type(t).__name__ == "DTensor" for t in tensors
+    ):  # by name: importing it costs more than all of ours
         raise ValueError(
             f"{strictness.name_of(func)}: a torch DTensor among DistTensors: convert it with from_dtensor(x), which copies nothing"
         )

@@ -46,7 +46,10 @@ def writes(func: Function) -> bool:
     """Does the function change its first argument, by torch's convention of names?"""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
+        return name == "__setitem__" or (
+            name.startswith("__i")
+            and name not in ("__invert__", "__int__", "__index__", "__iter__")
+        )
     return name.endswith("_") and func is not torch.Tensor.requires_grad_
 
 
@@ -94,7 +97,9 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         with forked(mesh):
             out = func(*take(tuple(args)), **take(kwargs))
         for tensor, full, version in seen:
-            if full._version != version or (writing and tensor is dist[0]):  # apply_ writes without a new version
+            if full._version != version or (
+                writing and tensor is dist[0]
+            ):  # apply_ writes without a new version
                 if tensor._copied and tensor._back is None:
                     raise RuntimeError(
                         f"{strictness.name_of(func)}: {tensor._spec!r} came from {tensor._copied}, which gave a copy: writing to it "
@@ -112,8 +117,12 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         result = dress(out, mesh, itself)
         sources = {full.untyped_storage()._cdata: tensor for tensor, full, _ in seen}
         for t in flat(result, []):
-            if type(t) is DistTensor and t._local.untyped_storage()._cdata in sources:  # a view, in one process
-                copies.enter(t, sources[t._local.untyped_storage()._cdata], strictness.name_of(func))
+            if (
+                type(t) is DistTensor and t._local.untyped_storage()._cdata in sources
+            ):  # a view, in one process
+                copies.enter(
+                    t, sources[t._local.untyped_storage()._cdata], strictness.name_of(func)
+                )
         return result
 
     return run
@@ -141,7 +150,9 @@ def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     results = result if isinstance(result, (list, tuple)) else (result,)
     for target, value in zip(targets, results, strict=True):
         if type(target) is not DistTensor:
-            raise TypeError(f"{strictness.name_of(func)}: out= must be a DistTensor where an argument is one, not a plain tensor")
+            raise TypeError(
+                f"{strictness.name_of(func)}: out= must be a DistTensor where an argument is one, not a plain tensor"
+            )
         if tuple(target.shape) != tuple(value.shape):
             raise RuntimeError(
                 f"{strictness.name_of(func)}: out= has shape {list(target.shape)}, the result {list(value.shape)}; a DistTensor is not resized"

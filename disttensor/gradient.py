@@ -62,9 +62,14 @@ def joined(x: DistTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, 
     if len(pieces) == 1:
         return pieces[0]
     union = tuple(sorted({a for axes, _ in pieces for a in axes}))
-    if any(g.requires_grad for _, g in pieces):  # to be differentiated again: every rank keeps every share in the graph
+    if any(
+        g.requires_grad for _, g in pieces
+    ):  # to be differentiated again: every rank keeps every share in the graph
         ends = dual(Typed(x._spec, union))[0]
-        moved = [g if axes == union else move(g, dual(Typed(x._spec, axes))[0], ends, None) for axes, g in pieces]
+        moved = [
+            g if axes == union else move(g, dual(Typed(x._spec, axes))[0], ends, None)
+            for axes, g in pieces
+        ]
         return union, sum(moved[1:], start=moved[0])
     coordinate = x._spec.mesh.coordinate or ()
     total = None
@@ -97,7 +102,9 @@ def given(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
     typed, divided = dual(Typed(x._spec, axes))
     if divided != 1.0 and not x._local.is_leaf:
         g = g * divided
-    if typed.varying and g.requires_grad:  # inside the graph it is read by varying uses; what is made of it now is not
+    if (
+        typed.varying and g.requires_grad
+    ):  # inside the graph it is read by varying uses; what is made of it now is not
         g = move(g, typed, Typed(typed.spec), None)
     return wrap(g, typed.spec if g.dtype is typed.spec.dtype else typed.spec.with_dtype(g.dtype))
 
@@ -141,11 +148,17 @@ def set_grad(x: DistTensor, value: Any) -> None:
         x._grad = None
         return
     if not isinstance(value, Tensor):
-        raise TypeError(f"grad of {x._spec!r}: a tensor or None is expected, not {type(value).__name__}")
+        raise TypeError(
+            f"grad of {x._spec!r}: a tensor or None is expected, not {type(value).__name__}"
+        )
     if tuple(value.shape) != tuple(x._spec.shape):
-        raise RuntimeError(f"grad of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(value.shape)}")
+        raise RuntimeError(
+            f"grad of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(value.shape)}"
+        )
     if value.dtype != x._spec.dtype:
-        raise RuntimeError(f"grad of {x._spec!r}: its dtype is {x._spec.dtype}, the gradient's {value.dtype}")
+        raise RuntimeError(
+            f"grad of {x._spec!r}: its dtype is {x._spec.dtype}, the gradient's {value.dtype}"
+        )
     axes: Axes = ()
     if isinstance(value, DistTensor):
         if value._spec.mesh is not x._spec.mesh:
@@ -153,8 +166,12 @@ def set_grad(x: DistTensor, value: Any) -> None:
                 f"grad of {x._spec!r} on {x._spec.mesh!r}: the gradient is on {value._spec.mesh!r}; reshard it first"
             )
         whole = x._spec.layout.varies()
-        if x._local.requires_grad and x._local.is_leaf and not x._hooked:  # others have no place for a pending one
-            axes = tuple(a for a, op in value._spec.layout.partial if op == "sum" and a not in whole)
+        if (
+            x._local.requires_grad and x._local.is_leaf and not x._hooked
+        ):  # others have no place for a pending one
+            axes = tuple(
+                a for a, op in value._spec.layout.partial if op == "sum" and a not in whole
+            )
         local = resharded(value, grad_spec(x, axes).with_dtype(value._spec.dtype))._local
     else:
         spec = grad_spec(x, ())
@@ -182,18 +199,28 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
     (typed, divide) = dual(Typed(x._spec))
     if gradient is None:
         if x.numel() != 1:
-            raise RuntimeError(f"backward of {x._spec!r}: a gradient is created only for a tensor of one element")
+            raise RuntimeError(
+                f"backward of {x._spec!r}: a gradient is created only for a tensor of one element"
+            )
         return torch.full_like(x._local, 1 / divide)
     if tuple(gradient.shape) != tuple(x._spec.shape):
-        raise RuntimeError(f"backward of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(gradient.shape)}")
+        raise RuntimeError(
+            f"backward of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(gradient.shape)}"
+        )
     spec = typed.spec.with_dtype(gradient.dtype)
     if not isinstance(gradient, DistTensor):
         gradient = wrap(gradient.view_as(gradient), spec.with_layout(replicated(spec.ndim)))
     g = gradient.moved_for(spec, typed.varying)
-    return g if divide == 1.0 else g / divide  # type: ignore[no-any-return]
+    return g if divide == 1.0 else g / divide
 
 
-def backward(self: DistTensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None) -> None:
+def backward(
+    self: DistTensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be differentiated."""
     layout = self._spec.layout
     if gradient is not None or layout.sharded or any(op != "sum" for _, op in layout.partial):
@@ -209,9 +236,16 @@ def autograd_backward(
     outs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     seeds = grad_tensors if grad_tensors is not None else grad_variables
     seeds = (seeds,) * len(outs) if seeds is None or isinstance(seeds, Tensor) else tuple(seeds)
-    ends = [(o._local, seed(o, s)) if isinstance(o, DistTensor) else (o, s) for o, s in zip(outs, seeds, strict=True)]
+    ends = [
+        (o._local, seed(o, s)) if isinstance(o, DistTensor) else (o, s)
+        for o, s in zip(outs, seeds, strict=True)
+    ]
     torch.autograd.backward(
-        [o for o, _ in ends], [s for _, s in ends], retain_graph, create_graph, inputs=leaves_of(inputs)
+        [o for o, _ in ends],
+        [s for _, s in ends],
+        retain_graph,
+        create_graph,
+        inputs=leaves_of(inputs),
     )
 
 
@@ -222,10 +256,16 @@ def autograd_grad(
     """torch.autograd.grad over DistTensors (and plain tensors beside them)."""
     outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    seeds = (grad_outputs,) if grad_outputs is None or isinstance(grad_outputs, Tensor) else tuple(grad_outputs)
+    seeds = (
+        (grad_outputs,)
+        if grad_outputs is None or isinstance(grad_outputs, Tensor)
+        else tuple(grad_outputs)
+    )
     seeds = seeds * len(outs) if len(seeds) == 1 else seeds
     if is_grads_batched:
-        raise NotImplementedError("torch.autograd.grad of DistTensors: is_grads_batched is not supported; loop over the batch")
+        raise NotImplementedError(
+            "torch.autograd.grad of DistTensors: is_grads_batched is not supported; loop over the batch"
+        )
     ends, starts, owners = [], [], []
     for out, s in zip(outs, seeds, strict=True):
         ends.append((out._local, seed(out, s)) if isinstance(out, DistTensor) else (out, s))
@@ -235,11 +275,20 @@ def autograd_grad(
             starts.append(leaf)
             owners.append((i, axes))
     found = torch.autograd.grad(
-        [o for o, _ in ends], starts, [s for _, s in ends], retain_graph, create_graph, allow_unused=True
+        [o for o, _ in ends],
+        starts,
+        [s for _, s in ends],
+        retain_graph,
+        create_graph,
+        allow_unused=True,
     )
     result: list[Any] = []
     for i, x in enumerate(ins):
-        pieces = [(axes, g) for (j, axes), g in zip(owners, found, strict=True) if j == i and g is not None]
+        pieces = [
+            (axes, g)
+            for (j, axes), g in zip(owners, found, strict=True)
+            if j == i and g is not None
+        ]
         if pieces:
             if isinstance(x, DistTensor):
                 axes, g = joined(x, pieces)
@@ -262,7 +311,9 @@ def autograd_grad(
 
 def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
     if not self._local.is_leaf and not requires_grad:
-        raise RuntimeError("only the requires_grad flag of leaves can be switched off; use detach()")
+        raise RuntimeError(
+            "only the requires_grad flag of leaves can be switched off; use detach()"
+        )
     for _, leaf in uses(self) if self._local.is_leaf else [((), self._local)]:
         leaf.requires_grad_(requires_grad)
     if requires_grad:
@@ -304,7 +355,9 @@ def get_data(self: DistTensor) -> DistTensor:
 def set_data(self: DistTensor, value: Any) -> None:
     """``x.data = value``: x takes value's piece and layout, its uses included."""
     if not isinstance(value, DistTensor):
-        raise TypeError(f"data of {self._spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)")
+        raise TypeError(
+            f"data of {self._spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)"
+        )
     for _, leaf in uses(self):
         leaf.data = value._local.data
     if self._hooked:
@@ -319,7 +372,9 @@ def set_data(self: DistTensor, value: Any) -> None:
 def become(x: DistTensor, value: DistTensor) -> DistTensor:
     """x is ``value`` from now on: what an in-place change of shape does."""
     if x._local.requires_grad and x._local.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError(f"{x._spec!r} is a leaf that requires grad: it cannot be changed in place")
+        raise RuntimeError(
+            f"{x._spec!r} is a leaf that requires grad: it cannot be changed in place"
+        )
     x._local, x._spec = value._local, value._spec
     x._aliases, x._origin, x._grad = None, value._origin, None
     with torch._C.DisableTorchFunctionSubclass():
@@ -347,7 +402,9 @@ def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
             if out is None:
                 return None
             if not isinstance(out, DistTensor):
-                out = wrap(reshard.run(out, typed.with_layout(Layout(((),) * typed.ndim)), typed), typed)
+                out = wrap(
+                    reshard.run(out, typed.with_layout(Layout(((),) * typed.ndim)), typed), typed
+                )
             local = resharded(out, typed)._local
             return local if scale == 1.0 else local / scale
 

@@ -97,7 +97,8 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
             if not -ndim <= p.dim < ndim:
                 raise ValueError(
                     f"placements {show(placements)}: Shard({p.dim}) on mesh axis {axis} is out of range "
-                    f"for a tensor of {ndim} dims" + (": a 0-d tensor cannot be sharded" if not ndim else "")
+                    f"for a tensor of {ndim} dims"
+                    + (": a 0-d tensor cannot be sharded" if not ndim else "")
                 )
             split[p.dim % ndim].append((axis if p.order is None else p.order, axis))
     for d, pairs in enumerate(split):
@@ -146,7 +147,9 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(start + step, size) - start
 
 
-def box(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape) -> tuple[Shape, Shape]:
+def box(
+    shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape
+) -> tuple[Shape, Shape]:
     """(offsets, sizes) of the piece at ``coordinate``: the one function that knows where data lies."""
     offsets, sizes = [], []
     for size, axes in zip(shape, dims, strict=True):

@@ -36,26 +36,44 @@ class ProcessMesh:
 
     _interned: ClassVar[dict[tuple[Any, ...], ProcessMesh]] = {}
 
-    def __new__(cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None) -> ProcessMesh:
+    def __new__(
+        cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
+    ) -> ProcessMesh:
         array = np.asarray(mesh.cpu() if isinstance(mesh, torch.Tensor) else mesh, dtype=np.int64)
         if array.ndim == 0:
             array = array.reshape(1)
-        names = tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(array.ndim))
+        names = (
+            tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(array.ndim))
+        )
         ranks = tuple(int(r) for r in array.reshape(-1))
         rank, size = comm.world()
         if len(names) != array.ndim or len(set(names)) != len(names):
-            raise ValueError(f"ProcessMesh: {array.ndim} axes need as many different names, got {names}")
+            raise ValueError(
+                f"ProcessMesh: {array.ndim} axes need as many different names, got {names}"
+            )
         if array.size == 0:
-            raise ValueError(f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at least 1")
-        twice = sorted({r for r in ranks if ranks.count(r) > 1}) if len(set(ranks)) != len(ranks) else []
+            raise ValueError(
+                f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at least 1"
+            )
+        twice = (
+            sorted({r for r in ranks if ranks.count(r) > 1})
+            if len(set(ranks)) != len(ranks)
+            else []
+        )
         if twice:
-            raise ValueError(f"ProcessMesh: rank {twice[0]} occurs twice; a rank has one place in a mesh")
+            raise ValueError(
+                f"ProcessMesh: rank {twice[0]} occurs twice; a rank has one place in a mesh"
+            )
         outside = sorted(r for r in ranks if not 0 <= r < size)
         if outside:
             raise ValueError(
                 f"ProcessMesh: ranks {outside} are outside the world, which has ranks 0 to {size - 1}: these are "
                 "ranks of processes, not numbers of devices. Start more processes (torchrun --nproc-per-node)"
-                + ("" if dist.is_initialized() else ", or call init_mesh first, which starts the process group")
+                + (
+                    ""
+                    if dist.is_initialized()
+                    else ", or call init_mesh first, which starts the process group"
+                )
             )
         device_type = device_type or _default_device_type()
         default = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
@@ -129,7 +147,9 @@ class ProcessMesh:
         group = self._groups.get(axes)
         if group is None:
             if self.coordinate is None:
-                raise ValueError(f"rank {comm.world()[0]} is not in {self!r} and cannot communicate over it")
+                raise ValueError(
+                    f"rank {comm.world()[0]} is not in {self!r} and cannot communicate over it"
+                )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
             group = self._groups[axes] = comm.new_group(ranks, [self.dim_names[a] for a in axes])
@@ -147,13 +167,19 @@ class ProcessMesh:
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
             shape = [self.shape[a] for a in axes]
-            return ProcessMesh(np.array(ranks).reshape(shape), [self.dim_names[a] for a in axes], self.device_type)
+            return ProcessMesh(
+                np.array(ranks).reshape(shape), [self.dim_names[a] for a in axes], self.device_type
+            )
         picked = self.mesh[index]
         full = index if isinstance(index, tuple) else (index,)
         if Ellipsis in full:
             at = full.index(Ellipsis)
             full = (*full[:at], *[slice(None)] * (self.ndim - len(full) + 1), *full[at + 1 :])
-        kept: Any = [n for n, i in itertools.zip_longest(self.dim_names, full, fillvalue=slice(None)) if not isinstance(i, (int, np.integer))]
+        kept: Any = [
+            n
+            for n, i in itertools.zip_longest(self.dim_names, full, fillvalue=slice(None))
+            if not isinstance(i, (int, np.integer))
+        ]
         return ProcessMesh(picked, kept if picked.ndim else ("d0",), self.device_type)
 
     @classmethod
@@ -169,7 +195,12 @@ class ProcessMesh:
                     members = sorted(ranks)
                     order = tuple(members.index(r) for r in ranks)
                     self._groups[(a,)] = comm.Group(
-                        ranks, self.coordinate[a], (names[a],), mesh.get_group(a), order, order == tuple(range(len(order)))
+                        ranks,
+                        self.coordinate[a],
+                        (names[a],),
+                        mesh.get_group(a),
+                        order,
+                        order == tuple(range(len(order))),
                     )
             if not hasattr(self, "_device_mesh"):
                 self._device_mesh = mesh
@@ -179,11 +210,18 @@ class ProcessMesh:
         """This mesh as torch's DeviceMesh, with the same process groups (those that are missing are made now)."""
         if not hasattr(self, "_device_mesh"):
             if self.coordinate is None:
-                raise ValueError(f"rank {comm.world()[0]} is not in {self!r} and has no DeviceMesh of it")
+                raise ValueError(
+                    f"rank {comm.world()[0]} is not in {self!r} and has no DeviceMesh of it"
+                )
             if not dist.is_initialized():
-                raise ValueError("to_device_mesh: there is no process group yet; call init_mesh first, which starts it")
+                raise ValueError(
+                    "to_device_mesh: there is no process group yet; call init_mesh first, which starts it"
+                )
             groups = [
-                self.group((a,)).pg or comm.process_group((self.ranks[self.coordinates().index(self.coordinate)],), (name,))
+                self.group((a,)).pg
+                or comm.process_group(
+                    (self.ranks[self.coordinates().index(self.coordinate)],), (name,)
+                )
                 for a, name in enumerate(self.dim_names)
             ]
             self._device_mesh = DeviceMesh.from_group(
@@ -194,7 +232,9 @@ class ProcessMesh:
     def __repr__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.dim_names, self.shape, strict=True))
         plain = self.ranks == tuple(range(math.prod(self.shape)))
-        return f"ProcessMesh({axes})" if plain else f"ProcessMesh({axes}, ranks={self.mesh.tolist()})"
+        return (
+            f"ProcessMesh({axes})" if plain else f"ProcessMesh({axes}, ranks={self.mesh.tolist()})"
+        )
 
     def __copy__(self) -> ProcessMesh:
         return self

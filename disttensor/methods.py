@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,13 +84,17 @@ def _of_local(func: Any) -> None:
     HANDLERS[func] = lambda x, *args, **kwargs: func(x._local, *args, **kwargs)
 
 
+def _local_attribute(x: DistTensor, name: str) -> Any:
+    return getattr(x._local, name)
+
+
 for _name in (
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_mtia", "is_nested",
     "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "names", "_base", "_backward_hooks",
     "_post_accumulate_grad_hooks", "volatile",
 ):  # fmt: skip
     if hasattr(Tensor, _name):  # a property: without it each question would be a full dispatch
-        setattr(DistTensor, _name, property(lambda x, name=_name: getattr(x._local, name)))
+        setattr(DistTensor, _name, property(partial(_local_attribute, name=_name)))
 for _method in (
     Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
     Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,

@@ -1,7 +1,7 @@
 """What one mesh axis does to a tensor: shard a dim, replicate, or leave a reduction pending.
 
-    >>> [isinstance(p, dt.Placement) for p in (dt.Shard(0), dt.Replicate(), dt.Partial("max"))]
-    [True, True, True]
+>>> [isinstance(p, dt.Placement) for p in (dt.Shard(0), dt.Replicate(), dt.Partial("max"))]
+[True, True, True]
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Shard:
     order: int | None = None
 
     def __repr__(self) -> str:
-        return f"Shard({self.dim})" if self.order is None else f"Shard({self.dim}, order={self.order})"
+        return (
+            f"Shard({self.dim})" if self.order is None else f"Shard({self.dim}, order={self.order})"
+        )
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.order is None else f"S({self.dim}, order={self.order})"

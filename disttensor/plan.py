@@ -24,7 +24,9 @@ from ops.registry import Rule
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-_BY_VALUE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
+_BY_VALUE = frozenset(
+    {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
+)
 
 _FLOAT = {float}
 
@@ -48,7 +50,9 @@ def key_of(value: Any, floats: bool = False) -> Any:
         try:
             return kind, tuple([v._spec for v in value])
         except AttributeError:
-            return kind, tuple([v._spec if hasattr(v, "_spec") else key_of(v, floats) for v in value])
+            return kind, tuple(
+                [v._spec if hasattr(v, "_spec") else key_of(v, floats) for v in value]
+            )
     if isinstance(value, Tensor):
         spec = getattr(value, "_spec", None)
         return spec if spec is not None else (Tensor, value.shape, value.dtype)
@@ -84,11 +88,22 @@ class Plan:
     any_varying: bool
 
 
-_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input", "x1": "input", "x2": "other"}
+_ALIASES = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x": "input",
+    "self": "input",
+    "x1": "input",
+    "x2": "other",
+}
 
 
 def make_plan(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any], specs: Sequence[DistSpec], mesh: ProcessMesh
+    func: Function,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    specs: Sequence[DistSpec],
+    mesh: ProcessMesh,
 ) -> Plan | None:
     """Infer the call. ``args`` and ``kwargs`` hold an Arg for each tensor, ``specs`` are theirs in order.
 
@@ -109,7 +124,9 @@ def make_plan(
     local = func
     if factors.local is not None:
         coordinate = mesh.coordinate or (0,) * mesh.ndim
-        local = factors.local(Call(func, wants, gives, decision.split, mesh.shape, coordinate, MeshReach(mesh)))
+        local = factors.local(
+            Call(func, wants, gives, decision.split, mesh.shape, coordinate, MeshReach(mesh))
+        )
     busy = tuple(a for a, n in enumerate(mesh.shape) if n > 1)
     varying = [tuple(a for a in axes if a in busy) for axes in decision.varying]
     changed = [w if w is not s else None for w, s in zip(wants, specs, strict=True)]

@@ -26,13 +26,22 @@ _make: Callable[..., Any] = Tensor._make_subclass
 _setitem: Callable[..., Any] = Tensor.__setitem__
 
 
-def runner_of(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]) -> Runner:
+def runner_of(
+    func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]
+) -> Runner:
     """``direct`` where every tensor is a DistTensor that stays as it lies and one tensor comes out, else ``general``."""
     nested = any(flat(a, []) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     plain = any(type(t) is not DistTensor for t in tensors)
     several = plan.view and (len(tensors) != 1 or tensors[0] is not args[0])
-    if several or plan.moves or nested or plain or len(plan.gives) != 1 or (plan.inplace and not args):
+    if (
+        several
+        or plan.moves
+        or nested
+        or plain
+        or len(plan.gives) != 1
+        or (plan.inplace and not args)
+    ):
         return general(func, plan, specs, None if nested else (args, kwargs))
     return direct(func, plan, args, kwargs)
 
@@ -41,8 +50,12 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     """The warm path: what is common is at the top of ``run``, what is rare in ``call`` and ``finish``."""
     local, spec, inplace = plan.local, plan.gives[0], plan.inplace
     axes_of = iter(plan.varying)
-    uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]  # None: no tensor; (): as it is;
-    named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]  # axes: varying over them
+    uses = [
+        next(axes_of) if isinstance(a, Tensor) else None for a in args
+    ]  # None: no tensor; (): as it is;
+    named = [
+        next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()
+    ]  # axes: varying over them
     as_it_is = not (inplace or plan.view or plan.any_varying or kwargs)
     one, two = as_it_is and uses == [()], as_it_is and uses == [(), ()]
     views = plan.view and not inplace and not kwargs
@@ -64,7 +77,9 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
                 new = _make(DistTensor, proto)
                 new._local = out
                 new._spec = spec
-                if replays and out.requires_grad:  # a varying use of the view is the view of a varying use
+                if (
+                    replays and out.requires_grad and torch.is_grad_enabled()
+                ):  # a varying use of the view is the view of a varying use
                     new._origin = lambda axes: local(x.local_for(axes), *args[1:])
                 return new
         else:
@@ -83,11 +98,14 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             refuse_copies(func, args[0])
         # spelled out, not used(): a call or a keyword for each argument costs in the warm path
         locals_: list[Any] = [
-            a if u is None else a.local_for(u) if u else a._local for a, u in zip(args, uses)  # noqa: B905
+            a if u is None else a.local_for(u) if u else a._local
+            for a, u in zip(args, uses)  # noqa: B905
         ]
         if not kwargs:
             return local(*locals_)
-        return local(*locals_, **{k: used(v, u) for (k, v), u in zip(kwargs.items(), named, strict=True)})
+        return local(
+            *locals_, **{k: used(v, u) for (k, v), u in zip(kwargs.items(), named, strict=True)}
+        )
 
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
         nonlocal spec, dtype, proto
@@ -102,11 +120,18 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         new = wrap(out, spec)
         if itself and type(x) is DistTensor and x._copied:
             copies.inherit(new, x)
-        if replays and out.requires_grad:
-            new._origin = lambda axes: local(x.local_for(axes), *args[1:], **(kwargs or {}))
+        if replays and out.requires_grad and torch.is_grad_enabled():
+            new._origin = replay(local, x, args[1:], kwargs or {})
         return new
 
     return run
+
+
+def replay(
+    local: Function, x: DistTensor, rest: Sequence[Any], kwargs: Any
+) -> Callable[[Axes], Tensor]:
+    """The origin of a view: a varying use of the view is the view of a varying use."""
+    return lambda axes: local(x.local_for(axes), *rest, **kwargs)
 
 
 def used(a: Any, axes: Axes | None) -> Any:
@@ -121,13 +146,18 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
     """
     numbers = iter(range(len(plan.wants)))
     given = (shallow[0], shallow[1].values()) if shallow else ((), ())
-    slots, named = ([next(numbers) if isinstance(a, Tensor) else -1 for a in part] for part in given)
+    slots, named = (
+        [next(numbers) if isinstance(a, Tensor) else -1 for a in part] for part in given
+    )
     local, wants, axes_of = plan.local, plan.wants, plan.varying
     gives = list(plan.gives)
     untouched = not plan.moves and not plan.any_varying
-    replay = plan.view and not plan.moves
+    replays = plan.view and not plan.moves
     moved = any(w is not None and not relabels(s, w) for s, w in zip(specs, wants, strict=True))
-    settles = [bool(w is not None and s.layout.partial and not w.layout.partial) for w, s in zip(wants, specs, strict=True)]
+    settles = [
+        bool(w is not None and s.layout.partial and not w.layout.partial)
+        for w, s in zip(wants, specs, strict=True)
+    ]
     pending = any(settles)
 
     def at(t: Tensor, i: int) -> Tensor:
@@ -135,7 +165,9 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         if pending and not strictness.level and settle(args, kwargs, settles):
-            return func(*args, **(kwargs or {}))  # the gradients among the arguments are reduced now, once for all
+            return func(
+                *args, **(kwargs or {})
+            )  # the gradients among the arguments are reduced now, once for all
         if plan.moves and strictness.level:
             strictness.check_moves(func, specs, wants)
         kwargs = kwargs or {}
@@ -144,7 +176,9 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
             local_kwargs = {k: _local_of(v, plan) for k, v in kwargs.items()} if kwargs else kwargs
         elif shallow:
             local_args = [a if i < 0 else at(a, i) for a, i in zip(args, slots, strict=True)]
-            local_kwargs = {k: v if i < 0 else at(v, i) for (k, v), i in zip(kwargs.items(), named, strict=True)}
+            local_kwargs = {
+                k: v if i < 0 else at(v, i) for (k, v), i in zip(kwargs.items(), named, strict=True)
+            }
         else:
             count = itertools.count()
             local_args = substitute(args, lambda t: at(t, next(count)))
@@ -158,9 +192,15 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
         if type(x) is DistTensor and out is x._local:
             return x
         result = give(out, gives, plan)
-        if replay and type(x) is DistTensor and x._local.requires_grad and type(result) is DistTensor:
+        if (
+            replays
+            and type(x) is DistTensor
+            and x._local.requires_grad
+            and torch.is_grad_enabled()
+            and type(result) is DistTensor
+        ):
             rest = tuple(local_args[1:])
-            result._origin = lambda axes: local(x.local_for(axes), *rest, **local_kwargs)
+            result._origin = replay(local, x, rest, local_kwargs)
         if plan.view and not moved and type(x) is DistTensor and x._copied:
             for r in flat(result, []):
                 copies.inherit(r, x)
@@ -183,10 +223,16 @@ def relabels(src: DistSpec, dst: DistSpec) -> bool:
 
 def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
     """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer step would."""
-    if not kwargs and not any([type(a) is list or type(a) is tuple or getattr(a, "_owner", None) is not None for a in args]):
+    if not kwargs and not any(
+        type(a) is list or type(a) is tuple or getattr(a, "_owner", None) is not None for a in args
+    ):
         return False
     tensors = flat((args, kwargs or {}), [])
-    owners = [owner_of(t) for t, now in zip(tensors, settles, strict=True) if now and type(t) is DistTensor]
+    owners = [
+        owner_of(t)
+        for t, now in zip(tensors, settles, strict=True)
+        if now and type(t) is DistTensor
+    ]
     found = [p for p in owners if p is not None]
     sync_gradients(found)
     return bool(found)
@@ -230,15 +276,20 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
     if isinstance(out, Tensor):
         gives[0] = checked(plan, out, gives[0])
         return wrap(out, gives[0])
-    if type(out) is tuple or type(out) is list:
-        if len(out) == len(gives) and all([type(o) is Tensor and o.dtype is g.dtype and o.shape == g.local_shape for o, g in zip(out, gives, strict=True)]):
-            return type(out)([wrap(o, g) for o, g in zip(out, gives, strict=True)])
+    if (type(out) is tuple or type(out) is list) and len(out) == len(gives):
+        pairs = list(zip(out, gives, strict=True))
+        if all(
+            type(o) is Tensor and o.dtype is g.dtype and o.shape == g.local_shape for o, g in pairs
+        ):
+            return type(out)([wrap(o, g) for o, g in pairs])
     numbers = iter(range(len(gives)))
 
     def dress(value: Any) -> Any:
         if isinstance(value, Tensor):
             i = next(numbers)
-            if value.dtype is not gives[i].dtype or tuple(value.shape) != tuple(gives[i].local_shape):
+            if value.dtype is not gives[i].dtype or tuple(value.shape) != tuple(
+                gives[i].local_shape
+            ):
                 gives[i] = checked(plan, value, gives[i])
             return wrap(value, gives[i])
         if isinstance(value, (list, tuple)):

@@ -19,7 +19,12 @@ _interned: weakref.WeakValueDictionary[tuple[Any, ...], DistSpec] = weakref.Weak
 @lru_cache(maxsize=256)
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one element that all stand-ins of a dtype share: NaN where there is one, so that a leak shows."""
-    return torch.full((), float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
+    return torch.full(
+        (),
+        float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
+        dtype=dtype,
+        device=device,
+    )
 
 
 class DistSpec:
@@ -31,8 +36,18 @@ class DistSpec:
     """
 
     __slots__ = (
-        "mesh", "layout", "shape", "dtype", "placements", "local_shape", "local_offset", "dual", "proto",
-        "varies", "_derived", "__weakref__",
+        "__weakref__",
+        "_derived",
+        "dtype",
+        "dual",
+        "layout",
+        "local_offset",
+        "local_shape",
+        "mesh",
+        "placements",
+        "proto",
+        "shape",
+        "varies",
     )  # fmt: skip
 
     mesh: ProcessMesh
@@ -46,7 +61,9 @@ class DistSpec:
     proto: torch.Tensor  # global shape, one element of storage: what wrappers are made of
     _derived: dict[Any, DistSpec]
 
-    def __new__(cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> DistSpec:
+    def __new__(
+        cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype
+    ) -> DistSpec:
         key = (mesh, layout, tuple(shape), dtype)
         self = _interned.get(key)
         if self is not None:

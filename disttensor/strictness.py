@@ -54,7 +54,9 @@ class strict:
 
 def name_of(func: Any) -> str:
     """``torch.add``, ``torch.Tensor.add_``: the name under which a user finds the function."""
-    name = resolve_name(func) or getattr(func, "__qualname__", getattr(func, "__name__", repr(func)))
+    name = resolve_name(func) or getattr(
+        func, "__qualname__", getattr(func, "__name__", repr(func))
+    )
     return name.removesuffix(".__get__").replace("_VariableFunctionsClass", "torch")
 
 

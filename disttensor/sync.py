@@ -49,7 +49,10 @@ def _reduce(mesh: Any, axes: tuple[int, ...], members: list[tuple[DistTensor, Di
         if busy:
             flat = torch.cat([t.reshape(-1) for t in pieces])
             flat = comm.all_reduce(flat, "sum", mesh.group(busy))
-            pieces = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in pieces]), pieces, strict=True)]
+            pieces = [
+                part.view(t.shape)
+                for part, t in zip(flat.split([t.numel() for t in pieces]), pieces, strict=True)
+            ]
     for (p, g), total in zip(members, pieces, strict=True):
         settled(p, g, total)
 

@@ -43,14 +43,22 @@ class DistTensor(Tensor):
     _aliases: dict[Axes, tuple[Tensor, int]] | None = None  # see local_for
     _origin: Callable[[Axes], Tensor] | None = None  # how to make an alias from what this came from
     _hooked: bool = False  # a leaf whose hooks must see whole gradients
-    _former: tuple[tuple[Axes, Tensor], ...] = ()  # aliases from before there were hooks: see gradient.retire
-    _copied: copies.Copied | None = None  # the view function that had to copy: writing to this would be lost,
-    _back: Callable[[Any], Any] | None = None  # unless this brings a write back to what it was taken from
+    _former: tuple[
+        tuple[Axes, Tensor], ...
+    ] = ()  # aliases from before there were hooks: see gradient.retire
+    _copied: copies.Copied | None = (
+        None  # the view function that had to copy: writing to this would be lost,
+    )
+    _back: Callable[[Any], Any] | None = (
+        None  # unless this brings a write back to what it was taken from
+    )
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Nothing may come here but the question for one number (``torch.full(size, x)``): the wrapper holds no data, and
         is in no graph."""
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -150,7 +158,12 @@ class DistTensor(Tensor):
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
         here, spec = self._local.is_contiguous(memory_format=memory_format), self._spec
-        if here and memory_format is torch.contiguous_format and min(spec.local_shape, default=2) <= 1 and spec.local_shape != spec.shape:
+        if (
+            here
+            and memory_format is torch.contiguous_format
+            and min(spec.local_shape, default=2) <= 1
+            and spec.local_shape != spec.shape
+        ):
             return torch.empty_strided(spec.shape, self.stride(), device="meta").is_contiguous()
         return here
 
@@ -165,7 +178,12 @@ class DistTensor(Tensor):
         ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a replicated value differently
         on each rank, so that its gradient is a contribution to be summed.
         """
-        axes = tuple(sorted(self._spec.mesh.axis(a) for a in ((grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes)))
+        axes = tuple(
+            sorted(
+                self._spec.mesh.axis(a)
+                for a in ((grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes)
+            )
+        )
         return self.local_for(axes) if axes else self._local
 
     def local_for(self, axes: Axes) -> Tensor:
@@ -187,7 +205,10 @@ class DistTensor(Tensor):
         if self._origin is not None:
             alias = self._origin(axes)
         elif local.is_leaf and not self._hooked:
-            alias, version = whole_grad(local.detach().requires_grad_(), self._spec), -1  # a second leaf: shares memory, collects its own .grad
+            alias, version = (
+                whole_grad(local.detach().requires_grad_(), self._spec),
+                -1,
+            )  # a second leaf: shares memory, collects its own .grad
         else:
             alias = move(local, Typed(self._spec), Typed(self._spec, axes), None)
         aliases[axes] = (alias, version)
@@ -214,7 +235,13 @@ class DistTensor(Tensor):
         cut = dst.layout.sharded if leaf else ()
         if not axes and not cut:
             return ()
-        return tuple([a for a in range(len(spec.mesh.shape)) if a not in spec.varies and (a in axes or a in cut)])
+        return tuple(
+            [
+                a
+                for a in range(len(spec.mesh.shape))
+                if a not in spec.varies and (a in axes or a in cut)
+            ]
+        )
 
     def forget_uses(self) -> None:
         """On an in-place change of a value that is not a leaf: aliases made before are of the old value."""
@@ -249,11 +276,12 @@ def resharded(x: DistTensor, dst: DistSpec, fresh: bool = False) -> DistTensor:
         local, held, version = out._local, out._local.detach(), out._local._version
 
         def alias(axes: Axes) -> Tensor:
-            if local._version != version:  # written to since, perhaps through a view: what it came from is history
+            if (
+                local._version != version
+            ):  # written to since, perhaps through a view: what it came from is history
                 return move(local, Typed(dst), Typed(dst, axes), None)
             through = x.through(dst, axes)
             return move(x.local_for(through), Typed(x._spec, through), Typed(dst, axes), [held])
 
         out._origin = alias
     return out
-

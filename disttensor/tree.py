@@ -41,4 +41,8 @@ def rebuilt(like: Any, items: list[Any]) -> Any:
         return items
     if kind is tuple or kind is torch.Size:
         return tuple(items)
-    return kind(items) if kind.__module__ == "torch.return_types" or not hasattr(like, "_fields") else kind(*items)
+    return (
+        kind(items)
+        if kind.__module__ == "torch.return_types" or not hasattr(like, "_fields")
+        else kind(*items)
+    )

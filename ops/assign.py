@@ -35,7 +35,9 @@ class Decision:
     split: dict[Letter, Axes]
 
 
-def assign(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = False) -> Decision | None:
+def assign(
+    f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = False
+) -> Decision | None:
     """The cheapest placements for the call. With ``fixed`` the targets of an in-place function keep their
     layouts (the choice follows the first argument); None if the rule cannot do that."""
     if f.parts:
@@ -75,7 +77,9 @@ def assign(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = Fals
     return decision
 
 
-def _assign_parts(f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool) -> Decision | None:
+def _assign_parts(
+    f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
+) -> Decision | None:
     """Each part on its own; equal parts (the same Factors and layouts) are decided once. What no part takes is
     replicated, and needs no gradient: torch has none for a tensor shared by the elements of lists."""
     wants = [replicated(len(arg.shape)) for arg in args]
@@ -117,7 +121,9 @@ def _usable(f: Factors) -> set[Letter]:
     return present - f.whole - minor - {None}
 
 
-def _forced(f: Factors, target: Layout, majors: tuple[Letter, ...], usable: set[Letter], a: int) -> tuple[bool, Any]:
+def _forced(
+    f: Factors, target: Layout, majors: tuple[Letter, ...], usable: set[Letter], a: int
+) -> tuple[bool, Any]:
     for axis, op in target.partial:
         if axis == a:
             fits = (bool(f.terms) and op in ("sum", "avg")) or (f.moves and len(f.inputs) == 1)
@@ -142,7 +148,11 @@ def _pick(
         return candidates[0]
     state: dict[int, Any] = dict(held)
     best: Any = None
-    best_key: tuple[float, ...] = (_move(args, majors, state, dict(pending), None, frozenset(), n), 3.0, 0.0)
+    best_key: tuple[float, ...] = (
+        _move(args, majors, state, dict(pending), None, frozenset(), n),
+        3.0,
+        0.0,
+    )
     for letter in candidates:
         size = -max(args[t].nbytes for t, held_letter in held if held_letter == letter)
         kind = 2.0 if letter in f.reduced else 0.0
@@ -172,7 +182,9 @@ def _move(
     return total * (n - 1) / n
 
 
-def _keepers(f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]) -> frozenset[int] | None:
+def _keepers(
+    f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]
+) -> frozenset[int] | None:
     """The arguments that stay Partial if the reduction flows: one for each term, all with one reduction."""
     ops = {op for _, op in pending}
     if len(ops) != 1:
@@ -243,7 +255,12 @@ def _decide(
     gives = []
     for i, out_dims in enumerate(f.outputs):
         tops = (d[0] if isinstance(d, tuple) and d else d for d in out_dims)
-        gives.append(Layout(tuple(split.get(t, ()) if t is not None and t != () else () for t in tops), tuple(partial_out[i])))
+        gives.append(
+            Layout(
+                tuple(split.get(t, ()) if t is not None and t != () else () for t in tops),
+                tuple(partial_out[i]),
+            )
+        )
     return Decision(wants, gives, varying, split)
 
 
@@ -253,7 +270,9 @@ def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
     return [next((t for t in sorted(term) if t in has), min(term)) for term in f.terms] or [0]
 
 
-def _order(letter: Letter, axes: Axes, args: Sequence[Arg], majors: list[tuple[Letter, ...]]) -> Axes:
+def _order(
+    letter: Letter, axes: Axes, args: Sequence[Arg], majors: list[tuple[Letter, ...]]
+) -> Axes:
     """Several axes on one factor: in the order of the largest argument that has some of them, new ones last."""
     best: Axes = ()
     size = -1

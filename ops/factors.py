@@ -24,7 +24,7 @@ class Arg:
     Users give placements (one per mesh axis); ``index`` is its number among the tensors of the call.
     """
 
-    __slots__ = ("shape", "placements", "dtype", "layout", "index", "requires_grad")
+    __slots__ = ("dtype", "index", "layout", "placements", "requires_grad", "shape")
 
     def __init__(
         self, shape: Sequence[int], placements: Sequence[Placement] | None = None, dtype: Any = None, *,
@@ -40,7 +40,14 @@ class Arg:
     def placed(self, mesh_ndim: int, index: int) -> Arg:
         """This argument with its layout on a mesh and its number; checks the placements."""
         layout = self.layout or layout_of(self.placements or (), len(self.shape), mesh_ndim)
-        return Arg(self.shape, self.placements, self.dtype, layout=layout, index=index, requires_grad=self.requires_grad)
+        return Arg(
+            self.shape,
+            self.placements,
+            self.dtype,
+            layout=layout,
+            index=index,
+            requires_grad=self.requires_grad,
+        )
 
     @property
     def ndim(self) -> int:
@@ -137,11 +144,14 @@ def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
             if s != 1:
                 if sizes[pad + i] not in (1, s):
                     shapes = ", ".join(str(list(b.shape)) for b in args)
-                    raise RuntimeError(f"shapes {shapes} do not broadcast: {sizes[pad + i]} and {s} in dim {pad + i}")
+                    raise RuntimeError(
+                        f"shapes {shapes} do not broadcast: {sizes[pad + i]} and {s} in dim {pad + i}"
+                    )
                 sizes[pad + i] = s
     inputs = tuple(
         tuple(
-            ndim - len(a.shape) + i if s == sizes[ndim - len(a.shape) + i] else None for i, s in enumerate(a.shape)
+            ndim - len(a.shape) + i if s == sizes[ndim - len(a.shape) + i] else None
+            for i, s in enumerate(a.shape)
         )
         for a in args
     )
@@ -160,8 +170,12 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
     ins = [_tokens(t) for t in left.split(",")]
     outs = [_tokens(t) for t in right.split(",")]
     if len(ins) != len(args):
-        raise ValueError(f"rule {pattern!r}: {len(ins)} tensors in the pattern, {len(args)} in the call")
-    lead = max([a.ndim - len(t) + 1 for t, a in zip(ins, args, strict=True) if "..." in t], default=0)
+        raise ValueError(
+            f"rule {pattern!r}: {len(ins)} tensors in the pattern, {len(args)} in the call"
+        )
+    lead = max(
+        [a.ndim - len(t) + 1 for t, a in zip(ins, args, strict=True) if "..." in t], default=0
+    )
     inputs = []
     for tokens, a in zip(ins, args, strict=True):
         tokens = _spread(tokens, lead, a.ndim - len(tokens) + 1)
@@ -172,10 +186,15 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
                 sizes[token] = s
         inputs.append(tokens)
     final = tuple(
-        tuple(None if t == "1" or (not isinstance(t, tuple) and s != sizes[t]) else t for t, s in zip(tokens, a.shape, strict=True))
+        tuple(
+            None if t == "1" or (not isinstance(t, tuple) and s != sizes[t]) else t
+            for t, s in zip(tokens, a.shape, strict=True)
+        )
         for tokens, a in zip(inputs, args, strict=True)
     )
-    outputs = tuple(tuple(None if t == "1" else t for t in _spread(tokens, lead, lead)) for tokens in outs)
+    outputs = tuple(
+        tuple(None if t == "1" else t for t in _spread(tokens, lead, lead)) for tokens in outs
+    )
     return Factors(final, outputs, sizes, **options)
 
 

@@ -26,7 +26,13 @@ class Inferred:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def decide(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Arg], mesh_shape: Axes) -> tuple[Rule, Factors, Decision | None]:
+def decide(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Arg],
+    mesh_shape: Axes,
+) -> tuple[Rule, Factors, Decision | None]:
     """The rule of the call, its factors, and the decision (None: not in place as asked). ``tensors`` are the Args
     of the call in order. Raises NoRule."""
     rule = RULES.get(func)
@@ -34,11 +40,15 @@ def decide(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
     factors = rule.factors(*args, **kwargs)
     if len(factors.inputs) != len(tensors):
-        raise NoRule(f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has {len(tensors)}")
+        raise NoRule(
+            f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has {len(tensors)}"
+        )
     return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
 
 
-def infer(func: Callable[..., Any], *args: Any, mesh_shape: Axes = (2, 3), **kwargs: Any) -> Inferred:
+def infer(
+    func: Callable[..., Any], *args: Any, mesh_shape: Axes = (2, 3), **kwargs: Any
+) -> Inferred:
     """What the rule of ``func`` says of a call: ``infer(torch.matmul, Arg((4, 6), [Shard(0), Replicate()]), ...)``.
 
     Tensor arguments are ``Arg(shape, placements, dtype)``, also inside lists. A function without a rule wants and

@@ -80,12 +80,23 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
         for found, inplace in [(func, rule.inplace)] if exact else variants(func):
             if found in RULES:
                 if found is func:
-                    raise ValueError(f"{rule.name}: {func!r} has a rule already ({RULES[func].name}); see replace_rule")
+                    raise ValueError(
+                        f"{rule.name}: {func!r} has a rule already ({RULES[func].name}); see replace_rule"
+                    )
                 continue
-            RULES[found] = Rule(rule.name, rule.factors, inplace, rule.numbers, rule.floats, rule.pattern)
+            RULES[found] = Rule(
+                rule.name, rule.factors, inplace, rule.numbers, rule.floats, rule.pattern
+            )
 
 
-def rule(*funcs: Any, local: LocalMaker | None = None, exact: bool = False, numbers: str = "value", floats: bool = False, **options: Any) -> Any:
+def rule(
+    *funcs: Any,
+    local: LocalMaker | None = None,
+    exact: bool = False,
+    numbers: str = "value",
+    floats: bool = False,
+    **options: Any,
+) -> Any:
     """Register a rule. Two forms:
 
     ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, terms=({0, 1},))``   letters suffice
@@ -103,11 +114,19 @@ def rule(*funcs: Any, local: LocalMaker | None = None, exact: bool = False, numb
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
             return letters(pattern, *tensors, local=local, **options)
 
-        register(Rule(functions[0].__name__, factors, False, numbers, floats, pattern), *functions, exact=exact)
+        register(
+            Rule(functions[0].__name__, factors, False, numbers, floats, pattern),
+            *functions,
+            exact=exact,
+        )
         return None
 
     def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
-        register(Rule(make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0]), *funcs, exact=exact)
+        register(
+            Rule(make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0]),
+            *funcs,
+            exact=exact,
+        )
         return make
 
     return enter

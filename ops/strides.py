@@ -35,7 +35,9 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
     if not any(n <= 1 < size for n, size in zip(piece, shape, strict=True)):
         return run
     target = tuple(call.outputs[0].shape)
-    known: dict[tuple[int, ...], bool] = {}  # strides of the piece -> would the whole share its memory
+    known: dict[
+        tuple[int, ...], bool
+    ] = {}  # strides of the piece -> would the whole share its memory
 
     def shared(strides: tuple[int, ...]) -> bool:
         whole = torch.empty_strided(shape, spread(strides, piece, shape), device="meta")

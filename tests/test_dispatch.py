@@ -23,7 +23,9 @@ def mesh() -> Iterator[dt.ProcessMesh]:
 
 
 def sharded(mesh: dt.ProcessMesh, *shape: int) -> dt.DistTensor:
-    return dt.from_local(torch.ones(shape), mesh, [dt.Shard(0), dt.Replicate()], shape=(shape[0] * 2, *shape[1:]))
+    return dt.from_local(
+        torch.ones(shape), mesh, [dt.Shard(0), dt.Replicate()], shape=(shape[0] * 2, *shape[1:])
+    )
 
 
 def python_calls(f: Callable[[], Any]) -> list[str]:
@@ -55,7 +57,9 @@ def test_a_warm_use_of_a_parameter_enters_few(mesh: dt.ProcessMesh) -> None:
     assert len(python_calls(lambda: torch.nn.functional.linear(x, w))) <= 6
 
 
-@pytest.mark.parametrize("pair", [(1, True), (1, 1.0), (0, False), (0.0, False), ("1", 1)], ids=repr)
+@pytest.mark.parametrize(
+    "pair", [(1, True), (1, 1.0), (0, False), (0.0, False), ("1", 1)], ids=repr
+)
 def test_equal_constants_of_two_types_have_two_keys(pair: tuple[Any, Any]) -> None:
     one, other = pair
     assert key_of(one) != key_of(other)
@@ -107,7 +111,10 @@ def test_a_rule_that_lies_is_caught(mesh: dt.ProcessMesh) -> None:
         return torch.cat([x, x])
 
     made = ops.Rule("twice", lambda input: ops.pointwise_factors([input]))
-    ops.replace_rule(torch.erfinv, ops.Rule("liar", lambda input: ops.pointwise_factors([input], local=lambda call: twice)))
+    ops.replace_rule(
+        torch.erfinv,
+        ops.Rule("liar", lambda input: ops.pointwise_factors([input], local=lambda call: twice)),
+    )
     try:
         with pytest.raises(RuntimeError, match=r"rule liar says .* \[3, 4\].* gave \[6, 4\]"):
             torch.erfinv(sharded(mesh, 3, 4))
@@ -125,7 +132,9 @@ def test_two_meshes_are_an_error_that_names_both(mesh: dt.ProcessMesh) -> None:
 def test_a_program_runs_in_a_large_world(world: int) -> None:
     with fake_world(world):
         mesh = dt.init_mesh((world // 8, 8), ("dp", "tp"))
-        w = torch.nn.Parameter(dt.zeros(4096, 64, mesh=mesh, placements=[dt.Replicate(), dt.Shard(0)]))
+        w = torch.nn.Parameter(
+            dt.zeros(4096, 64, mesh=mesh, placements=[dt.Replicate(), dt.Shard(0)])
+        )
         x = dt.ones(world, 64, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
         loss = torch.nn.functional.linear(x, w).relu().sum()
         loss.backward()
