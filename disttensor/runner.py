@@ -77,10 +77,8 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
                 new = _make(DistTensor, proto)
                 new._local = out
                 new._spec = spec
-                if (
-                    replays and out.requires_grad and torch.is_grad_enabled()
-                ):  # a varying use of the view is the view of a varying use
-                    new._origin = lambda axes: local(x.local_for(axes), *args[1:])
+                if replays and out.requires_grad and torch.is_grad_enabled():
+                    new._origin = replay(local, x, args[1:], {})
                 return new
         else:
             out = call(args, kwargs)
