@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
-_current: list[
-    int
-] = []  # storages of copies whose write is being brought back: they are up to date
+# storages of copies whose write is being brought back: they are up to date
+_current: list[int] = []
 
 
 class Copied:
@@ -99,6 +98,12 @@ def outdate(written: torch.Tensor) -> None:
                 "from has been written to since, which a view would show. Take it again for the new values, or clone() it "
                 "before the write to keep the old ones"
             )
+
+
+def check(copy: Any) -> None:
+    """Raise if ``copy`` is out of date: for what would hand out its local unread."""
+    if isinstance(copy._local, Outdated):
+        _ = copy._local.shape
 
 
 @contextmanager

@@ -184,6 +184,8 @@ class DistTensor(Tensor):
                 for a in ((grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes)
             )
         )
+        if self._copied:
+            copies.check(self)
         return self.local_for(axes) if axes else self._local
 
     def local_for(self, axes: Axes) -> Tensor:

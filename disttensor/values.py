@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from disttensor import copies
 from disttensor.cotangent import whole_grad
 from disttensor.fallback import whole
 from disttensor.layout import Layout
@@ -20,6 +21,8 @@ Tensor = torch.Tensor
 
 def full_tensor(self: DistTensor) -> Tensor:
     """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective where it is split."""
+    if self._copied:
+        copies.check(self)
     return resharded(self, whole(self._spec))._local
 
 

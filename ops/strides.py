@@ -51,7 +51,7 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
             strides = input.stride()
             if strides not in known:
                 known[strides] = shared(strides)
-            return out if known[strides] else out.clone()
+            return out if known[strides] else out.clone(memory_format=torch.contiguous_format)
         return out
 
     return checked

@@ -1,0 +1,39 @@
+"""Programs of fixed seeds on real ranks. ``tests.fuzz.main`` runs others, and makes failures small."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import fuzz, pool
+
+PART = 50  # programs in one test
+
+
+@pytest.mark.parametrize(
+    ("world", "first"),
+    [
+        *((4, first) for first in range(0, 150, PART)),
+        *((2, first) for first in range(0, 100, PART)),
+    ],
+)
+def test_programs_match_plain_torch(world, first):
+    axes = 2 if world == 4 else 1
+    programs = [fuzz.make(seed, axes) for seed in range(first, first + PART)]
+    reports = pool.run_on_ranks(world, fuzz.run, programs, axes)[0]
+    assert not reports, "\n" + "\n".join(reports)
+
+
+def test_a_wrong_number_is_found():
+    program = fuzz.make(0, 1)
+    reports = pool.run_on_ranks(2, broken, program)
+    assert all("off by" in text for text in reports), reports
+
+
+def broken(program):
+    """The report of a program in a world whose leaves are not those of the plain run."""
+    place = fuzz.oracle.place
+    fuzz.oracle.place = lambda full, mesh, where: place(full + 0.1, mesh, where)
+    try:
+        return "\n".join(fuzz.run([program], 1))
+    finally:
+        fuzz.oracle.place = place
