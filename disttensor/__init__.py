@@ -16,6 +16,7 @@ import reshard as _reshard  # noqa: F401
 from disttensor.random import manual_seed, rng
 from disttensor.tensor import DistTensor
 from disttensor.strictness import FallbackWarning, StrictError, strict
+
 # These complete DistTensor and teach torch about it:
 import disttensor.checkpoint
 import disttensor.custom

@@ -157,7 +157,7 @@ def test_groups_of_equal_ranks_are_shared():
 
 @on_ranks(4)
 def test_device_mesh_there_and_back():
-    names = ("rows", "columns")  # of no other test: a mesh keeps the groups that it has
+    names = ("there", "back")  # of no other test: a mesh keeps the groups that it has
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     mesh = ProcessMesh.from_device_mesh(theirs)
     assert mesh is ProcessMesh([[0, 1], [2, 3]], names)
