@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--bytes", type=_count, help="so many bytes at most (all)")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_count, default=200, help="(200)")
+    training.add_argument("--steps", type=_count, default=120, help="(120)")
     training.add_argument("--batch", type=_count, default=8, help="sequences in a global step (8)")
     training.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
     training.add_argument("--seed", type=int, default=0, help="(0)")
