@@ -317,6 +317,8 @@ def written(target: Any, out: Any) -> Any:
             with copies.up_to_date(target):
                 target._back(target)
         return None if out is None else target
+    if isinstance(target, Tensor):  # a plain tensor that took DistTensors in
+        return None if out is None else target
     for t in target:
         if type(t) is DistTensor:
             written(t, None)
