@@ -193,7 +193,7 @@ def steady(program: Program) -> bool:
     try:
         values, grads = execute(program, World())
         again, grads_again = execute(program, World(jitter=1e-13))
-    except (RuntimeError, NameError):
+    except (RuntimeError, NameError, TypeError):
         return False
     for a, b in [
         *((values[k], again[k]) for k in values),

@@ -192,8 +192,10 @@ class Writer:
         inplace = any(
             "_(" in line or "] =" in line or "=" in line.split(" = ", 1)[0] for line in self.lines
         )
+        # torch's formulas save results, whose hooks then run for the second order: not a rule to hold
+        once = inplace or any("hook(" in line for line in self.lines)
         end = self.one(
-            "backward", "backward", "backward", "twice", "grad", "backward" if inplace else "double"
+            "backward", "backward", "backward", "twice", "grad", "backward" if once else "double"
         )
         return Program(tuple(self.lines), end, name)
 
@@ -571,7 +573,7 @@ def special(w: Writer) -> str | None:
         )
         return f"{w.new()} = ckpt(lambda a, b: {form}, {x}, {y})"
     if kind == "no_grad":
-        return f"with torch.no_grad(): {w.new()} = {w.one(f'{x} * 2', viewed(w, x), f'{x}.sum()')}"
+        return f"with torch.no_grad(): {w.new()} = {w.one(f'{x} * 2', viewed(w, x) + ' * 1', f'{x}.sum()')}"
     if kind == "hook" and v.requires_grad and v.untyped_storage().data_ptr() not in w.frozen:
         return f"hook({x}, lambda g: g * 2)"
     if (

@@ -17,57 +17,57 @@ from tests.pool import on_ranks
 S0, S1, R = Shard(0), Shard(1), Replicate()
 
 
-def program(axes, *lines, end="backward"):
-    return pytest.param(axes, lines, end, id=lines[-2][:40] + " " + end)
+def program(shape, *lines, end="backward"):
+    return pytest.param(shape, lines, end, id=lines[-2][:40] + " " + end)
 
 
 # Each has the same values and gradients as on plain tensors.
 PROGRAMS_OF_2 = [
     # the gradient of a leaf that is a pending average was that of its own share
-    program(1, "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()"),
-    program(1, "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()", end="grad"),
-    program(1, "d = data(1, (4,), 'Pavg')", "v = newleaf(2, d)", "loss = (v * d).sum()"),
+    program((2,), "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()"),
+    program((2,), "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()", end="grad"),
+    program((2,), "d = data(1, (4,), 'Pavg')", "v = newleaf(2, d)", "loss = (v * d).sum()"),
     # a gradient that is differentiated again was counted once for each rank
-    program(1, "v = leaf(1, (5,), 'P')", "w = v * 1.0", "loss = (w ** 2).sum()", end="double"),
-    program(1, "v = leaf(1, (5,), 'R')", "w = v * data(2, (5,), 'S0')", "loss = (w * v).sum() + (v ** 3).sum()", end="double"),
+    program((2,), "v = leaf(1, (5,), 'P')", "w = v * 1.0", "loss = (w ** 2).sum()", end="double"),
+    program((2,), "v = leaf(1, (5,), 'R')", "w = v * data(2, (5,), 'S0')", "loss = (w * v).sum() + (v ** 3).sum()", end="double"),
     # a view taken without grad was replayed with grad for uses that vary
     program(
-        1, "v = leaf(1, (2, 3), 'R')", "with torch.no_grad(): w = v.t()",
+        (2,), "v = leaf(1, (2, 3), 'R')", "with torch.no_grad(): w = v.t()",
         "loss = (w * data(2, (3, 2), 'S0') * leaf(3, (3, 2), 'R')).sum()",
     ),
     # bias shapes that only broadcast
-    program(1, "v = leaf(1, (2, 1), 'S0')", "w = F.linear(v, v, v)", "loss = (w ** 2).sum()"),
+    program((2,), "v = leaf(1, (2, 1), 'S0')", "w = F.linear(v, v, v)", "loss = (w ** 2).sum()"),
     # one row here, two in the whole: a transposed piece looks contiguous, and was given itself
     program(
-        1, "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().contiguous()", "w.add_(1)", "x = w * v.t()", "loss = x.sum()",
+        (2,), "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().contiguous()", "w.add_(1)", "x = w * v.t()", "loss = x.sum()",
     ),
-    program(1, "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().reshape(8)", "w.mul_(2)", "loss = w.sum() + (v ** 2).sum()"),
+    program((2,), "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().reshape(8)", "w.mul_(2)", "loss = w.sum() + (v ** 2).sum()"),
     # what an all-gather of uneven pieces gave could not be written to
-    program(1, "v = leaf(1, (5, 3), 'S0') * 1.0", "w = to(v, 'R') * 1.0", "loss = (w.add_(1) ** 2).sum()"),
+    program((2,), "v = leaf(1, (5, 3), 'S0') * 1.0", "w = to(v, 'R') * 1.0", "loss = (w.add_(1) ** 2).sum()"),
 ]  # fmt: skip
 PROGRAMS_OF_4 = [
     # ranks with nothing had no graph of second order, and left the others waiting
     program(
-        2, "v = leaf(1, (2, 3), 'S0 S0') * 1.0", "w = plain(2, (3,))", "n = F.rms_norm(v, (3,), w)", "loss = (n ** 2).sum()",
+        (2, 2), "v = leaf(1, (2, 3), 'S0 S0') * 1.0", "w = plain(2, (3,))", "n = F.rms_norm(v, (3,), w)", "loss = (n ** 2).sum()",
         end="double",
     ),
     program(
-        2, "v = leaf(1, (2, 4, 2), 'S0 S0') * 1.0", "w = leaf(2, (4,), 'R R')", "n = F.group_norm(v, 2, w)",
+        (2, 2), "v = leaf(1, (2, 4, 2), 'S0 S0') * 1.0", "w = leaf(2, (4,), 'R R')", "n = F.group_norm(v, 2, w)",
         "loss = (n ** 3).sum()", end="double",
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("axes", "lines", "end"), PROGRAMS_OF_2)
+@pytest.mark.parametrize(("shape", "lines", "end"), PROGRAMS_OF_2)
 @on_ranks(2)
-def test_program_on_2_ranks(axes, lines, end):
-    fuzz.check("\n".join(lines), axes, end)
+def test_program_on_2_ranks(shape, lines, end):
+    fuzz.check("\n".join(lines), shape, end)
 
 
-@pytest.mark.parametrize(("axes", "lines", "end"), PROGRAMS_OF_4)
+@pytest.mark.parametrize(("shape", "lines", "end"), PROGRAMS_OF_4)
 @on_ranks(4)
-def test_program_on_4_ranks(axes, lines, end):
-    fuzz.check("\n".join(lines), axes, end)
+def test_program_on_4_ranks(shape, lines, end):
+    fuzz.check("\n".join(lines), shape, end)
 
 
 # Views that had to copy -----------------------------------------------------------------------------------
