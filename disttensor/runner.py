@@ -15,7 +15,7 @@ from disttensor.layout import Axes
 from disttensor.plan import Plan
 from disttensor.spec import DistSpec
 from disttensor.sync import sync_gradients
-from disttensor.tensor import DistTensor, wrap
+from disttensor.tensor import DistTensor, relabels, wrap
 from disttensor.tree import flat, rebuilt, substitute
 
 Tensor = torch.Tensor
@@ -211,12 +211,6 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
         return result
 
     return run
-
-
-def relabels(src: DistSpec, dst: DistSpec) -> bool:
-    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
-    ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
-    return all(n == 1 or p == q for p, q, n in ends)
 
 
 def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:

@@ -8,6 +8,7 @@ answered from the spec, gradients from the locals (``disttensor.gradient``), and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from ops.strides import spread
 
 Tensor = torch.Tensor
 _subclass: Callable[..., Any] = Tensor._make_subclass
+
+
+@lru_cache(maxsize=4096)
+def relabels(src: DistSpec, dst: DistSpec) -> bool:
+    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
+    ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
+    return all(n == 1 or p == q for p, q, n in ends)
 
 
 class DistTensor(Tensor):
@@ -220,6 +228,8 @@ class DistTensor(Tensor):
         """The local of this tensor resharded to ``dst``, for a use that varies over ``axes``."""
         src = self._spec
         if src is dst:
+            return self.local_for(axes)
+        if relabels(src, dst):
             return self.local_for(axes)
         local = self._local
         if not local.requires_grad or not torch.is_grad_enabled():

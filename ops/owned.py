@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 Tensor = torch.Tensor
 
@@ -41,6 +42,5 @@ class Owned:
         """The piece, never empty: a row of zeros, in the graph, where this rank owns nothing."""
         if self.size:
             return input
-        shape = list(input.shape)
-        shape[dim] = 1
-        return torch.cat([input, input.new_zeros(shape)], dim)
+        # not cat: it leaves vectors of length 0 out of the graph
+        return F.pad(input, (0, 0) * (input.ndim - 1 - dim) + (0, 1))
