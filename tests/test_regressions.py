@@ -46,6 +46,11 @@ PROGRAMS_OF_2 = [
     program((2,), "v = leaf(1, (5, 3), 'S0') * 1.0", "w = to(v, 'R') * 1.0", "loss = (w.add_(1) ** 2).sum()"),
 ]  # fmt: skip
 PROGRAMS_OF_4 = [
+    program((4,), "i = index(1, (5,), 8, 'S0')", "v = F.embedding(i, leaf(2, (8, 4), 'R') * 1.0)", "loss = (v ** 2).sum()", end="double"),
+    program((4,), "v = leaf(1, (4,), 'S0') * 1.0", "w = v.index_select(0, index(2, (4,), 4, 'R'))", "loss = (w ** 3).sum()", end="double"),
+    program((4,), "v = leaf(1, (2,), 'S0') * 1.0", "w = v.index_select(0, index(2, (4,), 2, 'R'))", "loss = (w ** 3).sum()", end="double"),
+    # an axis of one rank made a view into one that could not be written to
+    program((4, 1), "v = leaf(1, (4, 3, 3), 'S0 S1') * 1.0", "v.flatten(0, 1).tanh_()", "loss = (v ** 2).sum()"),
     # ranks with nothing had no graph of second order, and left the others waiting
     program(
         (2, 2), "v = leaf(1, (2, 3), 'S0 S0') * 1.0", "w = plain(2, (3,))", "n = F.rms_norm(v, (3,), w)", "loss = (n ** 2).sum()",
