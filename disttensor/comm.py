@@ -8,6 +8,8 @@ Every call can be recorded (``record_comms``) and, in debug mode, is compared be
 from __future__ import annotations
 
 import atexit
+import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +57,7 @@ class Group:
 
 
 _groups: dict[tuple[Any, ...], Any] = {}
+_naming = threading.Lock()
 
 
 def world() -> tuple[int, int]:
@@ -92,15 +95,26 @@ def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
             del _groups[stale]
         try:
             whole = members == tuple(range(size))
-            _groups[key] = (
-                default if whole else dist.new_group(members, use_local_synchronization=True)
-            )
+            _groups[key] = default if whole else _new_process_group(members)
         except Exception as error:
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
                 f"needs ranks {list(members)} to arrive here together. Backend's words: {error}"
             ) from error
     return _groups[key]
+
+
+def _new_process_group(members: tuple[int, ...]) -> Any:
+    """A group that its members alone create, under a name that follows from the members alone. torch puts the number
+    of groups that a rank already has into the name: ranks of different meshes would wait for each other in vain."""
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:32]
+    with _naming:
+        torchs = c10d._process_group_name
+        c10d._process_group_name = lambda *_, **__: f"disttensor_{digest}"
+        try:
+            return dist.new_group(members, use_local_synchronization=True)
+        finally:
+            c10d._process_group_name = torchs
 
 
 @atexit.register

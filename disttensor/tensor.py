@@ -28,7 +28,9 @@ _subclass: Callable[..., Any] = Tensor._make_subclass
 
 @lru_cache(maxsize=4096)
 def relabels(src: DistSpec, dst: DistSpec) -> bool:
-    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
+    """Do the layouts differ on axes of one rank only, so that both are the same memory (and gradient)?"""
+    if any(op not in ("sum", "avg") for _, op in src.layout.partial):
+        return False  # as everywhere else: a pending maximum has no gradient
     ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
     return all(n == 1 or p == q for p, q, n in ends)
 

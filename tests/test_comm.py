@@ -251,3 +251,13 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_group():
     finally:
         pool.stop(2)  # its ranks are out of step now
     assert "all_reduce over mesh axes pair (ranks [0, 1]) failed on rank 0" in message
+
+
+@on_ranks(4)
+def test_ranks_of_different_meshes_create_groups_in_different_numbers():
+    """Members of two meshes have made more groups than others when they meet in a third."""
+    for ranks in ([0, 1], [1, 2], [2, 0, 1], [3, 1]):
+        if dist.get_rank() in ranks:
+            group = comm.new_group(ranks, ("x",))
+            total = comm.all_reduce(torch.ones(2), "sum", group)
+            assert total.tolist() == [len(ranks)] * 2
