@@ -1,4 +1,4 @@
-"""reshard: from one layout of a tensor to another, on one mesh.
+"""reshard: from one layout of a tensor to another, on one mesh or from one mesh to another.
 
 What is registered, by the placement of an axis before and after (one file per kind of movement):
 
@@ -10,7 +10,7 @@ What is registered, by the placement of an axis before and after (one file per k
 Two reductions have no shortcut between them, so P(sum) -> P(max) goes through Replicate.
 ``exchange`` is not bound to a pair: it takes several axes from any S and R to any other at once,
 a change of the order of axes on one dim included. ``choose`` finds the cheapest sequence of steps
-and ``run`` takes it.
+and ``run`` takes it. Between two meshes pieces are sent from rank to rank (``crossing``).
 
 Axes of a joint collective make the same transition; the group is the product of the axes. If
 reductions of different kinds wait on several axes, the last mesh axis is reduced first, as the
@@ -18,7 +18,8 @@ innermost: ``{dp: P(sum), tp: P(max)}`` is the sum over dp of the max over tp.
 """
 
 import disttensor  # noqa: F401  (the three packages load in one order, always)
-from reshard.plan import Step, choose, cost, run
+from reshard.crossing import choose, cost, run
+from reshard.plan import Step
 from reshard.registry import register
 
 __all__ = ["Step", "choose", "cost", "register", "run"]

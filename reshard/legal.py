@@ -1,4 +1,4 @@
-"""Which changes have a meaning: one mesh, one shape, and reductions that fit the dtype."""
+"""Which changes have a meaning: one shape, one kind of device, reductions that fit the dtype."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ _INSTEAD = {"sum": "any", "avg": "any", "prod": "all"}
 
 def check(src: DistSpec, dst: DistSpec) -> None:
     """Raises ValueError for specs that do not fit, TypeError for a meaningless reduction."""
-    if src.mesh is not dst.mesh:
-        raise ValueError(
-            f"reshard.choose plans within one mesh, but {src!r} is on {src.mesh!r} and {dst!r} on "
-            f"{dst.mesh!r}"
-        )
     if src.shape != dst.shape:
         raise ValueError(f"reshard moves data, it cannot change the shape: {src!r} to {dst!r}")
-    sizes = src.mesh.shape
-    for axis, op in sorted(set(src.layout.partial) ^ set(dst.layout.partial)):
-        if sizes[axis] > 1:
-            making = (axis, op) in dst.layout.partial
-            _check_op(
-                op, src.dtype, making, f"{src!r} to {dst!r}, axis {src.mesh.dim_names[axis]!r}"
-            )
+    if src.mesh is not dst.mesh:
+        _check_meshes(src, dst)
+    same = set[tuple[int, str]]()
+    if src.mesh.shape == dst.mesh.shape:  # these stay as they are
+        same = set(src.layout.partial) & set(dst.layout.partial)
+    for spec, making in ((src, False), (dst, True)):
+        for axis, op in sorted(set(spec.layout.partial) - same):
+            if spec.mesh.shape[axis] > 1:
+                where = f"{src!r} to {dst!r}, axis {spec.mesh.dim_names[axis]!r}"
+                _check_op(op, src.dtype, making, where)
+
+
+def _check_meshes(src: DistSpec, dst: DistSpec) -> None:
+    if src.dtype != dst.dtype:
+        raise ValueError(f"reshard moves data, it cannot change the dtype: {src!r} to {dst!r}")
+    if src.mesh.device_type != dst.mesh.device_type:
+        raise ValueError(
+            f"reshard {src!r} to {dst!r}: {src.mesh!r} is on {src.mesh.device_type} and {dst.mesh!r} "
+            f"on {dst.mesh.device_type}. Move the data to one kind of device first, with .to(), and "
+            "reshard it then"
+        )
 
 
 def _check_op(op: str, dtype: torch.dtype, making: bool, where: str) -> None:

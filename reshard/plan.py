@@ -1,4 +1,4 @@
-"""The planner: the cheapest steps from one spec to another. Pure: every rank finds the same ones.
+"""The planner: the cheapest steps from one spec to another on its mesh. Pure: all ranks find the same.
 
 A shortest-path search over layouts. An edge is one registered move (see search.py); its length is
 the bytes that a rank sends, plus a constant per collective, so that equal collectives become one.
@@ -25,9 +25,10 @@ class Step:
     """One movement of a reshard.
 
     ``kind``: "all_gather", "all_reduce", "reduce_scatter", "all_to_all" (the names that
-    ``record_comms`` uses), or "slice", "to_partial", "local", which send nothing. ``axis``: the
-    names of ``axes``, as "dp+tp". ``bytes``: what one rank sends (of uneven shards: the first,
-    which holds most).
+    ``record_comms`` uses), or "slice", "to_partial", "local", which send nothing; "send_recv", from
+    one mesh to another, is recorded as a "send" for each message. ``axis``: the names of ``axes``, as
+    "dp+tp". ``bytes``: what one rank sends (of uneven shards: the first, which holds most; of a
+    send_recv: the rank that sends most).
     """
 
     kind: str
@@ -51,11 +52,8 @@ def stay(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
-    """The steps that ``reshard`` will take, without taking them. Empty if nothing changes.
-
-    Raises ValueError for specs of two meshes or shapes, and TypeError for a reduction that has no
-    meaning for the dtype.
-    """
+    """``reshard.choose`` within one mesh."""
+    assert src.mesh is dst.mesh
     if src is dst:
         return ()
     check(src, dst)
@@ -86,11 +84,7 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
 
 
 def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
-    """This rank's local of ``dst``, from its local of ``src``. Collective wherever a step is.
-
-    Not differentiable. ``local`` is never changed; the result may be ``local`` itself or a view of
-    it where no step communicates. On ranks outside the mesh the result is an empty tensor.
-    """
+    """``reshard.run`` within one mesh."""
     if src is dst:
         return local
     if local.shape != src.local_shape:

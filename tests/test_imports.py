@@ -24,6 +24,7 @@ LAYERS = [
         "disttensor.comm_log",
         "disttensor.comm_debug",
         "disttensor.comm",
+        "disttensor.p2p",
         "disttensor.mesh",
         "disttensor.spec",
     ],
