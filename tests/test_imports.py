@@ -42,6 +42,11 @@ LAYERS = [
         "disttensor.tree",
         "disttensor.body",
         "disttensor.tensor",
+        "disttensor.ghost",
+        "disttensor.announce",
+        "disttensor.metadata",
+        "disttensor.outside",
+        "disttensor.crossing",
         "disttensor.checkpoint",
         "disttensor.custom",
         "disttensor.gradient",
@@ -61,6 +66,7 @@ LAYERS = [
         "disttensor.local_map",
         "disttensor.module",
     ],
+    ["disttensor.pipeline"],
     ["disttensor"],  # disttensor/__init__.py only
 ]
 

@@ -1,0 +1,127 @@
+"""The schedules that have names. Backwards of a stage always go up the micro-batches, as plain accumulation does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import chain, pairwise
+
+from disttensor.pipeline.schedule import Action, Schedule
+
+Maker = Callable[[int, int, int], Schedule]
+
+
+def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards: every micro-batch is live at once. Idle: (p - 1) / (m + p - 1).
+
+    >>> pipeline.gpipe(2, 2)
+    Schedule(['F0 F1 B0 B1', 'F0 F1 B0 B1'])
+    """
+    _sizes(stages, micro_batches, chunks)
+    forwards = [Action("F", m, c) for c in range(chunks) for m in range(micro_batches)]
+    backwards = [Action("B", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)]
+    return Schedule([[*forwards, *backwards]] * stages)
+
+
+def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """A backward as soon as there is one: stage s of p never holds more than p - s micro-batches.
+
+    As much idle time as "gpipe", less memory. From PipeDream-Flush (Narayanan et al. 2021).
+
+    >>> pipeline.one_f_one_b(2, 3)
+    Schedule(['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2'])
+    """
+    _sizes(stages, micro_batches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"'1f1b' visits each stage once, and chunks={chunks}: use 'interleaved_1f1b' or 'gpipe'"
+        )
+    forwards = [Action("F", m) for m in range(micro_batches)]
+    backwards = [Action("B", m) for m in range(micro_batches)]
+    return Schedule([_mixed(forwards, backwards, stages - 1 - s) for s in range(stages)])
+
+
+def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """1f1b where each stage is visited ``chunks`` times: about 1/chunks of the idle time, more transfers and memory.
+
+    Micro-batches go through a chunk in groups of ``stages``, and where that does not divide their number, in
+    nearly equal groups of more: smaller ones would idle longer. The warm-up is Megatron-LM's (Narayanan et
+    al. 2021): 2 (p - 1 - s) forwards on stage s, and (chunks - 1) groups.
+
+    >>> pipeline.interleaved_1f1b(2, 2, 2)
+    Schedule(['F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1', 'F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1'])
+    """
+    _sizes(stages, micro_batches, chunks)
+    if chunks == 1:
+        return one_f_one_b(stages, micro_batches)
+    number = max(1, micro_batches // stages)
+    cuts = [micro_batches * i // number for i in range(number + 1)]
+    groups = [range(start, end) for start, end in pairwise(cuts)]
+    forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
+    backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
+    warm = (chunks - 1) * max(map(len, groups))
+    return Schedule(
+        [_mixed(forwards, backwards, warm + 2 * (stages - 1 - s)) for s in range(stages)]
+    )
+
+
+NAMES: dict[str, Maker] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+}
+
+
+def named(
+    schedule: str | Schedule | Maker, stages: int, micro_batches: int, chunks: int = 1
+) -> Schedule:
+    """The checked schedule for a name, for a function of (stages, micro_batches, chunks), or for itself.
+
+    >>> pipeline.named("gpipe", 1, 2) == pipeline.named(pipeline.Schedule(["F0 F1 B0 B1"]), 1, 2)
+    True
+
+    Raises ValueError for an unknown name, for other sizes than those asked for, and where ``check`` does.
+    """
+    _sizes(stages, micro_batches, chunks)
+    known = f"known: {', '.join(map(repr, NAMES))}; or a Schedule, or a function that makes one"
+    if isinstance(schedule, str):
+        if schedule not in NAMES:
+            raise ValueError(f"no schedule {schedule!r}; {known}")
+        return _builtin(schedule, stages, micro_batches, chunks)
+    if not isinstance(schedule, Schedule):
+        if not callable(schedule):
+            raise ValueError(f"{schedule!r} is no schedule; {known}")
+        made = schedule(stages, micro_batches, chunks)
+        if not isinstance(made, Schedule):
+            raise ValueError(f"{schedule!r} is to make a Schedule, and gave {made!r}")
+        schedule = made
+    sizes = (schedule.stages, schedule.micro_batches, schedule.chunks)
+    if sizes != (stages, micro_batches, chunks):
+        words = "{} stages, {} micro-batches, {} chunks"
+        raise ValueError(
+            f"a schedule for {words.format(*sizes)}, where the program has "
+            f"{words.format(stages, micro_batches, chunks)}"
+        )
+    schedule.check()
+    return schedule
+
+
+@lru_cache(maxsize=64)
+def _builtin(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    schedule = NAMES[name](stages, micro_batches, chunks)
+    schedule.check()
+    return schedule
+
+
+def _mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
+    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    warm = min(warm, len(forwards))
+    steady = len(forwards) - warm
+    turns = zip(forwards[warm:], backwards[:steady], strict=True)
+    return [*forwards[:warm], *chain.from_iterable(turns), *backwards[steady:]]
+
+
+def _sizes(stages: int, micro_batches: int, chunks: int) -> None:
+    for name, size in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"a schedule of {name}={size!r}: give a whole number from 1 up")
