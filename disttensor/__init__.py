@@ -30,10 +30,12 @@ from disttensor.interop import from_dtensor, to_dtensor
 from disttensor.local_map import local_map
 from disttensor.module import shard_module
 from disttensor.sync import sync_gradients
+from disttensor.values import broadcast_value, values_everywhere
 
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "FallbackWarning", "Group", "Layout",
-    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "debug", "empty", "from_dtensor",
+    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "debug", "empty", "from_dtensor",
     "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
-    "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor", "zeros",
+    "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
+    "values_everywhere", "zeros",
 ]  # fmt: skip

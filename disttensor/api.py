@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import reshard as reshard_package
-from disttensor import comm, random
+from disttensor import announce, comm, metadata, outside, random
 from disttensor.cotangent import whole_grad
+from disttensor.crossing import cross
 from disttensor.layout import Layout, layout_from_mapping, layout_of, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -125,14 +126,6 @@ def check_partial(spec: DistSpec) -> None:
             )
 
 
-def need_member(mesh: ProcessMesh, what: str) -> None:
-    if mesh.coordinate is None:
-        raise RuntimeError(
-            f"{what}: rank {comm.world()[0]} is not in {mesh!r}. Ranks outside a mesh cannot hold its tensors yet: "
-            "call this on the ranks of the mesh only"
-        )
-
-
 def shard_tensor(
     data: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None,
     partial_status: Mapping[int, str] | None = None, dtype: torch.dtype | None = None, requires_grad: bool | None = None,
@@ -143,6 +136,7 @@ def shard_tensor(
     ``src_rank``: only this global rank's data count and are sent to the others, so that ranks cannot disagree (the others
     give a tensor of the same shape and dtype). ``check=True`` compares the data of all ranks and names the one that differs.
     A leaf gives a leaf; data in a graph stays in it. Neither placements nor dims_mapping: replicated.
+    A rank outside the mesh gives data of the same shape and dtype, and keeps nothing of it.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
     >>> x.process_mesh, x.dims_mapping
@@ -150,18 +144,25 @@ def shard_tensor(
     """
     if isinstance(data, DistTensor):
         return reshard(data, mesh, placements if placements is not None else data.placements)
-    need_member(mesh, "shard_tensor")
     value = data if isinstance(data, Tensor) else torch.as_tensor(data)
-    value = value.to(device=mesh.device, dtype=dtype or value.dtype)
+    if mesh.coordinate is not None:
+        value = value.to(device=mesh.device, dtype=dtype or value.dtype)
     layout = layout_from(mesh, value.ndim, placements, dims_mapping, partial_status)
-    spec = DistSpec(mesh, layout, value.shape, value.dtype)
+    spec = DistSpec(mesh, layout, value.shape, dtype or value.dtype)
     check_partial(spec)
     full = spec.with_layout(replicated(spec.ndim))
+    if src_rank is not None and src_rank not in mesh.ranks:
+        raise ValueError(
+            f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}"
+        )
+    wants = (
+        requires_grad
+        if requires_grad is not None
+        else isinstance(data, Tensor) and data.requires_grad
+    )
+    if mesh.coordinate is None:
+        return _as_parameter(outside.stand_in(spec, wants), data, wants)
     if src_rank is not None:
-        if src_rank not in mesh.ranks:
-            raise ValueError(
-                f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}"
-            )
         value = _from_source(value.detach(), spec, src_rank)
         local = value
     else:
@@ -176,13 +177,12 @@ def shard_tensor(
         or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     ):
         local = local.clone(memory_format=torch.contiguous_format)
-    wants = (
-        requires_grad
-        if requires_grad is not None
-        else isinstance(data, Tensor) and data.requires_grad
-    )
-    out = wrap(whole_grad(local.requires_grad_(wants), spec), spec)
-    return torch.nn.Parameter(out, wants) if isinstance(data, torch.nn.Parameter) else out  # type: ignore[return-value]
+    return _as_parameter(wrap(whole_grad(local.requires_grad_(wants), spec), spec), data, wants)
+
+
+def _as_parameter(x: DistTensor, data: Any, wants: bool) -> Any:
+    """A Parameter gives a Parameter."""
+    return torch.nn.Parameter(x, wants) if isinstance(data, torch.nn.Parameter) else x
 
 
 def _from_source(value: Tensor, spec: DistSpec, src_rank: int) -> Tensor:
@@ -223,7 +223,10 @@ def reshard(
     dims_mapping: Any = None,
     partial_status: Any = None,
 ) -> DistTensor:
-    """``x`` in another layout on its mesh; differentiable. A plain tensor counts as replicated.
+    """``x`` in another layout, on its mesh or another one; differentiable. A plain tensor counts as replicated.
+
+    To another mesh: every rank of the world makes the call, ranks that are in neither mesh too. What a receiver lacks comes
+    from ranks that have it; the gradient goes the same way back.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
     >>> dt.reshard(x, mesh, [dt.Replicate(), dt.Shard(1)]).dims_mapping
@@ -236,12 +239,11 @@ def reshard(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
     mesh = mesh or x._spec.mesh
-    if mesh is not x._spec.mesh:
-        raise NotImplementedError(
-            f"reshard from {x._spec.mesh!r} to {mesh!r}: moving between meshes is not there yet"
-        )
-    dst = x._spec.with_layout(layout_from(mesh, x.ndim, placements, dims_mapping, partial_status))
+    layout = layout_from(mesh, x.ndim, placements, dims_mapping, partial_status)
+    dst = DistSpec(mesh, layout, x._spec.shape, x._spec.dtype)
     check_partial(dst)
+    if mesh is not x._spec.mesh:
+        return cross(x, dst)
     return resharded(x, dst, fresh=True)
 
 
@@ -253,12 +255,24 @@ def from_local(
 
     ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The pieces must be those that
     torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all ranks alike, where they are not.
+    On a rank outside the mesh only the dtype of ``local`` counts, and with ``shape=`` its requires_grad.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
     """
-    need_member(mesh, "from_local")
+    if mesh.coordinate is None:
+        return _from_elsewhere(local, mesh, shape, placements, dims_mapping, partial_status)
     layout = layout_from(mesh, local.ndim, placements, dims_mapping, partial_status)
+    x = from_pieces(local, mesh, layout, shape)
+    if shape is None:
+        announce.tell(mesh, tuple(x.shape))
+    return x
+
+
+def from_pieces(
+    local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
+) -> DistTensor:
+    """``from_local`` on the ranks of the mesh."""
     coordinate = mesh.coordinate or ()
     if shape is None:
         everyone = comm.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
@@ -281,6 +295,14 @@ def from_local(
     return wrap(
         local.view_as(local) if local.requires_grad and torch.is_grad_enabled() else local, spec
     )
+
+
+def _from_elsewhere(local: Tensor, mesh: ProcessMesh, shape: Any, *how: Any) -> DistTensor:
+    """What ``from_local`` gives on a rank outside the mesh, which hears of the shape unless it is given."""
+    shape = tuple(announce.hear(mesh) if shape is None else shape)
+    spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
+    check_partial(spec)
+    return outside.stand_in(spec, local.requires_grad)
 
 
 def _global_shape(
@@ -315,11 +337,17 @@ def from_fn(
     >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
     36.0
     """
-    need_member(mesh, "from_fn")
     size = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
     layout = layout_from(mesh, len(size), placements, dims_mapping, None)
     spec = DistSpec(mesh, layout, size, dtype or torch.get_default_dtype())
     check_partial(spec)
+    if mesh.coordinate is None:
+        made = metadata.found(
+            fn, (tuple(size), *args), {**kwargs, "dtype": dtype, "device": mesh.device}
+        )
+        if made.draws:
+            random.draw(mesh, "invariant", kwargs.get("generator"))
+        return outside.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
     local = random.born(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)

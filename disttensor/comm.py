@@ -110,7 +110,7 @@ def _new_process_group(members: tuple[int, ...]) -> Any:
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:32]
     with _naming:
         torchs = c10d._process_group_name
-        c10d._process_group_name = lambda *_, **__: f"disttensor_{digest}"
+        c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"disttensor_{digest}")
         try:
             return dist.new_group(members, use_local_synchronization=True)
         finally:

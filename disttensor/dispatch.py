@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from disttensor import fallback, strictness
-from disttensor.plan import Uncacheable, key_of, make_plan, plain_spec
+from disttensor import fallback, outside, strictness
+from disttensor.plan import Uncacheable, key_of, layouts_of, make_plan, plain_spec
 from disttensor.runner import runner_of
 from disttensor.tensor import DistTensor
 from disttensor.tree import flat, substitute
@@ -136,13 +136,17 @@ def _planned(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Run
             requires_grad=t.requires_grad,
         )
 
+    asked = substitute(args, arg), substitute(kwargs, arg)
     try:
-        plan = make_plan(func, substitute(args, arg), substitute(kwargs, arg), specs, mesh)
+        if mesh.coordinate is None:
+            layouts = layouts_of(func, *asked, mesh)
+            return outside.runner_of(func, mesh, layouts, args, kwargs, layouts is None)
+        plan = make_plan(func, *asked, specs, mesh)
     except NoRule as reason:
         return fallback.through(func, str(reason))
     if plan is None:
         return fallback.gathered(func, "in place", quiet=True)
-    return runner_of(func, plan, args, kwargs, specs)
+    return outside.telling(runner_of(func, plan, args, kwargs, specs), func, mesh, args, kwargs)
 
 
 def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:

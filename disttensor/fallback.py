@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor import copies, strictness
+from disttensor import announce, copies, metadata, outside, strictness
 from disttensor.body import body_of
 from disttensor.layout import replicated
 from disttensor.random import forked
@@ -90,6 +90,8 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 + " and ".join(sorted({f"{t._spec!r} on {t._spec.mesh!r}" for t in found}))
                 + ". Bring one over first: reshard(x, mesh, placements)"
             )
+        if mesh.coordinate is None:
+            return outside.runner_of(func, mesh, None, args, kwargs, writing)(args, kwargs)
         if not quiet:
             strictness.fallback(func, [t._spec for t in found], why)
         elif strictness.level:
@@ -123,6 +125,8 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 copies.enter(
                     t, sources[t._local.untyped_storage()._cdata], strictness.name_of(func)
                 )
+        if announce.others(mesh) and metadata.dynamic(func, args, kwargs):
+            announce.tell(mesh, announce.described(result))
         return result
 
     return run

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor import copies
+from disttensor import copies, ghost
 from disttensor.cotangent import Typed, dual, move, whole_grad
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.spec import DistSpec
@@ -160,6 +160,8 @@ def set_grad(x: DistTensor, value: Any) -> None:
             f"grad of {x._spec!r}: its dtype is {x._spec.dtype}, the gradient's {value.dtype}"
         )
     axes: Axes = ()
+    if not x.is_initialized:
+        return  # gradients are where the values are
     if isinstance(value, DistTensor):
         if value._spec.mesh is not x._spec.mesh:
             raise RuntimeError(
@@ -185,12 +187,15 @@ def set_grad(x: DistTensor, value: Any) -> None:
 
 
 def leaves_of(inputs: Any) -> list[Tensor] | None:
-    """The C++ tensors that stand for ``inputs`` of a backward."""
+    """The C++ tensors that stand for ``inputs`` of a backward; with them those that make it run every transfer."""
     if inputs is None:
         return None
-    out: list[Tensor] = []
+    out: list[Tensor] = ghost.anchors()
     for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
-        out += [leaf for _, leaf in uses(x)] if isinstance(x, DistTensor) else [x]
+        if not isinstance(x, DistTensor):
+            out.append(x)
+        elif x.is_initialized:
+            out += [leaf for _, leaf in uses(x)]
     return out
 
 
@@ -202,11 +207,13 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
             raise RuntimeError(
                 f"backward of {x._spec!r}: a gradient is created only for a tensor of one element"
             )
-        return torch.full_like(x._local, 1 / divide)
+        return torch.full_like(x._local, 1 / divide)  # of size 0 outside the mesh
     if tuple(gradient.shape) != tuple(x._spec.shape):
         raise RuntimeError(
             f"backward of {x._spec!r}: its global shape is {list(x._spec.shape)}, the gradient's {list(gradient.shape)}"
         )
+    if not x.is_initialized:
+        return torch.zeros_like(x._local)
     spec = typed.spec.with_dtype(gradient.dtype)
     if not isinstance(gradient, DistTensor):
         gradient = wrap(gradient.view_as(gradient), spec.with_layout(replicated(spec.ndim)))
@@ -223,7 +230,12 @@ def backward(
 ) -> None:
     """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be differentiated."""
     layout = self._spec.layout
-    if gradient is not None or layout.sharded or any(op != "sum" for _, op in layout.partial):
+    if (
+        gradient is not None
+        or layout.sharded
+        or not self.is_initialized
+        or any(op != "sum" for _, op in layout.partial)
+    ):
         gradient = seed(self, gradient)
     self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
 
@@ -270,20 +282,29 @@ def autograd_grad(
     for out, s in zip(outs, seeds, strict=True):
         ends.append((out._local, seed(out, s)) if isinstance(out, DistTensor) else (out, s))
     for i, x in enumerate(ins):
+        if isinstance(x, DistTensor) and not x.is_initialized:
+            continue
         ways = uses(x) if isinstance(x, DistTensor) else [((), x)]
         for axes, leaf in ways:
             starts.append(leaf)
             owners.append((i, axes))
-    found = torch.autograd.grad(
-        [o for o, _ in ends],
-        starts,
-        [s for _, s in ends],
-        retain_graph,
-        create_graph,
-        allow_unused=True,
-    )
+    anchors = ghost.anchors()
+    found: Sequence[Any] = ()
+    if starts or anchors:
+        found = torch.autograd.grad(
+            [o for o, _ in ends],
+            starts + anchors,
+            [s for _, s in ends],
+            retain_graph,
+            create_graph,
+            allow_unused=True,
+        )[: len(starts)]
     result: list[Any] = []
     for i, x in enumerate(ins):
+        if isinstance(x, DistTensor) and not x.is_initialized:
+            spec = grad_spec(x, ())
+            result.append(wrap(ghost.blank(spec.mesh.device), spec))
+            continue
         pieces = [
             (axes, g)
             for (j, axes), g in zip(owners, found, strict=True)
@@ -314,11 +335,21 @@ def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
         raise RuntimeError(
             "only the requires_grad flag of leaves can be switched off; use detach()"
         )
+    if not self.is_initialized:
+        if requires_grad is not self._local.requires_grad:
+            _outside_requires(self, requires_grad)
+        return self
     for _, leaf in uses(self) if self._local.is_leaf else [((), self._local)]:
         leaf.requires_grad_(requires_grad)
     if requires_grad:
         whole_grad(self._local, self._spec)
     return self
+
+
+def _outside_requires(x: DistTensor, flag: bool) -> None:
+    """The ghost of a leaf that requires grad, or of one that does not."""
+    device = x._spec.mesh.device
+    x._local = ghost.leaf(device, x._spec.dtype) if flag else ghost.blank(device)
 
 
 def _shared(x: DistTensor, local: Tensor) -> DistTensor:
@@ -334,7 +365,10 @@ def detach(self: DistTensor) -> DistTensor:
 
 
 def detach_(self: DistTensor) -> DistTensor:
-    self._local.detach_()
+    if self.is_initialized:
+        self._local.detach_()
+    else:
+        _outside_requires(self, False)
     self._aliases, self._origin = None, None
     return self
 
@@ -342,6 +376,8 @@ def detach_(self: DistTensor) -> DistTensor:
 def retain_grad(self: DistTensor) -> None:
     if self._local.is_leaf:
         self._local.retain_grad()  # nothing to do, or torch's error
+        return
+    if not self.is_initialized:
         return
     retire(self)
     for _, way in uses(self):
@@ -358,8 +394,11 @@ def set_data(self: DistTensor, value: Any) -> None:
         raise TypeError(
             f"data of {self._spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)"
         )
-    for _, leaf in uses(self):
-        leaf.data = value._local.data
+    if not self.is_initialized:
+        _outside_requires(self, self._local.requires_grad)
+    elif value.is_initialized:
+        for _, leaf in uses(self):
+            leaf.data = value._local.data
     if self._hooked:
         self._aliases = None  # in the graph, of the old value
     if value._spec is not self._spec:
@@ -410,6 +449,8 @@ def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
 
         return local_hook
 
+    if not self.is_initialized and self._local.requires_grad:
+        return Handles([])  # the gradient does not come here
     retire(self)
     self._hooked = self._local.is_leaf
     return Handles([way.register_hook(on(axes)) for axes, way in uses(self)])
@@ -436,6 +477,8 @@ def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], A
     """The hook is called with this leaf once per backward, when all its uses have their gradient."""
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
+    if not self.is_initialized:
+        return Handles([])
     retire(self)
     self._hooked = True
     waiting: list[bool] = []

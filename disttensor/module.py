@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.api import need_member, shard_tensor
+from disttensor import outside
+from disttensor.api import shard_tensor
 from disttensor.layout import layout_of, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -32,7 +33,7 @@ def shard_module(
     ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or a compiled regex) to
     placements; the first entry that matches counts, exact names before patterns. Or it is a function (name, module, mesh)
     that is called for each submodule and shards what it likes with ``shard_tensor``. What is not named is replicated.
-    Tied parameters stay tied. Tensors on the meta device are made shard by shard and initialized by ``init(submodule)``, or
+    Tied parameters stay tied. On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device are made shard by shard and initialized by ``init(submodule)``, or
     without it by the submodule's own ``reset_parameters``, inner modules first, with the bits that one process draws.
     Raises ValueError for a plan that does not fit and for meta tensors that nothing would initialize, before anything is changed.
 
@@ -42,7 +43,6 @@ def shard_module(
     >>> model[0].weight.dims_mapping, model[2].weight.dims_mapping
     ([1, -1], [-1, 1])
     """
-    need_member(mesh, "shard_module")
     chosen = _choose(module, mesh, plan) if not callable(plan) else {}
     if callable(plan):
         for name, child in module.named_modules():
@@ -115,9 +115,11 @@ def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placemen
         else layout_of(placements, value.ndim, mesh.ndim)
     )
     spec = DistSpec(mesh, layout, value.shape, value.dtype)
-    if value.is_meta:
+    if mesh.coordinate is None:
+        out: Any = outside.stand_in(spec, value.requires_grad)
+    elif value.is_meta:
         local = torch.empty(spec.local_shape, dtype=value.dtype, device=mesh.device)
-        out: Any = wrap(local.requires_grad_(value.requires_grad), spec)
+        out = wrap(local.requires_grad_(value.requires_grad), spec)
     else:
         out = shard_tensor(value.detach(), mesh, spec.placements, requires_grad=value.requires_grad)
     if isinstance(value, nn.Parameter):

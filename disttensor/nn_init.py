@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import random
+from disttensor import metadata, random
 from disttensor.dispatch import handler
 from disttensor.layout import Layout
 from disttensor.tensor import DistTensor, wrap
@@ -66,7 +66,10 @@ def trunc_normal_(
 ) -> DistTensor:
     """One draw by position, in place of torch's rejection sampling in a loop that depends on the data."""
     spec = tensor._spec
-    numbers = random.draw(spec.mesh, "invariant", generator).numbers(
+    this = random.draw(spec.mesh, "invariant", generator)
+    if not tensor.is_initialized:
+        return tensor
+    numbers = this.numbers(
         "truncated_normal",
         spec,
         spec.dtype,
@@ -86,6 +89,10 @@ def on_full(body: Callable[..., Tensor]) -> Callable[..., DistTensor]:
 
     def run(tensor: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         spec = tensor._spec
+        if not tensor.is_initialized:
+            if metadata.found(body, (tensor, *args), kwargs).draws:
+                random.draw(spec.mesh, "fast")
+            return tensor
         full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor._local.device)
         with torch.no_grad():
             with random.forked(spec.mesh):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disttensor.cotangent import MeshReach
-from disttensor.layout import Axes, replicated
+from disttensor.layout import Axes, Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from ops.call import Call
@@ -134,6 +134,17 @@ def make_plan(
         rule, mesh, changed, varying, local, gives, rule.inplace, factors.view,
         any(w is not None for w in changed), any(varying),
     )  # fmt: skip
+
+
+def layouts_of(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], mesh: ProcessMesh
+) -> list[Layout] | None:
+    """The layouts of the results, for a rank outside the mesh. None: an in-place function. Raises NoRule."""
+    tensors: list[Arg] = []
+    _collect((args, kwargs), tensors)
+    named = {_ALIASES.get(k, k): v for k, v in kwargs.items()}
+    rule, _, decision = decide(func, args, named, tensors, mesh.shape)
+    return None if decision is None or rule.inplace else list(decision.gives)
 
 
 def _collect(value: Any, out: list[Arg]) -> None:

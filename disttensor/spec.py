@@ -55,7 +55,7 @@ class DistSpec:
     shape: torch.Size
     dtype: torch.dtype
     placements: tuple[Placement, ...]
-    local_shape: tuple[int, ...]  # of this rank; zeros outside the mesh
+    local_shape: tuple[int, ...]  # of this rank; (0,), a ghost's, outside the mesh
     local_offset: tuple[int, ...]
     varies: frozenset[int]  # mesh axes over which locals differ
     proto: torch.Tensor  # global shape, one element of storage: what wrappers are made of
@@ -75,7 +75,7 @@ class DistSpec:
         if mesh.coordinate is not None:
             self.local_offset, self.local_shape = self.box_at(mesh.coordinate)
         else:
-            self.local_offset, self.local_shape = (0,) * len(shape), (0,) * max(1, len(shape))
+            self.local_offset, self.local_shape = (0,) * len(shape), (0,)
         self.proto = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         _interned[key] = self

@@ -62,6 +62,7 @@ class DistTensor(Tensor):
     _back: Callable[[Any], Any] | None = (
         None  # unless this brings a write back to what it was taken from
     )
+    _viewed: Any = None  # outside the mesh: the DistTensor whose memory this shares inside
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
 
@@ -163,10 +164,14 @@ class DistTensor(Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """Strides of the global tensor, with the order of dims that the local has (0 where it repeats)."""
+        if not self.is_initialized:
+            return spread_of(self._spec, dim)
         strides = spread(self._local.stride(), self._spec.local_shape, self._spec.shape)
         return strides if dim is None else strides[dim]
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
+        if not self.is_initialized:
+            return True
         here, spec = self._local.is_contiguous(memory_format=memory_format), self._spec
         if (
             here
@@ -183,7 +188,7 @@ class DistTensor(Tensor):
     # The piece of this rank, and the whole -------------------------------------------------------------
 
     def to_local(self, *, grad_axes: Any = ()) -> Tensor:
-        """This rank's piece, a plain tensor in the local autograd graph.
+        """This rank's piece, a plain tensor in the local autograd graph; of size 0 on a rank outside the mesh.
 
         ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a replicated value differently
         on each rank, so that its gradient is a contribution to be summed.
@@ -196,6 +201,12 @@ class DistTensor(Tensor):
         )
         if self._copied:
             copies.check(self)
+        if not self.is_initialized:
+            return (
+                self._local
+                if self._local.dtype is self._spec.dtype
+                else self._local.to(self._spec.dtype)
+            )
         return self.local_for(axes) if axes else self._local
 
     def local_for(self, axes: Axes) -> Tensor:
@@ -267,6 +278,12 @@ class DistTensor(Tensor):
             copies.outdate(self._local)
 
 
+def spread_of(spec: DistSpec, dim: int | None) -> Any:
+    """Strides of a contiguous tensor: what a rank outside the mesh takes for granted."""
+    strides = torch.empty(spec.shape, device="meta").stride()
+    return strides if dim is None else strides[dim]
+
+
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     """A DistTensor of what this rank computed."""
     out = _subclass(DistTensor, spec.proto)
@@ -282,6 +299,8 @@ def resharded(x: DistTensor, dst: DistSpec, fresh: bool = False) -> DistTensor:
     """
     if x._spec is dst:
         return x
+    if not x.is_initialized:
+        return wrap(x._local if torch.is_grad_enabled() else x._local.detach(), dst)
     moved = x.moved_for(dst, ())
     if fresh and moved.untyped_storage()._cdata == x._local.untyped_storage()._cdata:
         moved = moved.clone()

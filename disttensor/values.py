@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttensor import copies
+from disttensor import announce, comm, copies
+from disttensor.comm_log import user_line
 from disttensor.cotangent import whole_grad
 from disttensor.fallback import whole
 from disttensor.layout import Layout
@@ -19,54 +20,102 @@ from disttensor.tensor import DistTensor, resharded, wrap
 Tensor = torch.Tensor
 
 
-def full_tensor(self: DistTensor) -> Tensor:
-    """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective where it is split."""
+def full_tensor(self: DistTensor, *, everywhere: bool = False) -> Tensor:
+    """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective where it is split.
+
+    Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value too (not differentiable
+    there), and every rank of the world must make the call.
+    """
     if self._copied:
         copies.check(self)
-    return resharded(self, whole(self._spec))._local
+    spec = self._spec
+    full = resharded(self, whole(spec))._local if self.is_initialized else None
+    if everywhere:
+        return announce.spread(spec.mesh, full, spec.shape, spec.dtype)
+    return self.to_local() if full is None else full
 
 
-def _full(self: DistTensor) -> Tensor:
-    return full_tensor(self).detach() if not self._local.requires_grad else full_tensor(self)
+class values_everywhere:
+    """``with values_everywhere():`` numbers that Python asks for (``item``, ``bool``, ``tolist``, ``numpy``) reach ranks outside
+    the mesh of the tensor too: its ranks send them. Every rank of the world must run the block.
+
+    >>> with dt.values_everywhere():
+    ...     dt.ones(2, mesh=mesh).sum().item()
+    2.0
+    """
+
+    level = 0
+
+    def __enter__(self) -> values_everywhere:
+        values_everywhere.level += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        values_everywhere.level -= 1
+
+
+def broadcast_value(x: Any) -> Tensor:
+    """The value of ``x`` as a plain tensor on every rank of the world, outside its mesh too. Every rank must make the call.
+
+    >>> dt.broadcast_value(dt.ones(2, mesh=mesh).sum()).item()
+    2.0
+    """
+    if not isinstance(x, DistTensor):
+        return x
+    whole_value: Any = x.detach()
+    return full_tensor(whole_value, everywhere=True)
+
+
+def _value(self: DistTensor) -> Tensor:
+    """The global value, for Python. Raises RuntimeError on a rank that has no part of it."""
+    if values_everywhere.level:
+        return full_tensor(self, everywhere=True)
+    if not self.is_initialized:
+        raise RuntimeError(
+            f"the value of {self._spec!r} is asked for at {user_line()} on rank {comm.world()[0]}, which is not in its "
+            f"{self._spec.mesh!r} and holds metadata only. On every rank: dt.broadcast_value(x), or with dt.values_everywhere(): "
+            "around the code that asks"
+        )
+    return full_tensor(self)
 
 
 def item(self: DistTensor) -> Any:
-    return full_tensor(self).item()
+    return _value(self).item()
 
 
 def tolist(self: DistTensor) -> Any:
-    return full_tensor(self).tolist()
+    return _value(self).tolist()
 
 
 def numpy(self: DistTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
-    return full_tensor(self).numpy(force=force)
+    return _value(self).numpy(force=force)
 
 
 def __array__(
     self: DistTensor, dtype: Any = None, copy: bool | None = None
 ) -> np.ndarray[Any, Any]:
-    full = full_tensor(self).numpy()
+    full = _value(self).numpy()
     return full if dtype is None else full.astype(dtype, copy=False)
 
 
 def __bool__(self: DistTensor) -> bool:
-    return bool(full_tensor(self))
+    return bool(_value(self))
 
 
 def __int__(self: DistTensor) -> int:
-    return int(full_tensor(self))
+    return int(_value(self))
 
 
 def __index__(self: DistTensor) -> int:
-    return full_tensor(self).__index__()
+    return _value(self).__index__()
 
 
 def __float__(self: DistTensor) -> float:
-    return float(full_tensor(self))
+    return float(_value(self))
 
 
 def __complex__(self: DistTensor) -> complex:
-    return complex(full_tensor(self))
+    return complex(_value(self))
 
 
 def __contains__(self: DistTensor, element: Any) -> bool:
@@ -80,7 +129,12 @@ def __iter__(self: DistTensor) -> Iterator[Any]:
 
 
 def __format__(self: DistTensor, spec: str) -> str:
-    if self.ndim == 0 and not self._spec.layout.partial:
+    if (
+        self.ndim == 0
+        and not self._spec.layout.partial
+        and self.is_initialized
+        and not values_everywhere.level
+    ):
         return format(self._local.item(), spec)
     return format(item(self), spec) if self.ndim == 0 else object.__format__(self, spec)
 
@@ -88,14 +142,15 @@ def __format__(self: DistTensor, spec: str) -> str:
 def __repr__(self: DistTensor, *, tensor_contents: Any = None) -> str:
     """The spec first, then the piece of this rank. No communication."""
     where = self._spec.mesh
-    rank = (
-        "outside"
-        if where.coordinate is None
-        else f"rank {where.ranks[where.coordinates().index(where.coordinate)]}"
-    )
+    rank = f"rank {comm.world()[0]}"
     kind = "Parameter of DistTensor" if getattr(self, "_is_param", False) else "DistTensor"
     grad = ", requires_grad" if self._local.requires_grad else ""
-    return f"{kind}({self._spec!r} on {where!r}{grad}; {rank}: {self._local.detach()!r})"
+    piece = (
+        f"{rank}: {self._local.detach()!r}"
+        if self.is_initialized
+        else "this rank is outside: no data"
+    )
+    return f"{kind}({self._spec!r} on {where!r}{grad}; {piece})"
 
 
 def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:

@@ -1,0 +1,83 @@
+"""From one mesh to another, differentiably: what ``reshard`` does when the mesh changes.
+
+Every rank of the world runs this, and each does its part: ranks of the source send, ranks of the target receive, the others
+pass the ghost on. The backward moves the gradient from the dual of the target to the dual of the source (see
+``disttensor.cotangent``), and is reached on every rank that sent or received: through the local where there is one, else
+through the ghost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttensor import copies, ghost, p2p, recompute
+from disttensor.cotangent import Typed, dual
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor, wrap
+from reshard.crossing import start
+
+Tensor = torch.Tensor
+
+
+class Cross(torch.autograd.Function):
+    """The local (or ghost) of ``src`` as the local (or ghost) of ``dst``, of which ``value`` is known already.
+
+    ``anchor`` requires grad, so that the result does where the source is on other ranks only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        value: list[Tensor],
+        src: DistSpec,
+        dst: DistSpec,
+        tag: int,
+    ) -> Tensor:
+        """``value`` is in a list to be no argument of autograd's."""
+        ctx.ends = src, dst, tag
+        return value[0].data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        src, dst, tag = ctx.ends
+        (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
+        if divide_src != divide_dst:
+            grad = grad * (divide_dst / divide_src)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on {src.mesh!r} cannot be "
+                "differentiated again; differentiate twice within a mesh, or reshard after it"
+            )
+        back = start(grad, at.spec, to.spec, tag + 1).wait()
+        return back, None, None, None, None, None
+
+
+_cross: Any = super(torch.autograd.Function, Cross).apply
+
+
+def cross(x: DistTensor, dst: DistSpec) -> DistTensor:
+    """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
+    src = x._spec
+    if x._copied:
+        copies.check(x)
+    local = x._local
+    sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
+    needed = local.requires_grad and torch.is_grad_enabled()
+    where = recompute.scope()
+    held = recompute.drawn(where)
+    tag = p2p.next_tag() if held is None else -1
+    if not sends and not receives:
+        return wrap(local if needed else ghost.blank(dst.mesh.device), dst)
+    if held is None:
+        with torch.no_grad():
+            held = start(local.detach(), src, dst, tag).wait()
+    if where is not None:  # a region that is computed again sends and receives nothing again
+        recompute.note(where, held)
+    if not needed:
+        return wrap(held.detach() if receives else ghost.blank(dst.mesh.device), dst)
+    reached = local if sends or local.grad_fn is not None else ghost.blank(src.mesh.device)
+    return wrap(_cross(reached, ghost.anchor(held.device), [held], src, dst, tag), dst)

@@ -1,0 +1,218 @@
+"""Calls on a rank outside the mesh: metadata and ghosts, no memory, no kernel.
+
+The layout of a result is the rule's, as on the ranks inside; shape, dtype and what depends on what come from
+``disttensor.metadata``, once per kind of call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor import announce, ghost, metadata, random
+from disttensor.layout import replicated
+from disttensor.mesh import ProcessMesh
+from disttensor.spec import DistSpec
+from disttensor.strictness import name_of
+from disttensor.tensor import DistTensor, wrap
+from disttensor.tree import flat, rebuilt
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+Runner = Callable[[Sequence[Any], Any], Any]
+
+_make: Callable[..., Any] = Tensor._make_subclass
+_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
+    """A leaf of ``spec`` on a rank outside its mesh."""
+    device = spec.mesh.device
+    return wrap(ghost.leaf(device, spec.dtype) if requires_grad else ghost.blank(device), spec)
+
+
+def runner_of(
+    func: Function, mesh: ProcessMesh, layouts: Any, args: Sequence[Any], kwargs: Any, writes: bool
+) -> Runner:
+    """The runner for calls like this one. ``layouts``: of the results in order; None: all are replicated.
+    ``writes``: the first argument is changed in place."""
+    try:
+        found = metadata.found(func, args, kwargs)
+    except metadata.Dynamic:
+        return lambda args, kwargs: learned(mesh, args, kwargs)
+    except metadata.DataDependent:
+        raise RuntimeError(
+            f"{name_of(func)} gives a Python value that depends on the data of a tensor on {mesh!r}, which this rank is not in. "
+            "Write with dt.values_everywhere(): around it, or give it dt.broadcast_value(x)"
+        ) from None
+    run = general(func, mesh, layouts, found, writes)
+    arity = sum(isinstance(a, Tensor) for a in flat((args, kwargs), []))
+    simple = (
+        not writes
+        and not found.draws
+        and not kwargs
+        and isinstance(found.result, metadata.Out)
+        and found.result.same is None
+        and found.result.viewed is None
+        and all(type(a) is DistTensor for a in args[:arity])
+        and 1 <= arity <= 2
+    )
+    if not simple:
+        return run
+    return quick(run, dressed(mesh, layouts, found)[0], found.result, arity)
+
+
+def dressed(mesh: ProcessMesh, layouts: Any, found: metadata.Found) -> list[DistSpec]:
+    """The specs of the results."""
+    return [
+        DistSpec(
+            mesh, replicated(len(o.shape)) if layouts is None else layouts[i], o.shape, o.dtype
+        )
+        for i, o in enumerate(found.outs)
+    ]
+
+
+def quick(run: Runner, spec: DistSpec, out: metadata.Out, arity: int) -> Runner:
+    """The warm path: one result of one or two DistTensors."""
+    device = spec.mesh.device
+    blank, bare, proto = ghost.blank(device), ghost.bare(device), spec.proto
+    reads = tuple(i in out.sources for i in range(arity))
+    one, two = arity == 1, arity == 2 and reads == (True, True)
+    passes = reads[0]
+    if not one and not two:
+        return run
+
+    def fast(args: Sequence[Any], kwargs: Any) -> Any:
+        if _autocast():
+            return run(args, kwargs)
+        local = args[0]._local
+        if one:
+            if not passes or not local.requires_grad or not torch.is_grad_enabled():
+                local = blank
+            elif local.grad_fn is None:
+                local = bare
+        else:
+            other = args[1]._local
+            if local is not other or local.grad_fn is None:
+                local = ghost.joined((local, other), device)
+            elif not torch.is_grad_enabled():
+                local = blank
+        new = _make(DistTensor, proto)
+        new._local = local
+        new._spec = spec
+        return new
+
+    return fast
+
+
+def general(
+    func: Function, mesh: ProcessMesh, layouts: Any, found: metadata.Found, writes: bool
+) -> Runner:
+    device = mesh.device
+    cases: dict[Any, tuple[metadata.Found, list[DistSpec]]] = {
+        None: (found, dressed(mesh, layouts, found))
+    }
+
+    def case(args: Sequence[Any], kwargs: Any) -> tuple[metadata.Found, list[DistSpec]]:
+        """Under autocast dtypes are others."""
+        on = torch.is_autocast_enabled(device.type)
+        key = torch.get_autocast_dtype(device.type) if on else None
+        if key not in cases:
+            again = metadata.found(func, args, kwargs)
+            cases[key] = again, dressed(mesh, layouts, again)
+        return cases[key]
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        kwargs = kwargs or {}
+        now, specs = case(args, kwargs) if _autocast() else cases[None]
+        tensors = flat((args, kwargs), [])
+        refuse_plain(func, mesh, tensors)
+        if now.draws:
+            random.draw(mesh, "fast", kwargs.get("generator"))
+        if writes:
+            return written(func, args[0], tensors, now, mesh)
+        locals_ = [t._local if type(t) is DistTensor else t for t in tensors]
+
+        def dress(value: Any) -> Any:
+            if isinstance(value, metadata.Out):
+                if value.same is not None:
+                    return tensors[value.same]
+                new = wrap(
+                    ghost.joined([locals_[i] for i in value.sources], device), specs[value.number]
+                )
+                if value.viewed is not None and type(tensors[value.viewed]) is DistTensor:
+                    new._viewed = tensors[value.viewed]
+                return new
+            if isinstance(value, (list, tuple)):
+                return rebuilt(value, [dress(v) for v in value])
+            return value
+
+        return dress(now.result)
+
+    return run
+
+
+def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:
+    if torch.is_grad_enabled() and any(
+        t.requires_grad for t in tensors if type(t) is not DistTensor
+    ):
+        raise RuntimeError(
+            f"{name_of(func)}: a plain tensor that requires grad beside a DistTensor on {mesh!r}: its gradient is computed on the "
+            "ranks of that mesh and would not reach this rank. Make it a DistTensor: shard_tensor(x, mesh)"
+        )
+
+
+def written(
+    func: Function, target: Any, tensors: list[Tensor], found: metadata.Found, mesh: ProcessMesh
+) -> Any:
+    """In place: the target depends on all that was written into it; so does what it is a view of."""
+    targets: list[Any] = flat(target, [])
+    if torch.is_grad_enabled():
+        for t in targets:
+            if t._local.is_leaf and t._local.requires_grad:
+                raise RuntimeError(
+                    f"{name_of(func)}: a leaf Variable that requires grad is being used in an in-place operation: {t!r}"
+                )
+        into = ghost.joined([t._local for t in tensors if type(t) is DistTensor], mesh.device)
+        if into.requires_grad:
+            for t in targets:
+                while t is not None and t._spec.dtype.is_floating_point | t._spec.dtype.is_complex:
+                    t._local = into
+                    t = t._viewed
+    return None if found.result is None else target
+
+
+def learned(mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
+    """The result of a call whose shapes depend on data: the ranks inside say what they got."""
+    tensors = flat((args, kwargs or {}), [])
+    device = mesh.device
+
+    def dress(value: Any) -> Any:
+        if isinstance(value, announce.Tensor):
+            sources = (
+                [t._local for t in tensors if type(t) is DistTensor] if value.requires_grad else []
+            )
+            spec = DistSpec(mesh, value.layout, value.shape, value.dtype)
+            return wrap(ghost.joined(sources, device), spec)
+        if isinstance(value, (list, tuple)):
+            return rebuilt(value, [dress(v) for v in value])
+        return value
+
+    return dress(announce.hear(mesh))
+
+
+def telling(
+    run: Runner, func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
+) -> Runner:
+    """On a rank inside: the same runner, which tells ranks outside the shapes that depend on data."""
+    if not announce.others(mesh) or not metadata.dynamic(func, args, kwargs):
+        return run
+
+    def told(args: Sequence[Any], kwargs: Any) -> Any:
+        result = run(args, kwargs)
+        announce.tell(mesh, announce.described(result))
+        return result
+
+    return told
