@@ -24,9 +24,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,13 +84,25 @@ def _meet(group: Any) -> None:
 # Messages --------------------------------------------------------------------------------------
 
 
+class _What(NamedTuple):
+    """A message, for people: put into words only where it failed."""
+
+    rank: int
+    verb: str
+    peer: int
+    label: object
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.verb} rank {self.peer}: {self.label}"
+
+
 class Pending:
     """A message that is on its way to this rank; ``wait`` gives it, as often as it is asked."""
 
     __slots__ = ("_failed", "_out", "_what", "_works", "shape")
 
     def __init__(
-        self, out: Tensor, works: Sequence[Any], shape: Sequence[int], what: Callable[[], str]
+        self, out: Tensor, works: Sequence[Any], shape: Sequence[int], what: object
     ) -> None:
         self._out, self._works, self.shape, self._what = out, works, tuple(shape), what
         self._failed: CommError | None = None
@@ -102,7 +114,7 @@ class Pending:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self._failed = _failure(self._what(), error)
+            self._failed = _failure(self._what, error)
         if self._failed is not None:
             raise self._failed
         return self._out.view(self.shape)
@@ -158,13 +170,12 @@ def transfer(
         works, sent = post(sends, [(r, o) for (r, _), o in zip(receives, outs, strict=True)], tag)
     except RuntimeError as error:
         peers = sorted({r for r, _ in (*sends, *receives)})
-        raise _failure(f"rank {me} exchanges messages with ranks {peers} for {label}", error) from (
-            error
-        )
+        what = f"rank {me} exchanges messages with ranks {peers}: {label}"
+        raise _failure(what, error) from error
     for (to, x), work in zip(sends, sent, strict=True):
-        _outbox.put(work, x, lambda to=to: f"rank {me} sends to rank {to} for {label}")
+        _outbox.put(work, x, _What(me, "sends to", to, label))
     return [
-        Pending(out, own, out.shape, lambda r=r: f"rank {me} receives from rank {r} for {label}")
+        Pending(out, own, out.shape, _What(me, "receives from", r, label))
         for (r, _), out, own in zip(receives, outs, works, strict=True)
     ]
 
@@ -195,10 +206,10 @@ def _post_batch(
     return [[work] for work in works[: len(receives)]], works[len(receives) :]
 
 
-def _failure(what: str, error: Exception) -> CommError:
+def _failure(what: object, error: Exception) -> CommError:
     words = str(error).splitlines()
     return CommError(
-        f"{what}: failed. The other rank is gone, or did not come here within the time limit of the "
+        f"{what}. This failed: the other rank is gone, or did not come here within the time limit of the "
         f"process group; look for the first error among the ranks. Backend's words: "
         f"{words[0] if words else error!r}"
     )
@@ -212,13 +223,13 @@ class Outbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.waiting: deque[tuple[Any, Tensor, Callable[[], str]]] = deque()
+        self.waiting: deque[tuple[Any, Tensor, object]] = deque()
         self.open = 0  # messages that are not delivered yet
         self.used = False
         self.failed: CommError | None = None
         self.group: Any = None  # the process group that the failure belongs to
 
-    def put(self, work: Any, buffer: Tensor, what: Callable[[], str]) -> None:
+    def put(self, work: Any, buffer: Tensor, what: object) -> None:
         with self.changed:
             if not self.used:
                 self.used = True
@@ -240,7 +251,7 @@ class Outbox:
                 else:
                     work.wait()
             except RuntimeError as error:
-                self.failed = self.failed or _failure(what(), error)
+                self.failed = self.failed or _failure(what, error)
                 self.group = c10d._get_default_group() if dist.is_initialized() else None
             del work, buffer, what
             with self.changed:

@@ -70,38 +70,48 @@ def plan_crossing(src: DistSpec, dst: DistSpec) -> Crossing:
     Raises ValueError for specs that do not fit, TypeError for a reduction that has no meaning.
     """
     check(src, dst)
-    kept, after, once = _arriving(src, dst)
-    axes = tuple(a for a, _ in kept)
-    fresh = tuple(a for a, _ in once)
+    after, made = _arriving(dst)
     best: tuple[float, int, Crossing] | None = None
-    for before in _ready(src, kept):
-        routes = routing(before, after, axes, fresh)
-        one = Crossing(src, dst, before, after, once, routes)
-        price = plan.cost(src, before) * src.mesh.size + one.nbytes
-        if best is None or (price, len(routes.messages)) < best[:2]:
-            best = price, len(routes.messages), one
+    for kept in dict.fromkeys((_staying(src, dst, made), ())):
+        once = tuple(entry for entry in made if entry not in kept)
+        for before in _ready(src, kept):
+            routes = routing(before, after, _axes(kept), _axes(once))
+            one = Crossing(src, dst, before, after, once, routes)
+            price = plan.cost(src, before) * src.mesh.size + one.nbytes
+            if best is None or (price, len(routes.messages)) < best[:2]:
+                best = price, len(routes.messages), one
     assert best is not None
     return best[2]
 
 
-def _arriving(src: DistSpec, dst: DistSpec) -> tuple[Reductions, DistSpec, Reductions]:
-    """(reductions that travel as they are, the spec that arrives, reductions made on arrival)."""
-    left, right = plan.state_of(src), plan.state_of(dst)
-    own, theirs = {a for a, _ in left[2]}, {a for a, _ in right[2]}
-    made = tuple(entry for entry in right[1] if entry[0] not in theirs)
-    kept: Reductions = ()
-    one_kind = len({_KINDS[op] for _, op in (*left[1], *right[1])}) == 1
-    if src.mesh.shape == dst.mesh.shape and one_kind:
-        kept = tuple(entry for entry in left[1] if entry in made and entry[0] not in own)
+def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
+    """What arrives: dst without placements of users' own types; and the reductions in it."""
+    _, partial, own = plan.state_of(dst)
+    theirs = set(_axes(own))
+    made = tuple(entry for entry in partial if entry[0] not in theirs)
     dims = tuple(_until(axes, theirs) for axes in dst.layout.dims)
-    after = dst.with_layout(Layout(dims, made))
-    return kept, after, tuple(entry for entry in made if entry not in kept)
+    return dst.with_layout(Layout(dims, made)), made
+
+
+def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
+    """The reductions that can travel as they are: on equal meshes, and if order does not matter."""
+    _, partial, own = plan.state_of(src)
+    if src.mesh.shape != dst.mesh.shape:
+        return ()
+    mine = set(_axes(own))
+    both = tuple(entry for entry in partial if entry in made and entry[0] not in mine)
+    one_kind = len({_KINDS[op] for _, op in (*partial, *made)}) == 1
+    return both if one_kind or partial == made == both else ()
+
+
+def _axes(entries: Sequence[tuple[int, object]]) -> Axes:
+    return tuple(axis for axis, _ in entries)
 
 
 def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
     """What src may be brought to: no reduction waits but the ``kept`` ones."""
     _, partial, own = plan.state_of(src)
-    dims = tuple(_until(axes, {a for a, _ in own}) for axes in src.layout.dims)
+    dims = tuple(_until(axes, set(_axes(own))) for axes in src.layout.dims)
     waiting = tuple(a for a, op in partial if (a, op) not in kept)
     out = [src.with_layout(Layout(dims, kept))]
     for d in range(src.ndim if waiting else 0):
@@ -171,16 +181,17 @@ def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
     sends = [(to, packed(x, how.source, boxes)) for to, boxes in how.sends]
     receives = [(source, sum(map(numel, boxes))) for source, boxes in how.receives]
     pending = p2p.transfer(sends, receives, dtype, device, tag, crossing)
-    if after.mesh.coordinate is None:
+    place = after.mesh.coordinate
+    if place is None:
         return lambda: _empty(after)
     if how.target is None:
-        return lambda: fill(_empty(after), crossing)
+        return lambda: fill(_empty(after), place, crossing)
     target = how.target
     if how.source and how.kept == target and not (crossing.once or crossing.routing.messages):
         whole = cut(x, how.source, target)
         return lambda: whole
     if len(pending) == 1 and how.receives[0][1] == (target,):
-        return lambda: fill(pending[0].wait().view(target[1]), crossing)
+        return lambda: fill(pending[0].wait().view(target[1]), place, crossing)
     out = torch.empty(target[1], dtype=dtype, device=device)
     if how.source and how.kept:
         cut(out, target, how.kept).copy_(cut(x, how.source, how.kept))
@@ -189,7 +200,7 @@ def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
         for message, (_, boxes) in zip(pending, how.receives, strict=True):
             for piece, box in zip(message.wait().split([*map(numel, boxes)]), boxes, strict=True):
                 cut(out, target, box).copy_(piece.view(box[1]))
-        return fill(out, crossing)
+        return fill(out, place, crossing)
 
     return assembled
 
@@ -209,11 +220,9 @@ def _empty(spec: DistSpec) -> Tensor:
     return torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device)
 
 
-def fill(x: Tensor, crossing: Crossing) -> Tensor:
-    """Reductions made on arrival: the first rank of an axis has the value, the others what changes
-    nothing. Of several axes the last is reduced first."""
-    place = crossing.after.mesh.coordinate
-    assert place is not None
+def fill(x: Tensor, place: Axes, crossing: Crossing) -> Tensor:
+    """Reductions made on arrival at ``place``: the first rank of an axis has the value, the others
+    what changes nothing. Of several axes the last is reduced first."""
     for axis, op in crossing.once:
         if place[axis]:
             x = torch.full_like(x, neutral(op, x.dtype), memory_format=torch.contiguous_format)

@@ -87,13 +87,13 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     """``reshard.run`` within one mesh."""
     if src is dst:
         return local
+    if src.mesh.coordinate is None:
+        return local.new_empty(dst.local_shape)
     if local.shape != src.local_shape:
         raise ValueError(
             f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece of "
             f"{src!r} is {src.local_shape}; nothing was moved"
         )
-    if src.mesh.coordinate is None:
-        return local.new_empty(dst.local_shape)
     steps = choose(src, dst)
     for step in steps:
         local = step.fn(local, step.src, step.dst, step.axes)
