@@ -76,6 +76,11 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return _run(func, args, kwargs, grad=False)
 
 
+def _hidden() -> Any:
+    """Hooks of a checkpoint around this call are not for what the fakes save."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> Found:
     seeded = _Seeded()
     leaves: list[Tensor] = []
@@ -89,7 +94,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> 
         return fakes[-1]
 
     try:
-        with _fakes, seeded, torch.set_grad_enabled(grad):
+        with _fakes, seeded, torch.set_grad_enabled(grad), _hidden():
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
     except DynamicOutputShapeException:
