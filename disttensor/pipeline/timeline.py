@@ -1,0 +1,193 @@
+"""What each rank did when: recorded in a real run, or thought out from a schedule."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disttensor.pipeline.schedule import Action, Schedule
+
+KINDS = ("F", "B", "wait")
+_COLUMNS = 72  # of the chart in text
+
+
+class Event(NamedTuple):
+    """A forward, a backward, or a wait for a peer inside one of them, on one rank; ``start`` and ``end`` in seconds.
+
+    A wait belongs to the forward or backward of the same micro-batch and chunk that it lies in.
+
+    >>> event = pipeline.Event(rank=1, stage=1, kind="F", micro_batch=3, chunk=0, start=0.25, end=0.75)
+    >>> event.seconds, str(event.action)
+    (0.5, 'F3')
+    """
+
+    rank: int
+    stage: int
+    kind: str
+    micro_batch: int
+    chunk: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def action(self) -> Action:
+        return Action(self.kind, self.micro_batch, self.chunk)
+
+
+class Piece(NamedTuple):
+    """A part of an event in which the rank really computed."""
+
+    event: Event
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Timeline:
+    """The events of one or more ranks, by one clock, in the order of their starts. ``+`` puts ranks together.
+
+    >>> F, B = (pipeline.Event(0, 0, kind, 0, 0, start, start + 1) for kind, start in (("F", 0), ("B", 3)))
+    >>> run = pipeline.Timeline([F]) + pipeline.Timeline([B])
+    >>> run.span, run.busy(0), run.bubble, run
+    (4, 2.0, 0.5, Timeline(1 rank, 2 events, 4 s, bubble 50.0 %))
+    >>> print(pipeline.Timeline.of(pipeline.gpipe(2, 2)))
+    rank 0 |F0======F1======........................B0##############B1##############|
+    rank 1 |........F0======F1======B0##############B1##############................|
+    0 to 9 ticks, bubble 33.3 %
+
+    Raises ValueError for events of another kind and for such as end before they start.
+    """
+
+    events: tuple[Event, ...]
+    unit: str
+
+    def __init__(self, events: Iterable[Event], unit: str = "s") -> None:
+        whole = tuple(sorted((Event(*e) for e in events), key=lambda e: (e.start, e.rank, e.end)))
+        for event in whole:
+            if event.kind not in KINDS:
+                raise ValueError(f"{event}: the kind is one of {', '.join(KINDS)}")
+            if not -math.inf < event.start <= event.end < math.inf:
+                raise ValueError(
+                    f"{event}: start and end are times, and the end not before the start"
+                )
+        object.__setattr__(self, "events", whole)
+        object.__setattr__(self, "unit", unit)
+
+    @classmethod
+    def of(cls, schedule: Schedule, forward: float = 1, backward: float = 2) -> Timeline:
+        """What a schedule would do on ideal stages: one rank per stage, in ticks (see ``Schedule.ticks``)."""
+        rows = enumerate(schedule.ticks(forward, backward))
+        return cls(
+            [
+                Event(stage, stage, action.kind, action.micro_batch, action.chunk, start, end)
+                for stage, row in rows
+                for action, start, end in row
+            ],
+            unit="ticks",
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({event.rank for event in self.events})
+
+    @property
+    def start(self) -> float:
+        return self.events[0].start if self.events else 0.0
+
+    @property
+    def span(self) -> float:
+        """From the first start to the last end of all ranks."""
+        return max(event.end for event in self.events) - self.start if self.events else 0.0
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """The forwards and backwards of ``rank`` without the waits inside them, in order."""
+        mine = [event for event in self.events if event.rank == rank]
+        waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        for event in mine:
+            if event.kind == "wait":
+                waits[event.micro_batch, event.chunk].append(event)
+        pieces = []
+        for event in mine:
+            if event.kind == "wait":
+                continue
+            at = event.start
+            for wait in waits[event.micro_batch, event.chunk]:
+                if at < wait.start < event.end:
+                    pieces.append(Piece(event, at, wait.start))
+                if wait.start < event.end:
+                    at = max(at, wait.end)
+            if at < event.end:
+                pieces.append(Piece(event, at, event.end))
+        return sorted(pieces, key=lambda piece: piece.start)
+
+    def busy(self, rank: int) -> float:
+        """How long ``rank`` computed; what it did for two micro-batches at one time counts once."""
+        total, at = 0.0, -math.inf
+        for _, start, end in self.pieces(rank):
+            total += max(end - max(start, at), 0)
+            at = max(at, end)
+        return total
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time, 0 to 1, in which they did not compute."""
+        whole = len(self.ranks) * self.span
+        return 1 - sum(map(self.busy, self.ranks)) / whole if whole else 0.0
+
+    def __add__(self, other: Timeline) -> Timeline:
+        if not isinstance(other, Timeline):
+            return NotImplemented
+        if self.unit != other.unit:
+            raise ValueError(
+                f"a Timeline in {self.unit} and one in {other.unit} have no common clock"
+            )
+        return Timeline(self.events + other.events, self.unit)
+
+    def __repr__(self) -> str:
+        ranks = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}"
+        size, unit = scale(self.span, self.unit)
+        return (
+            f"Timeline({ranks}, {len(self.events)} events, {self.span / size:.4g} {unit}, "
+            f"bubble {self.bubble:.1%})".replace("%", " %")
+        )
+
+    def __str__(self) -> str:
+        """A line per rank: forwards as F0==, backwards as B0##, dots where the rank is idle."""
+        if not self.span:
+            return repr(self)
+        size, unit = scale(self.span, self.unit)
+        lines = []
+        for rank in self.ranks:
+            line = ["."] * _COLUMNS
+            for event, start, end in self.pieces(rank):
+                left = round((start - self.start) / self.span * _COLUMNS)
+                right = round((end - self.start) / self.span * _COLUMNS)
+                texts = (str(event.action), f"{event.kind}{event.micro_batch}", event.kind)
+                text = next((text for text in texts if len(text) <= right - left), "")
+                fill = "=" if event.kind == "F" else "#"
+                line[left:right] = text.ljust(right - left, fill)
+            lines.append("".join(line))
+        width = len(str(self.ranks[-1]))
+        return "\n".join(
+            [
+                *(
+                    f"rank {rank:{width}} |{line}|"
+                    for rank, line in zip(self.ranks, lines, strict=True)
+                ),
+                f"0 to {self.span / size:.4g} {unit}, bubble {self.bubble:.1%}".replace("%", " %"),
+            ]
+        )
+
+
+def scale(span: float, unit: str) -> tuple[float, str]:
+    """(size, name) of the unit in which ``span`` reads well: s, ms or µs for seconds."""
+    if unit == "s" and 0 < span < 1:
+        return (1e-3, "ms") if span >= 1e-3 else (1e-6, "µs")
+    return 1, unit
