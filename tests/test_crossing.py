@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 import disttensor as dt
 import reshard
-from disttensor import ProcessMesh
+from disttensor import ProcessMesh, comm, p2p
 from reshard import crossing
+from reshard.registry import moves
 from tests.pool import on_ranks
-from tests.reshard_cases import layouts, locals_of, spec, value, value_of, window
+from tests.reshard_cases import P, R, S, layouts, locals_of, spec, value, value_of, window
 
-# Pairs of meshes on four ranks: what section the pair stands for, and the two arrays of ranks.
+# Pairs of meshes on four ranks, and what they stand for.
 MESHES = {
     "stages": ([0, 1], [2, 3]),
     "back": ([2, 3], [0, 1]),
@@ -78,3 +80,127 @@ def test_every_pair_of_meshes(name):
             src, dst = spec(a, left, shape), spec(b, right, shape)
             sent = check(src, dst, value(shape))
             assert sent == crossing.plan_crossing(src, dst).nbytes
+
+
+@on_ranks(4)
+def test_stages_of_equal_layout_send_each_piece_once():
+    a, b = mesh([0, 1]), mesh([2, 3])
+    for layout in ([S(0)], [S(1)]):
+        src, dst = spec(a, layout, (6, 4)), spec(b, layout, (6, 4))
+        assert check(src, dst, value((6, 4))) == 6 * 4 * 4
+    assert check(spec(a, [R], (6, 4)), spec(b, [S(0)], (6, 4)), value((6, 4))) == 6 * 4 * 4
+    assert check(spec(a, [S(0)], (6, 4)), spec(b, [R], (6, 4)), value((6, 4))) == 2 * 6 * 4 * 4
+
+
+@on_ranks(4)
+def test_dtypes_and_scalars():
+    a, b = mesh([0, 3]), mesh([1, 2])
+    for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.complex64, torch.uint8):
+        for left, right in [([S(0)], [S(1)]), ([R], [S(0)])]:
+            check(spec(a, left, (5, 3), dtype), spec(b, right, (5, 3), dtype), value((5, 3), dtype))
+        check(spec(a, [R], (), dtype), spec(b, [R], (), dtype), value((), dtype))
+    check(spec(a, [P()], ()), spec(b, [R], ()), value(()))
+    for left, right in [(P("any"), R), (P("all"), P("all")), (S(0), P("any")), (P("max"), S(0))]:
+        check(
+            spec(a, [left], (5,), torch.bool),
+            spec(b, [right], (5,), torch.bool),
+            value((5,), torch.bool),
+        )
+
+
+@on_ranks(4)
+def test_to_and_from_parts_of_a_mesh():
+    whole = mesh([[0, 1], [2, 3]])
+    for part in (whole[0], whole[:, 1], mesh([3])):
+        for left, right in some(str(part), 12, 2, 2, 1):
+            src, dst = spec(whole, left, (5, 3)), spec(part, right, (5, 3))
+            check(src, dst, value((5, 3)))
+            check(dst, src, value((5, 3)))
+
+
+@on_ranks(4)
+def test_starting_does_not_wait_and_the_source_is_free():
+    """All is sent before anything is taken, in another order; what was sent may be overwritten."""
+    a, b = mesh([0, 1]), mesh([2, 3])
+    src, dst = spec(a, [S(0)], (1 << 18,)), spec(b, [S(0)], (1 << 18,))
+    mine = dst.local_shape
+    arrivals = []
+    for i in range(4):
+        x = torch.full(src.local_shape, float(i))
+        arrivals.append(crossing.start(x, src, dst, p2p.next_tag()))
+        x.fill_(-1)
+    back = crossing.start(torch.full(mine, 9.0), dst, src, p2p.next_tag())
+    for i in (2, 0, 3, 1, 2):
+        out = arrivals[i].wait()
+        assert out.shape == mine and (out == i).all()
+    assert (back.wait() == 9).all() and back.wait().shape == src.local_shape
+    p2p.flush(30)
+
+
+@on_ranks(4)
+def test_a_rank_of_neither_mesh_has_nothing_to_do():
+    a, b = mesh([0]), mesh([1])
+    src, dst = spec(a, [R], (8, 4)), spec(b, [R], (8, 4))
+    x = torch.ones(8, 4) if a.coordinate is not None else torch.empty(0)
+    transfer = p2p.transfer
+    if comm.world()[0] > 1:
+        p2p.transfer = None
+    try:
+        with dt.record_comms() as log:
+            out = crossing.start(x, src, dst, p2p.next_tag()).wait()
+    finally:
+        p2p.transfer = transfer
+    assert out.numel() == (32 if b.coordinate is not None else 0) and out.dtype == torch.float32
+    assert log.total_bytes == (128 if a.coordinate is not None else 0)
+
+
+@on_ranks(4)
+def test_a_view_is_given_where_nothing_moves_on_any_rank():
+    a, b, c = mesh([0, 1, 2, 3]), mesh([[0, 1], [2, 3]]), mesh([[1, 0], [2, 3]])
+    x = torch.ones(4)
+    same = reshard.run(x, spec(a, [R], (4,)), spec(b, [R, R], (4,)))
+    assert same.data_ptr() == x.data_ptr()
+    y = torch.ones(spec(a, [S(0)], (4,)).local_shape)
+    moved = reshard.run(
+        y, spec(a, [S(0)], (4,)), spec(c, [S(0), S(0)], (4,))
+    )  # ranks 2 and 3 keep theirs
+    assert moved.data_ptr() != y.data_ptr()
+    made = reshard.run(x, spec(a, [R], (4,)), spec(b, [P(), R], (4,)))
+    assert made.data_ptr() != x.data_ptr()
+
+
+@on_ranks(4)
+def test_a_local_of_another_shape_is_refused():
+    src, dst = spec(mesh([0, 1]), [S(0)], (6,)), spec(mesh([2, 3]), [S(0)], (6,))
+    if src.mesh.coordinate is not None:
+        with pytest.raises(ValueError, match=r"shape \(7,\).*is \(3,\); nothing was moved"):
+            crossing.start(torch.ones(7), src, dst, 0)
+
+
+@dataclass(frozen=True)
+class Late(dt.Partial):
+    """A placement type of a user's own."""
+
+
+@on_ranks(4)
+def test_placements_of_a_users_type():
+    before = dict(moves)
+    try:
+        reshard.register(Late, dt.Replicate, kind="late")(
+            lambda x, src, dst, axes: comm.all_reduce(x, "sum", src.mesh.group(axes))
+        )
+        reshard.register(dt.Replicate, Late, kind="late")(
+            lambda x, src, dst, axes: x if src.mesh.coordinate == (0,) else torch.zeros_like(x)
+        )
+        a, b = mesh([0, 1]), mesh([2, 3])
+        for left, right in [
+            (Late(), R),
+            (R, Late()),
+            (Late(), Late()),
+            (Late(), S(0)),
+            (P(), Late()),
+        ]:
+            check(spec(a, [left], (5, 3)), spec(b, [right], (5, 3)), value((5, 3)))
+    finally:
+        moves.clear()
+        moves.update(before)
