@@ -172,8 +172,10 @@ def test_svg_of_a_schedule_has_a_shade_per_chunk_and_numbers_that_fit(tmp_path):
 @pytest.mark.parametrize("span", [1e-6, 0.37, 1, 9, 1234.5, 1e7])
 def test_the_axis_has_some_round_numbers(span, tmp_path):
     path = pipeline.plot(Timeline([Event(0, 0, "F", 0, 0, 5, 5 + span)]), tmp_path / "c.svg")
-    marks = list(ElementTree.parse(path).getroot().iter(f"{SVG}path"))
-    assert 4 <= len(marks) <= 10
+    root = ElementTree.parse(path).getroot()
+    assert 4 <= len(list(root.iter(f"{SVG}path"))) <= 10
+    (box,) = boxes(root).values()  # from the left to the right, whenever the clock began
+    assert float(box.get("x")) == 70 and float(box.get("width")) == pytest.approx(910, abs=0.01)
 
 
 def test_png(tmp_path):

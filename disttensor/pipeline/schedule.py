@@ -13,6 +13,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -73,11 +74,11 @@ class Schedule:
     def stages(self) -> int:
         return len(self.orders)
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         return 1 + max(a.micro_batch for order in self.orders for a in order)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """How often the program visits each stage."""
         return 1 + max(a.chunk for order in self.orders for a in order)

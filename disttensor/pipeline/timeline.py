@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from disttensor.pipeline.schedule import Action, Schedule
@@ -95,20 +96,20 @@ class Timeline:
 
     @property
     def ranks(self) -> list[int]:
-        return sorted({event.rank for event in self.events})
+        return sorted(self._by_rank)
 
     @property
     def start(self) -> float:
         return self.events[0].start if self.events else 0.0
 
-    @property
+    @cached_property
     def span(self) -> float:
         """From the first start to the last end of all ranks."""
         return max(event.end for event in self.events) - self.start if self.events else 0.0
 
     def pieces(self, rank: int) -> list[Piece]:
         """The forwards and backwards of ``rank`` without the waits inside them, in order."""
-        mine = [event for event in self.events if event.rank == rank]
+        mine = self._by_rank.get(rank, [])
         waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
         for event in mine:
             if event.kind == "wait":
@@ -140,6 +141,13 @@ class Timeline:
         """The part of all ranks' time, 0 to 1, in which they did not compute."""
         whole = len(self.ranks) * self.span
         return 1 - sum(map(self.busy, self.ranks)) / whole if whole else 0.0
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Event]]:
+        rows: dict[int, list[Event]] = {}
+        for event in self.events:
+            rows.setdefault(event.rank, []).append(event)
+        return rows
 
     def __add__(self, other: Timeline) -> Timeline:
         if not isinstance(other, Timeline):
