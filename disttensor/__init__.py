@@ -21,10 +21,12 @@ from disttensor.strictness import FallbackWarning, StrictError, strict
 import disttensor.checkpoint
 import disttensor.custom
 import disttensor.methods
-import disttensor.nn_init  # noqa: F401
+import disttensor.nn_init
+import disttensor.scaler  # noqa: F401
 from disttensor.api import (
     empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
 )  # fmt: skip
+from disttensor.clip import clip_grad_norm_
 from disttensor.custom import CustomFunctionError
 from disttensor.interop import from_dtensor, to_dtensor
 from disttensor.local_map import local_map
@@ -34,7 +36,7 @@ from disttensor.values import broadcast_value, values_everywhere
 
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "FallbackWarning", "Group", "Layout",
-    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "debug", "empty", "from_dtensor",
+    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "clip_grad_norm_", "debug", "empty", "from_dtensor",
     "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
     "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
     "values_everywhere", "zeros",

@@ -7,6 +7,7 @@ Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it say
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,12 @@ _DYNAMIC = (
     "nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave", "one_hot", "combinations",
 )  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
-_fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@cache
+def fakes() -> FakeTensorMode:
+    """Made when it is first needed: torch imports its compiler for it, which takes longer than to import all that is ours."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
@@ -94,7 +100,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> 
         return fakes[-1]
 
     try:
-        with _fakes, seeded, torch.set_grad_enabled(grad), _hidden():
+        with fakes(), seeded, torch.set_grad_enabled(grad), _hidden():
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
     except DynamicOutputShapeException:

@@ -51,6 +51,8 @@ LAYERS = [
         "disttensor.custom",
         "disttensor.gradient",
         "disttensor.sync",
+        "disttensor.clip",
+        "disttensor.scaler",
         "disttensor.fallback",
     ],
     [
