@@ -195,6 +195,9 @@ def test_equal_meshes_with_equal_placements_pair_by_coordinate():
 def test_replicas_share_the_work(right):
     plan = cross((0, 4), [R], (8, 8), [right])
     assert set(plan.routing.sent.values()) == {plan.routing.elements // 4}
+    mixed = [8, 0, 9, 1, 10, 2, 11, 3]  # every other one has it already
+    plan = cross((0, 4), [R], mixed, [right])
+    assert set(plan.routing.sent.values()) == {plan.routing.elements // 4}
 
 
 def test_a_reduction_is_scattered_where_that_is_cheaper():
