@@ -64,7 +64,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 @cache
-def fakes() -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
     """Made when it is first needed: torch imports its compiler for it, which takes longer than to import all that is ours."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -100,7 +100,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> 
         return fakes[-1]
 
     try:
-        with fakes(), seeded, torch.set_grad_enabled(grad), _hidden():
+        with fake_mode(), seeded, torch.set_grad_enabled(grad), _hidden():
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
     except DynamicOutputShapeException:
