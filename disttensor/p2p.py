@@ -11,8 +11,11 @@ drops them. On CUDA, where ``is_completed`` tells the truth, the next transfer l
 
 Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program, takes
 part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers transfers on
-its own: micro-batches, which ranks may take in different order, have one each. NCCL knows no tags and
-matches by order.
+its own: micro-batches, which ranks may take in different order, have one each.
+
+Note on NCCL. It knows no tags: messages of a pair match by the order in which both ranks post them, so
+there both must take micro-batches in one order. The messages of a transfer are one batch, and the
+first ``next_tag`` is a barrier, because a batch of some ranks may not be the first thing in a group.
 """
 
 from __future__ import annotations
