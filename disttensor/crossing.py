@@ -8,6 +8,7 @@ through the ghost.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from disttensor.tensor import DistTensor, wrap
 from reshard.crossing import start
 
 Tensor = torch.Tensor
+TAPE: ContextVar[Any] = ContextVar(
+    "tape", default=None
+)  # of the micro-batch that runs: see disttensor.pipeline
 
 
 class Cross(torch.autograd.Function):
@@ -65,6 +69,9 @@ def cross(x: DistTensor, dst: DistSpec) -> DistTensor:
     if x._copied:
         copies.check(x)
     local = x._local
+    tape = TAPE.get()
+    if tape is not None:
+        tape.passes(src.mesh, dst.mesh)
     sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
     needed = local.requires_grad and torch.is_grad_enabled()
     where = recompute.scope()
@@ -72,12 +79,18 @@ def cross(x: DistTensor, dst: DistSpec) -> DistTensor:
     tag = p2p.next_tag() if held is None else -1
     if not sends and not receives:
         return wrap(local if needed else ghost.blank(dst.mesh.device), dst)
+    repeated = held is not None
     if held is None:
         with torch.no_grad():
-            held = start(local.detach(), src, dst, tag).wait()
+            arrival = start(local.detach(), src, dst, tag)
+            held = tape.arrive(arrival, sends, receives) if tape else arrival.wait()
+            if sends and held.untyped_storage()._cdata == local.untyped_storage()._cdata:
+                held = held.clone()  # nothing moved: it must not be the same memory
     if where is not None:  # a region that is computed again sends and receives nothing again
         recompute.note(where, held)
     if not needed:
         return wrap(held.detach() if receives else ghost.blank(dst.mesh.device), dst)
     reached = local if sends or local.grad_fn is not None else ghost.blank(src.mesh.device)
+    if tape is not None and not repeated:
+        return wrap(tape.cut(reached, held, src, dst, tag), dst)
     return wrap(_cross(reached, ghost.anchor(held.device), [held], src, dst, tag), dst)

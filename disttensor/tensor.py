@@ -28,11 +28,14 @@ _subclass: Callable[..., Any] = Tensor._make_subclass
 
 @lru_cache(maxsize=4096)
 def relabels(src: DistSpec, dst: DistSpec) -> bool:
-    """Do the layouts differ on axes of one rank only, so that both are the same memory (and gradient)?"""
-    if any(op not in ("sum", "avg") for _, op in src.layout.partial):
-        return False  # as everywhere else: a pending maximum has no gradient
+    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
     ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
     return all(n == 1 or p == q for p, q, n in ends)
+
+
+def _gradless(spec: DistSpec) -> bool:
+    """Does a reduction wait that has no gradient? On one rank too: ``dual`` says so."""
+    return any(op not in ("sum", "avg") for _, op in spec.layout.partial)
 
 
 class DistTensor(Tensor):
@@ -242,9 +245,9 @@ class DistTensor(Tensor):
         src = self._spec
         if src is dst:
             return self.local_for(axes)
-        if relabels(src, dst):
-            return self.local_for(axes)
         local = self._local
+        if relabels(src, dst) and not (local.requires_grad and _gradless(src)):
+            return self.local_for(axes)
         if not local.requires_grad or not torch.is_grad_enabled():
             return reshard.run(local, src, dst)
         through = self.through(dst, axes)

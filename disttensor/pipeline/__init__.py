@@ -1,10 +1,13 @@
-"""Pipeline parallelism: schedules as values, and pictures of what each rank did when."""
+"""Pipeline parallelism: schedules as values, what carries them out, and pictures of what each rank did when."""
 
 from disttensor.pipeline.builtin import gpipe, interleaved_1f1b, named, one_f_one_b
 from disttensor.pipeline.plot import plot
+from disttensor.pipeline.record import Recorder, record
+from disttensor.pipeline.run import run
 from disttensor.pipeline.schedule import Action, Schedule, Tick
 from disttensor.pipeline.timeline import Event, Timeline
 
 __all__ = [
-    "Action", "Event", "Schedule", "Tick", "Timeline", "gpipe", "interleaved_1f1b", "named", "one_f_one_b", "plot",
+    "Action", "Event", "Recorder", "Schedule", "Tick", "Timeline", "gpipe", "interleaved_1f1b", "named", "one_f_one_b", "plot",
+    "record", "run",
 ]  # fmt: skip

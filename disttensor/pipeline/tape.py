@@ -1,0 +1,202 @@
+"""A tape: the graph of one micro-batch, cut where its tensors cross from mesh to mesh.
+
+A plain ``loss.backward()`` runs the transfers of the backward inside autograd, one blocking after another. A schedule has
+better things to do while it waits, so here autograd sees each visit of this rank on its own: what arrives is a leaf
+that keeps its gradient, what was sent is a root for which the gradient is received first. A backward of one *visit* (the
+time from a receive to the next receive after a send) is one call of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disttensor import ghost
+from disttensor.cotangent import Typed, dual
+from disttensor.crossing import TAPE
+from disttensor.gradient import seed
+from disttensor.mesh import ProcessMesh
+from disttensor.spec import DistSpec
+from disttensor.tensor import DistTensor
+from reshard.crossing import Arrival, start
+
+Tensor = torch.Tensor
+
+
+class Crossing:
+    """One transfer that this rank takes part in and whose gradient comes back.
+
+    local     what this rank sent, in the graph of the visit that sent it; None where it only receives
+    upstream  the ghost of what it received without having sent it; None where nothing hangs on it
+    sent_in, received_in  numbers of the visits, -1 for none
+    reached   a gradient has to come for what was sent; grad: the gradient of what arrived, None as long as there is none
+    """
+
+    __slots__ = (
+        "arrival", "dst", "grad", "local", "reached", "received_in", "sent_in", "src", "tag", "upstream",
+    )  # fmt: skip
+
+    def __init__(self, src: DistSpec, dst: DistSpec, tag: int) -> None:
+        self.src, self.dst, self.tag = src, dst, tag
+        self.local: Tensor | None = None
+        self.upstream: Tensor | None = None
+        self.sent_in = self.received_in = -1
+        self.reached = False
+        self.grad: Tensor | None = None
+        self.arrival: Arrival | None = None
+
+    def post(self, grad: Tensor | None) -> Arrival:
+        """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
+        (to, divide_src), (at, divide_dst) = dual(Typed(self.src)), dual(Typed(self.dst))
+        if grad is None:
+            grad = torch.empty(0, dtype=at.spec.dtype, device=at.spec.mesh.device)
+        elif divide_src != divide_dst:
+            grad = grad * (divide_dst / divide_src)
+        return start(grad, at.spec, to.spec, self.tag + 1)
+
+
+class _Arrived(torch.autograd.Function):
+    """What a crossing brought; its backward keeps the gradient (zeros too: a crossing that is reached is answered)."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return value[0].data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept = ctx.crossing.grad
+        ctx.crossing.grad = grad if kept is None else kept + grad
+        return None, None, None
+
+
+class _Sent(torch.autograd.Function):
+    """The ghost of what was sent; its backward notes that a gradient will come."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return torch.empty(0, dtype=crossing.src.dtype, device=anchor.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.crossing.reached = True
+        return None, None
+
+
+class Tape:
+    """The crossings of one micro-batch, as they happen; then its backward, visit by visit, last first.
+
+    ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how long it took.
+    """
+
+    def __init__(
+        self, pause: Callable[[], None], waiting: Callable[[Callable[[], Tensor]], Tensor]
+    ) -> None:
+        self.pause, self.waiting = pause, waiting
+        self.crossings: list[Crossing] = []
+        self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
+        self.returns: list[str] = []  # ways back to an earlier mesh
+        self.visit = 0
+        self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
+        self._sent = False
+
+    def __enter__(self) -> Tape:
+        self._token = TAPE.set(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        TAPE.reset(self._token)
+
+    # Forward: called by disttensor.crossing -----------------------------------------------------------
+
+    def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
+        """The program goes from one mesh to another, whether this rank has a part in it or not."""
+        for mesh in (src, dst):
+            if mesh not in self.meshes:
+                self.meshes.append(mesh)
+        if self.meshes.index(dst) < self.meshes.index(src):
+            self.returns.append(f"from {src!r} to {dst!r}")
+
+    def arrive(self, arrival: Arrival, sends: bool, receives: bool) -> Tensor:
+        """What a crossing gives on this rank. A receive after a send begins a new visit."""
+        if receives and (self._sent or sends):
+            self.pause()
+            self.visit, self._sent = self.visit + 1, False
+            self._began.append(_number())
+        elif sends:
+            self._sent = True
+        return self.waiting(arrival.wait) if receives else arrival.wait()
+
+    def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
+        """The local (or ghost) of ``dst``: in the graph no longer joined to ``local``, that of ``src``."""
+        sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
+        one = Crossing(src, dst, tag)
+        self.crossings.append(one)
+        if sends:
+            one.local, one.sent_in = local, self._made_in(local, self.visit - receives)
+        elif local.grad_fn is not None:
+            one.upstream = local
+        anchor = ghost.anchor(value.device)
+        if not receives:
+            return _Sent.apply(anchor, one)
+        one.received_in = self.visit
+        return _Arrived.apply(anchor, [value], one)
+
+    def _made_in(self, local: Tensor, now: int) -> int:
+        """The visit whose graph holds ``local``: it may be sent in a later one, as a skip connection is."""
+        if local.grad_fn is None:
+            return now
+        number = local.grad_fn._sequence_nr()
+        return max(v for v, began in enumerate(self._began) if began < number)
+
+    # Backward -------------------------------------------------------------------------------------------
+
+    def backward(self, loss: DistTensor, first: int, last: int) -> None:
+        """The backward of visits ``last`` down to ``first``; the last one of all begins with ``loss``."""
+        for visit in range(last, first - 1, -1):
+            roots: list[Tensor] = []
+            grads: list[Tensor] = []
+            if visit == self.visit:
+                if loss.is_initialized:
+                    roots.append(loss._local)
+                    grads.append(seed(loss, None))
+                else:
+                    _touch(loss._local)
+            awaited = [c for c in reversed(self.crossings) if c.sent_in == visit and c.reached]
+            for c in awaited:
+                c.arrival = c.arrival or c.post(None)
+            for c in awaited:
+                assert c.local is not None and c.arrival is not None
+                roots.append(c.local)
+                grads.append(self.waiting(c.arrival.wait))
+            if roots:
+                torch.autograd.backward(roots, grads)
+            self._answer(visit)
+
+    def _answer(self, visit: int) -> None:
+        """Send the gradients of what this visit received; what was sent for it on the way gets its gradient later."""
+        for c in reversed(self.crossings):
+            if c.received_in == visit and c.grad is not None:
+                c.arrival, c.grad = c.post(c.grad), None
+                if c.local is not None:
+                    c.reached = True
+                elif c.upstream is not None:
+                    _touch(c.upstream)
+        for c in self.crossings:
+            if c.sent_in == visit:
+                c.local = None
+
+
+def _number() -> int:
+    """What autograd counts up with every node that this thread makes."""
+    with torch.enable_grad():
+        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return int(node._sequence_nr())
+
+
+def _touch(ghost_of: Tensor) -> None:
+    """Run the backward of a ghost, which holds no data: it notes what is reached."""
+    torch.autograd.backward(ghost_of, torch.zeros_like(ghost_of))
