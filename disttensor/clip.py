@@ -170,8 +170,12 @@ def _each_mesh(func: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(func)
     def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for share in by_mesh(params).values():
-            func(share, *args, **kwargs)
+        shares = by_mesh(params)
+        if not shares.keys() - {None}:
+            return func(params, *args, **kwargs)
+        for share in shares.values():
+            if any(p.grad is not None for p in share):
+                func(share, *args, **kwargs)
 
     return run
 

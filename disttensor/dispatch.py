@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttensor import fallback, outside, strictness
+from disttensor import fallback, lists, outside, strictness
 from disttensor.plan import Uncacheable, key_of, layouts_of, make_plan, plain_spec
 from disttensor.runner import runner_of
 from disttensor.tensor import DistTensor
@@ -95,6 +95,8 @@ def prepare(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runn
     rule = RULES.get(func)
     if rule is None:
         return fallback.through(func, "no rule")
+    if lists.meshes_of(func, args) > 1:
+        return lists.each_mesh(func)
     if rule.floats and any(type(a) is float for a in (*args, *kwargs.values())):
         return _by_value(func)
     return _planned(func, args, kwargs)

@@ -50,6 +50,7 @@ LAYERS = [
         "disttensor.checkpoint",
         "disttensor.custom",
         "disttensor.gradient",
+        "disttensor.lists",
         "disttensor.sync",
         "disttensor.clip",
         "disttensor.scaler",
