@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor import comm_debug, comm_log
+from disttensor import comm_debug, comm_log, failures
 
 Tensor = torch.Tensor
 
@@ -91,6 +91,7 @@ def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
     default = dist.distributed_c10d._get_default_group()
     key = (default, members)
     if key not in _groups:
+        failures.watch()
         for stale in [k for k in _groups if k[0] is not default]:
             del _groups[stale]
         try:
@@ -99,7 +100,7 @@ def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
         except Exception as error:
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
-                f"needs ranks {list(members)} to arrive here together. Backend's words: {error}"
+                f"needs ranks {list(members)} to arrive here together.{failures.first()} Backend's words: {error}"
             ) from error
     return _groups[key]
 
@@ -171,7 +172,7 @@ def _call(
     except RuntimeError as error:
         raise CommError(
             f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on "
-            f"rank {group.ranks[group.index]}: a rank of the group is gone, or called something else. "
+            f"rank {group.ranks[group.index]}: a rank of the group is gone, or called something else.{failures.first()} "
             f"Backend's words: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from error
 

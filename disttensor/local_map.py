@@ -13,7 +13,7 @@ from disttensor.cotangent import Typed, dual, move
 from disttensor.dispatch import one_mesh
 from disttensor.layout import layout_of
 from disttensor.mesh import ProcessMesh
-from disttensor.plan import plain_spec
+from disttensor.plan import Uncacheable, key_of, plain_spec
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
 from disttensor.tree import flat, rebuilt, substitute
@@ -31,7 +31,8 @@ def local_map(
 
     in_placements: for each tensor argument its placements (it is resharded to them), None keeps what it has.
     out_placements: placements of each result (one sequence for a single result), None for one that is passed on as it is;
-    the global shape follows from the pieces (sizes are exchanged) or is given by ``out_shapes``.
+    the global shape follows from the pieces (sizes are exchanged) or is given by ``out_shapes``. Ranks outside the mesh make
+    the call too, and hear what came out: in every call, or with ``out_shapes`` in the first of its kind.
     in_grad_placements: for each tensor argument what its local gradient means. By default that follows from the placements:
     S -> S, P -> R, and R -> Partial where some argument or result varies over the axis, else R.
 
@@ -44,6 +45,8 @@ def local_map(
         raise ValueError(
             "local_map: out_placements says what the results are; give placements for each result"
         )
+
+    known: dict[Any, Any] = {}  # what ranks outside the mesh have been told, by kind of call
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = flat((args, kwargs), [])
@@ -66,8 +69,12 @@ def local_map(
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
             vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
+        key = _kind(args, kwargs, tensors) if out_shapes is not None else None
         if mesh.coordinate is None:  # the ranks inside say what came out
-            return outside.learned(mesh, args, kwargs)
+            told = known[key] if key is not None and key in known else announce.hear(mesh)
+            if key is not None:
+                known[key] = told
+            return outside.dressed_as(told, mesh, args, kwargs)
         numbers = iter(range(len(tensors)))
 
         def take(t: torch.Tensor) -> torch.Tensor:
@@ -110,10 +117,26 @@ def local_map(
             for p, o, s in zip(pieces, outs, shapes, strict=True)
         ]
         result = dressed[0] if lone else rebuilt(result, dressed)
-        announce.tell(mesh, announce.described(result))
+        if key is None or key not in known:
+            announce.tell(mesh, announce.described(result))
+        if key is not None:
+            known[key] = True
         return result
 
     return run
+
+
+def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+    """Calls that give results of one description, where their shapes are given; None: not known."""
+    try:
+        return (
+            key_of(args),
+            key_of(kwargs),
+            *[t.requires_grad for t in tensors],
+            torch.is_grad_enabled(),
+        )
+    except Uncacheable:
+        return None
 
 
 def replicated_of(t: torch.Tensor, mesh: ProcessMesh) -> DistTensor:

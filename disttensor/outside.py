@@ -186,6 +186,11 @@ def written(
 
 def learned(mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
     """The result of a call whose shapes depend on data: the ranks inside say what they got."""
+    return dressed_as(announce.hear(mesh), mesh, args, kwargs)
+
+
+def dressed_as(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
+    """The result that the ranks inside described (``announce.described``), with ghosts."""
     tensors = flat((args, kwargs or {}), [])
     device = mesh.device
 
@@ -200,7 +205,7 @@ def learned(mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
             return rebuilt(value, [dress(v) for v in value])
         return value
 
-    return dress(announce.hear(mesh))
+    return dress(told)
 
 
 def telling(

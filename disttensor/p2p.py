@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor import comm_log
+from disttensor import comm_log, failures
 from disttensor.comm import CommError, _dense, world
 
 Tensor = torch.Tensor
@@ -162,6 +162,7 @@ def transfer(
     not be changed. ``label``, of which ``str`` is taken only then, says in errors what was moved.
     Raises CommError, for an earlier message of this rank too that could not be delivered.
     """
+    failures.watch()
     _outbox.check()
     me = world()[0]
     if comm_log.active:
@@ -213,7 +214,7 @@ def _failure(what: object, error: Exception) -> CommError:
     words = str(error).splitlines()
     return CommError(
         f"{what}. This failed: the other rank is gone, or did not come here within the time limit of the "
-        f"process group; look for the first error among the ranks. Backend's words: "
+        f"process group; look for the first error among the ranks.{failures.first()} Backend's words: "
         f"{words[0] if words else error!r}"
     )
 

@@ -23,6 +23,7 @@ LAYERS = [
         "disttensor.philox",
         "disttensor.comm_log",
         "disttensor.comm_debug",
+        "disttensor.failures",
         "disttensor.comm",
         "disttensor.p2p",
         "disttensor.mesh",
