@@ -1,6 +1,7 @@
 # make train   set up .venv and train the example model on four local processes (dp 2 x tp 2)
 # make test    set up .venv and run all tests
 # make bench   the overhead against plain torch and torch DTensor; writes docs/performance.md
+# make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 
@@ -11,7 +12,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench lint clean
+.PHONY: train test bench coverage lint clean
 
 train: .venv/.installed
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --dp 2 --tp 2 $(ARGS)
@@ -21,6 +22,10 @@ test: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/overhead.py --markdown docs/performance.md $(ARGS)
+
+coverage: .venv/.installed
+	$(BIN)/python -m tests.opinfo --dtypes all --most 1000 $(ARGS)
+	$(BIN)/python -m tests.opinfo --dtypes all --most 20 --world 4 $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

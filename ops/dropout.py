@@ -152,7 +152,7 @@ def sloped(call: Call) -> Callable[..., Any]:
     return drawing(call, "fast", by_position)
 
 
-@rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True, numbers="type")
+@rule(F.rrelu, torch.rrelu, exact=True, numbers="type")
 def rrelu(
     input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: bool = False, generator: Any = None,
 ) -> Factors:  # fmt: skip
@@ -160,3 +160,6 @@ def rrelu(
     if inplace:
         raise NoRule("inplace=True is the function with _ at its end")
     return pointwise_factors([input], local=sloped if training else None)
+
+
+register(Rule("rrelu", rrelu, True, "type", False, "elementwise"), torch.rrelu_, exact=True)
