@@ -7,7 +7,7 @@ gradients; the world then puts the meshes together, each counted once.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -18,6 +18,7 @@ from disttensor import comm
 from disttensor.mesh import ProcessMesh
 from disttensor.sync import sync_gradients
 from disttensor.tensor import DistTensor
+from disttensor.values import full_tensor
 
 Tensor = torch.Tensor
 Parameters = Tensor | Iterable[Tensor]
@@ -49,8 +50,7 @@ def clip_grad_norm_(
     if len(shares) <= 1 and everywhere(meshes):
         if meshes and foreach is False:
             sync_gradients(params)  # one collective, not one for each
-        norm: Any = _clip_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        return norm.full_tensor() if isinstance(norm, DistTensor) else norm
+        return _plain(_clip_norm(params, max_norm, norm_type, error_if_nonfinite, foreach))
     sync_gradients(params)
     norms = [_norm_on(mesh, share, norm_type, foreach) for mesh, share in shares.items()]
     total = _together(shares, norms, float(norm_type))
@@ -78,6 +78,10 @@ def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
     return all(mesh.size == size for mesh in meshes)
 
 
+def _plain(norm: Any) -> Any:
+    return full_tensor(norm) if isinstance(norm, DistTensor) else norm
+
+
 def over_world(x: Tensor, op: str) -> Tensor:
     return comm.all_reduce(x, op, comm.new_group(range(comm.world()[1]), ("world",)))
 
@@ -89,8 +93,7 @@ def _norm_on(
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return None
-    norm: Any = _total_norm(grads, norm_type, False, foreach)
-    return norm.full_tensor() if isinstance(norm, DistTensor) else norm
+    return _plain(_total_norm(grads, norm_type, False, foreach))
 
 
 def _together(
@@ -146,7 +149,7 @@ def _either(parameters: Any, *args: Any, **kwargs: Any) -> Any:
     return (clip_grad_norm_ if ours else _clip_norm)(parameters, *args, **kwargs)
 
 
-def iter_of_none() -> types.GeneratorType[Any, None, None]:
+def iter_of_none() -> Generator[Any, None, None]:
     yield from ()
 
 
@@ -176,6 +179,7 @@ def _each_mesh(func: Callable[..., Any]) -> Callable[..., Any]:
         for share in shares.values():
             if any(p.grad is not None for p in share):
                 func(share, *args, **kwargs)
+        return None
 
     return run
 

@@ -35,7 +35,7 @@ def _unscale_grads_(
     this, those without a gradient too."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(p, DistTensor) for p in params):
-        return _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)  # type: ignore[no-any-return]
+        return _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
     sync_gradients(params)  # a sum may be infinite where no share of it is
     shares = by_mesh(params)
     found = found_inf.clone()
