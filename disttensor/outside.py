@@ -14,6 +14,7 @@ import torch
 from disttensor import announce, ghost, metadata, random
 from disttensor.layout import replicated
 from disttensor.mesh import ProcessMesh
+from disttensor.quick import quick
 from disttensor.spec import DistSpec
 from disttensor.strictness import name_of
 from disttensor.tensor import DistTensor, wrap
@@ -23,7 +24,6 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
 
-_make: Callable[..., Any] = Tensor._make_subclass
 _autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
@@ -38,30 +38,50 @@ def runner_of(
 ) -> Runner:
     """The runner for calls like this one. ``layouts``: of the results in order; None: all are replicated.
     ``writes``: the first argument is changed in place."""
-    try:
-        found = metadata.found(func, args, kwargs)
-    except metadata.Dynamic:
+    if torch.is_autocast_enabled(mesh.device.type):
+        return made_under_autocast(func, mesh, layouts, args, kwargs, writes)
+    found = found_for(func, mesh, args, kwargs)
+    if found is None:
         return lambda args, kwargs: learned(mesh, args, kwargs)
+    run = general(func, mesh, layouts, found, writes)
+    if writes:
+        return run
+    return quick(run, mesh, dressed(mesh, layouts, found), found, args, kwargs)
+
+
+def made_under_autocast(
+    func: Function, mesh: ProcessMesh, layouts: Any, args: Sequence[Any], kwargs: Any, writes: bool
+) -> Runner:
+    """What is found now holds under autocast only: without it the dtypes are others."""
+    found = found_for(func, mesh, args, kwargs)
+    if found is None:
+        return lambda args, kwargs: learned(mesh, args, kwargs)
+    under = general(func, mesh, layouts, found, writes)
+    bare: list[Runner] = []
+
+    def either(args: Sequence[Any], kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(mesh.device.type):
+            return under(args, kwargs)
+        if not bare:
+            bare.append(runner_of(func, mesh, layouts, args, kwargs, writes))
+        return bare[0](args, kwargs)
+
+    return either
+
+
+def found_for(
+    func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
+) -> metadata.Found | None:
+    """What the call gives; None where the ranks inside have to tell."""
+    try:
+        return metadata.found(func, args, kwargs)
+    except metadata.Dynamic:
+        return None
     except metadata.DataDependent:
         raise RuntimeError(
             f"{name_of(func)} gives a Python value that depends on the data of a tensor on {mesh!r}, which this rank is not in. "
             "Write with dt.values_everywhere(): around it, or give it dt.broadcast_value(x)"
         ) from None
-    run = general(func, mesh, layouts, found, writes)
-    arity = sum(isinstance(a, Tensor) for a in flat((args, kwargs), []))
-    simple = (
-        not writes
-        and not found.draws
-        and not kwargs
-        and isinstance(found.result, metadata.Out)
-        and found.result.same is None
-        and found.result.viewed is None
-        and all(type(a) is DistTensor for a in args[:arity])
-        and 1 <= arity <= 2
-    )
-    if not simple:
-        return run
-    return quick(run, dressed(mesh, layouts, found)[0], found.result, arity)
 
 
 def dressed(mesh: ProcessMesh, layouts: Any, found: metadata.Found) -> list[DistSpec]:
@@ -74,51 +94,21 @@ def dressed(mesh: ProcessMesh, layouts: Any, found: metadata.Found) -> list[Dist
     ]
 
 
-def quick(run: Runner, spec: DistSpec, out: metadata.Out, arity: int) -> Runner:
-    """The warm path: one result of one or two DistTensors."""
-    device = spec.mesh.device
-    blank, bare, proto = ghost.blank(device), ghost.bare(device), spec.proto
-    reads = tuple(i in out.sources for i in range(arity))
-    one, two = arity == 1, arity == 2 and reads == (True, True)
-    passes = reads[0]
-    if not one and not two:
-        return run
-
-    def fast(args: Sequence[Any], kwargs: Any) -> Any:
-        if _autocast():
-            return run(args, kwargs)
-        local = args[0]._local
-        if one:
-            if not passes or not local.requires_grad or not torch.is_grad_enabled():
-                local = blank
-            elif local.grad_fn is None:
-                local = bare
-        else:
-            other = args[1]._local
-            if local is not other or local.grad_fn is None:
-                local = ghost.joined((local, other), device)
-            elif not torch.is_grad_enabled():
-                local = blank
-        new = _make(DistTensor, proto)
-        new._local = local
-        new._spec = spec
-        return new
-
-    return fast
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
 
 
 def general(
     func: Function, mesh: ProcessMesh, layouts: Any, found: metadata.Found, writes: bool
 ) -> Runner:
     device = mesh.device
-    cases: dict[Any, tuple[metadata.Found, list[DistSpec]]] = {
-        None: (found, dressed(mesh, layouts, found))
-    }
+    first = found, dressed(mesh, layouts, found)
+    cases: dict[Any, tuple[metadata.Found, list[DistSpec]]] = {autocast_dtype(device): first}
 
     def case(args: Sequence[Any], kwargs: Any) -> tuple[metadata.Found, list[DistSpec]]:
         """Under autocast dtypes are others."""
-        on = torch.is_autocast_enabled(device.type)
-        key = torch.get_autocast_dtype(device.type) if on else None
+        key = autocast_dtype(device)
         if key not in cases:
             again = metadata.found(func, args, kwargs)
             cases[key] = again, dressed(mesh, layouts, again)
@@ -126,7 +116,7 @@ def general(
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         kwargs = kwargs or {}
-        now, specs = case(args, kwargs) if _autocast() else cases[None]
+        now, specs = case(args, kwargs) if _autocast() else first
         tensors = flat((args, kwargs), [])
         refuse_plain(func, mesh, tensors)
         if now.draws:
