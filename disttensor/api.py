@@ -342,8 +342,9 @@ def from_fn(
     spec = DistSpec(mesh, layout, size, dtype or torch.get_default_dtype())
     check_partial(spec)
     if mesh.coordinate is None:
+        extent: Any = size[0] if fn is torch.randperm else size
         made = metadata.found(
-            fn, (tuple(size), *args), {**kwargs, "dtype": dtype, "device": mesh.device}
+            fn, (extent, *args), {**kwargs, "dtype": dtype, "device": mesh.device}
         )
         if made.draws:
             random.draw(mesh, "invariant", kwargs.get("generator"))

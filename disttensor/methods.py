@@ -186,6 +186,11 @@ def _share(x: DistTensor) -> DistTensor:
 # Python values of whole tensors --------------------------------------------------------------------------------
 
 
+@handler(torch.is_nonzero, Tensor.is_nonzero)
+def _is_nonzero(input: DistTensor) -> bool:
+    return bool(values.item(input))
+
+
 @handler(torch.equal, Tensor.equal)
 def _equal(input: Any, other: Any) -> bool:
     return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())

@@ -43,10 +43,24 @@ def runner_of(
     found = found_for(func, mesh, args, kwargs)
     if found is None:
         return lambda args, kwargs: learned(mesh, args, kwargs)
+    idle = random.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
+    if idle is not None:
+        found = found._replace(draws=False)
     run = general(func, mesh, layouts, found, writes)
-    if writes:
-        return run
-    return quick(run, mesh, dressed(mesh, layouts, found), found, args, kwargs)
+    if not writes:
+        run = quick(run, mesh, dressed(mesh, layouts, found), found, args, kwargs)
+    return run if idle is None else counted(run, mesh, idle)
+
+
+def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner:
+    """A runner of calls that draw random numbers unless they are ``idle``, which depends on values of each."""
+
+    def count(args: Sequence[Any], kwargs: Any) -> Any:
+        if not idle(*args, **(kwargs or {})):
+            random.draw(mesh, "fast")
+        return run(args, kwargs)
+
+    return count
 
 
 def made_under_autocast(
@@ -56,7 +70,11 @@ def made_under_autocast(
     found = found_for(func, mesh, args, kwargs)
     if found is None:
         return lambda args, kwargs: learned(mesh, args, kwargs)
+    idle = random.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
+    if idle is not None:
+        found = found._replace(draws=False)
     under = general(func, mesh, layouts, found, writes)
+    under = under if idle is None else counted(under, mesh, idle)
     bare: list[Runner] = []
 
     def either(args: Sequence[Any], kwargs: Any) -> Any:

@@ -146,6 +146,39 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     return Draw(found, mesh)
 
 
+def _dropout(input: Any, p: float = 0.5, *flags: Any, **named: Any) -> bool:
+    return p == 0.0 or not named.get("train", named.get("training", flags[0] if flags else True))
+
+
+def _native_dropout(input: Any, p: float, train: Any = True) -> bool:
+    return train is False
+
+
+def _rrelu(
+    input: Any, lower: float = 0.0, upper: float = 0.0, training: bool = False, *_: Any, **__: Any
+) -> bool:
+    return not training
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    return not dropout_p
+
+
+# Functions whose rules draw or not by the values of a call, by name without the "_" at its end: which calls draw nothing.
+IDLE: dict[str, Callable[..., bool]] = {
+    "dropout": _dropout, "feature_dropout": _dropout, "alpha_dropout": _dropout, "feature_alpha_dropout": _dropout,
+    "native_dropout": _native_dropout, "rrelu": _rrelu, "scaled_dot_product_attention": _attention,
+}  # fmt: skip
+
+
 class Seeded:
     """``with Seeded(seed, device):`` torch's generator of the device draws from ``seed``; afterwards it is as before."""
 
