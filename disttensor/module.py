@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,31 +43,66 @@ def shard_module(
     >>> model[0].weight.dims_mapping, model[2].weight.dims_mapping
     ([1, -1], [-1, 1])
     """
-    chosen = _choose(module, mesh, plan) if not callable(plan) else {}
+    before = slots(module)
     if callable(plan):
         for name, child in module.named_modules():
             plan(name, child, mesh)
+        plan = None
+    place(module, before, lambda value: mesh, plan, init)
+    return module
+
+
+class Slot(NamedTuple):
+    """Where a module holds a parameter or buffer; a tied one has several."""
+
+    name: str
+    owner: nn.Module
+    table: dict[str, Any]
+    key: str
+    value: torch.Tensor
+
+
+def slots(module: nn.Module) -> list[Slot]:
+    return [
+        Slot(f"{prefix}.{key}" if prefix else key, owner, table, key, value)
+        for prefix, owner in module.named_modules()
+        for table in (owner._parameters, owner._buffers)
+        for key, value in table.items()
+        if value is not None
+    ]
+
+
+def place(
+    module: nn.Module,
+    before: list[Slot],
+    mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
+    plan: Mapping[Any, Sequence[Placement]] | None,
+    init: Callable[[nn.Module], Any] | None,
+) -> None:
+    """``shard_module`` where each tensor has its own mesh, or None: then it stays as it is.
+
+    ``before``: the slots as they were; what somebody has placed since then is placed in all its other slots too.
+    """
+    chosen = _choose(module, mesh_of, plan)
     if init is None:
-        _check_meta(module)
-    made: dict[int, Any] = {}
+        _check_meta(module, mesh_of)
+    made = {
+        id(slot.value): slot.table[slot.key]
+        for slot in before
+        if slot.value is not slot.table.get(slot.key)
+        and isinstance(slot.table.get(slot.key), DistTensor)
+    }
     fresh: set[nn.Module] = set()
-    for prefix, child in module.named_modules():
-        born = False
-        for table in (child._parameters, child._buffers):
-            for key, value in table.items():
-                if value is None or isinstance(value, DistTensor):
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                if id(value) not in made:
-                    made[id(value)] = (value, _place(value, mesh, chosen.get(name)))
-                    born = born or value.is_meta
-                table[key] = made[id(value)][1]
-        if born:
-            fresh.add(child)
+    for name, owner, table, key, value in slots(module):
+        mesh = None if isinstance(value, DistTensor) else mesh_of(value)
+        if id(value) not in made and mesh is not None:
+            made[id(value)] = _place(value, mesh, chosen.get(name))
+            if value.is_meta:
+                fresh.add(owner)
+        table[key] = made.get(id(value), value)
     for child in inner_first(module):
         if child in fresh:
             (init or _initializer)(child)
-    return module
 
 
 def _initializer(module: nn.Module) -> Any:
@@ -78,8 +113,8 @@ def _initializer(module: nn.Module) -> Any:
     return reset()
 
 
-def _check_meta(module: nn.Module) -> None:
-    """Raise for a tensor on the meta device in a module that cannot initialize it."""
+def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
+    """Raise for a tensor on the meta device, of those to be placed, in a module that cannot initialize it."""
     for prefix, child in module.named_modules():
         if callable(
             getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
@@ -90,6 +125,7 @@ def _check_meta(module: nn.Module) -> None:
                 isinstance(value, torch.Tensor)
                 and not isinstance(value, DistTensor)
                 and value.is_meta
+                and mesh_of(value) is not None
             ):
                 raise ValueError(
                     f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, and its module "
@@ -128,15 +164,16 @@ def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placemen
 
 
 def _choose(
-    module: nn.Module, mesh: ProcessMesh, plan: Mapping[Any, Sequence[Placement]] | None
+    module: nn.Module,
+    mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
+    plan: Mapping[Any, Sequence[Placement]] | None,
 ) -> dict[str, Sequence[Placement]]:
     """name of each tensor -> placements. Checks the whole plan."""
-    tensors = dict(
-        [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-    )
+    everything = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    tensors = {name: value for name, value in everything if mesh_of(value) is not None}
     modules = {name for name, _ in module.named_modules()}
     chosen: dict[str, Sequence[Placement]] = {}
     for exact in (True, False):
@@ -155,7 +192,8 @@ def _choose(
                     f"shard_module: {pattern!r} matches no parameter, buffer or module; there are {close}, ..."
                 )
             for name in hits:
-                if name not in chosen:
+                mesh = mesh_of(tensors[name])
+                if name not in chosen and mesh is not None:
                     _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
                     chosen[name] = placements
     by_tensor: dict[int, str] = {}

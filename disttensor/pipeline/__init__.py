@@ -5,9 +5,10 @@ from disttensor.pipeline.plot import plot
 from disttensor.pipeline.record import Recorder, record
 from disttensor.pipeline.run import run
 from disttensor.pipeline.schedule import Action, Schedule, Tick
+from disttensor.pipeline.split import Split, split
 from disttensor.pipeline.timeline import Event, Timeline
 
 __all__ = [
-    "Action", "Event", "Recorder", "Schedule", "Tick", "Timeline", "gpipe", "interleaved_1f1b", "named", "one_f_one_b", "plot",
-    "record", "run",
+    "Action", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline", "gpipe", "interleaved_1f1b", "named", "one_f_one_b", "plot",
+    "record", "run", "split",
 ]  # fmt: skip

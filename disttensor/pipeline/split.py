@@ -1,0 +1,167 @@
+"""split: the layers of an ordinary model on the meshes of stages. Between stages, hooks bring along what a layer is given.
+
+A layer on its stage is an ordinary module with DistTensor parameters; a forward pre-hook is all that is added to it. A
+parameter that lies on an earlier stage (it is tied) is brought for the time of the layer's forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor.api import reshard
+from disttensor.mesh import ProcessMesh
+from disttensor.module import Plan, place, slots
+from disttensor.pipeline.layers import check_tensors, chosen, deal
+from disttensor.placement import Partial, Placement, Replicate
+from disttensor.tensor import DistTensor
+from disttensor.tree import flat, substitute
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class Split:
+    """Which layer lies where: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the order of the visits."""
+
+    layers: tuple[tuple[str, ProcessMesh], ...]
+    stages: tuple[ProcessMesh, ...]
+    counts: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[tuple[str, ProcessMesh]]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        names = iter(name for name, _ in self.layers)
+        rows = [", ".join(next(names) for _ in range(count)) for count in self.counts]
+        return "\n".join(
+            f"stage {i} on {mesh!r}: {row}"
+            for i, (row, mesh) in enumerate(zip(rows, self.stages, strict=True))
+        )
+
+
+def split(
+    modules: nn.Module | str | Iterable[nn.Module | str],
+    stages: Sequence[ProcessMesh],
+    plan: Plan = None,
+    *,
+    of: nn.Module | None = None,
+    counts: Sequence[int] | None = None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> Split:
+    """Place the layers of a model on the meshes of stages, in place. Says what lies where.
+
+    ``modules``: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs them; with ``of=model`` they
+    may be names, and globs in which ``*`` stands for one part of a name. ``stages``: meshes in the order of the visits; a
+    mesh may come several times (interleaved). Layers are dealt out in a row, ``counts[i]`` of them to stage i, without it as
+    evenly as possible. ``plan`` and ``init`` are those of ``shard_module``; names are full names in ``of`` (in ``modules``
+    without it).
+
+    No forward changes. What a layer is given comes to its mesh first, in the same placements (whole, where the mesh has
+    another number of axes); plain tensors stay as they are. The output of the last layer, and so the loss, lies on
+    ``stages[-1]``. What a model does between its layers with tensors of two stages needs a ``reshard`` there. A tied
+    parameter lies on the first stage that has it, and comes to another layer whenever that one runs; ``state_dict`` is
+    as before. All parameters of ``of`` must be in the layers or be DistTensors already; plain buffers
+    outside of them stay plain, and so count as replicated.
+
+    Raises TypeError and ValueError for what cannot be placed, before anything is changed.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> first, second = mesh["dp"], mesh["tp"]
+    >>> pipeline.split(model, [first, second], {"2.weight": [dt.Shard(1)]}).counts
+    (2, 1)
+    >>> model(torch.ones(3, 4)).process_mesh
+    ProcessMesh(tp=1)
+    """
+    root, layers = chosen(modules, of)
+    dealt = deal(len(layers), stages, counts)
+    meshes = [mesh for mesh, count in zip(stages, dealt, strict=True) for _ in range(count)]
+    placed = [(name, layer, mesh) for (name, layer), mesh in zip(layers, meshes, strict=True)]
+    before = slots(root)
+    home: dict[int, ProcessMesh] = {}
+    for name, layer, mesh in placed:
+        if any(isinstance(hook, _Bring) for hook in layer._forward_pre_hooks.values()):
+            raise ValueError(f"pipeline.split: {name!r} is on a stage already: split a model once")
+        for slot in slots(layer):
+            home.setdefault(id(slot.value), mesh)
+    check_tensors(before, home)
+    if callable(plan):
+        for name, layer, mesh in placed:
+            for inner, child in layer.named_modules(prefix=name):
+                plan(inner, child, mesh)
+        plan = None
+    place(root, before, lambda value: home.get(id(value)), plan, init)
+    for _, layer, mesh in placed:
+        borrowed = _Borrowed(layer, mesh)
+        layer.register_forward_pre_hook(_Bring(mesh, borrowed), with_kwargs=True, prepend=True)
+        if borrowed.names:
+            layer.register_forward_hook(borrowed.give_back, always_call=True)
+    return Split(tuple((name, mesh) for name, _, mesh in placed), tuple(stages), tuple(dealt))
+
+
+# At run time ------------------------------------------------------------------------------------------
+
+
+class _Borrowed:
+    """The tensors of a layer that lie on another mesh: which submodules of it hold them, and under which keys."""
+
+    def __init__(self, layer: nn.Module, mesh: ProcessMesh) -> None:
+        self.names = [
+            (owner_name, key)
+            for owner_name, owner in layer.named_modules()
+            for key, value in (*owner._parameters.items(), *owner._buffers.items())
+            if isinstance(value, DistTensor) and value._spec.mesh is not mesh
+        ]
+
+    def take(self, layer: nn.Module, bring: Callable[[Tensor], Tensor]) -> None:
+        """Until ``give_back``, attributes of the instances hide the entries of ``_parameters`` and ``_buffers``."""
+        owners = [(layer.get_submodule(name), key) for name, key in self.names]
+        brought = [
+            bring(owner._parameters[key] if key in owner._parameters else owner._buffers[key])  # type: ignore[arg-type]
+            for owner, key in owners
+        ]
+        for (owner, key), value in zip(owners, brought, strict=True):
+            owner.__dict__[key] = value
+
+    def give_back(self, layer: nn.Module, args: Any, output: Any) -> None:
+        for name, key in self.names:
+            layer.get_submodule(name).__dict__.pop(key, None)
+
+
+class _Bring:
+    """The forward pre-hook: DistTensors that a layer is given, and borrows, come to its mesh."""
+
+    def __init__(self, mesh: ProcessMesh, borrowed: _Borrowed) -> None:
+        self.mesh, self.borrowed = mesh, borrowed
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        mesh, known = self.mesh, dict[int, Tensor]()
+
+        def bring(x: Tensor) -> Tensor:
+            if not isinstance(x, DistTensor) or x._spec.mesh is mesh:
+                return x
+            if id(x) not in known:
+                known[id(x)] = reshard(x, mesh, _placements(x, mesh))
+            return known[id(x)]
+
+        given = flat((args, kwargs), [])
+        away = any(isinstance(x, DistTensor) and x._spec.mesh is not mesh for x in given)
+        if away:
+            args, kwargs = substitute(args, bring), substitute(kwargs, bring)
+        if self.borrowed.names:
+            self.borrowed.take(layer, bring)
+        return (args, kwargs) if away else None
+
+
+def _placements(x: DistTensor, mesh: ProcessMesh) -> list[Placement] | None:
+    """The same on the other mesh; what is still to be summed is summed before it goes, as several calls will read it."""
+    if mesh.ndim != x._spec.mesh.ndim:
+        return None
+    return [Replicate() if isinstance(p, Partial) else p for p in x._spec.placements]
