@@ -12,6 +12,7 @@ from ops.dims import front, letters_of, moved, named, numbers
 from ops.factors import Arg, Factors, Letter
 from ops.infer import NoRule
 from ops.registry import rule
+from ops.resample import padded
 
 
 def _repeated(input: Arg, times: tuple[int, ...]) -> Factors:
@@ -62,12 +63,14 @@ def repeat_interleave(
 
 
 @rule(F.pad)
-def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Factors:
+def padded_with(
+    input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None
+) -> Factors:
     """padded dims are whole"""
     out: list[Letter] = list(letters_of(input))
     sizes: dict[Letter, int] = {}
-    if mode != "constant":  # the other modes take at most a batch and a channel dim in front
-        raise NoRule(f"padding by {mode}")
+    if mode != "constant":
+        return padded(input, pad, mode)
     for i in range(len(pad) // 2):
         d = input.ndim - 1 - i
         if pad[2 * i] or pad[2 * i + 1]:
@@ -75,6 +78,12 @@ def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = Non
             sizes[f"padded{d}"] = input.shape[d] + pad[2 * i] + pad[2 * i + 1]
     zero = value is None or (isinstance(value, int) and value == 0)  # (a float counts by type)
     return moved(input, tuple(out), sizes, moves=zero)  # zeros stay zeros in any reduction
+
+
+@rule(torch.constant_pad_nd, exact=True)
+def constant_pad_nd(input: Arg, pad: Sequence[int], value: Any = 0) -> Factors:
+    """padded dims are whole"""
+    return padded_with(input, pad, "constant", value)
 
 
 @rule(torch.meshgrid)

@@ -82,8 +82,9 @@ class Call:
     def _leaf(self, t: Tensor, jitter: float) -> Tensor:
         value = t.detach().clone()
         if jitter and value.dtype.is_floating_point and value.layout is torch.strided:
+            step = jitter * torch.finfo(value.dtype).eps
             wave = torch.arange(value.numel(), dtype=torch.float64).mul(7.3).sin()
-            value = value * (1 + jitter * wave.view(value.shape)).to(value.dtype)
+            value = (value * (1 + step * wave.view(value.shape))).to(value.dtype)
         return value.requires_grad_(self.asks(t))
 
     def run(self, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> Outcome:
@@ -117,7 +118,7 @@ class Call:
 
     def slack(self) -> Outcome:
         """How far values and gradients move when the inputs change in their last bits."""
-        moved = self.attempt(1, jitter=3e-7)
+        moved = self.attempt(1, jitter=2.5)
 
         def apart(a: Any, b: Any) -> Any:
             if a is None or b is None or a.shape != b.shape or a.layout is not torch.strided:

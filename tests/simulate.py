@@ -443,12 +443,13 @@ def _compare(
         if not isinstance(plain, Tensor):
             assert mine == plain, f"result {j}: {mine} instead of {plain}"
             continue
+        rounds = plain.is_floating_point() or plain.is_complex()
         torch.testing.assert_close(
             mine,
             plain.detach(),
-            rtol=rtol if plain.is_floating_point() else 0,
+            rtol=rtol if rounds else 0,
             check_dtype=exact_dtype,
-            atol=atol if plain.is_floating_point() else 0,
+            atol=atol if rounds else 0,
             equal_nan=True,
             msg=lambda m, j=j: f"result {j}: {m}\ngot {mine}\nexpected {plain}",
         )
