@@ -1,4 +1,4 @@
-# make train   set up .venv and train the example model on four local processes (dp 2 x tp 2)
+# make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
 # make test    set up .venv and run all tests
 # make bench   the overhead against plain torch and torch DTensor; writes docs/performance.md
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: train test bench coverage lint clean
 
 train: .venv/.installed
-	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --dp 2 --tp 2 $(ARGS)
+	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)

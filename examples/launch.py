@@ -1,8 +1,8 @@
 """torchrun on this machine, where an error is one line instead of pages:
 
-    python examples/launch.py 4 examples/train_gpt.py --dp 2 --tp 2
+    python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2
 
-is ``torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2``.
+is ``torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2``.
 """
 
 from __future__ import annotations

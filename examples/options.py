@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+
 
 def parse_args() -> argparse.Namespace:
-    """The options, ``dp`` and ``tp`` filled in. Bad ones raise SystemExit, on every rank alike."""
+    """The options, the mesh and ``micro_batches`` filled in. Bad ones raise SystemExit, on every rank alike."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT on one process or, under torchrun, on a mesh of them."
     )
     parser.error = _refuse  # type: ignore[method-assign]
 
-    mesh = parser.add_argument_group("mesh (dp x tp is the number of processes)")
-    mesh.add_argument("--dp", type=_count, help="parts of the batch (what --tp leaves)")
-    mesh.add_argument("--tp", type=_count, help="parts of each layer (what --dp leaves)")
+    mesh = parser.add_argument_group("mesh (pp x dp x tp is the number of processes)")
+    mesh.add_argument("--pp", type=_count, default=1, help="stages, with some layers each (1)")
+    mesh.add_argument("--dp", type=_count, help="parts of the batch (what the others leave)")
+    mesh.add_argument("--tp", type=_count, help="parts of each layer (what the others leave)")
+    parts = "parts of the batch that follow each other through the stages (with --pp: 4, else 1)"
+    mesh.add_argument("--micro-batches", type=_count, metavar="N", help=parts)
+    mesh.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the stages (1f1b)")
 
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=_count, default=6, help="(6)")
@@ -46,26 +53,37 @@ def parse_args() -> argparse.Namespace:
 
     args = parser.parse_args()
     try:
-        args.dp, args.tp = mesh_shape(args.dp, args.tp, int(os.environ.get("WORLD_SIZE", 1)))
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        args.dp, args.tp = mesh_shape(args.pp, args.dp, args.tp, processes)
     except ValueError as error:
         _refuse(str(error))
+    if args.micro_batches is None:
+        args.micro_batches = math.gcd(4, args.batch) if args.pp > 1 else 1
+    if args.batch % args.micro_batches:
+        _refuse(f"--batch {args.batch} is not a multiple of --micro-batches {args.micro_batches}")
+    visits = args.pp * (2 if args.schedule == "interleaved_1f1b" else 1)
+    if args.layers + 4 < visits:  # the embeddings, the last norm and the head can be on any stage
+        _refuse(f"--layers {args.layers} are too few for --pp {args.pp} with {args.schedule}")
     if args.width % args.heads:
         _refuse(f"--width {args.width} is not a multiple of --heads {args.heads}")
     return args
 
 
-def mesh_shape(dp: int | None, tp: int | None, processes: int) -> tuple[int, int]:
-    """(dp, tp): one that is not given follows from the other; without both, all is dp."""
+def mesh_shape(pp: int, dp: int | None, tp: int | None, processes: int) -> tuple[int, int]:
+    """(dp, tp) beside ``pp``: one that is not given follows from the others; without both, all is dp."""
     if dp is None:
-        dp = max(1, processes // (tp or 1))
+        dp = max(1, processes // (pp * (tp or 1)))
     if tp is None:
-        tp = max(1, processes // dp)
-    if dp * tp != processes:
-        fitting = [(n, processes // n) for n in range(1, processes + 1) if processes % n == 0]
+        tp = max(1, processes // (pp * dp))
+    needed = pp * dp * tp
+    if needed != processes:
+        stages = pp if processes % pp == 0 else 1
+        rest = processes // stages
+        fitting = [(n, rest // n) for n in range(1, rest + 1) if rest % n == 0]
         raise ValueError(
-            f"--dp {dp} --tp {tp} needs {dp * tp} processes, but {processes} started. Either start "
-            f"{dp * tp} (torchrun --nproc-per-node {dp * tp} ...), or choose "
-            + " or ".join(f"--dp {a} --tp {b}" for a, b in fitting)
+            f"--pp {pp} --dp {dp} --tp {tp} needs {needed} processes, but {processes} started. Either "
+            f"start {needed} (torchrun --nproc-per-node {needed} ...), or choose "
+            + " or ".join(f"--pp {stages} --dp {a} --tp {b}" for a, b in fitting)
         )
     return dp, tp
 

@@ -2,10 +2,12 @@
 
     python examples/train_gpt.py                                       # one process
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2    # four
-    python examples/launch.py 4 examples/train_gpt.py --dp 2 --tp 2    # four, with shorter errors
+    torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2    # four, in two stages
+    python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2    # with shorter errors
 
-The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on a mesh is PLAN,
-which says how the parameters are split, and the few lines with ``dt.`` in them.
+The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on a mesh is LAYERS, which
+are dealt out to the stages, PLAN, which says how the parameters of each are split, and the few lines
+with ``dt.`` or ``pipeline.`` in them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ from text import read_text, sample_batch, split
 from torch import Tensor, nn
 
 import disttensor as dt
+from disttensor import pipeline
 
-# How tensors lie on the mesh ("dp", "tp"). Parameters that PLAN does not name are whole everywhere.
+# The layers in the order in which the model runs them.
+LAYERS = ["tok", "pos", "blocks.*", "norm", "head"]
+
+# How tensors lie on the mesh ("dp", "tp") of a stage. Parameters that PLAN does not name are whole.
 BATCH = [dt.Shard(0), dt.Replicate()]
 COLUMN = [dt.Replicate(), dt.Shard(0)]  # a Linear's output features; an Embedding's vocabulary
 ROW = [dt.Replicate(), dt.Shard(1)]  # a Linear's input features
@@ -49,19 +55,26 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, args.dtype))
     text, held_out = split(read_text(args.data, args.bytes), args.context)
 
-    mesh = dt.init_mesh((args.dp, args.tp), ("dp", "tp"))
+    mesh = dt.init_mesh((args.pp, args.dp, args.tp), ("pp", "dp", "tp"))
+    stages = [mesh[i] for i in range(args.pp)]
+    if args.schedule == "interleaved_1f1b":
+        stages = stages * 2  # each is visited twice
     dt.manual_seed(args.seed)
     with torch.device("meta"):  # no memory yet: each rank makes only what it will hold
         model = GPT(GPTConfig(256, args.layers, args.width, args.heads, args.context, args.tie))
-    dt.shard_module(model, mesh, PLAN)
+    pipeline.split(LAYERS, stages, PLAN, of=model)
     init_weights(model)
     size = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{size:,} parameters on dp={args.dp} x tp={args.tp}, {len(text):,} bytes of text")
+    shape = f"pp={args.pp} x dp={args.dp} x tp={args.tp}"
+    say(f"{size:,} parameters on {shape}, {len(text):,} bytes of text")
 
-    def loss_on(text: Tensor, seed: int, step: int) -> Tensor:
-        batch = sample_batch(text, args.batch, args.context, seed, step)
-        inputs, targets = (dt.shard_tensor(part, mesh, BATCH) for part in batch)
+    def loss_on(batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs = dt.shard_tensor(batch[0], stages[0], BATCH)
+        targets = dt.shard_tensor(batch[1], stages[-1], BATCH)
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    def share_of_loss(micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_on(micro_batch) / args.micro_batches  # the losses add up to that of the batch
 
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=args.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, steps=args.steps))
@@ -70,26 +83,37 @@ def main() -> None:
     started = time.perf_counter()
     for step in range(args.steps):
         with dt.record_comms() as comms:
-            loss = loss_on(text, args.seed, step)
-            loss.backward()
+            batch = sample_batch(text, args.batch, args.context, args.seed, step)
+            parts = zip(*(half.chunk(args.micro_batches) for half in batch), strict=True)
+            shares = pipeline.run(share_of_loss, parts, args.schedule, stages=stages)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            losses.append(loss.item())  # of the whole batch, on every rank
+            losses.append(
+                dt.broadcast_value(sum(shares)).item()
+            )  # of the whole batch, on every rank
         progress.update(losses[-1], comms.total_bytes)
         if not math.isfinite(losses[-1]):
             raise SystemExit(f"the loss of step {step + 1} is {losses[-1]}: lower --lr {args.lr:g}")
     say(f"trained for {time.perf_counter() - started:.1f} s")
 
-    with torch.no_grad():
-        checks = [loss_on(held_out, args.seed + 1, step).item() for step in range(args.checks)]
+    with (
+        torch.no_grad(),
+        dt.values_everywhere(),
+    ):  # every rank gets them, on whatever stage they are
+        batches = (
+            sample_batch(held_out, args.batch, args.context, args.seed + 1, step)
+            for step in range(args.checks)
+        )
+        checks = [loss_on(batch).item() for batch in batches]
     if checks:
         nats = sum(checks) / len(checks)
         say(f"validation loss {nats:.4f} ({nats / math.log(2):.3f} bits per byte)")
     if args.sample:
         prompt = held_out[: min(args.context, 128)].long().unsqueeze(0)
-        sample = bytes(generate(model, prompt, args.sample)[0].tolist())
+        with dt.values_everywhere():
+            sample = bytes(generate(model, prompt, args.sample)[0].tolist())
         say(f"{' a prompt ':-^80}\n{as_text(sample[: prompt.numel()])}")
         say(f"{' and what the model makes of it ':-^80}\n{as_text(sample[prompt.numel() :])}")
     if FIRST and args.losses:
