@@ -28,6 +28,7 @@ from disttensor.api import (
 )  # fmt: skip
 from disttensor.clip import clip_grad_norm_
 from disttensor.custom import CustomFunctionError
+from disttensor.explain import Explanation, explain
 from disttensor.interop import from_dtensor, to_dtensor
 from disttensor.local_map import local_map
 from disttensor.module import shard_module
@@ -35,8 +36,8 @@ from disttensor.sync import sync_gradients
 from disttensor.values import broadcast_value, values_everywhere
 
 __all__ = [
-    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "FallbackWarning", "Group", "Layout",
-    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "clip_grad_norm_", "debug", "empty", "from_dtensor",
+    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group", "Layout",
+    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
     "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
     "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
     "values_everywhere", "zeros",

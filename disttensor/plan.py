@@ -16,8 +16,9 @@ from disttensor.cotangent import MeshReach
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
+from ops.assign import Decision
 from ops.call import Call
-from ops.factors import Arg
+from ops.factors import Arg, Factors
 from ops.infer import decide
 from ops.registry import Rule
 
@@ -109,10 +110,7 @@ def make_plan(
 
     None: an in-place function that cannot keep its target's placement by itself. Raises NoRule.
     """
-    tensors: list[Arg] = []
-    _collect((args, kwargs), tensors)
-    named = {_ALIASES.get(k, k): v for k, v in kwargs.items()} if kwargs else kwargs
-    rule, factors, decision = decide(func, args, named, tensors, mesh.shape)
+    rule, factors, decision = decided(func, args, kwargs, mesh)
     if decision is None:
         return None
     wants = [s.with_layout(w) for s, w in zip(specs, decision.wants, strict=True)]
@@ -136,14 +134,21 @@ def make_plan(
     )  # fmt: skip
 
 
+def decided(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], mesh: ProcessMesh
+) -> tuple[Rule, Factors, Decision | None]:
+    """What ``ops.infer.decide`` says of a call with an Arg for each tensor. Raises NoRule."""
+    tensors: list[Arg] = []
+    _collect((args, kwargs), tensors)
+    named = {_ALIASES.get(k, k): v for k, v in kwargs.items()} if kwargs else kwargs
+    return decide(func, args, named, tensors, mesh.shape)
+
+
 def layouts_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], mesh: ProcessMesh
 ) -> list[Layout] | None:
     """The layouts of the results, for a rank outside the mesh. None: an in-place function. Raises NoRule."""
-    tensors: list[Arg] = []
-    _collect((args, kwargs), tensors)
-    named = {_ALIASES.get(k, k): v for k, v in kwargs.items()}
-    rule, _, decision = decide(func, args, named, tensors, mesh.shape)
+    rule, _, decision = decided(func, args, kwargs, mesh)
     return None if decision is None or rule.inplace else list(decision.gives)
 
 

@@ -43,7 +43,7 @@ def assign(
     if f.parts:
         return _assign_parts(f, args, mesh_shape, fixed)
     majors = [tuple(d[0] if isinstance(d, tuple) else d for d in dims) for dims in f.inputs]
-    usable = _usable(f)
+    usable = splittable(f)
     held: list[list[tuple[int, Letter]]] = [[] for _ in mesh_shape]
     pending: list[list[tuple[int, str]]] = [[] for _ in mesh_shape]
     for t, arg in enumerate(args):
@@ -102,7 +102,7 @@ def _assign_parts(
     return Decision(wants, gives if f.outputs else [], varying, {})
 
 
-def _usable(f: Factors) -> set[Letter]:
+def splittable(f: Factors) -> set[Letter]:
     """Letters that an axis may split: in every output or reduced, not whole, never a minor part of a dim."""
     minor: set[Letter] = set()
     present: set[Letter] = set(f.reduced)

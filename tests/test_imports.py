@@ -59,6 +59,7 @@ LAYERS = [
     [
         "disttensor.runner",
         "disttensor.dispatch",
+        "disttensor.explain",
         "disttensor.values",
         "disttensor.clip",
         "disttensor.scaler",
