@@ -50,7 +50,7 @@ OPS = {op.full_name: op for op in common_methods_invocations.op_db}
 UNSET = re.compile(r"empty|resize")  # functions whose results hold whatever was in memory
 
 LIMIT = 120.0  # seconds for one OpInfo
-PATIENCE = 15.0  # seconds that a rank waits for the other at the end of a case
+PATIENCE = 60.0  # seconds that a rank waits for the other at the end of a case
 DRAWS = 2  # layouts of a sample on a mesh of several axes
 
 # By name: the placement of tensor i of a call on a mesh of one axis (replicated where it has no dims).
