@@ -188,7 +188,12 @@ def _dense(x: Tensor) -> Tensor:
 
 def _bytes(x: Tensor) -> Tensor:
     """The same memory in a dtype that every backend sends."""
-    return x if x.dtype in _NATIVE else x.reshape(-1).view(torch.uint8)
+    return x if x.dtype in _NATIVE else _raw(x)
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes. One element may have any stride, which a view would not take."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:

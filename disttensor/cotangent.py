@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reshard
-from disttensor import comm, random
+from disttensor import comm, random, recompute
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
@@ -81,6 +81,7 @@ class Move(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
         """``held``: the result where it is known already, so that nothing is communicated again."""
         ctx.ends = src, dst
+        recompute.hold(ctx)
         if held is not None:
             return held[0].view_as(held[0])
         out = reshard.run(x, src.spec, dst.spec)
@@ -95,6 +96,7 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         src, dst = ctx.ends
+        recompute.redo(ctx)
         (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
         if divide_src != divide_dst:
             grad = grad * (divide_dst / divide_src)
@@ -126,10 +128,12 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
         ctx.group = group
+        recompute.hold(ctx)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        recompute.redo(ctx)
         return _Sum.apply(grad, ctx.group), None
 
 

@@ -43,11 +43,13 @@ class Cross(torch.autograd.Function):
     ) -> Tensor:
         """``value`` is in a list to be no argument of autograd's."""
         ctx.ends = src, dst, tag
+        recompute.hold(ctx)
         return value[0].data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         src, dst, tag = ctx.ends
+        recompute.redo(ctx)
         (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
         if divide_src != divide_dst:
             grad = grad * (divide_dst / divide_src)

@@ -74,12 +74,27 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
     Raises Dynamic where the shape depends on data, and what the function raises for such arguments.
     """
+    tensors = flat((tuple(args), kwargs), [])
+    every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     try:
-        return _run(func, args, kwargs, grad=True)
+        return _run(func, args, kwargs, every)
     except (Dynamic, DataDependent):
         raise
-    except Exception:  # a function that refuses tensors that require grad: it gives none that do
-        return _run(func, args, kwargs, grad=False)
+    except (
+        Exception
+    ):  # it refuses some that require grad (running statistics), or all: then it gives none that do
+        bare = _run(func, args, kwargs, ())
+        taken = [i for i in every if _takes(func, args, kwargs, i)]
+        return _run(func, args, kwargs, taken) if taken else bare
+
+
+def _takes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], i: int) -> bool:
+    """Can tensor ``i`` require grad?"""
+    try:
+        _run(func, args, kwargs, (i,))
+    except Exception:
+        return False
+    return True
 
 
 def _hidden() -> Any:
@@ -87,20 +102,21 @@ def _hidden() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> Found:
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequence[int]) -> Found:
+    """``needing``: the tensors that require grad, by number."""
     seeded = _Seeded()
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
 
     def fake(t: Tensor) -> Tensor:
         leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device)
-        differentiable = grad and (t.dtype.is_floating_point or t.dtype.is_complex)
+        differentiable = len(leaves) in needing
         leaves.append(leaf.requires_grad_(differentiable))
         fakes.append(leaf.clone() if differentiable else leaf)  # not a leaf: it may be written to
         return fakes[-1]
 
     try:
-        with fake_mode(), seeded, torch.set_grad_enabled(grad), _hidden():
+        with fake_mode(), seeded, torch.set_grad_enabled(bool(needing)), _hidden():
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
     except DynamicOutputShapeException:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from disttensor import comm_log, failures
-from disttensor.comm import CommError, _dense, world
+from disttensor.comm import CommError, _dense, _raw, world
 
 Tensor = torch.Tensor
 
@@ -195,7 +195,7 @@ def _post(
         return [], []
     group = c10d._get_default_group()
     works = [[group.recv([x.view(torch.uint8)], source, tag)] for source, x in receives]
-    return works, [group.send([x.view(torch.uint8)], to, tag) for to, x in sends]
+    return works, [group.send([_raw(x)], to, tag) for to, x in sends]
 
 
 def _post_batch(
@@ -203,7 +203,7 @@ def _post_batch(
 ) -> Posted:
     """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each other."""
     ops = [dist.P2POp(dist.irecv, x.view(torch.uint8), r, tag=tag) for r, x in receives]
-    ops += [dist.P2POp(dist.isend, x.view(torch.uint8), r, tag=tag) for r, x in sends]
+    ops += [dist.P2POp(dist.isend, _raw(x), r, tag=tag) for r, x in sends]
     works = dist.batch_isend_irecv(ops) if ops else []
     if len(works) != len(ops):  # one Work for all
         return [list(works) for _ in receives], [works[-1] for _ in sends]

@@ -9,6 +9,10 @@ frames that it runs in, and in a recomputation the n-th call takes the n-th note
     innermost recomputation on the stack     gives the numbers of the call (none: the counter does)
     checkpoints entered since                note them, for their own recomputation later (nested checkpoints)
 
+Ranks that are in several meshes compute a region again at the first of its nodes that saved something, which other
+ranks may not have. What it communicates has all ranks come there first, so a node whose backward communicates saves
+something in a region (``hold``), and unpacks it before it communicates (``redo``).
+
 A random call in a backward that is no such recomputation would draw numbers that nobody can repeat or expects (a region
 recomputed by other means, for one): ``note`` raises.
 """
@@ -92,6 +96,19 @@ def note(where: Scope | None, what: Any) -> None:
     if where is not None:
         for notes in where.notes:
             notes.append(what)
+
+
+def hold(ctx: Any) -> None:
+    """In the forward of a node whose backward communicates: tie it to the region that it is made in, if any."""
+    if _top(True) is not None:
+        ctx.save_for_backward(torch.empty(0))
+        ctx.held = True
+
+
+def redo(ctx: Any) -> None:
+    """In its backward, before it communicates: have the region computed again now."""
+    if getattr(ctx, "held", False):
+        _ = ctx.saved_tensors
 
 
 def _is_ours(pack: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disttensor import ghost
+from disttensor import ghost, recompute
 from disttensor.cotangent import Typed, dual
 from disttensor.crossing import TAPE
 from disttensor.gradient import seed
@@ -63,10 +63,12 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], crossing: Crossing) -> Tensor:
         ctx.crossing = crossing
+        recompute.hold(ctx)  # as the crossing does when the region is computed again
         return value[0].data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        recompute.redo(ctx)
         kept = ctx.crossing.grad
         ctx.crossing.grad = grad if kept is None else kept + grad
         return None, None, None
@@ -78,10 +80,12 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, crossing: Crossing) -> Tensor:
         ctx.crossing = crossing
+        recompute.hold(ctx)  # as the crossing does when the region is computed again
         return torch.empty(0, dtype=crossing.src.dtype, device=anchor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        recompute.redo(ctx)
         ctx.crossing.reached = True
         return None, None
 
