@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +21,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 ONE = [sys.executable, SCRIPT]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-FOUR = [*TORCHRUN, SCRIPT, "--dp=2", "--tp=2"]
-LAUNCH = [sys.executable, str(ROOT / "examples" / "launch.py"), "4", SCRIPT, "--dp=2", "--tp=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LAUNCH = [sys.executable, str(ROOT / "examples" / "launch.py"), "4", SCRIPT, "--pp=2", "--tp=2"]
 TINY = ["--layers=2", "--width=32", "--heads=4", "--context=16", "--batch=4", "--bytes=200000"]
+
+Trained = Callable[[str], tuple[list[float], str]]
 
 PATIENCE = 100.0  # seconds for a job that is not stuck
 SECONDS = 10.0  # "within seconds"
@@ -68,27 +71,58 @@ def example(name: str) -> ModuleType:
     return module
 
 
+def trained(command: list[str], model: str, folder: Path) -> tuple[list[float], str]:
+    """The losses of 30 steps with those of the validation behind them, and what the model writes."""
+    status, out, err = finished(
+        [*command, *TINY, *model.split(), "--steps=30", "--sample=8", "--losses=losses.json"],
+        folder,
+    )
+    assert status == 0, err
+    assert "Warning" not in err, err
+    assert "30/30" in out and "tokens/s" in out and "validation loss" in out, out
+    assert "loss curve" in out, out
+    written = json.loads((folder / "losses.json").read_text())
+    assert (len(written["losses"]), len(written["validation"])) == (30, 8)
+    return [*written["losses"], *written["validation"]], out.partition(" a prompt ")[2]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """``trained`` of one process; each model once."""
+
+    @functools.cache
+    def known(model: str) -> tuple[list[float], str]:
+        losses, text = trained(ONE, model, tmp_path_factory.mktemp("one"))
+        assert losses[29] < losses[0] - 0.5
+        return losses, text
+
+    return known
+
+
 @pytest.mark.slow
 @pytest.mark.limit(240)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-8), ("float32", 1e-3)])
-def test_one_process_and_a_2x2_mesh_have_the_same_losses(
-    dtype: str, tolerance: float, tmp_path: Path
+@pytest.mark.parametrize(
+    ("processes", "mesh", "model"),
+    [
+        (4, "--dp=2 --tp=2", "--dtype=float32"),
+        (4, "--dp=2 --tp=2", "--dtype=float64"),
+        (2, "--pp=2", "--dtype=float64"),
+        (2, "--pp=2", "--dtype=float64 --tie"),
+        (2, "--pp=2 --schedule=interleaved_1f1b", "--dtype=float64"),
+        (4, "--pp=4", "--dtype=float64"),
+        (4, "--pp=2 --tp=2", "--dtype=float64 --tie"),
+        (4, "--pp=2 --dp=2 --schedule=gpipe --micro-batches=2", "--dtype=float64"),
+    ],
+)
+def test_any_mesh_has_the_losses_of_one_process(
+    processes: int, mesh: str, model: str, one_process: Trained, tmp_path: Path
 ) -> None:
-    losses, validation = [], []
-    for name, command in (("one", ONE), ("four", FOUR)):
-        options = [f"--dtype={dtype}", "--steps=50", "--sample=8", f"--losses={name}.json"]
-        status, out, err = finished([*command, *TINY, *options], tmp_path)
-        assert status == 0, err
-        assert "Warning" not in err, err
-        assert "50/50" in out and "tokens/s" in out and "validation loss" in out, out
-        assert "loss curve" in out, out
-        written = json.loads((tmp_path / f"{name}.json").read_text())
-        losses.append(written["losses"])
-        validation.append(written["validation"])
-    assert len(losses[0]) == 50
-    assert losses[1] == pytest.approx(losses[0], rel=0, abs=tolerance)
-    assert validation[1] == pytest.approx(validation[0], rel=0, abs=tolerance)
-    assert losses[0][-1] < losses[0][0] - 1.0
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", SCRIPT, *mesh.split()]
+    losses, text = trained(command, model, tmp_path)
+    expected, its_text = one_process(model)
+    exact = "float64" in model
+    assert losses == pytest.approx(expected, rel=0, abs=1e-10 if exact else 1e-3)
+    assert text == its_text or not exact  # what the model writes
 
 
 @pytest.mark.slow
@@ -130,13 +164,38 @@ def test_all_ranks_end_within_seconds_with_one_line(
 
 def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do() -> None:
     mesh_shape = example("options").mesh_shape
-    assert mesh_shape(None, None, 4) == (4, 1)
-    assert mesh_shape(2, None, 4) == (2, 2)
-    assert mesh_shape(None, 4, 4) == (1, 4)
-    with pytest.raises(ValueError, match=r"needs 6 processes, but 4 started.*--dp 2 --tp 2"):
-        mesh_shape(2, 3, 4)
+    assert mesh_shape(1, None, None, 4) == (4, 1)
+    assert mesh_shape(1, 2, None, 4) == (2, 2)
+    assert mesh_shape(1, None, 4, 4) == (1, 4)
+    assert mesh_shape(2, None, None, 8) == (4, 1)
+    assert mesh_shape(2, None, 2, 8) == (2, 2)
+    assert mesh_shape(4, None, None, 4) == (1, 1)
+    with pytest.raises(ValueError, match=r"needs 6 processes, but 4 started.*--pp 1 --dp 2 --tp 2"):
+        mesh_shape(1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"needs 3 processes, but 4 started"):
-        mesh_shape(None, 3, 4)
+        mesh_shape(1, None, 3, 4)
+    with pytest.raises(
+        ValueError, match=r"needs 8 processes.* choose --pp 2 --dp 1 --tp 2 or --pp"
+    ):
+        mesh_shape(2, 2, 2, 4)
+    with pytest.raises(ValueError, match=r"needs 3 processes.* choose --pp 1 --dp 1 --tp 4"):
+        mesh_shape(3, None, None, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--batch=6 --micro-batches=4", "--batch 6 is not a multiple of --micro-batches 4"),
+        ("--width=30 --heads=4", "--width 30 is not a multiple of --heads 4"),
+        ("--schedule=2f2b", "invalid choice: '2f2b'"),
+        ("--pp=2", "needs 2 processes, but 1 started"),
+    ],
+)
+def test_options_that_do_not_fit(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options.split()])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        example("options").parse_args()
 
 
 def test_a_batch_depends_on_seed_and_step_only(tmp_path: Path) -> None:
@@ -160,5 +219,15 @@ def test_text_that_is_too_short_is_refused_with_the_length_it_needs() -> None:
 def test_help_lists_the_options(tmp_path: Path) -> None:
     status, out, err = finished([*ONE, "--help"], tmp_path)
     assert status == 0, err
-    for option in ("--dp", "--tp", "--layers", "--data", "--steps", "--dtype", "--losses"):
+    for option in (
+        "--pp",
+        "--dp",
+        "--tp",
+        "--schedule",
+        "--layers",
+        "--data",
+        "--steps",
+        "--dtype",
+        "--losses",
+    ):
         assert option in out
