@@ -32,13 +32,14 @@ from disttensor.explain import Explanation, explain
 from disttensor.interop import from_dtensor, to_dtensor
 from disttensor.local_map import local_map
 from disttensor.module import shard_module
+from disttensor.skip import never_skip
 from disttensor.sync import sync_gradients
 from disttensor.values import broadcast_value, values_everywhere
 
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group", "Layout",
     "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
     "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
     "values_everywhere", "zeros",
 ]  # fmt: skip

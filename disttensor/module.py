@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disttensor import outside
+from disttensor import outside, skip
 from disttensor.api import shard_tensor
 from disttensor.layout import layout_of, replicated
 from disttensor.mesh import ProcessMesh
@@ -103,6 +103,7 @@ def place(
     for child in inner_first(module):
         if child in fresh:
             (init or _initializer)(child)
+    skip.attach(module)
 
 
 def _initializer(module: nn.Module) -> Any:

@@ -61,7 +61,7 @@ def quick(
         kind = list if type(found.result) is list else tuple
         return _several(run, spread, sources, specs, viewed, draws, kind)
     if spread is _positional and viewed[0] is None and draws is None and 0 < len(sources) < 3:
-        return (_of_one if len(sources) == 1 else _of_two)(run, *sources, specs[0])
+        return (_of_one if len(sources) == 1 else _of_two)(run, sources, specs[0])
     return _one(run, spread, sources, specs[0], viewed[0], draws)
 
 
@@ -105,7 +105,8 @@ def _token(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, bare:
     return joined if joined is nothing or _grad() else nothing
 
 
-def _of_one(run: Runner, source: int, spec: DistSpec) -> Runner:
+def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
+    (source,) = sources
     device, proto = spec.mesh.device, spec.proto
     nothing, bare = ghost.blank(device), ghost.bare(device)
 
@@ -126,10 +127,10 @@ def _of_one(run: Runner, source: int, spec: DistSpec) -> Runner:
     return call
 
 
-def _of_two(run: Runner, first: int, second: int, spec: DistSpec) -> Runner:
+def _of_two(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
+    first, second = sources
     device, proto = spec.mesh.device, spec.proto
     nothing, bare = ghost.blank(device), ghost.bare(device)
-    sources = first, second
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if _autocast():

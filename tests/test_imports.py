@@ -48,6 +48,9 @@ LAYERS = [
         "disttensor.metadata",
         "disttensor.quick",
         "disttensor.outside",
+        "disttensor.watch",
+        "disttensor.rehearsal",
+        "disttensor.skip",
         "disttensor.crossing",
         "disttensor.checkpoint",
         "disttensor.custom",
@@ -57,6 +60,7 @@ LAYERS = [
         "disttensor.fallback",
     ],
     [
+        "disttensor.reduced",
         "disttensor.runner",
         "disttensor.dispatch",
         "disttensor.explain",
