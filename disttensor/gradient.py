@@ -196,6 +196,8 @@ def leaves_of(inputs: Any) -> list[Tensor] | None:
             out.append(x)
         elif x.is_initialized:
             out += [leaf for _, leaf in uses(x)]
+        elif not out:  # torch wants one at least, and no input lies on this rank
+            out.append(ghost.leaf(x._spec.mesh.device, x._spec.dtype))
     return out
 
 

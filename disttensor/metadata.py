@@ -61,6 +61,7 @@ _DYNAMIC = (
     "nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave", "one_hot", "combinations",
 )  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 @cache
@@ -78,7 +79,11 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     try:
         return _run(func, args, kwargs, every)
-    except (Dynamic, DataDependent):
+    except DataDependent:
+        if named_dynamic(func):  # asks for the data to know the shape, as one_hot does
+            raise Dynamic(name_of(func)) from None
+        raise
+    except Dynamic:
         raise
     except (
         Exception
@@ -108,10 +113,14 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
 
-    def fake(t: Tensor) -> Tensor:
+    def fake(t: Tensor) -> Any:
         leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device)
         differentiable = len(leaves) in needing
         leaves.append(leaf.requires_grad_(differentiable))
+        if leaves[1:] and t.ndim == 0 and func in _INDEXING and not t.dtype.is_floating_point:
+            if t.dtype not in _MASKS:
+                fakes.append(leaf)
+                return 0  # torch would ask for the number, on which nothing here depends
         fakes.append(leaf.clone() if differentiable else leaf)  # not a leaf: it may be written to
         return fakes[-1]
 
@@ -167,11 +176,15 @@ def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def named_dynamic(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "").strip("_").startswith(_DYNAMIC)
+
+
 def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
     """Does the shape of the result depend on data? Only functions of such names are asked: a run costs time."""
     name = getattr(func, "__name__", "").strip("_")
     masks = name == "getitem" and any(t.dtype in _MASKS for t in flat(args[1:], []))
-    if not masks and not name.startswith(_DYNAMIC):
+    if not masks and not named_dynamic(func):
         return False
     try:
         found(func, args, kwargs or {})
