@@ -247,7 +247,8 @@ def _local_of(a: Any, plan: Plan) -> Any:
         return a._local
     if (type(a) is list or type(a) is tuple) and a and type(a[0]) is not float:
         try:
-            return [t._local for t in a]
+            found = [t._local for t in a]
+            return found if type(a) is list else tuple(found)  # x[i, j] is not x[[i, j]]
         except AttributeError:
             return type(a)([_local_of(v, plan) for v in a])
     return a
@@ -305,7 +306,12 @@ def refuse_copies(func: Function, target: Any) -> None:
 def written(target: Any, out: Any) -> Any:
     """The result of an in-place function: its target(s), whose uses before this are of the old value."""
     if type(target) is DistTensor:
-        if target._aliases is not None or target._origin is not None or copies.LIVE:
+        if (
+            target._aliases is not None
+            or target._origin is not None
+            or target._reduced is not None
+            or copies.LIVE
+        ):
             target.forget_uses()
         if target._back is not None:
             with copies.up_to_date(target):
