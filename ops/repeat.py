@@ -45,7 +45,7 @@ def tile(input: Arg, *dims: Any, **words: Any) -> Factors:
 
 @rule(*named("repeat_interleave"), exact=True)
 def repeat_interleave(
-    input: Arg, repeats: Any, dim: Any = None, *, output_size: Any = None
+    input: Arg, repeats: Any = None, dim: Any = None, *, output_size: Any = None
 ) -> Factors:
     """the dim may stay split evenly: each piece is repeated where it is"""
     if not isinstance(repeats, int):
