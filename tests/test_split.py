@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import re
 
 import pytest
@@ -261,6 +262,34 @@ def test_a_function_as_plan_and_ties():
     check(net, model(tie=True), stages)
 
 
+class Deep(GPT):
+    """The tie is deep inside the last layer, and a norm inside two layers is one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.blocks[0].norm
+        self.head = nn.ModuleDict({"last": nn.Sequential(self.norm, self.head)})
+        self.head["last"][1].weight = self.tok.weight
+
+    def forward(self, tokens):
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x, {"skip": [x, None]}, scale=self.scale)
+        return self.head["last"](x)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_a_tie_deep_inside_a_layer_and_a_module_in_two_layers(schedule):
+    stages = stage_meshes(1)
+    torch.manual_seed(1)
+    plain = Deep().double()
+    net = copy.deepcopy(plain)
+    pipeline.split(["tok", "pos", "blocks", "head.last"], stages, of=net)
+    assert net.head["last"][1].weight.process_mesh is stages[0]
+    check(net, plain, stages, schedule)
+
+
 @on_ranks(2)
 def test_a_borrowed_parameter_is_borrowed_for_the_forward_only():
     net, stages = model(tie=True), stage_meshes()
@@ -320,3 +349,14 @@ def test_what_cannot_be_split():
         placed = dt.shard_module(GPT(), a)
         with pytest.raises(ValueError, match=r"lies on ProcessMesh.* already"):
             pipeline.split(NAMES, [a, b], of=placed)
+
+
+@on_ranks(1)
+def test_examples_run():
+    mesh = dt.init_mesh((1, 1), ("dp", "tp"))
+    for thing in (pipeline.split, pipeline.Split):
+        names = {"torch": torch, "dt": dt, "pipeline": pipeline, "mesh": mesh}
+        test = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
+        report: list[str] = []
+        doctest.DocTestRunner().run(test, out=report.append)
+        assert test.examples and not report, "".join(report)

@@ -26,7 +26,16 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, repr=False)
 class Split:
-    """Which layer lies where: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the order of the visits."""
+    """Which layer lies where: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the order of the visits.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> split = pipeline.split(layers, [mesh["dp"], mesh["tp"]])
+    >>> split
+    stage 0 on ProcessMesh(dp=1): 0, 1
+    stage 1 on ProcessMesh(tp=1): 2
+    >>> [name for name, mesh in split], split.counts, split.stages[-1]
+    (['0', '1', '2'], (2, 1), ProcessMesh(tp=1))
+    """
 
     layers: tuple[tuple[str, ProcessMesh], ...]
     stages: tuple[ProcessMesh, ...]
