@@ -22,6 +22,7 @@ import torch
 
 Tensor = torch.Tensor
 _used: list[torch.device] = []
+remade = [0]  # how often a tensor outside got another ghost or spec than the one it was made with
 
 
 @lru_cache(maxsize=64)

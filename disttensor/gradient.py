@@ -351,6 +351,7 @@ def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
 def _outside_requires(x: DistTensor, flag: bool) -> None:
     """The ghost of a leaf that requires grad, or of one that does not."""
     device = x._spec.mesh.device
+    ghost.remade[0] += 1
     x._local = ghost.leaf(device, x._spec.dtype) if flag else ghost.blank(device)
 
 
@@ -416,6 +417,7 @@ def become(x: DistTensor, value: DistTensor) -> DistTensor:
         raise RuntimeError(
             f"{x._spec!r} is a leaf that requires grad: it cannot be changed in place"
         )
+    ghost.remade[0] += 1
     x._local, x._spec = value._local, value._spec
     x._aliases, x._origin, x._grad = None, value._origin, None
     with torch._C.DisableTorchFunctionSubclass():

@@ -92,7 +92,7 @@ def found_for(
 ) -> metadata.Found | None:
     """What the call gives; None where the ranks inside have to tell."""
     try:
-        return metadata.found(func, args, kwargs)
+        return metadata.found(func, args, kwargs or {})
     except metadata.Dynamic:
         return None
     except metadata.DataDependent:
@@ -177,6 +177,9 @@ def written(
 ) -> Any:
     """In place: the target depends on all that was written into it; so does what it is a view of."""
     targets: list[Any] = flat(target, [])
+    for t in targets:
+        if type(t) is DistTensor:
+            t._reduced = None
     if torch.is_grad_enabled():
         for t in targets:
             if t._local.is_leaf and t._local.requires_grad:
@@ -185,6 +188,7 @@ def written(
                 )
         into = ghost.joined([t._local for t in tensors if type(t) is DistTensor], mesh.device)
         if into.requires_grad:
+            ghost.remade[0] += 1
             for t in targets:
                 while t is not None and t._spec.dtype.is_floating_point | t._spec.dtype.is_complex:
                     t._local = into

@@ -1,11 +1,13 @@
 """A module and all modules in it, and whether anything of them has changed that its forward could depend on.
 
-Parameters, buffers and hooks are compared whenever somebody asks, which is cheap. Assignments to attributes (``train()`` and
-``eval()`` are some) are told by ``nn.Module.__setattr__``, which is wrapped when the first module is watched.
+Changes are told by what makes them, so that to ask costs nothing. When the first module is watched, those methods of
+``nn.Module`` are wrapped that assign attributes (``train()`` and ``eval()`` do) or register hooks; the tables of parameters and
+buffers of a watched module tell too; and ``ghost.remade`` counts what happens to the tensors themselves.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from operator import is_
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from disttensor import ghost
 from disttensor.tensor import DistTensor
 
 
@@ -28,6 +31,10 @@ _global_hooks: tuple[Any, ...] = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
+_TELLING = (
+    "__setattr__", "__delattr__", "add_module", "register_forward_hook", "register_forward_pre_hook",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
+)  # fmt: skip
 _wrapped: list[str] = []
 
 
@@ -36,12 +43,21 @@ class Subtree:
 
     def __init__(self, module: nn.Module, watcher: Watcher) -> None:
         self.modules = list(module.modules())
-        tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
-        self._tables = [t for t in tables if t]
-        self._empty = [t for t in tables if not t]
+        _wrap()
+        for m in self.modules:
+            if m not in _watchers:
+                _watchers[m] = weakref.WeakSet()
+                for name in ("_parameters", "_buffers"):
+                    m.__dict__[name] = _Table.of(m, m.__dict__[name])
+            _watchers[m].add(watcher)
         self._hooks = [*_global_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
         self.hooked = any(self._hooks)
-        self.tensors = self._read()
+        tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
+        self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
+        self._remade = ghost.remade[0]
+        self.elsewhere = all(
+            isinstance(p, DistTensor) and not p.is_initialized for p in self.tensors
+        )
         self._specs = [p._spec for p in self.tensors] if self.elsewhere else []
         self._locals = [p._local for p in self.tensors] if self.elsewhere else []
         self.attached = [  # DistTensors that are attributes, not parameters or buffers
@@ -50,27 +66,17 @@ class Subtree:
             for name, value in m.__dict__.items()
             if isinstance(value, DistTensor)
         ]
-        _wrap()
-        for m in self.modules:
-            _watchers.setdefault(m, weakref.WeakSet()).add(watcher)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Are all parameters and buffers on meshes that this rank is not in?"""
-        return all(isinstance(p, DistTensor) and not p.is_initialized for p in self.tensors)
-
-    def _read(self) -> list[Any]:
-        return [p for t in self._tables for p in t.values() if p is not None]
 
     def unchanged(self) -> bool:
-        if any(self._empty) or any(self._hooks) is not self.hooked:
-            return False
-        tensors = self._read()
-        if len(tensors) != len(self.tensors) or not all(map(is_, tensors, self.tensors)):
-            return False
-        return not self._specs or (
-            all(map(is_, [p._spec for p in tensors], self._specs))
-            and all(map(is_, [p._local for p in tensors], self._locals))
+        """Are hooks and tensors as they were? Changes of attributes and tables are told to the watcher."""
+        if self.hooked:
+            return any(self._hooks)
+        return not any(_global_hooks) and (self._remade == ghost.remade[0] or self._as_they_were())
+
+    def _as_they_were(self) -> bool:
+        self._remade = ghost.remade[0]
+        return all(map(is_, [p._spec for p in self.tensors], self._specs)) and all(
+            map(is_, [p._local for p in self.tensors], self._locals)
         )
 
     def attributes(self) -> list[int]:
@@ -96,22 +102,58 @@ def _tell(module: Any, name: Any) -> None:
         watcher.changed(name)
 
 
+class _Table(dict[str, Any]):
+    """The parameters or buffers of a watched module. Copied and pickled as a dict."""
+
+    owner: weakref.ref[nn.Module]
+
+    @classmethod
+    def of(cls, owner: nn.Module, table: dict[str, Any]) -> _Table:
+        new = cls(table)
+        new.owner = weakref.ref(owner)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    def change(self: _Table, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        owner = self.owner()
+        if owner is not None:
+            _tell(owner, name)
+        return result
+
+    return change
+
+
+for _name in (
+    "__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update",
+):  # fmt: skip
+    setattr(_Table, _name, _changing(_name))
+
+
 def _wrap() -> None:
-    """Once: what assigns to modules tells their watchers."""
+    """Once: what changes modules tells their watchers."""
     if _wrapped:
         return
-    for name in ("__setattr__", "__delattr__", "add_module"):
+    for name in _TELLING:
         _wrapped.append(name)
         setattr(nn.Module, name, _telling(getattr(nn.Module, name)))
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(self: Any, name: Any, *value: Any, **named: Any) -> Any:
-        result = method(self, name, *value, **named)
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
         if self in _watchers:
-            _tell(self, name)
+            _tell(self, args[0] if args else "")
         return result
 
-    wrapper.__name__, wrapper.__qualname__ = method.__name__, method.__qualname__
-    wrapper.__doc__, wrapper.__wrapped__ = method.__doc__, method  # type: ignore[attr-defined]
     return wrapper
