@@ -32,8 +32,6 @@ from tests.opinfo_check import DTYPES, LIMIT, OPS, Result, on_rank
 
 # OpInfos that fail, and why. One that passes does not belong here.
 KNOWN = {
-    "as_strided": "as_strided_ in place would change the shape; it should, or refuse (as_strided passes)",
-    "as_strided.partial_views": "as_strided_ in place would change the shape; it should, or refuse",
     "resize_": "refused: a DistTensor is not given other memory",
     "sparse.mm.reduce": "sparse layouts are not DistTensors",
     "sparse.sampled_addmm": "sparse layouts are not DistTensors",
