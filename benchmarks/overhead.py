@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import sides
+import stages
 import torch
 import torch.distributed as dist
 from cases import ROWS, Row
@@ -23,7 +24,7 @@ def main() -> int:
     """Print the table; 1 where a side failed or computed something else than plain did."""
     args = parse()
     effort = QUICK if args.quick else FULL
-    rows = [row for row in ROWS if args.only.lower() in row.name.lower()]
+    rows = [row for row in [*ROWS, *stages.ROWS] if args.only.lower() in row.name.lower()]
     warnings.filterwarnings("ignore", module="torch")
     if sides.dt is None:
         print("disttensor cannot be imported: its column stays blank", file=sys.stderr)
@@ -60,7 +61,10 @@ def measure(row: Row, effort: Effort, progress: str) -> Result:
         try:
             torch.manual_seed(0)
             side = kind(row.mesh_shape)
-            calls[kind.name] = row.build(side)
+            call = row.build(side)
+            if call is None:
+                continue
+            calls[kind.name] = call
             with torch.set_grad_enabled(row.grad):
                 first[kind.name] = calls[kind.name]()
             if kind.name in row.same:

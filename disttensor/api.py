@@ -215,6 +215,10 @@ def _digest(value: Tensor) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
+_targets: dict[Any, DistSpec] = {}  # of reshards so far
+_MOST = 4096
+
+
 def reshard(
     x: Any,
     mesh: ProcessMesh | None = None,
@@ -239,9 +243,21 @@ def reshard(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
     mesh = mesh or x._spec.mesh
-    layout = layout_from(mesh, x.ndim, placements, dims_mapping, partial_status)
-    dst = DistSpec(mesh, layout, x._spec.shape, x._spec.dtype)
-    check_partial(dst)
+    key: Any = None
+    if dims_mapping is None and partial_status is None:
+        if placements is None:
+            key = x._spec, mesh
+        elif all(isinstance(p, Placement) for p in placements):
+            key = x._spec, mesh, *placements
+    dst = _targets.get(key)
+    if dst is None:
+        layout = layout_from(mesh, x.ndim, placements, dims_mapping, partial_status)
+        dst = DistSpec(mesh, layout, x._spec.shape, x._spec.dtype)
+        check_partial(dst)
+        if len(_targets) >= _MOST:
+            _targets.clear()
+        if key is not None:
+            _targets[key] = dst
     if mesh is not x._spec.mesh:
         return cross(x, dst)
     return resharded(x, dst, fresh=True)

@@ -108,6 +108,8 @@ class Skip:
             subtree = self._look()
             if subtree is None:
                 return self._run(args, kwargs)
+        if not subtree.elsewhere:
+            return self._run(args, kwargs)
         try:
             key, inputs = self._key(args, kwargs)
         except _NoKey:
@@ -140,7 +142,7 @@ class Skip:
             for m in subtree.modules
         ):
             self._why = "a forward that was put on an instance"
-        return None if self._why or not subtree.elsewhere else subtree
+        return None if self._why else subtree
 
     def _may_try(self) -> bool:
         self._trials += 1
