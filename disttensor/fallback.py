@@ -12,6 +12,7 @@ import reshard
 from disttensor import announce, copies, metadata, outside, strictness
 from disttensor.body import body_of
 from disttensor.layout import replicated
+from disttensor.plan import Uncacheable, key_of
 from disttensor.random import forked
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
@@ -61,6 +62,18 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
     """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes goes back into
     the placement it had. ``quiet``: no warning (an in-place function that had to go this way)."""
     writing = writes(func)
+    runners: dict[Any, Callable[..., Any]] = {}  # on ranks outside the mesh, by kind of call
+
+    def elsewhere(mesh: Any, args: Sequence[Any], kwargs: Any) -> Callable[..., Any]:
+        try:
+            key = key_of((tuple(args), kwargs), floats=True)
+        except Uncacheable:
+            return outside.runner_of(func, mesh, None, args, kwargs, writing)
+        if key not in runners:
+            if len(runners) >= 256:
+                runners.clear()
+            runners[key] = outside.runner_of(func, mesh, None, args, kwargs, writing)
+        return runners[key]
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         kwargs = kwargs or {}
@@ -91,7 +104,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 + ". Bring one over first: reshard(x, mesh, placements)"
             )
         if mesh.coordinate is None:
-            return outside.runner_of(func, mesh, None, args, kwargs, writing)(args, kwargs)
+            return elsewhere(mesh, args, kwargs)(args, kwargs)
         if not quiet:
             strictness.fallback(func, [t._spec for t in found], why)
         elif strictness.level:
