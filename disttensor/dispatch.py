@@ -14,6 +14,7 @@ import torch
 
 from disttensor import fallback, lists, outside, strictness
 from disttensor.plan import Uncacheable, key_of, layouts_of, make_plan, plain_spec
+from disttensor.reduced import shared
 from disttensor.runner import runner_of
 from disttensor.tensor import DistTensor
 from disttensor.tree import flat, substitute
@@ -142,13 +143,16 @@ def _planned(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Run
     try:
         if mesh.coordinate is None:
             layouts = layouts_of(func, *asked, mesh)
-            return outside.runner_of(func, mesh, layouts, args, kwargs, layouts is None)
+            away = outside.runner_of(func, mesh, layouts, args, kwargs, layouts is None)
+            return away if layouts is None else shared(away, func, specs, asked, mesh)
         plan = make_plan(func, *asked, specs, mesh)
     except NoRule as reason:
         return fallback.through(func, str(reason))
     if plan is None:
         return fallback.gathered(func, "in place", quiet=True)
-    return outside.telling(runner_of(func, plan, args, kwargs, specs), func, mesh, args, kwargs)
+    here = runner_of(func, plan, args, kwargs, specs)
+    run = outside.telling(here, func, mesh, args, kwargs)
+    return run if plan.inplace else shared(run, func, specs, asked, mesh)
 
 
 def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:

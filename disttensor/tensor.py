@@ -65,6 +65,7 @@ class DistTensor(Tensor):
     _back: Callable[[Any], Any] | None = (
         None  # unless this brings a write back to what it was taken from
     )
+    _reduced: Any = None  # a pending value as an earlier call reduced it: see disttensor.reduced
     _viewed: Any = None  # outside the mesh: the DistTensor whose memory this shares inside
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
@@ -277,6 +278,7 @@ class DistTensor(Tensor):
             self._aliases = None
         if self._origin is not None:
             self._origin = None
+        self._reduced = None
         if copies.LIVE:
             copies.outdate(self._local)
 
