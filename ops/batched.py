@@ -71,23 +71,32 @@ def or_zero(call: Call) -> Any:
 
         def whole(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return torch.empty(next(pieces).shape, dtype=value.dtype, device="meta")
-            return value
+                made = torch.empty(next(pieces).shape, dtype=value.dtype, device="meta")
+                return made.requires_grad_(value.requires_grad)
+            return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
 
-        given = call.func(*map(whole, args), **{k: whole(v) for k, v in kwargs.items()})
-        types = [t.dtype for t in ([given] if isinstance(given, Tensor) else given)]
+        wholes = [whole(a) for a in args], {k: whole(v) for k, v in kwargs.items()}
+        given = call.func(*wholes[0], **wholes[1])
         zero = zero_of(*args, *kwargs.values())
-        shapes = [p.local_shape for p in call.outputs]
-        made = [zero.to(t).expand(s).clone() for t, s in zip(types, shapes, strict=True)]
-        return made[0] if len(made) == 1 else tuple(made)
+        made = []
+        for t, piece in zip(
+            [given] if isinstance(given, Tensor) else given, call.outputs, strict=True
+        ):
+            one = zero if t.requires_grad else zero.detach()
+            made.append(one.to(t.dtype).expand(piece.local_shape).clone())
+        return made[0] if isinstance(given, Tensor) else type(given)(made)
 
     return zeros
 
 
-def _enter(names: str, cores: Callable[[list[Arg]], list[int]]) -> None:
+def _enter(
+    names: str,
+    cores: Callable[[list[Arg]], list[int]],
+    places: tuple[Any, ...] = (torch, torch.linalg, Tensor),
+) -> None:
     """A rule for each of the functions of these names, in torch, torch.linalg and of Tensor. One that refuses a
     matrix (not positive definite, singular) does so on the rank that has it."""
-    funcs = named(*names.split(), places=(torch, torch.linalg, Tensor))
+    funcs = named(*names.split(), places=places)
     for func in funcs:
 
         def factors(*args: Any, _func: Function = func, **kwargs: Any) -> Factors:
@@ -116,10 +125,17 @@ def with_vector(tensors: list[Arg]) -> list[int]:
     return [2, 1, 2][: len(tensors)]
 
 
+def pivots_last(tensors: list[Arg]) -> list[int]:
+    """Right sides, factors, and a vector of pivots for each matrix."""
+    return [2, 2, 1]
+
+
 _enter(
     "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse eig eigvals eigh eigvalsh qr svd "
     "svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power geqrf solve_triangular triangular_solve",
     matrices,
 )
 _enter("solve solve_ex", solves)
-_enter("lu_solve ldl_solve lu_unpack householder_product ormqr", with_vector)
+_enter("lu_solve", with_vector, (torch.linalg,))
+_enter("lu_solve", pivots_last, (torch, Tensor))
+_enter("ldl_solve lu_unpack householder_product ormqr", with_vector)

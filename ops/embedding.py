@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.dims import letters_of
-from ops.empty import is_empty
+from ops.empty import is_empty, zero_of
 from ops.factors import Arg, Factors, Letter
 from ops.infer import NoRule
 from ops.owned import Owned
@@ -72,3 +72,33 @@ def embedding(
     return Factors(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local
     )
+
+
+@rule(F.embedding_bag, exact=True)
+def embedding_bag(
+    input: Arg, weight: Arg, offsets: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
+    include_last_offset: bool = False, padding_idx: Any = None,
+) -> Factors:  # fmt: skip
+    """bags, v d -> bags d: bags of equal length may be split; the table is whole but for d"""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
+    if input.ndim != 2 or 0 in (*input.shape, *weight.shape) or offsets is not None:
+        raise NoRule("bags of different lengths")
+    ins: list[tuple[Letter, ...]] = [("bags", None), (None, "d")]
+    if per_sample_weights is not None:
+        ins.append(("bags", None))
+    linear = frozenset(
+        {weight.index} if per_sample_weights is None else {weight.index, per_sample_weights.index}
+    )
+    sizes: dict[Letter, int] = {"bags": input.shape[0], "d": weight.shape[1]}
+    terms = (linear,) if mode in ("sum", "mean") else ()
+    return Factors(tuple(ins), (("bags", "d"),), sizes, terms=terms, local=_bags)
+
+
+def _bags(call: Any) -> Callable[..., Tensor]:
+    """Ranks without bags, or without columns, give zeros in the graph."""
+    if not is_empty(call):
+        return F.embedding_bag
+    shape = call.outputs[0].local_shape
+    return lambda *args, **words: zero_of(*args[1:], *words.values()).expand(shape).clone()

@@ -123,3 +123,8 @@ _adaptive(3, F.adaptive_avg_pool3d, linear=True)
 _adaptive(1, F.adaptive_max_pool1d, linear=False)
 _adaptive(2, F.adaptive_max_pool2d, linear=False)
 _adaptive(3, F.adaptive_max_pool3d, linear=False)
+_adaptive(
+    1, F.adaptive_max_pool1d_with_indices, torch.adaptive_max_pool1d, linear=False, always=True
+)
+_adaptive(2, F.adaptive_max_pool2d_with_indices, linear=False, always=True)
+_adaptive(3, F.adaptive_max_pool3d_with_indices, linear=False, always=True)

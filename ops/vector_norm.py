@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.layout import Axes
+from ops.batched import or_zero
 from ops.call import Call
+from ops.dims import fronts
 from ops.empty import zero_of
 from ops.extremes import best_of
-from ops.factors import Arg, Factors
+from ops.factors import Arg, Dims, Factors
 from ops.infer import NoRule
 from ops.inner import spread, total
 from ops.moments import safe_root, widened
@@ -105,9 +107,13 @@ def matrix_norm(
     A: Arg, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None,
     out: None = None,
 ) -> Factors:  # fmt: skip
-    """the Frobenius norm; the others have no rule"""
+    """the Frobenius norm is reduced; for the others matrices are whole"""
     if ord != "fro":
-        raise NoRule(f"matrix norm of order {ord!r}")
+        gone = fronts(dim, A.ndim)
+        dims: Dims = tuple(None if d in gone else d for d in range(A.ndim))
+        left = dims if keepdim else tuple(d for d in dims if d is not None)
+        sizes: dict[Any, int] = {d: s for d, s in enumerate(A.shape) if d not in gone}
+        return Factors((dims,), (left,), sizes, local=or_zero)
     return _norm(A, 2.0, dim, keepdim, dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.placement import Replicate, Shard
-from ops import Arg, NoRule, infer
+from ops import Arg, infer
 from ops.infer import decide
 from tests.simulate import check_rule
 
@@ -83,11 +83,12 @@ def test_normalize(x: torch.Tensor, args: Any) -> None:
     check(F.normalize, x, *args, grad=not (x is ZEROS and args))
 
 
-def test_matrix_norms_have_no_rule() -> None:
+def test_matrices_whose_norm_is_not_frobenius_are_whole() -> None:
     arg = Arg((5, 6), [S0, R]).placed(2, 0)
     for order in (2, "nuc"):
-        with pytest.raises(NoRule):
-            decide(torch.linalg.matrix_norm, (arg, order), {}, [arg], (2, 2))
+        _, _, decision = decide(torch.linalg.matrix_norm, (arg, order), {}, [arg], (2, 2))
+        assert decision is not None
+        assert [w.placements(2) for w in decision.wants] == [(R, R)]
 
 
 @pytest.mark.parametrize(
