@@ -1,0 +1,1 @@
+"""Models that others wrote, tiny, with the batch and the loss that they are tried with."""
