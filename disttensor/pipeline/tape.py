@@ -85,7 +85,6 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        recompute.redo(ctx)
         ctx.crossing.reached = True
         return None, None
 
@@ -176,8 +175,8 @@ class Tape:
                 assert c.local is not None and c.arrival is not None
                 roots.append(c.local)
                 grads.append(self.waiting(c.arrival.wait))
-            if roots:
-                torch.autograd.backward(roots, grads)
+            if roots:  # what this visit took from an earlier one of the same mesh leads back into that one's graph
+                torch.autograd.backward(roots, grads, retain_graph=visit > 0)
             self._answer(visit)
 
     def _answer(self, visit: int) -> None:
