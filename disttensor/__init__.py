@@ -22,7 +22,7 @@ import disttensor.checkpoint
 import disttensor.custom
 import disttensor.methods
 import disttensor.nn_init
-import disttensor.scaler  # noqa: F401
+import disttensor.scaler
 from disttensor.api import (
     empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
 )  # fmt: skip
@@ -32,6 +32,7 @@ from disttensor.explain import Explanation, explain
 from disttensor.interop import from_dtensor, to_dtensor
 from disttensor.local_map import local_map
 from disttensor.module import shard_module
+import disttensor.plans  # noqa: F401
 from disttensor.skip import never_skip
 from disttensor.sync import sync_gradients
 from disttensor.values import broadcast_value, values_everywhere

@@ -75,6 +75,7 @@ LAYERS = [
         "disttensor.interop",
         "disttensor.local_map",
         "disttensor.module",
+        "disttensor.plans",
     ],
     ["disttensor.pipeline"],
     ["disttensor"],  # disttensor/__init__.py only

@@ -1,0 +1,277 @@
+"""Plans for shard_module, proposed from the structure of a model that somebody else wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Placement, Replicate, Shard
+
+# How authors name the layers of a transformer. A name counts only where the shapes fit too.
+QKV = re.compile(
+    r"[qkv]|w[qkv]|query|key|value|[qkv]_proj|[qkv]_lin|to_[qkv]|(query|key|value)_proj"
+)
+FUSED = re.compile(r"c_attn|qkv|qkv_proj|query_key_value|in_proj|Wqkv|to_qkv")
+OUT = re.compile(r"o|wo|out|proj|dense|c_proj|(o|out)_(proj|lin)|to_out(\.0)?|output\.dense")
+UP = re.compile(
+    r"up|gate|w1|w3|wi|wi_[01]|fc1|fc_in|c_fc|lin1|linear1|(up|gate)_proj|dense_h_to_4h|intermediate\.dense"
+)
+DOWN = re.compile(
+    r"down|w2|wo|fc2|fc_out|c_proj|lin2|linear2|down_proj|dense_4h_to_h|output\.dense"
+)
+NOT_TOKENS = re.compile(r"pos|type|segment|relative|wpe", re.IGNORECASE)
+HEAD = re.compile(r"lm_head|head|output|decoder|embed_out|unembed")
+
+
+class Proposal(dict[str, Sequence[Placement]]):
+    """A plan for ``shard_module``: name of each parameter -> placements. ``why[name]`` says the reason.
+
+    Change it as a dict. It prints with what repeats from layer to layer on one line.
+
+    >>> plan = dt.plans.megatron(torch.nn.TransformerEncoderLayer(4, 2, 8))
+    >>> isinstance(plan, dt.plans.Proposal), plan.why["linear1.weight"]
+    (True, 'mlp, first: its output is split')
+    >>> plan["linear2.weight"] = [dt.Replicate(), dt.Replicate()]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        rows: dict[tuple[str, str, str], int] = {}
+        for name, placements in self.items():
+            shown = "[" + ", ".join(map(str, placements)) + "]"
+            key = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), shown, self.why.get(name, "")
+            rows[key] = rows.get(key, 0) + 1
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        return "\n".join(
+            f"{name.ljust(widths[0])}  {shown.ljust(widths[1])}  {why}".rstrip()
+            for name, shown, why in rows
+        )
+
+
+class Linear(NamedTuple):
+    """A layer that multiplies by a matrix. ``out``, ``into``: the dims of its weight."""
+
+    name: str
+    module: Any
+    out: int
+    into: int
+
+    @property
+    def given(self) -> int:
+        return int(self.module.weight.shape[self.out])
+
+    @property
+    def taken(self) -> int:
+        return int(self.module.weight.shape[self.into])
+
+
+def megatron(
+    model: nn.Module, mesh_axis: int | str = 1, mesh: ProcessMesh | None = None
+) -> Proposal:
+    """Propose a tensor-parallel plan in Megatron's layout: attention by heads, the first matrices of an MLP by their
+    outputs and the last by its inputs, token embedding and output head by the vocabulary; the rest replicated.
+
+    ``mesh_axis``: the axis that splits, its number or (with ``mesh``) its name. Without ``mesh`` it is taken for the last
+    one. With ``mesh``, attention whose heads the axis does not divide is left whole. What is not recognized by names and
+    shapes is replicated, and ``plan.why`` says so: any plan gives right numbers, a better one moves less.
+    Raises ValueError for a name without a mesh.
+
+    >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
+    >>> plan = dt.plans.megatron(model)
+    >>> print(plan)
+    up.weight    [R, S(0)]  mlp, first: its output is split
+    up.bias      [R, S(0)]  mlp, first: its output is split
+    down.weight  [R, S(1)]  mlp, last: its input is split
+    down.bias    [R, R]     added once, to the whole sum
+    >>> model = dt.shard_module(model, mesh, plan)
+    """
+    if mesh is None and isinstance(mesh_axis, str):
+        raise ValueError(
+            f"plans.megatron: the axis is given by its name {mesh_axis!r}; which one of how many that is, the mesh says: "
+            "megatron(model, 'tp', mesh)"
+        )
+    axis = mesh_axis if mesh is None or isinstance(mesh_axis, int) else mesh.axis(mesh_axis)
+    assert isinstance(axis, int)
+    ndim = mesh.ndim if mesh is not None else axis + 1
+    return _Proposer(model, axis, ndim, mesh.shape[axis] if mesh is not None else 1).proposal()
+
+
+class _Proposer:
+    """``dims``: name of a parameter -> (the dim that is split, or None; why)."""
+
+    def __init__(self, model: nn.Module, axis: int, ndim: int, parts: int) -> None:
+        self.model, self.axis, self.ndim, self.parts = model, axis, ndim, parts
+        self.dims: dict[str, tuple[int | None, str]] = {}
+        self.linears = [
+            layer for layer in map(_linear, *zip(*model.named_modules(), strict=True)) if layer
+        ]
+        self.taken: set[str] = set()
+
+    def proposal(self) -> Proposal:
+        for name, module in self.model.named_modules():
+            self._attention(name, module)
+        for name, module in reversed(list(self.model.named_modules())):  # inner ones first
+            self._mlp(name, module)
+        self._vocabulary()
+        plan, tied = Proposal(), {}
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        for name, value in named:  # a tied parameter has one layout under all its names
+            if name in self.dims:
+                tied.setdefault(id(value), self.dims[name])
+        for name, value in named:
+            dim, why = tied.get(id(value)) or (None, self._unknown(name, value.ndim))
+            plan[name] = [
+                Shard(dim) if a == self.axis and dim is not None else Replicate()
+                for a in range(self.ndim)
+            ]
+            plan.why[name] = why
+        return plan
+
+    def _unknown(self, name: str, ndim: int) -> str:
+        if ndim < 2:
+            return ""
+        return "not recognized as a part of attention, MLP or vocabulary"
+
+    def _set(self, layer: Linear, split: str, why: str) -> None:
+        """split: "out", "into" or "" (whole)."""
+        dim = {"out": layer.out, "into": layer.into, "": None}[split]
+        self.taken.add(layer.name)
+        self.dims[f"{layer.name}.weight"] = dim, why
+        if getattr(layer.module, "bias", None) is not None:
+            self.dims[f"{layer.name}.bias"] = (
+                (0, why)
+                if split == "out"
+                else (None, "added once, to the whole sum" if split else why)
+            )
+
+    def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
+        """(name from here, layer) of the layers at most ``depth`` levels down that have no role yet."""
+        prefix = f"{name}." if name else ""
+        for layer in self.linears:
+            rest = layer.name.removeprefix(prefix)
+            if (
+                layer.name.startswith(prefix)
+                and layer.name not in self.taken
+                and rest.count(".") < depth
+            ):
+                yield rest, layer
+
+    def _attention(self, name: str, module: nn.Module) -> None:
+        children = list(self._within(name, 1))
+        fused = [layer for rest, layer in children if FUSED.fullmatch(rest)]
+        if fused or isinstance(getattr(module, "in_proj_weight", None), nn.Parameter):
+            why = "q, k and v are one matrix, of which a piece is no piece of each"
+            for layer in fused:
+                self._set(layer, "", why)
+            for key in ("in_proj_weight", "in_proj_bias"):
+                if getattr(module, key, None) is not None:
+                    self.dims[f"{name}.{key}" if name else key] = None, why
+            for layer in self._outputs(name, None):
+                self._set(layer, "", "follows an attention that is whole")
+            return
+        qkv = [layer for rest, layer in children if QKV.fullmatch(rest)]
+        if len(qkv) < 3:
+            return
+        outputs = self._outputs(name, max(layer.given for layer in qkv))
+        odd = _undivided(module, qkv, self.parts)
+        for layer in qkv:
+            self._set(layer, "" if odd else "out", odd or "attention: by heads")
+        for layer in outputs:
+            self._set(layer, "" if odd else "into", odd or "attention: takes what the heads give")
+        bias = getattr(module, "relative_attention_bias", None)
+        if isinstance(bias, nn.Embedding) and not odd:
+            self.dims[f"{name}.relative_attention_bias.weight"] = 1, "attention: by heads"
+
+    def _outputs(self, name: str, taken: int | None) -> list[Linear]:
+        """The layer(s) behind the attention ``name``: in it, or beside it in the module around."""
+        around = name.rpartition(".")[0]
+        for place, depth in ((name, 2), (around, 2)):
+            found = [
+                layer
+                for rest, layer in self._within(place, depth)
+                if OUT.fullmatch(rest) and taken in (None, layer.taken)
+            ]
+            if found:
+                return found[:1]
+        return []
+
+    def _mlp(self, name: str, module: nn.Module) -> None:
+        inside = list(self._within(name, 2))
+        for rest, down in inside:
+            if not DOWN.fullmatch(rest):
+                continue
+            ups = [
+                layer
+                for other, layer in inside
+                if UP.fullmatch(other) and layer.given == down.taken and layer.taken == down.given
+            ]
+            for layer in ups:
+                self._set(layer, "out", "mlp, first: its output is split")
+            if ups:
+                self._set(down, "into", "mlp, last: its input is split")
+                return
+        for key, value in module._parameters.items():
+            if value is not None and value.ndim == 3 and "expert" in name:
+                full = f"{name}.{key}" if name else key
+                self.dims[full] = None, "experts in one tensor: not split"
+
+    def _vocabulary(self) -> None:
+        sizes = set()
+        for name, module in self.model.named_modules():
+            weight = f"{name}.weight" if name else "weight"
+            if isinstance(module, nn.Embedding) and weight not in self.dims:
+                if NOT_TOKENS.search(name.rpartition(".")[2]):
+                    self.dims[weight] = None, "small"
+                else:
+                    sizes.add(module.num_embeddings)
+                    self.dims[weight] = 0, "by the vocabulary"
+        for layer in self.linears:
+            last = layer.name.rpartition(".")[2]
+            if layer.name not in self.taken and layer.given in sizes and HEAD.fullmatch(last):
+                self._set(layer, "out", "by the vocabulary")
+
+
+def _linear(name: str, module: nn.Module) -> Linear | None:
+    """A Linear, or the Conv1D of GPT-2, which is one with its weight transposed."""
+    if isinstance(module, nn.Linear):
+        return Linear(name, module, 0, 1)
+    if type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):
+        return Linear(name, module, 1, 0)
+    return None
+
+
+def _undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
+    """Why attention cannot be split by heads into so many parts; "" where it can, or where nothing is known of heads."""
+    size = next(
+        (
+            found
+            for key in ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head")
+            if isinstance(found := getattr(module, key, None), int)
+        ),
+        None,
+    )
+    if size is None:
+        heads = next(
+            (
+                found
+                for key in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+                if isinstance(found := getattr(module, key, None), int)
+            ),
+            None,
+        )
+        if heads is None:
+            return ""
+        size = qkv[0].given // heads
+    for layer in qkv:
+        heads = layer.given // size
+        if heads % parts:
+            last = layer.name.rpartition(".")[2]
+            return f"{last} has {heads} heads, which {parts} ranks do not divide"
+    return ""
