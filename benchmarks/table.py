@@ -127,5 +127,8 @@ the network taken away. It is the overhead that is measured here, not throughput
   made beforehand): what a plan costs before it is cached.
 - Where collectives cannot change the answer, the result is compared with the plain one before
   anything is timed.
+- "outside" rows are calls on tensors of a stage that this rank is not in; their "plain" is
+  `torch.add` of 8x8, whatever the call. In the rows of 96 layers this rank is the fourth of eight
+  stages of twelve blocks each; "plain" are its own twelve blocks, as DistTensors, without the rest.
 - "Aim" bounds the ratio to plain (x), or the time itself.
 """

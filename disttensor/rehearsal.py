@@ -24,7 +24,18 @@ from disttensor.watch import Subtree
 
 Tensor = torch.Tensor
 CONSTANTS = frozenset(
-    {int, str, bool, float, complex, type(None), torch.dtype, torch.device, torch.memory_format}
+    {
+        int,
+        str,
+        bool,
+        float,
+        complex,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.memory_format,
+        torch.Size,
+    }
 )
 
 
@@ -66,7 +77,7 @@ class Case:
             return inputs[value.number]
         if kind is dict:
             return {k: self._made(v, inputs) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and kind is not torch.Size:
             return rebuilt(value, [self._made(v, inputs) for v in value])
         return value
 

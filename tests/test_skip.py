@@ -91,7 +91,13 @@ class Pairs(nn.Module):
 
     def forward(self, x, y=None):
         y = x * 2 if y is None else y
-        return {"a": self.block(x), "b": (y * 3, y.sum() > 0, [x.detach().sum().shape, "text"])}
+        return {"a": self.block(x), "b": (y * 3, y.sum() > 0, [x.sum().shape, "text"])}
+
+
+class Writing(Pairs):
+    def forward(self, x, y):
+        x.mul_(y)
+        return self.block(x)
 
 
 def pairs(on: Stages):
@@ -362,6 +368,33 @@ def test_not_skipped(world, body):
     module, mesh = elsewhere(Plain, body=body)
     runs = [count(module, value(mesh, 4, 5) * 1.0, of="outer") for _ in range(4)]
     assert runs == [1, 1, 1, 1] and module.forward.why()
+
+
+def test_an_input_that_is_written_to_depends_on_what_was_written(world):
+    module, mesh = elsewhere(Writing)
+    mine = dt.ProcessMesh([1], ("x",))
+    for _ in range(3):
+        x, y = (dt.reshard(value(mine, 4, 5, requires_grad=True) * 1.0, mesh) for _ in range(2))
+        before = x._local
+        module(x, y)
+        assert x._local is not before and x._local is not y._local
+
+
+def test_results_depend_on_the_inputs_that_they_are_made_of(world):
+    """On a rank that sent x and y: the backward of a result waits for the gradients of its own inputs only."""
+    module, mesh = elsewhere(Pairs)
+    mine = dt.ProcessMesh([1], ("x",))
+    for i in range(3):
+        x, y = (dt.reshard(value(mine, 4, 5, requires_grad=True) * 1.0, mesh) for _ in range(2))
+        out = module(x, y=y)
+        if i == 0:
+            module(x)
+            continue
+        assert not module.forward.why()
+        assert out["a"]._local is x._local and out["b"][0]._local is y._local
+        assert not out["b"][1].requires_grad
+        out = module(x)
+        assert out["b"][0]._local is x._local
 
 
 def test_never_skip(world):
