@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import disttensor as dt
-from disttensor import DistTensor, ProcessMesh
+from disttensor import ProcessMesh
 from tests import fuzz, fuzz_writer, oracle, pool
 from tests.fuzz_world import Program, World, placements
-from tests.fuzz_writer import OPS, WEIGHTS, Writer
+from tests.fuzz_writer import Writer
 
 # Meshes of programs in a world of this size: apart, overlapping, one in another, the whole world
 MESHES: dict[int, tuple[Any, ...]] = {

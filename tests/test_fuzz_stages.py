@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import fuzz_stages, pool
+from tests import fuzz_pipeline, fuzz_stages, pool
 from tests.fuzz_stages import StageProgram
 from tests.pool import on_ranks
 
@@ -19,6 +19,18 @@ def test_programs_match_one_process(world, first):
     programs = [fuzz_stages.make(seed, world) for seed in range(first, first + PART)]
     reports = pool.run_on_ranks(world, fuzz_stages.run, programs)[0]
     assert not reports, "\n" + "\n".join(reports)
+
+
+@pytest.mark.parametrize("seed", [2, 7, 11, 19])  # 2: a value skips a visit of its own mesh
+@on_ranks(2)
+def test_chains_under_schedules(seed):
+    fuzz_pipeline.check(fuzz_pipeline.make(seed, 2))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@on_ranks(4)
+def test_chains_of_more_stages(seed):
+    fuzz_pipeline.check(fuzz_pipeline.make(seed, 4))
 
 
 def program(meshes, *lines, end="backward"):
