@@ -158,14 +158,15 @@ def test_a_gpt_on_two_stages_of_two(schedule, tie):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
 @pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
 @on_ranks(2)
-def test_interleaved(schedule, tie):
-    net, stages = model(tie=tie, skip=False), stage_meshes() * 2
+def test_interleaved(schedule, tie, skip):
+    net, stages = model(tie=tie, skip=skip), stage_meshes() * 2
     placed = pipeline.split(NAMES, stages, of=net)
     assert placed.counts == (2, 2, 2, 1)
     assert net.blocks[1].up.weight.process_mesh is stages[1]
     assert net.blocks[2].up.weight.process_mesh is stages[0]
-    check(net, model(tie=tie, skip=False), stages, schedule)
+    check(net, model(tie=tie, skip=skip), stages, schedule)
 
 
 @pytest.mark.parametrize("kind", [1, 3])

@@ -156,8 +156,8 @@ class _Part:
         last = self.tape.visit if chunk == self.chunks - 1 else chunk
         with p2p.channel(self.channel):
             self.tape.backward(self.loss, chunk, last)
-        if chunk == 0:
-            self.loss = self.loss.detach()
+        if chunk == self.chunks - 1:
+            self.loss = self.loss.detach()  # and with it goes the graph of the last visit
 
     def close(self) -> None:
         if self.worker is not None:
