@@ -80,20 +80,27 @@ def embedding_bag(
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
     include_last_offset: bool = False, padding_idx: Any = None,
 ) -> Factors:  # fmt: skip
-    """bags, v d -> bags d: bags of equal length may be split; the table is whole but for d"""
+    """bags n, v d -> bags d: bags of equal length may be split; the table is whole but for d"""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
-    if input.ndim != 2 or 0 in (*input.shape, *weight.shape) or offsets is not None:
-        raise NoRule("bags of different lengths")
-    ins: list[tuple[Letter, ...]] = [("bags", None), (None, "d")]
+    if 0 in (*input.shape, *weight.shape) or (input.ndim == 1 and offsets is None):
+        raise NoRule("no bags")
+    rows: Letter = "bags" if input.ndim == 2 else None
+    bags = input.shape[0] if input.ndim == 2 else offsets.shape[0] - include_last_offset
+    each: tuple[Letter, ...] = (rows, None)[: input.ndim]
+    found: dict[int, tuple[Letter, ...]] = {input.index: each, weight.index: (None, "d")}
+    linear = {weight.index}
     if per_sample_weights is not None:
-        ins.append(("bags", None))
-    linear = frozenset(
-        {weight.index} if per_sample_weights is None else {weight.index, per_sample_weights.index}
-    )
-    sizes: dict[Letter, int] = {"bags": input.shape[0], "d": weight.shape[1]}
-    terms = (linear,) if mode in ("sum", "mean") else ()
-    return Factors(tuple(ins), (("bags", "d"),), sizes, terms=terms, local=_bags)
+        found[per_sample_weights.index] = each
+        linear.add(per_sample_weights.index)
+    if isinstance(offsets, Arg):
+        found[offsets.index] = (None,)
+    sizes: dict[Letter, int] = {"bags": bags, "d": weight.shape[1]}
+    terms = (frozenset(linear),) if mode in ("sum", "mean") else ()
+    return Factors(
+        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms, shapes=((bags, weight.shape[1]),),
+        local=_bags,
+    )  # fmt: skip
 
 
 def _bags(call: Any) -> Callable[..., Tensor]:

@@ -138,6 +138,16 @@ def test_values_and_gradients_are_those_of_plain_torch(case: Any) -> None:
     assert check_rule(func, *args, mesh_shape=(4,), tries=3, seed=1, **words)
 
 
+def test_bags_of_different_lengths_split_the_columns() -> None:
+    ids, table, starts, w = IDS.view(-1), randn(6, 5), torch.tensor([0, 4, 5]), randn(15)
+    assert check_rule(F.embedding_bag, ids, table, starts, mode="mean", tries=8)
+    assert check_rule(
+        F.embedding_bag, ids, table, per_sample_weights=w, offsets=starts, mode="sum", tries=8
+    )
+    args = Arg((15,), [R], ids.dtype), Arg((6, 5), [S(1)]), Arg((3,), [R], ids.dtype)
+    assert infer(F.embedding_bag, *args, mesh_shape=(2,)).outputs == ((S(1),),)
+
+
 def test_copies_share_no_memory() -> None:
     x = Arg((5, 6), [S(0)], torch.float64).placed(1, 0)
     assert RULES[torch.t].factors(x).view
