@@ -151,7 +151,12 @@ class _Bring:
         self.mesh, self.borrowed = mesh, borrowed
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        mesh, known = self.mesh, dict[int, Tensor]()
+        mesh = self.mesh
+        if not kwargs and len(args) == 1 and not self.borrowed.names:  # most calls: nothing to bring
+            x = args[0]
+            if type(x) is DistTensor and x._spec.mesh is mesh:
+                return None
+        known = dict[int, Tensor]()
 
         def bring(x: Tensor) -> Tensor:
             if not isinstance(x, DistTensor) or x._spec.mesh is mesh:
