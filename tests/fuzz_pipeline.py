@@ -43,21 +43,24 @@ class Chain:
         visits = self.stages * self.chunks
         params = [on.leaf(randn(WIDTH, WIDTH, seed=v), v) for v in range(visits)]
 
-        def step(batch: Any) -> Any:
-            x, made = on.value(batch, 0), []
+        def step(numbered: tuple[int, Any]) -> Any:
+            number, batch = numbered
+            # placements drawn for each micro-batch: ranks do not run them in one order
+            at = Stages(on.meshes, on.seed and on.seed * 100 + number)
+            x, made = at.value(batch, 0), []
             for v, w in enumerate(params):
-                x = x if v == 0 else on.to(x, v)
+                x = x if v == 0 else at.to(x, v)
                 for source, target, how in self.skips:
                     if target == v:
-                        x = self.joined(on, x, made[source], v, how)
+                        x = self.joined(at, x, made[source], v, how)
                 for source, target in self.ties:
                     if target == v:
-                        x = x @ on.to(params[source], v)
+                        x = x @ at.to(params[source], v)
                 x = self.layer(x, w, v in self.redone)
                 made.append(x)
             return (x**2).mean()
 
-        batches = [randn(n, WIDTH, seed=i + 50) for i, n in enumerate(self.rows)]
+        batches = [(i, randn(n, WIDTH, seed=i + 50)) for i, n in enumerate(self.rows)]
         if on.meshes is None:
             return [step(b) for b in batches]
         return pipeline.run(step, batches, self.schedule, stages=list(on.meshes) * self.chunks)
