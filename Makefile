@@ -2,6 +2,7 @@
 # make test    set up .venv and run all tests
 # make bench   the overhead against plain torch and torch DTensor; writes docs/performance.md
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
+# make operators  what becomes of each torch function; writes docs/operators.md
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 
@@ -12,7 +13,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench coverage lint clean
+.PHONY: train test bench coverage operators lint clean
 
 train: .venv/.installed
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -26,6 +27,10 @@ bench: .venv/.installed
 coverage: .venv/.installed
 	$(BIN)/python -m tests.opinfo --dtypes all --most 1000 $(ARGS)
 	$(BIN)/python -m tests.opinfo --dtypes all --most 20 --world 4 $(ARGS)
+
+operators: .venv/.installed
+	$(BIN)/python -m tests.kept $(ARGS)
+	$(BIN)/python -m tests.operators docs/operators.md
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
