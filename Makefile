@@ -3,6 +3,7 @@
 # make bench   the overhead against plain torch and torch DTensor; writes docs/performance.md
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
+# make operators  what becomes of each torch function; writes docs/operators.md
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 
@@ -32,6 +33,10 @@ operators: .venv/.installed
 	$(BIN)/python -m tests.kept $(ARGS)
 	$(BIN)/python -m tests.operators docs/operators.md
 
+operators: .venv/.installed
+	$(BIN)/python -m tests.kept $(ARGS)
+	$(BIN)/python -m tests.operators docs/operators.md
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,7 +48,7 @@ clean:
 # Installed once, and again when the requirements change.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable '.[test,plot]'
+	$(PIP) --editable '.[test,plot,examples]'
 	touch $@
 
 .venv/.installed-dev: .venv/.installed

@@ -120,7 +120,7 @@ class _Proposer:
         for name, module in reversed(list(self.model.named_modules())):  # inner ones first
             self._mlp(name, module)
         self._vocabulary()
-        plan, tied = Proposal(), {}
+        plan, tied = Proposal(), dict[int, tuple[int | None, str]]()
         named = list(self.model.named_parameters(remove_duplicate=False))
         for name, value in named:  # a tied parameter has one layout under all its names
             if name in self.dims:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import disttensor as dt
 from disttensor import Replicate, Shard
 from tests.models.case import Case, check
 from tests.pool import on_ranks
+from tests.test_train_gpt import finished
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 MIXTRAL = pytest.param(
     "mixtral", marks=pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
 )
+EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ["gpt2", "llama", "bert", "t5", MIXTRAL, "vit", "uneven llama"]
 
 
@@ -64,6 +68,21 @@ def test_the_proposed_plan(name: str) -> None:
 def test_the_proposed_plan_on_dp_x_tp(name: str) -> None:
     made = case(name)
     check(made, square(), dt.plans.megatron(made.model(), "tp", square()))
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+def test_the_example_has_the_same_losses_on_one_process_and_on_four(tmp_path: Path) -> None:
+    launch = [sys.executable, str(EXAMPLES / "launch.py"), "4"]
+    script = str(EXAMPLES / "llama.py")
+    losses = []
+    for command in ([sys.executable, script], [*launch, script]):
+        status, out, err = finished(command, tmp_path)
+        assert status == 0, err
+        assert "model.layers.*.self_attn.q_proj.weight" in out
+        losses.append([float(line.split()[3]) for line in out.splitlines() if line[:4] == "step"])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
+    assert losses[0][-1] < losses[0][0] - 1.0
 
 
 # What a model with two layers sends over tp. Each way, on activations [batch, time, width]: one for each place where a

@@ -42,7 +42,7 @@ def gpt2() -> torch.nn.Module:
 def llama(heads: int = 4, kv_heads: int = 2, vocab: int = VOCAB, mlp: int = 20) -> torch.nn.Module:
     return hf.LlamaForCausalLM(
         hf.LlamaConfig(
-            vocab_size=vocab, hidden_size=WIDTH, intermediate_size=mlp, num_hidden_layers=2,
+            vocab_size=vocab, hidden_size=4 * heads, intermediate_size=mlp, num_hidden_layers=2,
             num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16,
             head_dim=4,
         )
