@@ -146,7 +146,9 @@ def general(
         def dress(value: Any) -> Any:
             if isinstance(value, metadata.Out):
                 if value.same is not None:
-                    return tensors[value.same]
+                    given: Any = tensors[value.same]
+                    if type(given) is not DistTensor or given._spec is specs[value.number]:
+                        return given  # else it was moved first, and what came back is another
                 new = wrap(
                     ghost.joined([locals_[i] for i in value.sources], device), specs[value.number]
                 )

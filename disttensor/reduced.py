@@ -134,7 +134,7 @@ def shared(
 
         out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
         for t in tensors:
-            if found.get(id(t)) is out:
+            if found.get(id(t)) is out and t.is_initialized:  # else a stand-in for a new tensor
                 return t
         return out
 

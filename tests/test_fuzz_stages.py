@@ -53,6 +53,9 @@ WRONG_ONCE = [
     ),
     # the number in a 0-d index was asked for where it is not
     program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1[:, index(2, (), 3, '0: R')]", "losses = [v2.sum()]"),
+    # a function that gives its argument back, but reduces it first
+    program(APART, "v1 = leaf(1, (4,), '0: P')", "v2 = move(F.alpha_dropout(v1, 0.0, True), '1: R')", "losses = [v2.sum()]"),
+    program(((0, 1), (1,)), "v1 = leaf(1, (4,), '1: P')", "v2 = move(F.alpha_dropout(v1, 0.0, True), '0: S0')", "losses = [v2.sum()]"),
     # no input of the backward on one rank
     program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1 * 2", "losses = [v2.sum()]", end="inputs"),
 ]  # fmt: skip
