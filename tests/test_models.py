@@ -20,17 +20,18 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 # A router's choice has shapes that depend on data: what says who goes where is gathered.
-MIXTRAL = pytest.param(
-    "mixtral", marks=pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
-)
+MIXTRAL = [
+    pytest.param(name, marks=pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning"))
+    for name in ("mixtral", "mixtral, grouped")
+]
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NAMES = ["gpt2", "llama", "bert", "t5", MIXTRAL, "vit", "uneven llama"]
+NAMES = ["gpt2", "llama", "bert", "t5", *MIXTRAL, "vit", "uneven llama"]
 
 
 def case(name: str) -> Case:
     """On the ranks only: importing transformers takes seconds."""
     models = importlib.import_module("tests.models.huggingface")
-    return next(c for c in [*models.CASES, models.UNEVEN] if c.name == name)
+    return next(c for c in [*models.CASES, models.GROUPED, models.UNEVEN] if c.name == name)
 
 
 def pair(axis: str) -> dt.ProcessMesh:

@@ -26,6 +26,7 @@ class Case:
     tolerance: float = 1e-9  # float64; more where the model computes in float32 by itself
     training: bool = True
     batch_dim: int = 0
+    dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
         return self.name
@@ -33,7 +34,7 @@ class Case:
     def model(self) -> nn.Module:
         """The same on every rank."""
         torch.manual_seed(3)
-        model = self.build().double().train(self.training)
+        model = self.build().to(self.dtype).train(self.training)
         with torch.no_grad():
             for parameter in model.parameters():  # no weight is 0, none is 1
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)

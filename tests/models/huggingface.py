@@ -154,6 +154,16 @@ CASES = [
     Case("mixtral", mixtral, language, own_loss, MIXTRAL, SINGLE),
     Case("vit", vit, images, own_loss, VIT),
 ]
+# As it comes: its experts are one grouped product, which exists in float32 and below only.
+GROUPED = Case(
+    "mixtral, grouped",
+    lambda: mixtral("grouped_mm"),
+    language,
+    own_loss,
+    MIXTRAL,
+    2e-5,
+    dtype=torch.float32,
+)
 # Three heads, 23 words, 21 hidden units and 5 sequences, over two ranks.
 UNEVEN = Case(
     "uneven llama", lambda: llama(3, 3, 23, 21), lambda: language(5), own_loss, LLAMA, SINGLE
