@@ -171,7 +171,9 @@ def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     memo[id(self)] = new
     grad: Any = self.grad
     if grad is not None:
-        new.grad = __deepcopy__(grad.detach(), memo)
+        new.grad = __deepcopy__(
+            grad.detach(), {}
+        )  # not in memo: what detach gave is gone soon, and its id is another tensor's
     return new
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -170,3 +171,17 @@ def test_a_transposed_piece_of_one_row_is_not_contiguous():
     assert x.t().stride() == (1, 2)
     assert x.t().contiguous().is_contiguous()
     assert F.linear(x, x).is_contiguous()
+
+
+# Copies -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_copy_of_a_gradient_is_not_noted_under_the_address_of_what_is_gone():
+    """Where another gradient got that address, its copy was the first one's."""
+    x = oracle.place(randn(5), oracle.line(), [R]).requires_grad_()
+    x.sum().backward()
+    memo = {}
+    copied = copy.deepcopy(x, memo)
+    assert copied.grad.full_tensor().equal(torch.ones(5, dtype=torch.float64))
+    assert set(memo) <= {id(x), id(memo)}
