@@ -3,7 +3,6 @@
 # make bench   the overhead against plain torch and torch DTensor; writes docs/performance.md
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
-# make operators  what becomes of each torch function; writes docs/operators.md
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 
@@ -28,10 +27,6 @@ bench: .venv/.installed
 coverage: .venv/.installed
 	$(BIN)/python -m tests.opinfo --dtypes all --most 1000 $(ARGS)
 	$(BIN)/python -m tests.opinfo --dtypes all --most 20 --world 4 $(ARGS)
-
-operators: .venv/.installed
-	$(BIN)/python -m tests.kept $(ARGS)
-	$(BIN)/python -m tests.operators docs/operators.md
 
 operators: .venv/.installed
 	$(BIN)/python -m tests.kept $(ARGS)
