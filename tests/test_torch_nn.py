@@ -21,3 +21,10 @@ def test_two_ranks(case: Case, axis: str) -> None:
 @on_ranks(4)
 def test_dp_x_tp(case: Case) -> None:
     check(case, dt.ProcessMesh([[0, 1], [2, 3]], ("dp", "tp")))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name.startswith(("lstm", "gru"))], ids=str)
+@on_ranks(2)
+def test_recurrent_networks_send_nothing_for_a_split_batch(case: Case) -> None:
+    log = check(case, dt.ProcessMesh([0, 1], ("dp",)))
+    assert not len(log), str(log)
