@@ -117,10 +117,10 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
         leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device)
         differentiable = len(leaves) in needing
         leaves.append(leaf.requires_grad_(differentiable))
-        if leaves[1:] and t.ndim == 0 and func in _INDEXING and not t.dtype.is_floating_point:
-            if t.dtype not in _MASKS:
-                fakes.append(leaf)
-                return 0  # torch would ask for the number, on which nothing here depends
+        number = leaves[1:] and t.ndim == 0 and func in _INDEXING
+        if number and not t.dtype.is_floating_point and t.dtype not in _MASKS:
+            fakes.append(leaf)
+            return 0  # torch would ask for the number, on which nothing here depends
         fakes.append(leaf.clone() if differentiable else leaf)  # not a leaf: it may be written to
         return fakes[-1]
 

@@ -153,7 +153,7 @@ def general(
                     ghost.joined([locals_[i] for i in value.sources], device), specs[value.number]
                 )
                 if value.viewed is not None and type(tensors[value.viewed]) is DistTensor:
-                    new._viewed = tensors[value.viewed]
+                    ghost.share(new, tensors[value.viewed])
                 return new
             if isinstance(value, (list, tuple)):
                 return rebuilt(value, [dress(v) for v in value])
@@ -177,7 +177,7 @@ def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> No
 def written(
     func: Function, target: Any, tensors: list[Tensor], found: metadata.Found, mesh: ProcessMesh
 ) -> Any:
-    """In place: the target depends on all that was written into it; so does what it is a view of."""
+    """In place: the target depends on all that was written into it; so do its views, and what it is one of."""
     targets: list[Any] = flat(target, [])
     for t in targets:
         if type(t) is DistTensor:
@@ -192,9 +192,9 @@ def written(
         if into.requires_grad:
             ghost.remade[0] += 1
             for t in targets:
-                while t is not None and t._spec.dtype.is_floating_point | t._spec.dtype.is_complex:
-                    t._local = into
-                    t = t._viewed
+                for one in ghost.family(t):
+                    if one._spec.dtype.is_floating_point or one._spec.dtype.is_complex:
+                        one._local = into
     return None if found.result is None else target
 
 

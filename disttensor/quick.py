@@ -172,7 +172,7 @@ def _one(
         new._local = _token(args, sources, nothing, bare) if sources else nothing
         new._spec = spec
         if viewed is not None:
-            new._viewed = args[viewed]
+            ghost.share(new, args[viewed])
         return new
 
     return call
@@ -204,7 +204,7 @@ def _several(
             new._local = local
             new._spec = spec
             if of is not None:
-                new._viewed = args[of]
+                ghost.share(new, args[of])
             results.append(new)
         return results if kind is list else tuple(results)
 

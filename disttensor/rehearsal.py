@@ -95,7 +95,7 @@ def given(out: Out, inputs: Sequence[DistTensor]) -> DistTensor:
         local = ghost.joined([inputs[i]._local for i in sources], device)
     new = wrap(local, spec)
     if viewed is not None:
-        new._viewed = inputs[viewed]
+        ghost.share(new, inputs[viewed])
     return new
 
 

@@ -66,7 +66,8 @@ class DistTensor(Tensor):
         None  # unless this brings a write back to what it was taken from
     )
     _reduced: Any = None  # a pending value as an earlier call reduced it: see disttensor.reduced
-    _viewed: Any = None  # outside the mesh: the DistTensor whose memory this shares inside
+    _viewed: Any = None  # outside the mesh: the DistTensor whose memory this shares inside,
+    _views: Any = None  # and weakly, those that share the memory of this one
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
 

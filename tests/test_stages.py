@@ -135,9 +135,31 @@ def loss_on_the_first(on: Stages):
     return on.to(b, 0).sum() + a.sum()
 
 
+def written_views(on: Stages):
+    """A view sees what is written to its base later, and to another view of it."""
+    a = layer(on, on.value(randn(7, 6), 0), 0)
+    p = on.leaf(randn(5, seed=4), 0)
+    b = a * 1
+    first, rest = b[0], b[1:]
+    b.mul_(p)
+    c = a * 2
+    one, other = c.t(), c[2:]
+    other.add_(p)
+    return on.to(first, 1).sum() + on.to(rest[0], 1).sum() * 2 + on.to(one, 1).sum()
+
+
+def base_elsewhere(on: Stages):
+    """The same, seen from the rank that sends what is written."""
+    a = on.to(layer(on, on.value(randn(7, 6), 0), 0), 1, whole=True) * 1
+    p = on.to(on.leaf(randn(5, seed=4), 0), 1)
+    view = a[0]
+    a.mul_(p)
+    return view.sum()
+
+
 PROGRAMS = [
     chain, two_at_once, crossing_ways, skip, circular, unused_branch, detached, tied, masks, in_place, views, frozen, recomputed,
-    scalars, loss_on_the_first,
+    scalars, loss_on_the_first, written_views, base_elsewhere,
 ]  # fmt: skip
 by_name = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 
