@@ -130,7 +130,15 @@ def _view_in_place(name: str) -> None:
     )
 
 
-for _name in ("t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_", "as_strided_"):
+for _name in (
+    "t_",
+    "transpose_",
+    "swapdims_",
+    "swapaxes_",
+    "squeeze_",
+    "unsqueeze_",
+    "as_strided_",
+):
     _view_in_place(_name)
 
 

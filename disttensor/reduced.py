@@ -134,8 +134,10 @@ def shared(
 
         out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
         for t in tensors:
-            if found.get(id(t)) is out and t.is_initialized:  # else a stand-in for a new tensor
-                return t
+            if (
+                found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized
+            ):  # else a stand-in for a new tensor
+                return t  # outside it is a stand-in for a new tensor
         return out
 
     return call

@@ -46,7 +46,9 @@ def test_values_and_gradients(kind, seed):
             expected = full if way == "leaf" else full * 2
             factor = 1 if way == "leaf" else 2
             total = (y * dt.shard_tensor(weight, b)).sum()
-            if way == "used twice":  # by consumers that vary over the axes of the target, and others
+            if (
+                way == "used twice"
+            ):  # by consumers that vary over the axes of the target, and others
                 total = total + y.sum() * 3
                 expected_grad = factor * (weight + 3)
             else:

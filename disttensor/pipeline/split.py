@@ -152,7 +152,9 @@ class _Bring:
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mesh = self.mesh
-        if not kwargs and len(args) == 1 and not self.borrowed.names:  # most calls: nothing to bring
+        if (
+            not kwargs and len(args) == 1 and not self.borrowed.names
+        ):  # most calls: nothing to bring
             x = args[0]
             if type(x) is DistTensor and x._spec.mesh is mesh:
                 return None
