@@ -137,7 +137,7 @@ def shared(
             if (
                 found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized
             ):  # else a stand-in for a new tensor
-                return t  # outside it is a stand-in for a new tensor
+                return t
         return out
 
     return call
