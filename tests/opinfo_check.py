@@ -109,7 +109,9 @@ def check(name: str, dtype: str, most: int, run: str = "") -> Result:
                     case = f"{form} {n} [{label}]"
                     with oracle.fallbacks() as fell:
                         problem, digests = compare(call, layouts, mesh, bool(UNSET.search(name)))
-                    problem = agree(f"{run}/{name}/{dtype}/{case}", problem, digests)
+                    problem = agree(
+                        f"{run}/{name}/{dtype}/{case}", problem, [] if name in UNSTEADY else digests
+                    )
                     result.cases += 1
                     result.gradients += any(g is not None for g in call.outcome.grads)
                     result.gathered += bool(fell)
@@ -192,6 +194,9 @@ def place(full: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> D
     local = dt.shard_tensor(mine, mesh, split).to_local()
     return dt.from_local(local.detach().clone(), mesh, placements, shape=full.shape)
 
+
+# Of these the bits hang on where the memory of the inputs begins, in one process too (LAPACK's gelsy).
+UNSTEADY = {"linalg.lstsq"}
 
 # One case --------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def test_a_rank_outside(eight):
     with pytest.raises(ValueError, match="index by number"):
         mesh["pp"]
     spec = DistSpec(mesh, layout_of([S(0)], 2, 1), (5, 3), torch.float32)
-    assert spec.local_shape == (0, 0) and spec.shape == (5, 3)
+    assert spec.local_shape == (0,) and spec.shape == (5, 3)
     assert spec.box_at((1,)) == ((3, 0), (2, 3))
 
 
