@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reshard
-from disttensor import comm, random, recompute
+from disttensor import comm, random, ranges, recompute
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
@@ -160,6 +160,11 @@ class MeshReach:
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         return x.detach().unsqueeze(0) if group is None else comm.all_gather(x, group)
+
+    def fetch(
+        self, x: Tensor, dim: int, have: ranges.Ranges, want: ranges.Ranges, axes: Axes
+    ) -> Tensor:
+        return ranges.fetch(x, dim, have, want, self._group(axes))
 
     def draw(self, default: str, generator: torch.Generator | None = None) -> random.Draw:
         return random.draw(self.mesh, default, generator)

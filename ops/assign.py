@@ -144,7 +144,8 @@ def _pick(
             continue
         if letter not in f.even or f.sizes[letter] % (parts.get(letter, 1) * n) == 0:
             candidates.append(letter)
-    if not pending and len(candidates) == 1 and all(letter == candidates[0] for _, letter in held):
+    alone = len(candidates) == 1 and all(letter == candidates[0] for _, letter in held)
+    if not pending and alone and candidates[0] not in f.halo:
         return candidates[0]
     state: dict[int, Any] = dict(held)
     best: Any = None
@@ -156,7 +157,10 @@ def _pick(
     for letter in candidates:
         size = -max(args[t].nbytes for t, held_letter in held if held_letter == letter)
         kind = 2.0 if letter in f.reduced else 0.0
-        key = (_move(args, majors, state, dict(pending), letter, frozenset(), n), kind, float(size))
+        moved = _move(args, majors, state, dict(pending), letter, frozenset(), n)
+        if letter in f.halo:
+            moved += f.halo[letter](parts.get(letter, 1) * n)
+        key = (moved, kind, float(size))
         if key < best_key:
             best, best_key = letter, key
     flow = _keepers(f, args, pending)

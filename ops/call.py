@@ -45,6 +45,17 @@ class Reach(Protocol):
     def all_gather(self, x: Any, axes: Axes) -> Any:
         """[n, *x.shape], members in order of the axes (major first). Not differentiable."""
 
+    def fetch(
+        self,
+        x: Any,
+        dim: int,
+        have: tuple[tuple[int, int], ...],
+        want: tuple[tuple[int, int], ...],
+        axes: Axes,
+    ) -> Any:
+        """The range (start, stop) ``want[i]`` of ``dim`` on member i of the axes (major first), each of which holds its
+        ``have[i]``; these cover all that is wanted, once. Differentiable to every order."""
+
     def draw(self, default: str, generator: Any = None) -> Draw:
         """Random numbers for the call that now runs: once in each, on all ranks. ``default``: "invariant" or "fast"."""
 

@@ -97,6 +97,8 @@ class Factors:
     targets          what an in-place function writes: these arguments keep their layouts
     parts            the call is many independent ones (a function on lists): for each its Factors, numbered on its
                      own, and the arguments it takes. What no part takes is shared by all, and whole.
+    halo             letters whose split dims need more than the piece: letter -> what that costs a rank where the letter is
+                     split in n, in bytes received. Kept split where a gather would cost more, or the same.
     """
 
     inputs: tuple[Dims, ...]
@@ -113,6 +115,7 @@ class Factors:
     ignored: frozenset[int] = frozenset()
     targets: tuple[int, ...] = (0,)
     parts: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
+    halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> Factors:
         """A copy with some fields changed."""

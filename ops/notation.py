@@ -14,7 +14,8 @@ def notation(f: Factors) -> str:
     """The letters of each tensor and result, then what is special about some of them.
 
     ``_`` is a dim that stays whole (or has size 1 and broadcasts), ``(a b)`` one that merges two, ``[]`` a tensor
-    without dims. ``k: sum``: split, it leaves a pending sum; ``whole``: never split; ``even``: only without remainder.
+    without dims. ``k: sum``: split, it leaves a pending sum; ``whole``: never split; ``even``: only without remainder;
+    ``halo``: the call fetches what its windows read of other ranks' pieces.
 
     >>> from ops.factors import Arg, letters
     >>> notation(letters("m k, k n -> m n", Arg((4, 6)), Arg((6, 5)), reduced={"k": "sum"}))
@@ -40,7 +41,12 @@ def notation(f: Factors) -> str:
         f"{names[x]}: {'within the call' if op == 'inner' else op}"
         for x, op in f.reduced.items() if x in usable and x in names
     ]  # fmt: skip
-    for word, some in (("whole", names.keys() - usable - {None}), ("even", f.even & usable)):
+    lines = (
+        ("whole", names.keys() - usable - {None}),
+        ("even", f.even & usable),
+        ("halo", f.halo.keys() & usable),
+    )
+    for word, some in lines:
         if some:
             special.append(f"{word}: " + " ".join(sorted(names[x] for x in some if x in names)))
     return "   ".join([text, *filter(None, [", ".join(special)])])

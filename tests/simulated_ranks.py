@@ -82,6 +82,37 @@ class SimulatedReach:
     def all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return torch.stack(self.gathered("all_gather", x, axes)) if axes else x.detach()[None]
 
+    def fetch(self, x: Tensor, dim: int, have: Any, want: Any, axes: tuple[int, ...]) -> Tensor:
+        """By way of the whole: right, and of nothing but the definition."""
+        return _Ranges.apply(x, self, dim, have, want, axes)
+
+
+class _Ranges(torch.autograd.Function):
+    """Member i holds have[i]; it gets, of the sum of all, want[i]. Its transpose is of its kind."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, reach: SimulatedReach, dim: int, have: Any, want: Any, axes: Any
+    ) -> Tensor:
+        ctx.with_ = reach, dim, have, want, axes
+        place = 0
+        for a in axes:
+            place = place * reach.world.mesh_shape[a] + reach.me[a]
+        assert x.shape[dim] == have[place][1] - have[place][0]
+        shape = list(x.shape)
+        shape[dim] = max(stop for _, stop in (*have, *want))
+        whole = x.new_zeros(shape)
+        start, stop = have[place]
+        whole.narrow(dim, start, stop - start).add_(x)
+        total = reduce_all(reach.gathered("fetch", whole, axes), "sum")
+        start, stop = want[place]
+        return total.narrow(dim, start, stop - start).clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        reach, dim, have, want, axes = ctx.with_
+        return _Ranges.apply(g, reach, dim, want, have, axes), *(None,) * 5
+
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod

@@ -35,6 +35,7 @@ LAYERS = [
         "disttensor.copies",
         "disttensor.recompute",
         "disttensor.random",
+        "disttensor.ranges",
         "disttensor.cotangent",
         "disttensor.plan",
         "disttensor.strictness",
