@@ -176,7 +176,8 @@ def _conv(func: Any, n: int) -> None:
         out = tuple(w.made for w in windows)
         return _factors(name, n, input, weight, bias, groups, out, windows, local)
 
-    factors.__name__, factors.__doc__ = name, "input channels: P(sum); groups stay together"
+    factors.__name__ = name
+    factors.__doc__ = "input channels: P(sum); groups stay together; a halo where the window slides"
     rule(func)(factors)
 
 
