@@ -34,7 +34,7 @@ class Effort:
     fresh: int  # calls in a slice of a Fresh
 
 
-FULL = Effort(repeats=7, slice_s=0.04, fresh=24)
+FULL = Effort(repeats=15, slice_s=0.04, fresh=24)
 QUICK = Effort(repeats=5, slice_s=0.01, fresh=8)
 
 
