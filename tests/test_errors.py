@@ -285,7 +285,7 @@ def test_what_torch_refuses_is_refused():
 def test_debug_mode_names_the_ranks_that_do_something_else():
     rank = dist.get_rank()
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
-    with dt.debug(seconds=5):
+    with dt.debug(seconds=30):
         same(x, counted(4, 4))
         begin = time.monotonic()
         with pytest.raises(
@@ -305,7 +305,7 @@ def test_debug_mode_names_the_ranks_that_do_something_else():
                 error.value
             )
             assert "test_errors.py" in str(error.value)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30  # found, not waited for
     dist.barrier()
     same(x, counted(4, 4))
 
@@ -321,7 +321,7 @@ def test_debug_mode_names_the_rank_that_never_comes():
                 match=r"rank 0 is at all_gather.*test_errors.py:\d+.*but rank 2 did not come within 1 s; its last",
             ):
                 x.full_tensor()
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 30  # not the time limit of the group
     dist.barrier()
 
 
