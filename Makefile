@@ -23,6 +23,7 @@ test: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/overhead.py --markdown docs/performance.md $(ARGS)
+	$(BIN)/python benchmarks/pipeline.py
 
 coverage: .venv/.installed
 	$(BIN)/python -m tests.opinfo --dtypes all --most 1000 $(ARGS)
