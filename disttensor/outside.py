@@ -38,18 +38,26 @@ def runner_of(
 ) -> Runner:
     """The runner for calls like this one. ``layouts``: of the results in order; None: all are replicated.
     ``writes``: the first argument is changed in place."""
-    if torch.is_autocast_enabled(mesh.device.type):
-        return made_under_autocast(func, mesh, layouts, args, kwargs, writes)
     found = found_for(func, mesh, args, kwargs)
     if found is None:
         return lambda args, kwargs: learned(mesh, args, kwargs)
-    idle = random.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
-    if idle is not None:
-        found = found._replace(draws=False)
+    under = torch.is_autocast_enabled(mesh.device.type)
     run = general(func, mesh, layouts, found, writes)
-    if not writes:
+    if not writes and not under:
         run = quick(run, mesh, dressed(mesh, layouts, found), found, args, kwargs)
-    return run if idle is None else counted(run, mesh, idle)
+    idle = idle_of(func)
+    if idle is not None:
+        run = counted(run, mesh, idle)
+    if not under:
+        return run
+    return until_autocast_ends(
+        run, mesh, lambda args, kwargs: runner_of(func, mesh, layouts, args, kwargs, writes)
+    )
+
+
+def idle_of(func: Function) -> Callable[..., bool] | None:
+    """What says whether a call draws nothing, for functions where that depends on values of each call."""
+    return random.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
 
 
 def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner:
@@ -63,25 +71,17 @@ def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner
     return count
 
 
-def made_under_autocast(
-    func: Function, mesh: ProcessMesh, layouts: Any, args: Sequence[Any], kwargs: Any, writes: bool
+def until_autocast_ends(
+    run: Runner, mesh: ProcessMesh, make: Callable[[Sequence[Any], Any], Runner]
 ) -> Runner:
-    """What is found now holds under autocast only: without it the dtypes are others."""
-    found = found_for(func, mesh, args, kwargs)
-    if found is None:
-        return lambda args, kwargs: learned(mesh, args, kwargs)
-    idle = random.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
-    if idle is not None:
-        found = found._replace(draws=False)
-    under = general(func, mesh, layouts, found, writes)
-    under = under if idle is None else counted(under, mesh, idle)
+    """``run``, which was made under autocast and holds there only: without it the dtypes are others."""
     bare: list[Runner] = []
 
     def either(args: Sequence[Any], kwargs: Any) -> Any:
         if torch.is_autocast_enabled(mesh.device.type):
-            return under(args, kwargs)
+            return run(args, kwargs)
         if not bare:
-            bare.append(runner_of(func, mesh, layouts, args, kwargs, writes))
+            bare.append(make(args, kwargs))
         return bare[0](args, kwargs)
 
     return either
@@ -90,9 +90,10 @@ def made_under_autocast(
 def found_for(
     func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
 ) -> metadata.Found | None:
-    """What the call gives; None where the ranks inside have to tell."""
+    """What the call gives; None where the ranks inside have to tell. Where ``counted`` counts draws, this does not."""
     try:
-        return metadata.found(func, args, kwargs or {})
+        found = metadata.found(func, args, kwargs or {})
+        return found if idle_of(func) is None else found._replace(draws=False)
     except metadata.Dynamic:
         return None
     except metadata.DataDependent:
@@ -128,7 +129,8 @@ def general(
         """Under autocast dtypes are others."""
         key = autocast_dtype(device)
         if key not in cases:
-            again = metadata.found(func, args, kwargs)
+            again = found_for(func, mesh, args, kwargs)
+            assert again is not None  # shapes that depend on data do so under autocast too
             cases[key] = again, dressed(mesh, layouts, again)
         return cases[key]
 

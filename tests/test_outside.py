@@ -752,3 +752,15 @@ def test_no_kernel_and_no_memory_outside():
         (y * w).sum().backward()
     assert w.nbytes == 2**32 and y.shape == w.shape and w.grad is None
     assert resident() - before < 64 * 2**20
+
+
+@on_ranks(2)
+def test_a_random_call_counts_once_with_and_without_autocast():
+    """What was planned without autocast and is then called under it, and the other way round."""
+    for rows, order in ((4, (False, True, False)), (5, (True, False, True))):
+        x = dt.shard_tensor(torch.ones(rows, 6), dt.ProcessMesh([0], ("a",)))
+        for cast in order:
+            before = _State.calls
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+                F.dropout(x, 0.5)
+            assert _State.calls == before + 1, (rows, cast)
