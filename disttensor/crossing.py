@@ -17,12 +17,21 @@ from disttensor import copies, ghost, p2p, recompute
 from disttensor.cotangent import Typed, dual
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
-from reshard.crossing import start
+from reshard.crossing import Arrival, start
 
 Tensor = torch.Tensor
 TAPE: ContextVar[Any] = ContextVar(
     "tape", default=None
 )  # of the micro-batch that runs: see disttensor.pipeline
+
+
+def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
+    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back: ``grad`` is that of the local of
+    dst, or of its ghost."""
+    (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
+    if divide_src != divide_dst:
+        grad = grad * (divide_dst / divide_src)
+    return start(grad, at.spec, to.spec, tag + 1)
 
 
 class Cross(torch.autograd.Function):
@@ -50,16 +59,12 @@ class Cross(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         src, dst, tag = ctx.ends
         recompute.redo(ctx)
-        (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
-        if divide_src != divide_dst:
-            grad = grad * (divide_dst / divide_src)
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on {src.mesh!r} cannot be "
                 "differentiated again; differentiate twice within a mesh, or reshard after it"
             )
-        back = start(grad, at.spec, to.spec, tag + 1).wait()
-        return back, None, None, None, None, None
+        return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
 
 
 _cross: Any = super(torch.autograd.Function, Cross).apply

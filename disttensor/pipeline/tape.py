@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from disttensor import ghost, recompute
-from disttensor.cotangent import Typed, dual
-from disttensor.crossing import TAPE
+from disttensor.crossing import TAPE, start_back
 from disttensor.gradient import seed
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor
-from reshard.crossing import Arrival, start
+from reshard.crossing import Arrival
 
 Tensor = torch.Tensor
 
@@ -49,12 +48,9 @@ class Crossing:
 
     def post(self, grad: Tensor | None) -> Arrival:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
-        (to, divide_src), (at, divide_dst) = dual(Typed(self.src)), dual(Typed(self.dst))
         if grad is None:
-            grad = torch.empty(0, dtype=at.spec.dtype, device=at.spec.mesh.device)
-        elif divide_src != divide_dst:
-            grad = grad * (divide_dst / divide_src)
-        return start(grad, at.spec, to.spec, self.tag + 1)
+            grad = ghost.blank(self.dst.mesh.device, self.dst.dtype)
+        return start_back(grad, self.src, self.dst, self.tag)
 
 
 class _Arrived(torch.autograd.Function):
