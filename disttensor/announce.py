@@ -7,6 +7,7 @@ hears, so that the messages of all ranks are in step.
 from __future__ import annotations
 
 import pickle
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class Tensor(NamedTuple):
     requires_grad: bool
 
 
+@cache
 def others(mesh: ProcessMesh) -> list[int]:
     """The ranks of the world that are not in ``mesh``."""
     inside = set(mesh.ranks)

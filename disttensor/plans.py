@@ -247,25 +247,19 @@ def _linear(name: str, module: nn.Module) -> Linear | None:
     return None
 
 
+def _number(module: nn.Module, *names: str) -> int | None:
+    """The first of these attributes that is a whole number."""
+    found = (getattr(module, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
 def _undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
     """Why attention cannot be split by heads into so many parts; "" where it can, or where nothing is known of heads."""
-    size = next(
-        (
-            found
-            for key in ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head")
-            if isinstance(found := getattr(module, key, None), int)
-        ),
-        None,
+    size = _number(
+        module, "head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head"
     )
     if size is None:
-        heads = next(
-            (
-                found
-                for key in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-                if isinstance(found := getattr(module, key, None), int)
-            ),
-            None,
-        )
+        heads = _number(module, "num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
         if heads is None:
             return ""
         size = qkv[0].given // heads
