@@ -47,6 +47,7 @@ class Group:
     order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
     straight: bool = True  # mesh order is the backend's order
     calls: list[int] = field(default_factory=lambda: [0])
+    lane: str = ""  # see new_group
 
     @property
     def size(self) -> int:
@@ -65,38 +66,41 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def new_group(ranks: Sequence[int], axes: Sequence[str]) -> Group:
+def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
     """The group of ``ranks``, this rank among them. Collective for its members only, and cached.
 
+    Each ``lane`` has a communicator of its own over the same ranks: what is started in one is in no order with
+    the collectives of another, so that those in the background never come between those that are waited for.
     Raises CommError that names the ranks when they do not all arrive.
     """
     ranks, rank = tuple(ranks), world()[0]
     if len(ranks) == 1:
-        return Group(ranks, 0, tuple(axes), None, (0,))
+        return Group(ranks, 0, tuple(axes), None, (0,), lane=lane)
     members = tuple(sorted(ranks))
     order = tuple(members.index(r) for r in ranks)
     return Group(
         ranks,
         ranks.index(rank),
         tuple(axes),
-        process_group(members, axes),
+        process_group(members, axes, lane),
         order,
         order == tuple(range(len(order))),
+        lane=lane,
     )
 
 
-def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
+def process_group(members: tuple[int, ...], axes: Sequence[str], lane: str = "") -> Any:
     """torch's process group of the sorted ``members``, made once; of one rank too, which our own calls never need."""
     rank, size = world()
     default = dist.distributed_c10d._get_default_group()
-    key = (default, members)
+    key = (default, members, lane)
     if key not in _groups:
         failures.watch()
         for stale in [k for k in _groups if k[0] is not default]:
             del _groups[stale]
         try:
-            whole = members == tuple(range(size))
-            _groups[key] = default if whole else _new_process_group(members)
+            whole = members == tuple(range(size)) and not lane
+            _groups[key] = default if whole else _new_process_group(members, lane)
         except Exception as error:
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
@@ -105,10 +109,10 @@ def process_group(members: tuple[int, ...], axes: Sequence[str]) -> Any:
     return _groups[key]
 
 
-def _new_process_group(members: tuple[int, ...]) -> Any:
-    """A group that its members alone create, under a name that follows from the members alone. torch puts the number
+def _new_process_group(members: tuple[int, ...], lane: str) -> Any:
+    """A group that its members alone create, under a name that follows from members and lane alone. torch puts the number
     of groups that a rank already has into the name: ranks of different meshes would wait for each other in vain."""
-    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((members, lane)).encode()).hexdigest()[:32]
     with _naming:
         torchs = c10d._process_group_name
         c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"disttensor_{digest}")
@@ -144,37 +148,51 @@ _scatter_sum = getattr(_PG, "reduce_scatter_single", None) or _PG._reduce_scatte
 _exchange = getattr(_PG, "all_to_all_single", None) or _PG.alltoall_base
 
 
-def _sync(options: Any, op: str = "") -> Any:
-    options.asyncOp = False
+def _options(options: Any, op: str = "", background: bool = False) -> Any:
+    options.asyncOp = background
     if op:
         options.reduceOp = _OPS[op]
     return options
 
 
-_GATHER, _EXCHANGE = _sync(c10d.AllgatherOptions()), _sync(c10d.AllToAllOptions())
-_REDUCE = {op: _sync(c10d.AllreduceOptions(), op) for op in _OPS}
-_REDUCE_SCATTER = {op: _sync(c10d.ReduceScatterOptions(), op) for op in _OPS}
+_GATHER, _EXCHANGE = _options(c10d.AllgatherOptions()), _options(c10d.AllToAllOptions())
+_REDUCE = {op: _options(c10d.AllreduceOptions(), op) for op in _OPS}
+_REDUCE_SCATTER = {op: _options(c10d.ReduceScatterOptions(), op) for op in _OPS}
+# The same in the background: on NCCL, on a stream of their own.
+_START_GATHER = _options(c10d.AllgatherOptions(), background=True)
+_START_REDUCE = {op: _options(c10d.AllreduceOptions(), op, True) for op in _OPS}
+_START_REDUCE_SCATTER = {op: _options(c10d.ReduceScatterOptions(), op, True) for op in _OPS}
 
 
-def _call(
-    kind: str, group: Group, wire: Tensor, share: float, fn: Any, *args: Any, op: str = ""
-) -> None:
-    """Record that ``share`` of wire's bytes is sent, compare in debug mode, run, name errors."""
+def _announce(kind: str, group: Group, wire: Tensor, share: float, op: str) -> None:
+    """Record that ``share`` of wire's bytes is sent; compare between ranks in debug mode."""
     if comm_log.active:
         comm_log.record(kind, group.axes, round(share * wire.nbytes), wire.shape, wire.dtype)
     if comm_debug.enabled:
         shape = "pieces" if kind == "all_to_all" else tuple(wire.shape)  # these may differ in size
         comm_debug.compare(group, f"{kind}({op}) of {shape} {wire.dtype}")
+
+
+def _failed(kind: str, group: Group, error: RuntimeError) -> CommError:
+    return CommError(
+        f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on "
+        f"rank {group.ranks[group.index]}: a rank of the group is gone, or called something else.{failures.first()} "
+        f"Backend's words: {str(error).splitlines()[0] if str(error) else error!r}"
+    )
+
+
+def _call(
+    kind: str, group: Group, wire: Tensor, share: float, fn: Any, *args: Any, op: str = ""
+) -> None:
+    """Announce, run to the end, name errors."""
+    if comm_log.active or comm_debug.enabled:
+        _announce(kind, group, wire, share, op)
     try:
         work = fn(*args)
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise CommError(
-            f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on "
-            f"rank {group.ranks[group.index]}: a rank of the group is gone, or called something else.{failures.first()} "
-            f"Backend's words: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from error
+        raise _failed(kind, group, error) from error
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -372,3 +390,126 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     unknown = torch.empty(0)  # how much is sent differs between ranks, and is not counted
     _call("all_gather", group, unknown, 0, dist.all_gather_object, out, value, group.pg)
     return [out[i] for i in group.order]
+
+
+# In the background --------------------------------------------------------------------------------
+#
+# Start such a collective on a group with a lane of its own (see new_group), and in the same order on all
+# members. Its tensors may be neither read nor written until it has been waited for.
+
+
+class Pending:
+    """A collective under way. Holds its tensors; its result is there after ``wait``."""
+
+    __slots__ = ("_after", "_error", "_group", "_held", "_kind", "_work")
+
+    def __init__(self, kind: str, group: Group, work: Any, held: Any, after: Any = None) -> None:
+        self._kind, self._group, self._work = kind, group, work
+        self._held: Any = held
+        self._after: Callable[[], Any] | None = after
+        self._error: CommError | None = None
+
+    def done(self) -> bool:
+        """Would ``wait`` return, or raise, at once?"""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Return when the result is there. Raises CommError, each time, if the collective failed."""
+        work, self._work = self._work, None
+        if work is not None:
+            after, self._after = self._after, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = _failed(self._kind, self._group, error)
+                raise self._error from error
+            if after is not None:
+                after()
+            self._held = None
+        if self._error is not None:
+            raise self._error
+
+
+_OVER = Pending("", Group((0,), 0, (), None), None, None)  # nothing was to be done
+
+
+def _start(
+    kind: str, group: Group, wire: Tensor, share: float, fn: Any, *args: Any, op: str = "",
+    after: Callable[[], Any] | None = None,
+) -> Pending:  # fmt: skip
+    """Announce and start. The tensors are in ``args``."""
+    if comm_log.active or comm_debug.enabled:
+        _announce(kind, group, wire, share, op)
+    try:
+        return Pending(kind, group, fn(*args), args, after)
+    except RuntimeError as error:
+        raise _failed(kind, group, error) from error
+
+
+def _startable(kind: str, x: Tensor, op: str = "") -> Tensor:
+    """x, detached, if its memory can be sent (and with ``op`` reduced) as it is."""
+    if not x.is_contiguous() or x.is_conj() or x.is_neg() or (op and x.dtype not in _NATIVE):
+        raise CommError(
+            f"{kind} in the background sends memory as it is: contiguous, and for a reduction of a dtype that every "
+            f"backend reduces, not {x.dtype} of strides {x.stride()}. Make it so first: x.contiguous(), x.to(...)"
+        )
+    if op == "avg" and not x.dtype.is_floating_point:
+        raise CommError(
+            f"the average of {x.dtype} values is not {x.dtype}: reduce with 'sum' and divide"
+        )
+    return x.detach() if x.requires_grad else x
+
+
+def _fits(kind: str, small: Tensor, large: Tensor, n: int) -> None:
+    if small.numel() * n != large.numel() or small.dtype != large.dtype:
+        raise CommError(
+            f"{kind} over {n} ranks: {large.dtype} of {large.numel()} elements is not {n} times "
+            f"{small.dtype} of {small.numel()}"
+        )
+
+
+def start_all_reduce(x: Tensor, op: str, group: Group) -> Pending:
+    """``all_reduce`` in place: after ``wait``, x holds the elementwise ``op`` over all members."""
+    n, x = group.size, _startable("all_reduce", x, op)
+    if n == 1:
+        return _OVER
+    after = (lambda: x.div_(n)) if op == "avg" else None
+    return _start(
+        "all_reduce", group, x, 2 * (n - 1) / n, _PG.allreduce, group.pg, [x], _START_REDUCE[op],
+        op=op, after=after,
+    )  # fmt: skip
+
+
+def start_all_gather(x: Tensor, out: Tensor, group: Group) -> Pending:
+    """``all_gather`` of x into ``out`` ([n * len(x)] or [n, len(x)]), in mesh order."""
+    n, x, out = group.size, _startable("all_gather", x), _startable("all_gather", out)
+    _fits("all_gather", x, out, n)
+    if n == 1:
+        out.view(-1).copy_(x.view(-1))
+        return _OVER
+    after = None
+    if not group.straight:
+        rows = out.view(n, -1)
+        after = lambda: rows.copy_(rows[list(group.order)])  # noqa: E731
+    wire, target = _bytes(x).view(-1), _bytes(out).view(-1)
+    return _start(
+        "all_gather", group, x, n - 1, _gather, group.pg, target, wire, _START_GATHER, after=after
+    )
+
+
+def start_reduce_scatter(x: Tensor, out: Tensor, op: str, group: Group) -> Pending:
+    """``reduce_scatter`` into ``out``: the ``op`` over all members of part i (of n equal ones) of their x on member i."""
+    n, x = group.size, _startable("reduce_scatter", x, op)
+    out = _startable("reduce_scatter", out, op)
+    _fits("reduce_scatter", out, x, n)
+    if n == 1:
+        out.view(-1).copy_(x.view(-1))
+        return _OVER
+    wire = x.view(-1)
+    if not group.straight:
+        wire = x.view(n, -1)[[group.order.index(i) for i in range(n)]].view(-1)
+    after = (lambda: out.div_(n)) if op == "avg" else None
+    return _start(
+        "reduce_scatter", group, x, (n - 1) / n, _scatter_sum, group.pg, out.view(-1), wire,
+        _START_REDUCE_SCATTER[op], op=op, after=after,
+    )  # fmt: skip

@@ -32,7 +32,7 @@ class ProcessMesh:
     dim_names: tuple[str, ...]
     device_type: str
     coordinate: tuple[int, ...] | None
-    _groups: dict[tuple[int, ...], comm.Group]
+    _groups: dict[tuple[Any, ...], comm.Group]  # by axes, or by (axes, lane)
 
     _interned: ClassVar[dict[tuple[Any, ...], ProcessMesh]] = {}
 
@@ -141,10 +141,11 @@ class ProcessMesh:
             out.append(tuple(place))
         return out
 
-    def group(self, axes: Sequence[int]) -> comm.Group:
-        """The communicator of this rank over ``axes`` together (major first)."""
+    def group(self, axes: Sequence[int], lane: str = "") -> comm.Group:
+        """The communicator of this rank over ``axes`` together (major first); another one for each ``lane``."""
         axes = tuple(axes)
-        group = self._groups.get(axes)
+        key = (axes, lane) if lane else axes
+        group = self._groups.get(key)
         if group is None:
             if self.coordinate is None:
                 raise ValueError(
@@ -152,7 +153,8 @@ class ProcessMesh:
                 )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
-            group = self._groups[axes] = comm.new_group(ranks, [self.dim_names[a] for a in axes])
+            names = [self.dim_names[a] for a in axes]
+            group = self._groups[key] = comm.new_group(ranks, names, lane)
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:

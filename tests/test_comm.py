@@ -185,6 +185,120 @@ def test_what_is_recorded():
     assert table[-1].split()[:2] == ["total", "6"] and len(table) == 8
 
 
+# In the background -------------------------------------------------------------------------------
+
+GRIDS = [[[0, 1], [2, 3]], [[3, 1], [2, 0]], [[1, 2], [0, 3]]]
+
+
+@pytest.mark.parametrize("ranks", GRIDS, ids=str)
+@on_ranks(4)
+def test_background_collectives_give_what_the_others_give(ranks):
+    mesh = ProcessMesh(ranks, ("dp", "tp"))
+    for axes in ((0,), (1,), (0, 1), (1, 0)):
+        group = mesh.group(axes, "background")
+        n, i = group.size, group.index
+        assert group.ranks == mesh.group(axes).ranks and group.pg is not mesh.group(axes).pg
+        assert mesh.group(axes, "background") is group
+        for dtype in FLOATS:
+            every = [torch.arange(2.0 * n).add(3 * k).to(dtype) for k in range(n)]
+            for op in ("sum", "avg", "max"):
+                whole = comm.all_reduce(every[i], op, group)
+                total, part = every[i].clone(), torch.empty(2, dtype=dtype)
+                first = comm.start_all_reduce(total, op, group)
+                x = every[i].clone().requires_grad_()
+                second = comm.start_reduce_scatter(x, part, op, group)
+                second.wait()
+                first.wait()
+                assert equal(total, whole) and equal(part, whole[2 * i : 2 * i + 2])
+                assert first.done() and second.done()
+                first.wait()  # again: nothing is divided twice
+                second.wait()
+                assert equal(total, whole) and equal(part, whole[2 * i : 2 * i + 2])
+                assert equal(x.detach(), every[i])
+        for dtype in [torch.float32, torch.bool, torch.int16, torch.complex64]:
+            x = torch.arange(3).add(i).to(dtype)
+            flat, rows = torch.empty(3 * n, dtype=dtype), torch.empty(n, 3, dtype=dtype)
+            pending = comm.start_all_gather(x, flat, group), comm.start_all_gather(x, rows, group)
+            for p in (*pending, *pending):
+                p.wait()
+            assert equal(rows, comm.all_gather(x, group)) and equal(flat, rows.view(-1))
+
+
+@on_ranks(2)
+def test_a_started_collective_does_not_wait_for_the_others():
+    group, ahead = group_of([0, 1]), ProcessMesh([0, 1], ("dp",)).group((0,), "ahead")
+    x, out = torch.ones(4), torch.empty(8)
+    if group.index == 0:
+        pending = (
+            comm.start_all_reduce(x, "sum", ahead),
+            comm.start_all_gather(x[:2], out[:4], ahead),
+        )
+        assert not pending[0].done() and not pending[1].done()
+    comm.all_reduce(torch.ones(1), "sum", group)  # rank 1 has started nothing yet
+    if group.index == 1:
+        pending = (
+            comm.start_all_reduce(x, "sum", ahead),
+            comm.start_all_gather(x[:2], out[:4], ahead),
+        )
+    pending[0].wait()
+    assert x.tolist() == [2, 2, 2, 2]
+    pending[1].wait()
+
+
+@on_ranks(4)
+def test_what_is_recorded_of_background_collectives():
+    group = ProcessMesh([[0, 1], [2, 3]], ("dp", "tp")).group((0, 1), "background")
+    x, out = torch.ones(32), torch.empty(128)
+    with record_comms() as log:
+        pending = [
+            comm.start_all_reduce(x, "sum", group),
+            comm.start_all_gather(x, out, group),
+            comm.start_reduce_scatter(x, out[:8], "sum", group),
+        ]
+    with record_comms() as none:
+        for p in pending:
+            p.wait()
+    with record_comms() as want:
+        comm.all_reduce(x, "sum", group)
+        comm.all_gather(x, group)
+        comm.reduce_scatter(x.view(4, 8), "sum", group)
+    assert len(none) == 0
+    assert [(r.kind, r.axis, r.bytes) for r in log] == [(r.kind, r.axis, r.bytes) for r in want]
+    assert [r.bytes for r in log] == [192, 384, 96]
+    assert all("test_comm.py:" in r.where for r in log)
+    with comm_debug.debug(seconds=10):
+        comm.start_all_reduce(x, "sum", group).wait()
+        with pytest.raises(comm_debug.MismatchError, match=r"rank 1: all_reduce\(max\)"):
+            comm.start_all_reduce(x, "max" if group.index == 1 else "sum", group)
+
+
+def test_background_collectives_in_a_group_of_one():
+    group = ProcessMesh([0], ("dp",)).group((0,), "background")
+    x, out = torch.arange(4.0), torch.empty(1, 4)
+    for op in ("sum", "avg", "max"):
+        pending = comm.start_all_reduce(x, op, group)
+        assert pending.done() and equal(x, torch.arange(4.0))
+        pending.wait()
+        comm.start_reduce_scatter(x, out, op, group).wait()
+        assert equal(out[0], x)
+    pending = comm.start_all_gather(x + 1, out, group)
+    assert pending.done() and equal(out[0], x + 1)
+
+
+def test_what_cannot_be_sent_as_it_is_is_refused():
+    group = ProcessMesh([0], ("dp",)).group((0,))
+    x = torch.ones(4)
+    for call, words in [
+        (lambda: comm.start_all_reduce(x.expand(2, 4), "sum", group), "contiguous"),
+        (lambda: comm.start_all_reduce(x.bool(), "sum", group), "bool"),
+        (lambda: comm.start_all_reduce(x.int(), "avg", group), "average of"),
+        (lambda: comm.start_all_gather(x, x[:2], group), "not 1 times"),
+        (lambda: comm.start_reduce_scatter(x, x.double(), "sum", group), "not 1 times"),
+    ]:
+        with pytest.raises(comm.CommError, match=words):
+            call()
+
+
 # Debug mode --------------------------------------------------------------------------------------
 
 
@@ -233,7 +347,7 @@ def test_debug_says_which_rank_differs(what, words):
     assert what == "absence" or set(first.splitlines()) == set(second.splitlines())
 
 
-def lose_a_rank():
+def lose_a_rank(background):
     group = ProcessMesh([0, 1], ("pair",)).group((0,))
     comm.all_reduce(torch.ones(1), "sum", group)
     dist.barrier()
@@ -241,13 +355,21 @@ def lose_a_rank():
         return "away"
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group.pg)
     with pytest.raises(comm.CommError) as caught:
-        comm.all_reduce(torch.ones(1), "sum", group)
+        if background:
+            pending = comm.start_all_reduce(torch.ones(1), "sum", group)
+            with pytest.raises(comm.CommError):
+                pending.wait()
+            assert pending.done()
+            pending.wait()  # what failed once is no result the second time
+        else:
+            comm.all_reduce(torch.ones(1), "sum", group)
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_an_error_that_names_the_group():
+@pytest.mark.parametrize("background", [False, True], ids=["waited for", "background"])
+def test_a_rank_that_does_not_come_is_an_error_that_names_the_group(background):
     try:
-        message, _ = run_on_ranks(2, lose_a_rank)
+        message, _ = run_on_ranks(2, lose_a_rank, background)
     finally:
         pool.stop(2)  # its ranks are out of step now
     assert "all_reduce over mesh axes pair (ranks [0, 1]) failed on rank 0" in message
