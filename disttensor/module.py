@@ -100,6 +100,10 @@ def place(
             if value.is_meta:
                 fresh.add(owner)
         table[key] = made.get(id(value), value)
+    for slot in before:  # an optimizer that still has the old one is told so: sync.check_fresh
+        now: Any = slot.table.get(slot.key)
+        if now is not slot.value and isinstance(now, DistTensor):
+            slot.value._replaced = f"{slot.name!r} became {now._spec!r}"  # type: ignore[attr-defined]
     for child in inner_first(module):
         if child in fresh:
             (init or _initializer)(child)

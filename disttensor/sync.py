@@ -1,10 +1,11 @@
-"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: one flat collective for
-all that wait on the same axes."""
+"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: flat collectives, each for
+all that wait on the same axes, in buckets of at most BUCKET_BYTES."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
@@ -13,13 +14,31 @@ from torch.utils._foreach_utils import _foreach_supported_types as clip_types
 
 from disttensor import comm
 from disttensor.gradient import settled
+from disttensor.layout import Axes
+from disttensor.mesh import ProcessMesh
 from disttensor.tensor import DistTensor
 
 Tensor = torch.Tensor
 
+BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
-def sync_gradients(params: Any) -> None:
-    """Reduce the pending gradients of ``params`` (a module, or tensors). Nothing is sent where nothing is pending.
+
+class Pending(NamedTuple):
+    """A parameter, its gradient that waits to be reduced, and how many elements it takes of a flat tensor: those of
+    the largest piece of any rank. So all ranks lay out their flat tensors alike, and replicas are summed in one order,
+    whatever else lies beside them."""
+
+    param: DistTensor
+    grad: DistTensor
+    slot: int
+
+
+def sync_gradients(*params: Any) -> None:
+    """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
+
+    One flat all-reduce for each bucket of gradients that wait on the same mesh axes; nothing is sent where nothing is
+    pending, so a second call costs nothing. Plain tensors are passed by. Optimizers, ``clip_grad_norm_`` and GradScaler
+    do this themselves.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
     >>> (w * 2).sum().backward()
@@ -27,39 +46,88 @@ def sync_gradients(params: Any) -> None:
     >>> w.grad.tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
-    tensors: Iterable[Any] = params.parameters() if isinstance(params, torch.nn.Module) else params
-    buckets: dict[Any, list[tuple[DistTensor, DistTensor]]] = {}
-    for p in tensors:
-        if type(p) is not DistTensor:
+    for members in buckets(p for given in params for p in tensors_of(given)):
+        _reduce(members)
+
+
+def tensors_of(params: Any) -> Iterable[Any]:
+    """The tensors of a module, of an iterable, or the one that was given."""
+    if isinstance(params, torch.nn.Module):
+        return params.parameters()
+    return (params,) if isinstance(params, Tensor) else params
+
+
+def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
+    """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike on all ranks."""
+    waiting: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
+    seen: set[int] = set()
+    for p in params:
+        if type(p) is not DistTensor or id(p) in seen:
             continue
+        seen.add(id(p))
         grad: Any = p.grad
         if grad is not None and grad._spec.layout.partial:
-            axes = tuple(a for a, _ in grad._spec.layout.partial)
-            key = (grad._spec.mesh, axes, grad._spec.dtype)
-            buckets.setdefault(key, []).append((p, grad))
-    for (mesh, axes, _), members in buckets.items():
-        _reduce(mesh, axes, members)
+            spec = grad._spec
+            busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+            slot = math.prod(spec.box_at((0,) * spec.mesh.ndim)[1])
+            waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(p, grad, slot))
+    for (_, _, dtype), members in waiting.items():
+        bucket: list[Pending] = []
+        size = 0
+        for member in members:
+            bytes_here = member.slot * dtype.itemsize
+            if bucket and size + bytes_here > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(member)
+            size += bytes_here
+        yield bucket
 
 
-def _reduce(mesh: Any, axes: tuple[int, ...], members: list[tuple[DistTensor, DistTensor]]) -> None:
-    """One all-reduce of all members' gradients over ``axes``."""
-    busy = tuple(a for a in axes if mesh.shape[a] > 1)
-    with torch.no_grad():
-        pieces = [g._local.detach() for _, g in members]
-        if busy:
-            flat = torch.cat([t.reshape(-1) for t in pieces])
-            flat = comm.all_reduce(flat, "sum", mesh.group(busy))
-            pieces = [
-                part.view(t.shape)
-                for part, t in zip(flat.split([t.numel() for t in pieces]), pieces, strict=True)
-            ]
-    for (p, g), total in zip(members, pieces, strict=True):
-        settled(p, g, total)
+def _reduce(members: list[Pending]) -> None:
+    """One all-reduce of all members' gradients, over the axes that they all wait on."""
+    spec = members[0].grad._spec
+    busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+    totals = [m.grad._local.detach() for m in members]
+    if busy:
+        flat = comm.all_reduce(_flat(totals, members), "sum", spec.mesh.group(busy))
+        slots = flat.split([m.slot for m in members])
+        totals = [s[: t.numel()].view(t.shape) for s, t in zip(slots, totals, strict=True)]
+    for m, total in zip(members, totals, strict=True):
+        settled(m.param, m.grad, total)
+
+
+def _flat(pieces: list[Tensor], members: list[Pending]) -> Tensor:
+    """All pieces, each in its slot."""
+    parts: list[Tensor] = []
+    for piece, member in zip(pieces, members, strict=True):
+        parts.append(piece.reshape(-1))
+        if piece.numel() < member.slot:
+            parts.append(piece.new_zeros(member.slot - piece.numel()))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# Optimizers ---------------------------------------------------------------------------------------------
+
+
+def check_fresh(params: Iterable[Any], who: str) -> None:
+    """Raise RuntimeError where a module holds other tensors by now in place of some of ``params``.
+
+    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has become of it.
+    """
+    stale = [what for p in params if (what := getattr(p, "_replaced", None))]
+    if stale:
+        raise RuntimeError(
+            f"{who}: {len(stale)} of its parameters are no longer those of the model, so it would change tensors that nothing "
+            f"uses: {stale[0]} after the parameters were taken. Build the optimizer after sharding the model (and take "
+            "model.parameters() again), or let strategy.apply(model, optimizer) do both"
+        )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Runs before every optimizer step; a closure is followed by its own reduction."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    check_fresh(params, type(optimizer).__name__)
     sync_gradients(params)
 
     def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:
