@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -136,7 +137,7 @@ def _settle() -> None:
 # What every backend sends as it is; all else travels as bytes, and is reduced in a wider dtype.
 _NATIVE = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
            torch.uint8, torch.int8}  # fmt: skip
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX,
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX,
         "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT, "any": dist.ReduceOp.MAX,
         "all": dist.ReduceOp.MIN}  # fmt: skip
 
@@ -243,13 +244,49 @@ def _wire(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None
     return x, None
 
 
+# Backends whose own AVG is a sum and one division. Others reduce a sum that is divided here.
+_AVERAGE = {"nccl", "gloo"} if torch.__version__ >= "2.13" else {"nccl"}
+
+
+def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
+    """What n ranks multiply by before and after they add up, so that the result is the ``op`` ("sum" or "avg").
+
+    fp16 ends at 65504 above and at 2**-24 below. A sum of n values may pass the first on its way to a small sum or to an
+    average; an average that divides by all of n first loses what is below n * 2**-24. So fp16 goes half-way down before, by
+    2**k, the power of two near sqrt(n), and the rest of the way (for a sum: up again) after. Sums on the way may then reach
+    2**k * 65504, and values keep their bits down to 2**k * 2**-24: a power of two changes none above. It cannot be had
+    for nothing at both ends. Other dtypes need nothing before.
+    """
+    half = math.log2(n) / 2
+    if dtype != torch.float16:
+        k = 0
+    elif op == "avg":
+        k = math.floor(half + 0.5)
+    else:  # two ranks have no sum on the way
+        k = math.ceil(half - 0.5)
+    return 2.0**-k, 2.0**k / n if op == "avg" else 2.0**k
+
+
+def _scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
+    """The backend's reduction for ``op``, and the factors before and after it."""
+    if op == "avg" and wire.dtype != torch.float16:
+        if group.pg._get_backend(wire.device).name() in _AVERAGE:
+            return "avg", 1.0, 1.0
+    elif op != "avg" and (op != "sum" or wire.dtype != torch.float16):
+        return op, 1.0, 1.0
+    return "sum", *factors(op, group.size, wire.dtype)
+
+
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """A new tensor of x's shape: the elementwise ``op`` over all members; ``avg`` divides by n."""
     n = group.size
     if n == 1:
         return x.detach()
     buffer, back = _wire(x, op)
-    if back is None or x.dtype.is_complex:  # not a copy yet
+    native, before, after = _scaled(op, buffer, group)
+    if before != 1:
+        buffer = buffer * before
+    elif back is None or x.dtype.is_complex:  # not a copy yet
         buffer = buffer.clone()
     _call(
         "all_reduce",
@@ -259,11 +296,11 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
         _PG.allreduce,
         group.pg,
         [buffer],
-        _REDUCE[op],
+        _REDUCE[native],
         op=op,
     )
-    if op == "avg":
-        buffer = buffer.div_(n)
+    if after != 1:
+        buffer = buffer.div_(1 / after)
     return buffer if back is None else back(buffer)
 
 
@@ -294,6 +331,9 @@ def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None
     buffer, back = _wire(x, op)
     if not group.straight:
         buffer = buffer.reshape(n, -1)[[group.order.index(i) for i in range(n)]]
+    native, before, after = _scaled(op, buffer, group)
+    if before != 1:
+        buffer = buffer * before
     out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
     share = (n - 1) / n
     target, wire = _matching(out, buffer)
@@ -306,11 +346,11 @@ def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None
         group.pg,
         target,
         wire,
-        _REDUCE_SCATTER[op],
+        _REDUCE_SCATTER[native],
         op=op,
     )
-    if op == "avg":
-        out = out.div_(n)
+    if after != 1:
+        out = out.div_(1 / after)
     return out if back is None else back(out)
 
 
@@ -473,10 +513,12 @@ def start_all_reduce(x: Tensor, op: str, group: Group) -> Pending:
     n, x = group.size, _startable("all_reduce", x, op)
     if n == 1:
         return _OVER
-    after = (lambda: x.div_(n)) if op == "avg" else None
+    native, before, after = _scaled(op, x, group)
+    if before != 1:
+        x.mul_(before)
     return _start(
-        "all_reduce", group, x, 2 * (n - 1) / n, _PG.allreduce, group.pg, [x], _START_REDUCE[op],
-        op=op, after=after,
+        "all_reduce", group, x, 2 * (n - 1) / n, _PG.allreduce, group.pg, [x], _START_REDUCE[native],
+        op=op, after=(lambda: x.div_(1 / after)) if after != 1 else None,
     )  # fmt: skip
 
 
@@ -508,8 +550,10 @@ def start_reduce_scatter(x: Tensor, out: Tensor, op: str, group: Group) -> Pendi
     wire = x.view(-1)
     if not group.straight:
         wire = x.view(n, -1)[[group.order.index(i) for i in range(n)]].view(-1)
-    after = (lambda: out.div_(n)) if op == "avg" else None
+    native, before, after = _scaled(op, x, group)
+    if before != 1:
+        wire = wire * before
     return _start(
         "reduce_scatter", group, x, (n - 1) / n, _scatter_sum, group.pg, out.view(-1), wire,
-        _START_REDUCE_SCATTER[op], op=op, after=after,
+        _START_REDUCE_SCATTER[native], op=op, after=(lambda: out.div_(1 / after)) if after != 1 else None,
     )  # fmt: skip
