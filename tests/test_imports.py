@@ -79,6 +79,7 @@ LAYERS = [
         "disttensor.plans",
     ],
     ["disttensor.pipeline"],
+    ["disttensor.parallel"],
     ["disttensor"],  # disttensor/__init__.py only
 ]
 
