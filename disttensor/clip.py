@@ -1,11 +1,12 @@
 """Gradient clipping by one norm over all parameters, whatever their layouts and meshes.
 
-``torch.nn.utils.clip_grad_norm_`` comes here when DistTensors are among the parameters. Each mesh knows the norm of its
-gradients; the world then puts the meshes together, each counted once.
+``torch.nn.utils.clip_grad_norm_`` comes here when DistTensors are among the parameters. Each piece of a gradient is
+counted by one of the ranks that hold it, and one small reduction puts the pieces, parameters and meshes together.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import wraps
@@ -15,13 +16,14 @@ import torch
 from torch.nn.utils import clip_grad as torchs
 
 from disttensor import comm
+from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
-from disttensor.sync import sync_gradients
+from disttensor.sync import check_fresh, sync_gradients
 from disttensor.tensor import DistTensor
-from disttensor.values import full_tensor
 
 Tensor = torch.Tensor
 Parameters = Tensor | Iterable[Tensor]
+Shares = dict[ProcessMesh | None, list[Tensor]]
 
 _clip_norm: Callable[..., Any] = torchs.clip_grad_norm_
 _total_norm: Callable[..., Any] = torchs._get_total_norm
@@ -34,8 +36,9 @@ def clip_grad_norm_(
     """Scale the gradients down so that their norm, taken over all parameters of all meshes, is at most ``max_norm``.
 
     Every rank of the world makes the call, with the same parameters. Gives the norm before clipping, a plain tensor that is
-    the same on all ranks. Pending gradients are reduced first; a replicated one counts once; plain tensors count as
-    replicated. Raises RuntimeError for a norm that is not finite if ``error_if_nonfinite``.
+    the same on all ranks, for one all-reduce of a few numbers over the axes that split gradients. Pending gradients are
+    reduced first; a replicated one counts once; plain tensors count as replicated. Raises RuntimeError for a norm that
+    is not finite if ``error_if_nonfinite``, before anything is scaled.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
     >>> (w * 3).sum().backward()
@@ -45,28 +48,29 @@ def clip_grad_norm_(
     1.0
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    shares = by_mesh(params)
-    meshes = [mesh for mesh in shares if mesh is not None]
-    if len(shares) <= 1 and everywhere(meshes):
-        if meshes and foreach is False:
-            sync_gradients(params)  # one collective, not one for each
-        return _plain(_clip_norm(params, max_norm, norm_type, error_if_nonfinite, foreach))
+    check_fresh(params, "clip_grad_norm_")
     sync_gradients(params)
-    norms = [_norm_on(mesh, share, norm_type, foreach) for mesh, share in shares.items()]
-    total = _together(shares, norms, float(norm_type))
+    shares = by_mesh(params)
+    if not shares.keys() - {None}:
+        plain: Tensor = _clip_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        return plain
+    total = _norm(shares, float(norm_type), foreach)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} over {len(params)} parameters on {len(meshes)} meshes is {total.item()}, "
-            "so the gradients cannot be clipped. To scale them by it anyway: error_if_nonfinite=False"
+            f"clip_grad_norm_: the norm of order {norm_type} over {len(params)} parameters on {len(shares.keys() - {None})} meshes is "
+            f"{total.item()}, so the gradients cannot be clipped. To scale them by it anyway: error_if_nonfinite=False"
         )
     for share in shares.values():
         torchs._clip_grads_with_norm_(share, max_norm, total, foreach)
     return total
 
 
-def by_mesh(params: Iterable[Tensor]) -> dict[ProcessMesh | None, list[Tensor]]:
+# Who has what -------------------------------------------------------------------------------------------
+
+
+def by_mesh(params: Iterable[Tensor]) -> Shares:
     """The parameters of each mesh, in the order of all; None: plain tensors."""
-    shares: dict[ProcessMesh | None, list[Tensor]] = {}
+    shares: Shares = {}
     for p in params:
         shares.setdefault(p._spec.mesh if isinstance(p, DistTensor) else None, []).append(p)
     return shares
@@ -78,59 +82,158 @@ def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
     return all(mesh.size == size for mesh in meshes)
 
 
-def _plain(norm: Any) -> Any:
-    return full_tensor(norm) if isinstance(norm, DistTensor) else norm
+def the_world() -> comm.Group:
+    return comm.new_group(range(comm.world()[1]), ("world",))
 
 
-def over_world(x: Tensor, op: str) -> Tensor:
-    return comm.all_reduce(x, op, comm.new_group(range(comm.world()[1]), ("world",)))
+def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
+    """The axes of ``mesh`` by which some of these parameters, or of their gradients, are split."""
+    found: set[int] = set()
+    for p in params:
+        for x in (p, p.grad):
+            if isinstance(x, DistTensor):
+                found |= x._spec.layout.sharded
+    return tuple(a for a in sorted(found) if mesh.shape[a] > 1)
 
 
-def _norm_on(
-    mesh: ProcessMesh | None, params: Sequence[Tensor], norm_type: float, foreach: bool | None
-) -> Tensor | None:
-    """The norm of the gradients of these parameters of one mesh; None without any, or outside."""
-    grads = [p.grad for p in params if p.grad is not None]
-    if not grads:
+def meeting(shares: Shares) -> comm.Group | None:
+    """The ranks that must put their numbers together so that all know those of the whole; None: each knows them."""
+    meshes = [mesh for mesh in shares if mesh is not None]
+    if not everywhere(meshes) or None in shares:
+        return the_world()
+    split = {mesh: split_by(mesh, shares[mesh]) for mesh in meshes}
+    if not any(split.values()):
         return None
-    return _plain(_total_norm(grads, norm_type, False, foreach))
+    mesh = meshes[0]
+    if len(meshes) == 1 and mesh.ranks == tuple(sorted(mesh.ranks)):
+        return mesh.group(split[mesh])
+    return the_world()  # rows of a mesh in another order might add up in different orders
 
 
-def _together(
-    shares: dict[ProcessMesh | None, list[Tensor]], norms: Sequence[Tensor | None], order: float
-) -> Tensor:
-    """The norm over all meshes, each of which its first rank brings in."""
-    rank, size = comm.world()
+def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
+    """Of the ranks that hold the same piece of what is ``split`` by these axes: is this one the first ``among`` them?"""
+    alike = [a for a in range(mesh.ndim) if a not in split]
+    ranks = mesh.mesh
+    holders = (int(ranks[c]) for c in mesh.members(alike, mesh.coordinate or ()))
+    return comm.world()[0] == next(r for r in holders if r in among)
+
+
+# The norm -----------------------------------------------------------------------------------------------
+
+
+def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
+    """The norm of all gradients, as torch takes it: that of the norms of each."""
+    group = meeting(shares)
     meshes = [mesh for mesh in shares if mesh is not None]
     device = meshes[0].device
-    shared = not everywhere(meshes) or None in shares
-    found = torch.zeros(2, len(norms), dtype=torch.float64)  # norms; how many ranks have one
-    for i, (mesh, norm) in enumerate(zip(shares, norms, strict=True)):
-        if norm is not None:
-            found[1, i] = 1.0
-            if not shared or rank == (0 if mesh is None else mesh.ranks[0]):
-                found[0, i] = float(norm)
-    if shared:
-        found = over_world(found.to(device), "sum").cpu()
-    dtypes: list[torch.dtype] = []
+    pieces, number, flags = _mine(shares, group)
+    count = sum(map(len, shares.values()))
+    found = _number(_norms(pieces, order, foreach), number, order, count, device)
+    if group is not None:
+        told = torch.tensor(flags, dtype=found.dtype, device=device)
+        found = comm.all_reduce(
+            torch.cat([found, told]), "max" if math.isinf(order) else "sum", group
+        )
+        found, told = found.split([len(found) - len(flags), len(flags)])
+        if None in shares or not everywhere(meshes):  # else each rank knows
+            flags = told.tolist()
+    dtype = _dtype(shares, flags)
+    return _total(found, order).to(dtype) if dtype else torch.tensor(0.0, device=device)
+
+
+def _mine(shares: Shares, group: comm.Group | None) -> tuple[list[Tensor], list[int], list[float]]:
+    """The pieces that this rank brings in, and the numbers of their parameters; for each mesh (has a rank of it
+    gradients, has one none)."""
+    pieces: list[Tensor] = []
+    number: list[int] = []
+    flags: list[float] = []
+    among = (comm.world()[0],) if group is None else group.ranks
+    first = 0
+    for mesh, share in shares.items():
+        held: dict[int, Any] = {i: p.grad for i, p in enumerate(share, first) if p.grad is not None}
+        first += len(share)
+        bring: dict[Any, bool] = {None: comm.world()[0] == among[0]}  # by the axes that split it
+        for i, g in held.items():
+            local, split = (g._local, g._spec.layout.sharded) if mesh is not None else (g, None)
+            if mesh is not None and split is not None and split not in bring:
+                bring[split] = brings_in(mesh, split, among)
+            if bring[split]:
+                pieces.append(local)
+                number.append(i)
+        inside = mesh is None or mesh.coordinate is not None
+        flags += [float(inside and bool(held)), float(inside and not held)]
+    return pieces, number, flags
+
+
+def _norms(pieces: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
+    """The norm of each piece, in float32 at least; of an empty one what changes no norm."""
+    out: list[Any] = [None] * len(pieces)
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(pieces):
+        if x.numel():
+            alike.setdefault((x.dtype, x.device), []).append(i)
+        else:
+            out[i] = torch.tensor(-order if math.isinf(order) else 0.0, device=x.device)
+    for (dtype, _), members in alike.items():
+        wide = torch.float32 if dtype.itemsize < 4 else None  # squares of small floats overflow
+        some = [pieces[i].detach() for i in members]
+        if foreach is False:
+            norms: Any = [torch.linalg.vector_norm(x, order, dtype=wide) for x in some]
+        else:
+            norms = torch._foreach_norm(some, order, dtype=wide)
+        for i, norm in zip(members, norms, strict=True):
+            out[i] = norm
+    return out
+
+
+def _number(
+    norms: Sequence[Tensor], number: Sequence[int], order: float, count: int, device: torch.device
+) -> Tensor:
+    """What the norms of pieces say of the whole, in numbers that ranks add up, or of which they take the largest.
+
+    Of finite order the sum of powers; of order 0 the number of elements that are not zero, for each of ``count``
+    parameters; of an infinite one the largest (or minus the smallest), and whether any is nan: the maximum of a backend
+    may lose it."""
+    values = torch.zeros(0, dtype=torch.float64, device=device)
+    if norms:
+        values = torch.stack([n.to(device, torch.float64) for n in norms])
+    if order == 0:
+        out = values.new_zeros(count)
+        return out.index_add_(0, torch.tensor(number, dtype=torch.long, device=device), values)
+    if not math.isinf(order):
+        return (values**order).sum().reshape(1)
+    lost = values.isnan()
+    values = torch.where(lost, -math.inf, values if order > 0 else -values)
+    edge = values.new_full((1,), -math.inf)
+    return torch.stack([torch.cat([values, edge]).amax(), lost.any().to(values.dtype)])
+
+
+def _total(numbers: Tensor, order: float) -> Tensor:
+    """The norm, from the numbers of all ranks."""
+    if order == 0:
+        return (numbers != 0).sum()
+    if not math.isinf(order):
+        return numbers[0] ** (1 / order)
+    largest, lost = numbers
+    return torch.where(lost != 0, math.nan, largest.clamp(min=0) if order > 0 else -largest)
+
+
+def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
+    """The dtype of the norm; None where there are no gradients. Raises where some ranks of a mesh have some."""
+    found: torch.dtype | None = None
     for i, (mesh, share) in enumerate(shares.items()):
-        have, full = int(found[1, i]), size if mesh is None else mesh.size
-        if shared and have not in (0, full):
+        some, none = flags[2 * i : 2 * i + 2]
+        if some and none:
             where = "plain tensors" if mesh is None else f"{len(share)} parameters on {mesh!r}"
             raise RuntimeError(
-                f"clip_grad_norm_: of {where}, {have} ranks of {full} have a gradient, so the norm would depend on the rank. Every "
-                "rank runs the same program; a plain tensor counts as replicated, or make it a DistTensor: shard_tensor(x, mesh)"
+                f"clip_grad_norm_: of {where}, some ranks have gradients and others none, so the norm would depend on the rank. "
+                "Every rank runs the same program; a plain tensor counts as replicated, or make it a DistTensor: "
+                "shard_tensor(x, mesh)"
             )
-        if have:
-            dtypes += [p.dtype.to_real() for p in share]
-    if not dtypes:
-        return torch.tensor(0.0, device=device)
-    here = found[0][found[1] > 0]
-    total = here.sum() if order == 0 else torch.linalg.vector_norm(here, order)
-    dtype = dtypes[0]
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return total.to(device, dtype)
+        for p in ([p for p in share if p.requires_grad] or share) if some else ():
+            dtype = p.dtype.to_real()
+            found = dtype if found is None else torch.promote_types(found, dtype)
+    return found
 
 
 # torch's own names --------------------------------------------------------------------------------------

@@ -122,18 +122,22 @@ def test_stages_add_one_small_collective():
 
 
 @on_ranks(4)
-def test_one_mesh_of_the_whole_world_communicates_as_ever():
+def test_one_mesh_of_the_whole_world_adds_one_small_collective():
     counts = []
-    for how in (clip._clip_norm, nn.utils.clip_grad_norm_, dt.clip_grad_norm_):
-        w = dt.shard_tensor(randn(7, 5), grid(), [Replicate(), Shard(0)], requires_grad=True)
-        b = dt.shard_tensor(randn(7), grid(), [Replicate(), Shard(0)], requires_grad=True)
-        x = dt.shard_tensor(randn(8, 5), grid(), [Shard(0), Replicate()])
-        F.linear(x, w, b).square().sum().backward()
-        with dt.record_comms() as comms:
-            how([w, b], 0.1)
-            torch.optim.AdamW([w, b]).step()
-        counts.append([(r.kind, r.axis, r.bytes) for r in comms.records])
-    assert counts[0] == counts[1] == counts[2] and counts[0]
+    for foreach in (None, False, True):
+        for how in (clip._clip_norm, nn.utils.clip_grad_norm_, dt.clip_grad_norm_):
+            w = dt.shard_tensor(randn(7, 5), grid(), [Replicate(), Shard(0)], requires_grad=True)
+            b = dt.shard_tensor(randn(7), grid(), [Replicate(), Shard(0)], requires_grad=True)
+            x = dt.shard_tensor(randn(8, 5), grid(), [Shard(0), Replicate()])
+            F.linear(x, w, b).square().sum().backward()
+            with dt.record_comms() as comms:
+                how([w, b], 0.1, foreach=foreach)
+                torch.optim.AdamW([w, b]).step()
+            counts.append([(r.kind, r.axis) for r in comms.records])
+            assert all(r.bytes < 50 for r in comms.records if r.axis == "tp")
+    for i, seen in enumerate(counts):
+        if i != 3:  # torch's own function, one by one
+            assert seen == [("all_reduce", "dp"), ("all_reduce", "tp")], (i, seen)
 
 
 @on_ranks(2)
@@ -150,7 +154,9 @@ def test_plain_parameters_count_as_replicated():
     torch.testing.assert_close(staged.leaves[-1].grad, plain.leaves[-1].grad)
     if torch.distributed.get_rank():
         staged.leaves[-1].grad = None
-    with pytest.raises(RuntimeError, match="of plain tensors, 1 ranks of 2 have a gradient"):
+    with pytest.raises(
+        RuntimeError, match="of plain tensors, some ranks have gradients and others none"
+    ):
         dt.clip_grad_norm_(staged.leaves, 0.5)
 
 
