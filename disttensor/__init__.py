@@ -36,11 +36,13 @@ import disttensor.plans  # noqa: F401
 from disttensor.skip import never_skip
 from disttensor.sync import sync_gradients
 from disttensor.values import broadcast_value, values_everywhere
+from disttensor.parallel.segments import SegmentByAnchors, SegmentBySize
+from disttensor.parallel.sharded import accumulate, shard_data_parallel
 
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group", "Layout",
-    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard", "StrictError", "broadcast_value", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
+    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "StrictError", "accumulate", "broadcast_value", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
     "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
-    "rng", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
+    "rng", "shard_data_parallel", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
     "values_everywhere", "zeros",
 ]  # fmt: skip

@@ -139,6 +139,8 @@ def settled(x: DistTensor, g: DistTensor, total: Tensor) -> None:
 
 def set_grad(x: DistTensor, value: Any) -> None:
     """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain, global tensor."""
+    if x._twin is not None:
+        x._twin.drop()
     if value is None:
         if x._aliases is None and not x._former:
             x._local.grad = None
@@ -388,6 +390,8 @@ def retain_grad(self: DistTensor) -> None:
 
 
 def get_data(self: DistTensor) -> DistTensor:
+    if self._twin is not None:
+        self._twin.stale = True
     return _shared(self, self._local.data)
 
 

@@ -23,6 +23,10 @@ Tensor = torch.Tensor
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
 
+# Called with the parameters whose gradients are about to be read.
+BEFORE_SYNC: list[Callable[[list[Any]], None]] = []
+
+
 class Pending(NamedTuple):
     """A parameter, its gradient that waits to be reduced, and how many elements it takes of a flat tensor: those of
     the largest piece of any rank. So all ranks lay out their flat tensors alike, and replicas are summed in one order,
@@ -46,7 +50,10 @@ def sync_gradients(*params: Any) -> None:
     >>> w.grad.tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
-    for members in buckets(p for given in params for p in tensors_of(given)):
+    given = [p for some in params for p in tensors_of(some)]
+    for run in BEFORE_SYNC:
+        run(given)
+    for members in buckets(given):
         _reduce(members)
 
 

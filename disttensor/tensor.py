@@ -70,6 +70,7 @@ class DistTensor(Tensor):
     _views: Any = None  # and weakly, those that share the memory of this one
     _grad: Any = None  # the DistTensor that .grad gave last
     _owner: Any = None  # weak: the leaf whose gradient this is
+    _twin: Any = None  # of a parameter cut into shards: what collects its gradients (disttensor.parallel.twin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -58,6 +58,7 @@ LAYERS = [
         "disttensor.gradient",
         "disttensor.lists",
         "disttensor.sync",
+        "disttensor.window",
         "disttensor.fallback",
     ],
     [

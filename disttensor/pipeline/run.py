@@ -20,6 +20,7 @@ from disttensor.pipeline.schedule import Action, Schedule
 from disttensor.pipeline.tape import Tape
 from disttensor.pipeline.worker import Worker
 from disttensor.tensor import DistTensor
+from disttensor.window import window
 
 Tensor = torch.Tensor
 Step = Callable[[Any], Any]
@@ -96,9 +97,12 @@ def _carry_out(parts: list[_Part], schedule: Any, order: Any, chunks: int) -> No
     stage = mine[0] if mine else 0
     for part in parts:
         part.stage = stage
-    for action in plan.orders[stage]:
+    row = plan.orders[stage]
+    final = {a.chunk: a for a in row if a.kind == "B"}  # the last backward of each visit
+    for action in row:
         if action not in done:
-            parts[action.micro_batch].carry_out(action)
+            with window(last=action is final.get(action.chunk)):
+                parts[action.micro_batch].carry_out(action)
 
 
 def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int]:

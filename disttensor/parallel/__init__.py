@@ -1,0 +1,1 @@
+"""Data parallelism with sharded state, and strategies that combine parallelisms: all from ``Partial``."""

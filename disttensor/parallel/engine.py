@@ -1,0 +1,257 @@
+"""The engine of one module: hooks around the forwards and backwards of its segments.
+
+    before a forward   gather the segment, show the twins, begin to gather the next one
+    after it           show the shards again, free the twins
+    before its backward and after: the same, in the other order; then its gradients are reduced
+
+Which segment is next is what the last forward did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor.parallel.backward import Backward, at_the_end, number
+from disttensor.parallel.passes import Pass
+from disttensor.parallel.reduction import Steps, reductions
+from disttensor.parallel.segment import Segment
+from disttensor.sync import BEFORE_SYNC
+from disttensor.tree import flat, substitute
+from disttensor.window import EACH_TIME, Window, present
+
+Tensor = torch.Tensor
+
+
+_ENGINES: list[Engine] = []
+
+
+class Engine:
+    """The segments of ``root``.
+
+    scatter  gradients are reduced to shards (stages 2 and 3); prefetch: segments gathered ahead of their use
+    compute  dtype of the twins, None: that of the parameters; wire: dtype of reductions, None: that of the twins
+    """
+
+    def __init__(
+        self, root: nn.Module, segments: Sequence[Segment], *, scatter: bool, prefetch: int,
+        compute: torch.dtype | None, wire: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
+        self.compute, self.wire = compute, wire
+        self.window = EACH_TIME  # see ``accumulate``
+        self.epoch = 0
+        self.order: list[Segment] = []  # in which the forwards of this epoch began
+        self.before: list[Segment] = []  # the same of the last one
+        self.now: Backward | None = None
+        self.first: frozenset[str] | None = None  # parameters reached, in this accumulation
+        self.owing: dict[Segment, None] = {}  # whose gradients wait for the last micro-batch
+        _ENGINES.append(self)
+        root.register_forward_pre_hook(self._root_begins, prepend=True)
+        for segment in self.segments:
+            for module in segment.modules:
+                module.register_forward_pre_hook(
+                    partial(self._module_begins, segment), with_kwargs=True
+                )
+                module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
+        root.register_forward_hook(self._root_ends, always_call=True)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(
+            "a module under shard_data_parallel cannot be deep-copied: its hooks belong to its own parameters. Copy the values: "
+            "copy.deepcopy(module.state_dict())"
+        )
+
+    # Forward --------------------------------------------------------------------------------------------
+
+    def _root_begins(self, module: nn.Module, args: Any) -> None:
+        if number() == -1:
+            self._clean_up()
+            self.epoch += 1
+            self.before, self.order = self.order or self.before, []
+
+    def _module_begins(self, segment: Segment, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        again = number() != -1  # a checkpointed region that a backward computes again
+        if not segment.shown:
+            if not again:
+                self._take_place(segment)
+            segment.gather()
+            segment.show()
+            if not again:
+                self._ahead(segment, self.before)
+        segment.running += 1
+        if not again and torch.is_grad_enabled():
+            if segment.passing is None:
+                segment.passing = Pass(segment, self._enter, self._leave)
+            segment.passing.takes(flat((args, kwargs), []))
+        if self.compute is None:
+            return None
+        return substitute(args, self._cast), substitute(kwargs, self._cast)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.compute) if x.is_floating_point() else x
+
+    def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> None:
+        segment.running -= 1
+        if number() != -1:
+            return
+        if segment.passing is not None:
+            segment.passing.gives(flat(output, []), settle=bool(segment.buffers))
+        segment.ran.add(module)
+        if not segment.running and len(segment.ran) == len(segment.modules):
+            self._close(segment)
+
+    def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if number() == -1:
+            for segment in self.segments:
+                if not segment.running:
+                    if segment.shown or segment.passing is not None:
+                        self._close(segment)
+                    elif not segment.whole:
+                        segment.free()  # gathered ahead, and not used
+
+    def _take_place(self, segment: Segment) -> None:
+        if segment.epoch != self.epoch:
+            segment.epoch, segment.position = self.epoch, len(self.order)
+            self.order.append(segment)
+
+    def _ahead(self, segment: Segment, order: list[Segment]) -> None:
+        """Begin to gather the segments that come after this one in ``order``."""
+        if self.prefetch and segment in order:
+            at = order.index(segment) + 1
+            for other in order[at : at + self.prefetch]:
+                other.start()
+
+    def _close(self, segment: Segment) -> None:
+        """The forwards of this segment are over."""
+        for twin in segment.twins:
+            for leaf in twin.new_leaves():
+                at = len(segment.leaves)
+                segment.leaves.append(twin.name)
+                leaf.register_post_accumulate_grad_hook(partial(self._arrived, segment, at))
+        in_graph = segment.passing is not None and segment.passing.entered
+        segment.passing = None
+        segment.ran.clear()
+        segment.hide()
+        if segment.free_after_forward or not in_graph:
+            segment.free()
+
+    # Backward -------------------------------------------------------------------------------------------
+
+    def _present(self) -> Backward:
+        """The backward that runs now."""
+        at = number()
+        if self.now is None or self.now.number != at:
+            self._clean_up()
+            window = self.window if self.window.counted else present()
+            self.now = Backward(at, partial(self._reduce, window), bounded=self.scatter)
+            at_the_end(partial(self._finish, self.now, window))
+        return self.now
+
+    def _enter(self, one: Pass) -> None:
+        now = self._present()
+        first = not now.passes
+        segment = one.segment
+        if now.enter(one) and segment.buffers:
+            segment.gather()
+            segment.show()
+            order = [s for s in reversed(self.order) if s is segment or s not in now.passes]
+            if first:  # often the root's, whose forward began first
+                order = [segment, *[s for s in order if s is not segment]]
+            self._ahead(segment, order)
+
+    def _leave(self, one: Pass) -> None:
+        now = self._present()
+        if one.segment in now.passes:
+            self._free(now, one.segment)
+
+    def _arrived(self, segment: Segment, leaf: int, _: Tensor) -> None:
+        now = self._present()
+        for started in now.arrived(segment, leaf):
+            self._free(now, started)
+        self._free(now, segment)
+
+    def _free(self, now: Backward, segment: Segment) -> None:
+        if segment.shown and not segment.busy and now.done_with(segment):
+            segment.free()
+
+    def _reduce(self, window: Window, segment: Segment) -> list[Steps]:
+        if window.reduce == "none" and not window.last:
+            return []
+        return reductions(segment.twins, scatter=self.scatter, last=window.last, dtype=self.wire)
+
+    def _finish(self, now: Backward, window: Window) -> None:
+        if self.now is not now:
+            return
+        try:
+            now.finish()
+            self._settle(now, window)
+        finally:
+            self.now = None
+            for segment in self.segments:
+                if not segment.busy and (segment in now.passes or not segment.whole):
+                    segment.free()
+
+    def _settle(self, now: Backward, window: Window) -> None:
+        """What an accumulation asks for when a backward is over."""
+        if not window.last:
+            self.owing.update(dict.fromkeys(now.passes))
+            for segment in now.passes:
+                for twin in segment.apart:
+                    if twin.spec.dtype is not twin.held.dtype and twin.collected():
+                        twin.lay_by(twin.held.dtype)
+        elif window.counted:
+            self._pay([s for s in self.owing if s not in now.passes])
+        for segment in now.passes if window.last else ():
+            self.owing.pop(segment, None)
+        if window.counted:
+            reached = frozenset(s.leaves[leaf] for s, came in now.came.items() for leaf in came)
+            first, self.first = self.first, None if window.last else self.first or reached
+            if first is not None and first != reached:
+                self.first = None
+                raise RuntimeError(
+                    f"accumulate: this micro-batch gave gradients to other parameters than the first one: {_some(reached - first)} "
+                    f"only here, {_some(first - reached)} only there. The gradients so far are a sum of unlike parts: zero_grad(), "
+                    "and let every micro-batch of an accumulation use the same parameters (or call backward without accumulate)"
+                )
+
+    def _pay(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            for steps in self._reduce(EACH_TIME, segment):
+                for pending in steps:
+                    pending.wait()
+            self.owing.pop(segment, None)
+
+    def _clean_up(self) -> None:
+        """After a backward that ended with an error."""
+        if self.now is not None:
+            now, self.now = self.now, None
+            now.abandon()
+            for segment in now.passes:
+                segment.free()
+                for twin in segment.twins:
+                    twin.drop()
+
+    # For those who read or drop gradients ----------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Reduce what waits for a last micro-batch, which did not come."""
+        self._pay(list(self.owing))
+
+
+def _some(names: frozenset[str]) -> str:
+    few = sorted(names)[:3]
+    return (", ".join(few) + (", ..." if len(names) > 3 else "")) or "none"
+
+
+def flush(params: Sequence[Any]) -> None:
+    """Before the gradients of ``params`` are read: what other tensors hold of them is reduced."""
+    for engine in [e for e in _ENGINES if e.owing]:
+        engine.flush()
+
+
+BEFORE_SYNC.append(flush)

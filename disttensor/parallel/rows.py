@@ -1,0 +1,97 @@
+"""Rows: several tensors in one collective, as one row per rank.
+
+    tensors  [5, 2] and [3], over n = 2 ranks            row 0:  a0 a1 a2  b0 b1
+    cut along dim 0 as torch.chunk does                  row 1:  a3 a4 --  b2 --
+
+Row i holds piece i of every tensor; short pieces are padded, so that all rows have one length. An all-gather joins rows, a
+reduce-scatter sums what n ranks have for each row. Pure: shapes only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Rows:
+    """How tensors of these (local) shapes lie in ``n`` rows.
+
+    sizes[j], offsets[j]  elements of tensor j in a row, and where they begin; total: of all, the length of a row
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], n: int) -> None:
+        self.n = n
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.steps = [-(-shape[0] // n) if shape else 1 for shape in self.shapes]
+        self.sizes = [
+            step * math.prod(shape[1:]) for step, shape in zip(self.steps, self.shapes, strict=True)
+        ]
+        self.offsets = list(itertools.accumulate(self.sizes, initial=0))
+        self.total = self.offsets.pop()
+
+    def joined(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """[total]: the row of the rank that holds these pieces."""
+        row = torch.empty(self.total, dtype=dtype, device=pieces[0].device)
+        parts, flat = [], []
+        for piece, part in zip(pieces, row.split(self.sizes), strict=True):
+            count = piece.numel()
+            if count < len(part):
+                part[count:].zero_()
+                part = part[:count]
+            if count:
+                parts.append(part)
+                flat.append(piece.reshape(-1))
+        if parts:
+            torch._foreach_copy_(parts, flat)
+        return row
+
+    def blocks(self, memory: Tensor) -> list[Tensor]:
+        """[n * total] as one [n, size] for each tensor, in which the tensor itself lies from the beginning on."""
+        parts = memory.split([self.n * size for size in self.sizes])
+        return [p.view(self.n, size) for p, size in zip(parts, self.sizes, strict=True)]
+
+    def wholes(self, memory: Tensor) -> list[Tensor]:
+        """The tensors that lie in ``memory`` ([n * total]): views."""
+        return [
+            block.view(-1)[: math.prod(shape)].view(shape)
+            for block, shape in zip(self.blocks(memory), self.shapes, strict=True)
+        ]
+
+    def unpack(self, rows: Tensor, blocks: list[Tensor]) -> None:
+        """Bring the pieces of all ranks, [n, total], to their places."""
+        torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=blocks)
+
+    def packed(self, wholes: Sequence[Tensor], head: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """[n, len(head) + total]: the whole tensors cut into rows, each with ``head`` before it."""
+        width = len(head) + self.total
+        out = torch.empty(self.n, width, dtype=dtype, device=wholes[0].device)
+        heads = torch.tensor(list(head) * self.n, dtype=wholes[0].dtype, device=out.device)
+        torch._chunk_cat([heads, *wholes], dim=0, num_chunks=self.n, out=out)
+        return out
+
+    def pieces(self, row: Tensor, index: int) -> list[Tensor]:
+        """[total], the row of rank ``index``, as its pieces: views without the padding."""
+        out = []
+        for j, part in enumerate(row.split(self.sizes)):
+            shape = self.piece_shape(j, index)
+            out.append(part[: math.prod(shape)].view(shape))
+        return out
+
+    def piece_shape(self, j: int, index: int) -> tuple[int, ...]:
+        shape, step = self.shapes[j], self.steps[j]
+        if not shape:
+            return ()
+        start = min(index * step, shape[0])
+        return (min(step, shape[0] - start), *shape[1:])
+
+    def piece(self, j: int, whole: Tensor, index: int) -> Tensor:
+        """Piece ``index`` of the whole tensor j: a view."""
+        if not self.shapes[j]:
+            return whole
+        start = min(index * self.steps[j], len(whole))
+        return whole[start : start + self.steps[j]]

@@ -1,0 +1,176 @@
+"""A segment: parameters that are gathered together, in one collective, before they are used, and freed after.
+
+    sharded --start--> arriving --gather--> whole --free--> sharded
+
+While a segment is *shown*, the modules hold the twins; else the shards. The memory of the twins keeps its address between
+two gathers, as far as autograd is concerned: what a forward saved is valid again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor import comm, outside
+from disttensor.parallel.rows import Rows
+from disttensor.parallel.twin import Twin
+
+Tensor = torch.Tensor
+
+
+class Buffer:
+    """The twins of one dtype (and one group of ranks) in one memory."""
+
+    def __init__(self, twins: Sequence[Twin], dtype: torch.dtype, group: comm.Group | None) -> None:
+        self.twins, self.group = twins, group
+        self.rows = Rows([t.spec.local_shape for t in twins], group.size if group else 1)
+        device = twins[0].spec.mesh.device
+        self.memory = torch.empty(self.rows.n * self.rows.total, dtype=dtype, device=device)
+        self.blocks = self.rows.blocks(self.memory)
+        for twin, whole in zip(twins, self.rows.wholes(self.memory), strict=True):
+            twin.be(whole)
+        self.nbytes = self.memory.untyped_storage().nbytes()
+        self.whole = False
+        self._arriving: tuple[comm.Pending | None, Tensor, Any] | None = None
+        self._of: Any = None  # what the memory held last
+        self.free()
+
+    def fresh(self) -> bool:
+        """Is what the memory holds (or held last) the present value of the parameters?"""
+        return self._of == self._now() and not any(t.stale for t in self.twins)
+
+    def _now(self) -> list[Any]:
+        # Every in-place function counts up the version, on a rank with an empty piece too: all ranks agree.
+        return [v for t in self.twins for v in (id(t.held._local), t.held._local._version)]
+
+    def start(self) -> None:
+        """Begin to gather."""
+        if self._arriving is None and not self.whole:
+            row = self.rows.joined([t.held._local.detach() for t in self.twins], self.memory.dtype)
+            if self.group is None:
+                self._arriving = None, row, self._now()
+            else:
+                out = row.new_empty(self.rows.n * self.rows.total)
+                self._arriving = comm.start_all_gather(row, out, self.group), out, self._now()
+
+    def finish(self) -> None:
+        if self.whole:
+            return
+        self.start()
+        out, of = self._arrived()
+        if of != self._now():  # begun before an optimizer's step: what came is history
+            self.start()
+            out, of = self._arrived()
+        same = self.fresh()
+        self.memory.untyped_storage().resize_(self.nbytes)
+        # Refilled with the same values, it is what autograd saved; else autograd shall see that it was written to.
+        guard: Any = torch.autograd._unsafe_preserve_version_counter(self.memory)
+        with torch.no_grad(), guard if same else nullcontext():
+            self.rows.unpack(out.view(self.rows.n, -1), self.blocks)
+        self.whole, self._of = True, of
+        for twin in self.twins:
+            twin.stale = False
+
+    def _arrived(self) -> tuple[Tensor, Any]:
+        assert self._arriving is not None
+        (pending, out, of), self._arriving = self._arriving, None
+        if pending is not None:
+            pending.wait()
+        return out, of
+
+    def free(self) -> None:
+        if self._arriving is not None:
+            self._arrived()
+        self.memory.untyped_storage().resize_(0)
+        self.whole = False
+
+
+class Segment:
+    """The parameters of some modules.
+
+    modules   those whose forward uses them; persist: the twins stay until the parameters change (stages 1 and 2)
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], twins: Sequence[Twin], *, persist: bool, free_after_forward: bool,
+    ) -> None:  # fmt: skip
+        self.name, self.modules, self.twins = name, tuple(modules), tuple(twins)
+        self.persist, self.free_after_forward = persist, free_after_forward
+        self.apart = [t for t in twins if t.spec is not t.held._spec]
+        self.buffers: list[Buffer] = []
+        self.shown = False
+        kinds: dict[Any, list[Twin]] = {}
+        for twin in self.apart:
+            if twin.spec.mesh.coordinate is None:
+                twin.whole = outside.stand_in(twin.spec, twin.held.requires_grad)
+            else:
+                kinds.setdefault((twin.spec.dtype, twin.axis), []).append(twin)
+        for (dtype, axis), members in kinds.items():
+            mesh = members[0].spec.mesh
+            group = None if axis is None else mesh.group((axis,), "gather")
+            self.buffers.append(Buffer(members, dtype, group))
+        self.position = 0  # in the order in which forwards begin
+        self.epoch = -1  # the forward of the root in which it has its position
+        self.running = 0  # forwards of its modules that are on the stack
+        self.ran: set[nn.Module] = set()
+        self.passing: Any = None  # the pass that is being made: see passes.py
+        self.leaves: list[str] = []  # of the twins' leaves, the parameter
+        self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached,
+        self.ever: set[int] = set()  # and those that any has
+
+    @property
+    def whole(self) -> bool:
+        return all(b.whole for b in self.buffers)
+
+    @property
+    def busy(self) -> bool:
+        """Is a forward of it on the stack, or between two of its modules?"""
+        return bool(self.running) or self.passing is not None
+
+    def start(self) -> None:
+        """Begin to gather, where that is needed."""
+        self._outdate()
+        for buffer in self.buffers:
+            buffer.start()
+
+    def gather(self) -> None:
+        """The twins have their values when this returns."""
+        self._outdate()
+        for buffer in self.buffers:
+            buffer.start()
+        for buffer in self.buffers:
+            buffer.finish()
+
+    def _outdate(self) -> None:
+        """What is kept for long may have been written to since."""
+        for buffer in self.buffers:
+            if buffer.whole and not self.shown and not buffer.fresh():
+                buffer.whole = False
+
+    def show(self) -> None:
+        """The modules hold the twins."""
+        if not self.shown:
+            self.shown = True
+            for twin in self.apart:
+                twin.follow()
+                for table, key in twin.slots:
+                    table[key] = twin.whole
+
+    def hide(self) -> None:
+        """The modules hold the shards."""
+        if self.shown:
+            self.shown = False
+            for twin in self.apart:
+                for table, key in twin.slots:
+                    table[key] = twin.held
+
+    def free(self) -> None:
+        """The shards are what is left; of a persistent segment, everything."""
+        self.hide()
+        if not self.persist:
+            for buffer in self.buffers:
+                buffer.free()
