@@ -1,0 +1,157 @@
+"""Degrees: how many processes each axis of a strategy has, and which groups of ranks follow. Pure numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+AXES = ("pp", "dp", "sharding", "cp", "tp")  # outer to inner
+STAGE_AXES = AXES[1:]  # of the mesh of one stage
+REST = ("dp", "sharding", "tp", "cp", "pp")  # of those left out, the first takes what is left
+
+
+class Degrees(NamedTuple):
+    """The sizes of all axes, outer to inner; their product is the size of the world."""
+
+    pp: int
+    dp: int
+    sharding: int
+    cp: int
+    tp: int
+
+    @property
+    def world(self) -> int:
+        return math.prod(self)
+
+    @property
+    def busy(self) -> tuple[str, ...]:
+        """The axes of a stage that have more than one process."""
+        return tuple(axis for axis in STAGE_AXES if getattr(self, axis) > 1)
+
+    def __str__(self) -> str:
+        return product_of(self._asdict())
+
+
+class GroupSpec(NamedTuple):
+    """A communicator: its ranks in mesh order, the mesh axes that it is over, and its lane ("" is that of operations)."""
+
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...]
+    lane: str
+
+
+def product_of(sizes: Mapping[str, int | None]) -> str:
+    """``dp=3 x tp=2``; what is None is left out."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
+
+
+def check_degree(name: str, value: object) -> None:
+    """Raise unless ``value`` is a positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"Strategy: {name}={value!r} is not a whole number")
+    if value < 1:
+        raise ValueError(f"Strategy: {name}={value}: a number of processes is 1 or more")
+
+
+def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Degrees:
+    """The degrees in a world of so many processes. Those given stay; of those left out, ``first`` and then the first of
+    ``REST`` takes what is left, and the others are 1. Raises ValueError where the world has no such factors.
+
+    >>> infer({"tp": 2}, 8)
+    Degrees(pp=1, dp=4, sharding=1, cp=1, tp=2)
+    """
+    fixed = {axis: given[axis] for axis in AXES if given.get(axis) is not None}
+    sizes: dict[str, int] = {axis: size for axis, size in fixed.items() if size is not None}
+    needed = math.prod(sizes.values())
+    rest = next((axis for axis in (first, *REST) if axis not in sizes), None)
+    if world % needed or (rest is None and needed != world):
+        raise ValueError(_misfit(sizes, world, rest))
+    if rest is not None:
+        sizes[rest] = world // needed
+    return Degrees(**{axis: sizes.get(axis, 1) for axis in AXES})
+
+
+def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
+    """What is wrong, and the nearest products that would do. ``rest``: the axis that takes what is left, if any."""
+    needed = math.prod(sizes.values())
+    near = sorted(_fitting(sizes, world, rest), key=lambda item: item[0])[:6]
+    shown = ", ".join(product_of(choice) for _, choice in near)
+    start, needs = needed, f"exactly {needed}"
+    if rest is not None:
+        start, needs = -(-world // needed) * needed, f"a multiple of {needed}"
+    return (
+        f"Strategy: {product_of(sizes)} needs {needs} processes, and the world has {world}. Start {start}, or choose what "
+        f"fits {world}: {shown}"
+    )
+
+
+def _fitting(
+    sizes: Mapping[str, int], world: int, rest: str | None
+) -> Iterator[tuple[tuple[int, float], dict[str, int]]]:
+    """(how far from ``sizes``, degrees that fit). Those that change few axes, by little, are near. 1 is not said of others."""
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    axes = [a for a in REST[::-1] if sizes.get(a, 1) > 1] or [a for a in REST[::-1] if a in sizes]
+    for values in itertools.product(divisors, repeat=len(axes)):
+        total = math.prod(values)
+        if world % total or (rest is None and total != world):
+            continue
+        choice = dict(zip(axes, values, strict=True))
+        changed = sum(choice[axis] != sizes[axis] for axis in axes)
+        by = sum(abs(math.log(choice[axis] / sizes[axis])) for axis in axes)
+        if rest is not None and total < world:
+            choice[rest] = world // total
+        yield (
+            (changed, by),
+            {
+                axis: choice[axis]
+                for axis in AXES
+                if choice.get(axis, 1) > 1
+                or (choice.get(axis) != sizes.get(axis) and axis in choice)
+            },
+        )
+
+
+def stage_ranks(degrees: Degrees, stage: int) -> range:
+    """The ranks of one stage: consecutive, as pp is the outermost axis."""
+    size = degrees.world // degrees.pp
+    return range(stage * size, (stage + 1) * size)
+
+
+def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The ranks of a stage in groups that differ only on ``axes``; those vary major first within each."""
+    sizes = [getattr(degrees, axis) for axis in STAGE_AXES]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    ways: list[list[int]] = [[], []]  # what the other axes add to a rank, and what ``axes`` add
+    for inside in (False, True):
+        steps = [
+            [stride * i for i in range(size)]
+            for axis, size, stride in zip(STAGE_AXES, sizes, strides, strict=True)
+            if (axis in axes) is inside
+        ]
+        ways[inside] = [sum(step) for step in itertools.product(*steps)]
+    first = stage_ranks(degrees, stage)[0]
+    return [tuple(first + base + step for step in ways[True]) for base in ways[False]]
+
+
+def groups(degrees: Degrees) -> list[GroupSpec]:
+    """All communicators of a strategy, in the one order in which every rank makes those that it is in.
+
+    For each stage: all sets of axes that have more than one process, the small sets first; a gradient may be pending on any of
+    them, and a loss is summed over all. Then those whose collectives run beside the model's: lane "gather" for parameters,
+    over ``sharding``; lane "reduce" for gradients, over the same sets again.
+    """
+    busy = degrees.busy
+    sets = [axes for n in range(1, len(busy) + 1) for axes in itertools.combinations(busy, n)]
+    kinds = [
+        *[(axes, "") for axes in sets],
+        *[(axes, "gather") for axes in sets if axes == ("sharding",)],
+        *[(axes, "reduce") for axes in sets],
+    ]
+    return [
+        GroupSpec(ranks, axes, lane)
+        for stage in range(degrees.pp)
+        for axes, lane in kinds
+        for ranks in ranks_over(degrees, stage, axes)
+    ]

@@ -1,0 +1,291 @@
+"""Strategy: one value that says how a training run lies on its processes, and one call that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor import comm, pipeline
+from disttensor.api import init_mesh, start
+from disttensor.mesh import ProcessMesh
+from disttensor.module import shard_module, slots
+from disttensor.parallel import degrees as _degrees
+from disttensor.parallel.configs import strategy_fields
+from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec, check_degree
+from disttensor.parallel.recomputed import chosen, recompute
+from disttensor.parallel.repoint import Maker, Optimizer, check_optimizer, follow
+from disttensor.parallel.segments import Segments, segments_of
+from disttensor.parallel.sharded import accumulate, shard_data_parallel
+from disttensor.placement import Placement, Replicate, Shard
+
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a training run is divided among processes. Change it, and the script stays as it is.
+
+    ``dp``        parts of the batch, each with a replica of everything
+    ``sharding``  parts of the batch, and of optimizer state, gradients and parameters (``zero_stage`` 1, 2 and 3, the default)
+    ``tp``        parts of each layer, as the plan given to ``apply`` says
+    ``cp``        parts of the sequence
+    ``pp``        stages of some layers each
+    Degrees left out follow from the size of the world: the first left out of dp, sharding, tp, cp, pp takes what the others
+    leave (of sharding, dp, ... where a ``zero_stage`` is given), and the rest are 1.
+
+    ``accumulate_steps``: micro-batches in one step of the optimizer. ``amp``: "bf16" or "fp16", for ``autocast`` and, where
+    there is sharding, for the copies of parameters that compute (``param_dtype``); parameters and the optimizer's state keep
+    their dtype, and gradients are reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as
+    "blocks.*", that keep no activations. The rest is said at ``shard_data_parallel``.
+    Raises TypeError and ValueError for what has no meaning; a world that does not factor is found by ``degrees``, and so by
+    ``mesh``, ``stages`` and ``apply``.
+
+    >>> strategy = dt.Strategy(tp=2, sharding=4, accumulate_steps=2)
+    >>> print(strategy.degrees(32))
+    pp=1 x dp=4 x sharding=4 x cp=1 x tp=2
+    >>> strategy = dt.Strategy(zero_stage=3, accumulate_steps=2)    # here, in a world of one
+    >>> strategy.mesh()
+    ProcessMesh(pp=1, dp=1, sharding=1, cp=1, tp=1)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = strategy.apply(model, optimizer, {"0.*": {"tp": dt.Shard(0)}, "2.weight": {"tp": dt.Shard(1)}})
+    >>> data = dt.shard_tensor(torch.ones(6, 4), strategy.stages()[0], strategy.batch(sequence=None))
+    >>> for i, part in enumerate(data.chunk(strategy.accumulate_steps)):
+    ...     with strategy.accumulate(model, i), strategy.autocast():
+    ...         (model(part).sum() / len(data)).backward()
+    >>> optimizer.step()
+    """
+
+    dp: int | None = None
+    sharding: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    accumulate_steps: int = 1
+    segments: Segments | None = None
+    amp: str | None = None
+    recompute: Sequence[str] = ()
+    zero_stage: int | None = None
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    offload: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    device_type: str | None = None
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) is not None:
+                check_degree(axis, getattr(self, axis))
+        check_degree("accumulate_steps", self.accumulate_steps)
+        if self.zero_stage is not None and self.zero_stage not in (1, 2, 3):
+            raise ValueError(
+                f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 gradients too, 3 parameters too. For "
+                "none of it leave it out and say sharding=1"
+            )
+        if self.amp is not None and self.amp not in AMP:
+            raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
+        names = (self.recompute,) if isinstance(self.recompute, str) else tuple(self.recompute)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"Strategy: recompute={self.recompute!r}: names of modules are expected"
+            )
+        object.__setattr__(self, "recompute", names)
+        if isinstance(self.segments, list):
+            object.__setattr__(self, "segments", tuple(self.segments))
+
+    @classmethod
+    def from_sharding_configs(cls, configs: Mapping[str, Any], **more: Any) -> Strategy:
+        """The strategy that a dict of sharding configs says; ``more`` are fields for which these have no words.
+
+        Keys: sharding_degree, mp_degree (tp), dp_degree, pp_degree, hybrid_dp, sharding_segment_strategy
+        ("segment_broadcast_MB" or "segment_anchors"), segment_broadcast_MB, segment_anchors, gradient_merge_acc_step,
+        optimize_offload. Raises TypeError and ValueError for other keys, for contradictions, and, where several
+        processes have started, for degrees whose product is not their number.
+
+        >>> configs = {"sharding_degree": 8, "hybrid_dp": True, "segment_broadcast_MB": 16, "gradient_merge_acc_step": 4}
+        >>> strategy = dt.Strategy.from_sharding_configs(configs, amp="bf16")
+        >>> strategy.segments, strategy.accumulate_steps
+        (SegmentBySize(megabytes=16), 4)
+        """
+        fields = strategy_fields(configs)
+        twice = sorted(fields.keys() & more.keys())
+        if twice:
+            raise ValueError(f"from_sharding_configs: {', '.join(twice)}: said by the configs")
+        strategy = cls(**fields, **more)
+        if comm.world()[1] > 1:
+            try:
+                strategy.degrees()
+            except ValueError as error:
+                raise ValueError(
+                    f"sharding configs {dict(configs)}: {error}. In these words: mp_degree is tp, and hybrid_dp=True without "
+                    "dp_degree lets dp take what is left"
+                ) from None
+        return strategy
+
+    def degrees(self, world: int | None = None) -> Degrees:
+        """The sizes of all axes in a world of so many processes, without it in this one (which is started if it is not).
+
+        >>> dt.Strategy(tp=4, pp=2).degrees(32)
+        Degrees(pp=2, dp=4, sharding=1, cp=1, tp=4)
+        """
+        if world is None:
+            start(self.device_type)
+            world = comm.world()[1]
+        given = {axis: getattr(self, axis) for axis in AXES}
+        return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")
+
+    def mesh(self) -> ProcessMesh:
+        """All processes, on the axes ("pp", "dp", "sharding", "cp", "tp"), outer to inner: always all five."""
+        return init_mesh(self.degrees(), AXES, device_type=self.device_type)
+
+    def stages(self) -> list[ProcessMesh]:
+        """The mesh of each stage, on the axes ("dp", "sharding", "cp", "tp")."""
+        mesh = self.mesh()
+        return [mesh[i] for i in range(mesh.shape[0])]
+
+    def groups(self, world: int | None = None) -> list[GroupSpec]:
+        """The communicators that ``apply`` makes, in the order in which all ranks make them.
+
+        >>> dt.Strategy(tp=2).groups(world=4)[0]
+        GroupSpec(ranks=(0, 2), axes=('dp',), lane='')
+        """
+        return _degrees.groups(self.degrees(world))
+
+    def batch(self, sequence: int | None = 1) -> list[Placement]:
+        """Placements of a batch on a stage: dim 0 is split over dp and sharding, dim ``sequence`` over cp (None: it has none).
+
+        >>> dt.Strategy().batch()
+        [Shard(0), Shard(0), Shard(1), Replicate()]
+        """
+        over_cp = Replicate() if sequence is None else Shard(sequence)
+        return [Shard(0), Shard(0), over_cp, Replicate()]
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Maker | None = None,
+        plan: Any = None,
+        *,
+        layers: Iterable[nn.Module | str] | None = None,
+        counts: Sequence[int] | None = None,
+        visits: int = 1,
+        init: Callable[[nn.Module], Any] | None = None,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Place ``model`` in place, and carry its optimizer over; gives both back. All ranks call it.
+
+        ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements; in place of a list a dict by axis will
+        do: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. Over ``sharding`` the strategy itself splits parameters. ``optimizer``:
+        one of the model's parameters that has no state yet, or a function of parameters that makes one. ``layers``: what the
+        stages of ``pp`` are made of, ``counts[i]`` on stage i, each stage visited ``visits`` times (see ``pipeline.split``); a
+        Sequential needs none. ``init``: see ``shard_module``.
+
+        Raises TypeError and ValueError for what does not fit, before anything is changed.
+        """
+        degrees, stages = self.degrees(), self.stages()
+        places = _on_stage(plan)
+        modules: Any = layers if layers is not None else model
+        check_optimizer(optimizer, model)
+        waiting = [name for name, p in model.named_parameters() if p.grad is not None]
+        if waiting:
+            raise ValueError(
+                f"Strategy.apply: parameter {waiting[0]!r} has a gradient, which would be lost: zero_grad() first"
+            )
+        again = chosen(model, self.recompute)
+        if self.segments is not None:
+            segments_of(model, self.segments)
+        if degrees.pp > 1 and layers is None and not isinstance(model, nn.Sequential):
+            raise ValueError(
+                f"Strategy.apply: pp={degrees.pp} stages of which layers of this {type(model).__name__}? Say in which order it runs "
+                "them: apply(..., layers=['embed', 'blocks.*', 'head'])"
+            )
+        comm.create_groups(self.groups())
+        before = slots(model)
+        staged = degrees.pp > 1 or layers is not None
+        if staged:
+            pipeline.split(modules, stages * visits, places, of=model, counts=counts, init=init)
+        else:
+            shard_module(model, stages[0], places, init=init)
+        low = self.param_dtype
+        if low is None and self.amp is not None and degrees.sharding > 1:
+            low = AMP[self.amp]
+        model = shard_data_parallel(
+            model,
+            None if staged else stages[0],
+            shard_axis="sharding" if degrees.sharding > 1 else None,
+            replicate_axis="dp",
+            stage=self.zero_stage or 3,
+            **({} if self.segments is None else {"segments": self.segments}),
+            reshard_after_forward=self.reshard_after_forward,
+            prefetch=self.prefetch,
+            param_dtype=low,
+            reduce_dtype=self.reduce_dtype or (torch.float32 if low and self.amp else None),
+            offload=self.offload,
+        )
+        recompute(model, again)
+        return model, follow(optimizer, model, before)
+
+    def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
+        """Around the forward and backward of micro-batch 0, 1, ...: replicas are summed after the last of a step only."""
+        return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around a forward and its loss: torch.autocast to the dtype of ``amp``; nothing without it.
+
+        >>> with dt.Strategy(amp="bf16").autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+        """
+        if self.amp is None:
+            return nullcontext()
+        return torch.autocast(self._device(), AMP[self.amp])
+
+    def scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A torch.amp.GradScaler that decides for all ranks at once. It scales for "fp16" only: call it in any case.
+
+        >>> dt.Strategy().scaler().is_enabled(), dt.Strategy(amp="fp16").scaler().is_enabled()
+        (False, True)
+        """
+        return torch.amp.GradScaler(self._device(), enabled=self.amp == "fp16", **options)
+
+    def _device(self) -> str:
+        return ProcessMesh([0], ("first",), self.device_type).device_type
+
+
+def _on_stage(plan: Any) -> Any:
+    """The plan with placements by axis as lists."""
+    if not isinstance(plan, Mapping):
+        return plan
+    out = {}
+    for pattern, places in plan.items():
+        if isinstance(places, Mapping):
+            for axis in places:
+                if axis not in STAGE_AXES:
+                    close = get_close_matches(str(axis), STAGE_AXES, 1, 0.5)
+                    why = (
+                        "stages are made of whole layers"
+                        if axis == "pp"
+                        else f"did you mean {close[0]!r}?"
+                        if close
+                        else ""
+                    )
+                    raise ValueError(
+                        f"Strategy.apply: plan entry {pattern!r}: a stage has no axis {axis!r}; its axes are {', '.join(STAGE_AXES)}"
+                        + (f" ({why})" if why else "")
+                    )
+            places = [places.get(axis, Replicate()) for axis in STAGE_AXES]
+        if isinstance(places, Sequence) and len(places) == len(STAGE_AXES):
+            over = places[STAGE_AXES.index("sharding")]
+            if not isinstance(over, Replicate):
+                raise ValueError(
+                    f"Strategy.apply: plan entry {pattern!r}: {over} over 'sharding': the strategy itself splits parameters over that axis. "
+                    "Name the other axes only"
+                )
+        out[pattern] = places
+    return out
