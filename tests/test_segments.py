@@ -193,6 +193,18 @@ def test_sizes_of_a_gpt(kib, expected):
     assert titles(GPT(), SegmentBySize(kib * KIB)) == expected
 
 
+def test_a_module_of_exactly_the_size_is_one_unit():
+    assert titles(Block(), SegmentBySize(162 * 4 / 2**20)) == ["Block"]
+    assert len(segments_of(Block(), SegmentBySize(161 * 4 / 2**20))) == 2
+
+
+def test_a_tied_weight_counts_once():
+    net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    net[1].weight = net[0].weight
+    assert titles(net, SegmentBySize(2 * KIB)) == ["Sequential"]
+    assert titles(net, SegmentBySize(1.9 * KIB)) == ["0 .. 1", "2"]
+
+
 def test_small_modules_of_different_parents_share_a_segment():
     got = titles(GPT(2), SegmentBySize(0.5 * KIB))
     assert got == [
@@ -258,6 +270,19 @@ def test_children_of_attention_never_run():
         check(net, how)
 
 
+def test_nor_do_their_children():
+    net = nn.MultiheadAttention(4, 2)
+    net.out_proj = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for how in (SegmentBySize(1e-6), ["out_proj.1"]):
+        assert all(cut.modules == (net,) for cut in check(net, how))
+
+
+def test_an_anchor_that_only_holds_parameters_begins_nothing_later():
+    net = GPT(2, direct=True)
+    got = segments_of(net, SegmentByAnchors(["extra", "blocks.0"]))
+    assert [cut.name for cut in got] == ["GPT", "tok .. pos", "blocks.0 .. head"]
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -304,9 +329,16 @@ def test_each_named_module_is_a_segment(patterns, expected):
     assert titles(GPT(), tuple(patterns)) == expected
 
 
+def test_a_named_module_is_gathered_whole():
+    net = GPT()
+    modules = [cut.modules for cut in segments_of(net, ["blocks.*"])]
+    assert modules == [(net,), *((block,) for block in net.blocks)]
+
+
 def test_a_named_module_without_forward_is_what_runs_in_it():
     net = GPT(3, direct=True)
     got = {cut.name: cut for cut in segments_of(net, ["blocks", "extra", "blocks.1"])}
+    assert got["GPT"].modules == (net,)
     assert got["blocks"].modules == (net.blocks[0], net.blocks[2])
     assert got["blocks.1"].modules == (net.blocks[1],)
     assert got["extra"].modules == (net,) and len(got["extra"].params) == 2

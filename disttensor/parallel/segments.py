@@ -138,15 +138,19 @@ def _units(nodes: list[Place], whole: Callable[[Place], bool]) -> Iterator[Place
 
 def _by_names(nodes: list[Place], patterns: Sequence[str]) -> None:
     named: set[Place] = set()
+    known = {node.name: node for node in nodes}
     parts = [(node, node.name.split(".")) for node in nodes]
     for pattern in patterns:
         want = pattern.split(".")
-        found = [
-            node
-            for node, have in parts
-            if len(have) == len(want)
-            and (node.name == pattern or (node.name and all(map(fnmatchcase, have, want))))
-        ]
+        found = (
+            [known[pattern]]
+            if pattern in known
+            else [
+                node
+                for node, have in parts
+                if len(have) == len(want) and all(map(fnmatchcase, have, want))
+            ]
+        )
         if not found:
             raise ValueError(f"segments: {_unknown(pattern, nodes)}")
         if not any(node.total for node in found):
@@ -166,7 +170,8 @@ def _by_names(nodes: list[Place], patterns: Sequence[str]) -> None:
 def _checked(what: str, names: Any) -> tuple[str, ...]:
     """Names as a tuple. Raises TypeError and ValueError for what is no list of different names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"{what}: a list of names of modules is wanted, not {names!r}")
+        sizes = ", or dt.SegmentBySize(megabytes)" if what == "segments" else ""
+        raise TypeError(f"{what}: a list of names of modules is wanted{sizes}, not {names!r}")
     names = tuple(names)
     if not names:
         raise ValueError(f"{what}: the list of names is empty; name the modules that begin one")
