@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 import reshard
 from disttensor import copies, ghost
@@ -459,6 +460,11 @@ def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
 
     if not self.is_initialized and self._local.requires_grad:
         return Handles([])  # the gradient does not come here
+    if self._twin is not None:
+        raise RuntimeError(
+            f"register_hook on {self._spec!r}: under shard_data_parallel the gradient collects on a copy that comes and goes. "
+            "register_post_accumulate_grad_hook is called when the parameter has its gradient; to change it, change p.grad there"
+        )
     retire(self)
     self._hooked = self._local.is_leaf
     return Handles([way.register_hook(on(axes)) for axes, way in uses(self)])
@@ -487,6 +493,10 @@ def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], A
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
     if not self.is_initialized:
         return Handles([])
+    if self._twin is not None:
+        handle = RemovableHandle(self._twin.hooks)
+        self._twin.hooks[handle.id] = hook
+        return handle
     retire(self)
     self._hooked = True
     waiting: list[bool] = []

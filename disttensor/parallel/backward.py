@@ -49,6 +49,11 @@ class Backward:
         one.left = 0
         return True
 
+    def again(self, segment: Segment) -> None:
+        """A forward of the segment was computed again. Where the backward has not come to it yet, it is gathered later."""
+        if segment not in self.passes:
+            segment.free()
+
     def begin(self, segment: Segment) -> None:
         if segment not in self.passes:
             self.passes[segment] = {}

@@ -27,7 +27,7 @@ from disttensor.window import EACH_TIME, Window, present
 Tensor = torch.Tensor
 
 
-_ENGINES: list[Engine] = []
+_ENGINES: list[weakref.ref[Engine]] = []  # in the order of their making, which all ranks share
 
 
 class Engine:
@@ -50,7 +50,7 @@ class Engine:
         self.now: Backward | None = None
         self.first: frozenset[str] | None = None  # parameters reached, in this accumulation
         self.owing: dict[Segment, None] = {}  # whose gradients wait for the last micro-batch
-        _ENGINES.append(self)
+        _ENGINES.append(weakref.ref(self))
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         for segment in self.segments:
             for module in segment.modules:
@@ -60,10 +60,10 @@ class Engine:
                 module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
         root.register_forward_hook(self._root_ends, always_call=True)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            "a module under shard_data_parallel cannot be deep-copied: its hooks belong to its own parameters. Copy the values: "
-            "copy.deepcopy(module.state_dict())"
+            "a module under shard_data_parallel cannot be copied or pickled: its hooks belong to its own parameters. Copy or save "
+            "the values: module.state_dict()"
         )
 
     # Forward --------------------------------------------------------------------------------------------
@@ -98,6 +98,8 @@ class Engine:
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> None:
         segment.running -= 1
         if number() != -1:
+            if segment.free_after_forward and not segment.running and self.now is not None:
+                self.now.again(segment)
             return
         if segment.passing is not None:
             segment.passing.gives(flat(output, []), settle=bool(segment.buffers))
@@ -193,8 +195,12 @@ class Engine:
         finally:
             self.now = None
             for segment in self.segments:
-                if not segment.busy and (segment in now.passes or not segment.whole):
+                if not segment.busy and (
+                    segment.shown or segment in now.passes or not segment.whole
+                ):
                     segment.free()
+            for twin in [t for s in now.passes for t in s.twins if t.hooks]:
+                twin.tell()
 
     def _settle(self, now: Backward, window: Window) -> None:
         """What an accumulation asks for when a backward is over."""
@@ -250,8 +256,11 @@ def _some(names: frozenset[str]) -> str:
 
 def flush(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are read: what other tensors hold of them is reduced."""
-    for engine in [e for e in _ENGINES if e.owing]:
-        engine.flush()
+    for engine in [made() for made in _ENGINES]:
+        if engine is None:
+            _ENGINES[:] = [made for made in _ENGINES if made() is not None]
+        elif engine.owing:
+            engine.flush()
 
 
 BEFORE_SYNC.append(flush)

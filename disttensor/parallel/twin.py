@@ -8,6 +8,7 @@ of them is added to the gradient of ``held``. Where nothing is cut or cast both 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,10 @@ class Twin:
         self.stale = False
         self._kept: dict[Axes, Tensor] = {}  # gradients in another dtype than autograd adds in
         self._hooked = 0
+        self.hooks: dict[
+            int, Callable[[Any], Any]
+        ] = {}  # of users: called when ``held`` has its gradient
+        self._given = False
 
     @property
     def apart(self) -> bool:
@@ -145,6 +150,12 @@ class Twin:
             )
         return pending, complete
 
+    def tell(self) -> None:
+        """Call the hooks, if a gradient was given since the last call."""
+        given, self._given = self._given, False
+        for hook in list(self.hooks.values()) if given else ():
+            hook(self.held)
+
     # Gradients of the parameter ------------------------------------------------------------------------
 
     def stashed(self, axes: Axes) -> Tensor | None:
@@ -157,6 +168,7 @@ class Twin:
 
     def give(self, grad: Tensor, axes: Axes) -> None:
         """Add ``grad``, still to be summed over ``axes``, to the gradient of the parameter."""
+        self._given = True
         grad = grad.to(self.held.dtype)
         for own, leaf in uses(self.held):
             if own == axes and leaf.grad is not None:
