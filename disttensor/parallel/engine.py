@@ -9,6 +9,7 @@ Which segment is next is what the last forward did.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
