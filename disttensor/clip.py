@@ -248,8 +248,10 @@ def _either(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         params = [parameters]
     else:
         params = parameters = list(parameters)
-    ours = any(isinstance(p, DistTensor) for p in params)
-    return (clip_grad_norm_ if ours else _clip_norm)(parameters, *args, **kwargs)
+    if any(isinstance(p, DistTensor) for p in params):
+        return clip_grad_norm_(parameters, *args, **kwargs)
+    check_fresh(params, "clip_grad_norm_")
+    return _clip_norm(parameters, *args, **kwargs)
 
 
 def iter_of_none() -> Generator[Any, None, None]:

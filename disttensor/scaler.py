@@ -64,13 +64,13 @@ def _unscale_grads_(
     this, those without a gradient too."""
     listed = (p for group in optimizer.param_groups for p in group["params"])
     params = list({id(p): p for p in listed}.values())
+    check_fresh(params, f"GradScaler with {type(optimizer).__name__}")
     ours = any(isinstance(p, DistTensor) for p in params)
     whole = getattr(self, "_whole_world", False)
     if not ours and not whole:
         plainly: dict[torch.device, Tensor]
         plainly = _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         return plainly
-    check_fresh(params, f"GradScaler with {type(optimizer).__name__}")
     sync_gradients(params)  # a sum may be infinite where no share of it is
     found = found_inf.clone()
     plain = _Share([p for p in params if not isinstance(p, DistTensor)])
