@@ -72,14 +72,22 @@ def _unscale_grads_(
         plainly = _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         return plainly
     sync_gradients(params)  # a sum may be infinite where no share of it is
-    found = found_inf.clone()
+    found, refused = found_inf.clone(), None
     plain = _Share([p for p in params if not isinstance(p, DistTensor)])
-    for there in _unscale(self, plain, inv_scale, found_inf, allow_fp16).values():
-        found = torch.maximum(found, there.to(found.device))
-    _unscale_pieces([p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16)
+    try:
+        for there in _unscale(self, plain, inv_scale, found_inf, allow_fp16).values():
+            found = torch.maximum(found, there.to(found.device))
+        _unscale_pieces(
+            [p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16
+        )
+    except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
+        refused = error
+        found.fill_(1.0)
     group = the_world() if whole else meeting(by_mesh(params))
     if group is not None:
         found = comm.all_reduce(found, "max", group)
+    if refused is not None:
+        raise refused
     return {found.device: found}
 
 
