@@ -1,0 +1,153 @@
+"""Gradients of several micro-batches add up: sharded, or whole, with reductions each time or at the last one only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import disttensor as dt
+from tests.micro import STEPS, meshes, net, shard, step_of, values
+from tests.pool import on_ranks
+
+MODES = ["scatter", "none", None]
+
+
+def train(mesh: Any, reduce: Any, **options: Any) -> list[Tensor]:
+    """Losses, gradients and parameters of some steps."""
+    model = net()
+    if mesh is not None:
+        model = shard(model, mesh, **options)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    out: list[Any] = []
+    for step in range(STEPS):
+        adam.zero_grad(set_to_none=step % 2 == 0)
+        out += values(step_of(model, mesh, step, reduce))
+        out += values([p.grad for p in model.parameters()])
+        adam.step()
+        out += values(list(model.parameters()))
+    return out
+
+
+def check(**options: Any) -> None:
+    plain = train(None, None)
+    for mesh in meshes().values():
+        for reduce in MODES:
+            got = train(mesh, reduce, **options)
+            for i, (a, b) in enumerate(zip(got, plain, strict=True)):
+                torch.testing.assert_close(
+                    a, b, rtol=1e-11, atol=1e-12, msg=lambda m, i=i, r=reduce, n=mesh: f"{n} {r} {i}: {m}"
+                )
+
+
+OPTIONS = [
+    {"stage": 3}, {"stage": 3, "reshard_after_forward": False}, {"stage": 2}, {"stage": 1}, {"shard_axis": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_two_ranks_train_as_one(options: dict[str, Any]) -> None:
+    check(**options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4)
+def test_four_ranks_train_as_one(options: dict[str, Any]) -> None:
+    check(**options)
+
+
+# What is communicated --------------------------------------------------------------------------------
+
+
+def expected(options: dict[str, Any], reduce: Any, m: int, k: int, replicas: bool) -> dict[str, int]:
+    """Collectives of a step: M blocks, each a segment, and the segment of the root; K micro-batches.
+
+        all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the backward; FSDP2: 2(M + 1) K),
+                        without reshard_after_forward (M + 1) K, as FSDP2
+                        stages 1, 2: M + 1, whatever K is: the parameters change once per step
+        reduce_scatter  (M + 1) K, with reduce="none" M + 1: as FSDP2
+        all_reduce      over the replicas (M + 1) K, with accumulate in either way M + 1: as FSDP2
+        stage 1         has one all-reduce over all axes in place of the last two; so has shard_axis=None, which gathers nothing
+    """
+    all_segments = m + 1
+    stage = options.get("stage", 3)
+    cut = options.get("shard_axis", "fsdp") is not None
+    kept = not options.get("reshard_after_forward", True)
+    gathers = all_segments if stage < 3 else all_segments * k if kept else (2 * m + 1) * k
+    scatters = all_segments * (1 if reduce == "none" else k)
+    reduces = all_segments * (1 if reduce else k)
+    if not cut:
+        counts = {"all_reduce": reduces}
+    elif stage == 1:
+        counts = {"all_gather": gathers, "all_reduce": reduces}
+    else:
+        counts = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": reduces * replicas}
+    return {kind: n for kind, n in counts.items() if n}
+
+
+def communicated(blocks: int, micro: int, mesh: Any, reduce: Any, options: Any) -> dict[str, int]:
+    model = shard(net(blocks=blocks), mesh, **options)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):  # the first learns in which order segments are used
+        with dt.record_comms() as log:
+            step_of(model, mesh, step, reduce, micro)
+            sgd.step()
+        sgd.zero_grad()
+    return log.counts()
+
+
+def check_counts(options: dict[str, Any], m: int, k: int) -> None:
+    for mesh in meshes().values():
+        for reduce in MODES:
+            want = expected(options, reduce, m, k, mesh.ndim == 2)
+            got = communicated(m, k, mesh, reduce, options)
+            assert got == want, (mesh, reduce, m, k, got, want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_collectives_of_a_step(options: dict[str, Any]) -> None:
+    check_counts(options, 2, 3)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4)
+def test_collectives_of_a_step_with_replicas(options: dict[str, Any]) -> None:
+    check_counts(options, 3, 2)
+
+
+# Between micro-batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_gradients_wait_for_the_replicas_until_the_last(stage: int) -> None:
+    mesh = meshes()["dp x fsdp"]
+    model = shard(net(), mesh, stage=stage)
+    seen: list[Any] = []
+    look = lambda _: seen.append([p.grad.partial_status for p in model.parameters()])  # noqa: E731
+    step_of(model, mesh, 0, "scatter", each=look)
+    count = len(list(model.parameters()))
+    assert seen == [[{0: "sum"}] * count] * 2 + [[{}] * count], seen
+    assert all(p.grad.placements[1] == dt.Shard(0) for p in model.parameters())
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@on_ranks(4)
+def test_sums_of_replicas_are_taken_after_adding(reduce: str) -> None:
+    """Every rank ends with 1/n of all it is given, of both micro-batches: 1/4 here, for 2 x 2 ranks. Had the first been added
+    after the all-reduce of the second, its part would be 1/2, and that of this rank's own replica only."""
+    mesh = meshes()["dp x fsdp"]
+    model: Any = torch.nn.Linear(1, 4, bias=False).double()
+    model = dt.shard_data_parallel(model, mesh, replicate_axis="dp")
+    batches = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 128.0]]).double()
+    for i, batch in enumerate(batches):
+        with dt.accumulate(model, last=i == 1, reduce=reduce):
+            x = dt.shard_tensor(batch.view(4, 1), mesh, [dt.Shard(0), dt.Shard(0)])
+            (model(x).sum() / 4).backward()
+    whole = model.weight.grad.full_tensor()
+    assert whole.tolist() == [[255 / 4]] * 4, whole
