@@ -56,6 +56,7 @@ def rows(ranks: int) -> list[Row]:
 class Result:
     row: str
     seconds: tuple[list[float], list[float]]  # of each step, ours and theirs
+    cpu: tuple[list[float], list[float]]  # seconds of the processor, of this rank with all its threads
     sent: tuple[int, int]  # bytes per rank and step
 
     @property
@@ -64,9 +65,14 @@ class Result:
         return min(self.seconds[0]) / min(self.seconds[1])
 
     @property
-    def paired(self) -> float:
-        """The median of the ratios of neighbours in time."""
-        return statistics.median(a / b for a, b in zip(*self.seconds, strict=True))
+    def work(self) -> float:
+        """Of the processor's time: what other processes take away does not count."""
+        return statistics.median(self.cpu[0]) / statistics.median(self.cpu[1])
+
+
+def paired(seconds: tuple[list[float], list[float]]) -> float:
+    """The median of the ratios of neighbours in time."""
+    return statistics.median(a / b for a, b in zip(*seconds, strict=True))
 
 
 class Wire(TorchDispatchMode):
@@ -135,27 +141,29 @@ def measured(row: Row, settings: Settings, repeats: int) -> Result:
             step()
         sent.append(wire.bytes)
     seconds: tuple[list[float], list[float]] = [], []
+    cpu: tuple[list[float], list[float]] = [], []
     gc.collect()
     gc.freeze()
     for _ in range(repeats):
-        for step, taken in zip(steps, seconds, strict=True):
+        for step, taken, worked in zip(steps, seconds, cpu, strict=True):
             gc.collect()
             gc.disable()
             dist.barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             step()
+            worked.append(time.process_time() - busy)
             dist.barrier()
             taken.append(time.perf_counter() - start)
             gc.enable()
     gc.unfreeze()
-    return Result(row.name, seconds, (sent[0], sent[1]))
+    return Result(row.name, seconds, cpu, (sent[0], sent[1]))
 
 
 def report(result: Result) -> None:
     a, b = (1e3 * min(some) for some in result.seconds)
     x, y = (some / 1e6 for some in result.sent)
     print(
-        f"{result.row:<45} {a:8.1f} ms {b:8.1f} ms  {result.ratio:.2f}x (in pairs {result.paired:.2f}x)"
+        f"{result.row:<45} {a:8.1f} ms {b:8.1f} ms  {result.ratio:.2f}x (in pairs {paired(result.seconds):.2f}x, CPU {result.work:.2f}x)"
         f"  {x:.2f} MB / {y:.2f} MB sent",
         flush=True,
     )  # fmt: skip

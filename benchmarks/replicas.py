@@ -61,7 +61,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """ids [B, T] and targets [B, T] -> the mean cross-entropy."""
+    """ids [B, T] and targets [B, T] -> the mean cross-entropy.
+
+    It divides a sum: reduction="mean" counts the targets that are not to be ignored, of all ranks with us, of one with DDP.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -76,7 +79,8 @@ class GPT(nn.Module):
         x = self.token(ids) + self.position
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / targets.numel()
 
 
 def made(settings: Settings) -> GPT:
