@@ -7,13 +7,8 @@ Every call can be recorded (``record_comms``) and, in debug mode, is compared be
 
 from __future__ import annotations
 
-import atexit
-import hashlib
 import math
-import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,115 +16,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from disttensor import comm_debug, comm_log, failures
+from disttensor.comm_groups import CommError as CommError
+from disttensor.comm_groups import Group as Group
+from disttensor.comm_groups import create_groups as create_groups
+from disttensor.comm_groups import new_group as new_group
+from disttensor.comm_groups import process_group as process_group
+from disttensor.comm_groups import world as world
 
 Tensor = torch.Tensor
-
-
-class CommError(RuntimeError):
-    """A collective failed or could not start; the message names the group and its ranks.
-
-    >>> issubclass(dt.CommError, RuntimeError)
-    True
-    """
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """Ranks that communicate: ``ranks`` in mesh order, ``index`` of this rank among them.
-
-    >>> mesh.group((0,)), isinstance(mesh.group((0,)), dt.Group)
-    (Group(dp: ranks [0]), True)
-    """
-
-    ranks: tuple[int, ...]
-    index: int
-    axes: tuple[str, ...]
-    pg: Any
-    order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
-    straight: bool = True  # mesh order is the backend's order
-    calls: list[int] = field(default_factory=lambda: [0])
-    lane: str = ""  # see new_group
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def __repr__(self) -> str:
-        return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
-
-
-_groups: dict[tuple[Any, ...], Any] = {}
-_naming = threading.Lock()
-
-
-def world() -> tuple[int, int]:
-    """(rank, size) of this process; (0, 1) where no process group was started."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
-    """The group of ``ranks``, this rank among them. Collective for its members only, and cached.
-
-    Each ``lane`` has a communicator of its own over the same ranks: what is started in one is in no order with
-    the collectives of another, so that those in the background never come between those that are waited for.
-    Raises CommError that names the ranks when they do not all arrive.
-    """
-    ranks, rank = tuple(ranks), world()[0]
-    if len(ranks) == 1:
-        return Group(ranks, 0, tuple(axes), None, (0,), lane=lane)
-    members = tuple(sorted(ranks))
-    order = tuple(members.index(r) for r in ranks)
-    return Group(
-        ranks,
-        ranks.index(rank),
-        tuple(axes),
-        process_group(members, axes, lane),
-        order,
-        order == tuple(range(len(order))),
-        lane=lane,
-    )
-
-
-def process_group(members: tuple[int, ...], axes: Sequence[str], lane: str = "") -> Any:
-    """torch's process group of the sorted ``members``, made once; of one rank too, which our own calls never need."""
-    rank, size = world()
-    default = dist.distributed_c10d._get_default_group()
-    key = (default, members, lane)
-    if key not in _groups:
-        failures.watch()
-        for stale in [k for k in _groups if k[0] is not default]:
-            del _groups[stale]
-        try:
-            whole = members == tuple(range(size)) and not lane
-            _groups[key] = default if whole else _new_process_group(members, lane)
-        except Exception as error:
-            raise CommError(
-                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
-                f"needs ranks {list(members)} to arrive here together.{failures.first()} Backend's words: {error}"
-            ) from error
-    return _groups[key]
-
-
-def _new_process_group(members: tuple[int, ...], lane: str) -> Any:
-    """A group that its members alone create, under a name that follows from members and lane alone. torch puts the number
-    of groups that a rank already has into the name: ranks of different meshes would wait for each other in vain."""
-    digest = hashlib.sha256(repr((members, lane)).encode()).hexdigest()[:32]
-    with _naming:
-        torchs = c10d._process_group_name
-        c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"disttensor_{digest}")
-        try:
-            return dist.new_group(members, use_local_synchronization=True)
-        finally:
-            c10d._process_group_name = torchs
-
-
-@atexit.register
-def _settle() -> None:
-    """Give gloo's threads a moment to let go of the last tensors. One that asks for the GIL to do so
-    while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in plain torch
-    programs too)."""
-    if _groups:
-        time.sleep(0.1)
 
 
 # Each collective: what it is for people, what it costs, and the wire format -----------------------

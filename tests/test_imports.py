@@ -24,6 +24,7 @@ LAYERS = [
         "disttensor.comm_log",
         "disttensor.comm_debug",
         "disttensor.failures",
+        "disttensor.comm_groups",
         "disttensor.comm",
         "disttensor.p2p",
         "disttensor.mesh",
