@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as clip_types
 
-from disttensor import comm
+from disttensor import comm, comm_debug
 from disttensor.gradient import settled
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
@@ -23,15 +24,17 @@ Tensor = torch.Tensor
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
 
-# Called with the parameters whose gradients are about to be read.
+# Called with the parameters whose gradients are about to be read, or to be dropped by zero_grad.
 BEFORE_SYNC: list[Callable[[list[Any]], None]] = []
+BEFORE_ZERO: list[Callable[[list[Any]], None]] = []
 
 
 class Pending(NamedTuple):
-    """A parameter, its gradient that waits to be reduced, and how many elements it takes of a flat tensor: those of
-    the largest piece of any rank. So all ranks lay out their flat tensors alike, and replicas are summed in one order,
-    whatever else lies beside them."""
+    """A parameter (its number in the call), its gradient that waits to be reduced, and how many elements that takes of
+    a flat tensor: those of the largest piece of any rank. So all ranks lay out their flat tensors alike, and replicas
+    are summed in one order, whatever else lies beside them."""
 
+    number: int
     param: DistTensor
     grad: DistTensor
     slot: int
@@ -68,7 +71,7 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
     """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike on all ranks."""
     waiting: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
     seen: set[int] = set()
-    for p in params:
+    for number, p in enumerate(params):
         if type(p) is not DistTensor or id(p) in seen:
             continue
         seen.add(id(p))
@@ -77,7 +80,9 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
             spec = grad._spec
             busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
             slot = math.prod(spec.box_at((0,) * spec.mesh.ndim)[1])
-            waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(p, grad, slot))
+            waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(
+                Pending(number, p, grad, slot)
+            )
     for (_, _, dtype), members in waiting.items():
         bucket: list[Pending] = []
         size = 0
@@ -97,6 +102,9 @@ def _reduce(members: list[Pending]) -> None:
     busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
     totals = [m.grad._local.detach() for m in members]
     if busy:
+        if comm_debug.enabled:  # flat tensors of other gradients may have one size
+            names = ", ".join(f"{m.number}: {m.grad._spec!r}" for m in members)
+            comm_debug.compare(spec.mesh.group(busy), f"sync_gradients of {names}")
         flat = comm.all_reduce(_flat(totals, members), "sum", spec.mesh.group(busy))
         slots = flat.split([m.slot for m in members])
         totals = [s[: t.numel()].view(t.shape) for s, t in zip(slots, totals, strict=True)]
@@ -153,6 +161,29 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 register_optimizer_step_pre_hook(_before_step)
+
+
+def _zeroing(zero_grad: Any) -> Any:
+    """zero_grad of a module or an optimizer, which looks at ``p.grad`` alone, and has no hooks."""
+
+    @wraps(zero_grad)
+    def zero_grad_(self: Any, *args: Any, **kwargs: Any) -> None:
+        if BEFORE_ZERO:
+            held = (
+                self.parameters()
+                if isinstance(self, torch.nn.Module)
+                else (p for group in self.param_groups for p in group["params"])
+            )
+            params = list(held)
+            for run in BEFORE_ZERO:
+                run(params)
+        zero_grad(self, *args, **kwargs)
+
+    return zero_grad_
+
+
+torch.nn.Module.zero_grad = _zeroing(torch.nn.Module.zero_grad)  # type: ignore[method-assign]
+torch.optim.Optimizer.zero_grad = _zeroing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
 
 # torch chooses its functions on lists for the types that it lists here (as DTensor enters itself).
 for _types in (optimizer_types, clip_types):

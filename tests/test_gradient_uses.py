@@ -147,6 +147,17 @@ def test_dtypes_and_meshes_have_flat_tensors_of_their_own():
     assert sorted(synced(leaves)) == [("all_reduce", "dp")] * 2 + [("all_reduce", "x")]
 
 
+@on_ranks(2)
+def test_debug_mode_tells_gradients_of_one_size_apart():
+    """A program that differs between ranks would add up gradients of different parameters."""
+    leaves = [place(randn(3, 3), line(), [R]).requires_grad_() for _ in range(2)]
+    with dt.debug(seconds=5):
+        (place(randn(4, 3), line(), [S0]) @ leaves[torch.distributed.get_rank()]).sum().backward()
+        text = r"rank 0: sync_gradients of 0: f64(.|\n)*rank 1: sync_gradients of 1: f64"
+        with pytest.raises(dt.MismatchError, match=text):
+            dt.sync_gradients(leaves)
+
+
 # Whole steps ---------------------------------------------------------------------------------------------
 
 
