@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import disttensor as dt
-from tests.micro import STEPS, meshes, net, shard, step_of, values
+from tests.micro import STEPS, batch_of, meshes, net, shard, step_of, values
 from tests.pool import on_ranks
 
 MODES = ["scatter", "none", None]
@@ -39,7 +38,11 @@ def check(**options: Any) -> None:
             got = train(mesh, reduce, **options)
             for i, (a, b) in enumerate(zip(got, plain, strict=True)):
                 torch.testing.assert_close(
-                    a, b, rtol=1e-11, atol=1e-12, msg=lambda m, i=i, r=reduce, n=mesh: f"{n} {r} {i}: {m}"
+                    a,
+                    b,
+                    rtol=1e-11,
+                    atol=1e-12,
+                    msg=lambda m, i=i, r=reduce, n=mesh: f"{n} {r} {i}: {m}",
                 )
 
 
@@ -63,15 +66,17 @@ def test_four_ranks_train_as_one(options: dict[str, Any]) -> None:
 # What is communicated --------------------------------------------------------------------------------
 
 
-def expected(options: dict[str, Any], reduce: Any, m: int, k: int, replicas: bool) -> dict[str, int]:
+def expected(
+    options: dict[str, Any], reduce: Any, m: int, k: int, replicas: bool
+) -> dict[str, int]:
     """Collectives of a step: M blocks, each a segment, and the segment of the root; K micro-batches.
 
-        all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the backward; FSDP2: 2(M + 1) K),
-                        without reshard_after_forward (M + 1) K, as FSDP2
-                        stages 1, 2: M + 1, whatever K is: the parameters change once per step
-        reduce_scatter  (M + 1) K, with reduce="none" M + 1: as FSDP2
-        all_reduce      over the replicas (M + 1) K, with accumulate in either way M + 1: as FSDP2
-        stage 1         has one all-reduce over all axes in place of the last two; so has shard_axis=None, which gathers nothing
+    all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the backward; FSDP2: 2(M + 1) K),
+                    without reshard_after_forward (M + 1) K, as FSDP2
+                    stages 1, 2: M + 1, whatever K is: the parameters change once per step
+    reduce_scatter  (M + 1) K, with reduce="none" M + 1: as FSDP2
+    all_reduce      over the replicas (M + 1) K, with accumulate in either way M + 1: as FSDP2
+    stage 1         has one all-reduce over all axes in place of the last two; so has shard_axis=None, which gathers nothing
     """
     all_segments = m + 1
     stage = options.get("stage", 3)
@@ -85,7 +90,11 @@ def expected(options: dict[str, Any], reduce: Any, m: int, k: int, replicas: boo
     elif stage == 1:
         counts = {"all_gather": gathers, "all_reduce": reduces}
     else:
-        counts = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": reduces * replicas}
+        counts = {
+            "all_gather": gathers,
+            "reduce_scatter": scatters,
+            "all_reduce": reduces * replicas,
+        }
     return {kind: n for kind, n in counts.items() if n}
 
 
@@ -151,3 +160,129 @@ def test_sums_of_replicas_are_taken_after_adding(reduce: str) -> None:
             (model(x).sum() / 4).backward()
     whole = model.weight.grad.full_tensor()
     assert whole.tolist() == [[255 / 4]] * 4, whole
+
+
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_zero_grad_drops_what_was_collected(options: dict[str, Any], none: bool) -> None:
+    mesh = meshes()["fsdp"]
+    for zero_of in ("module", "optimizer"):
+        for reduce in ("scatter", "none"):
+            model, plain = shard(net(), mesh, **options), net()
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(2):  # the second time gradients are there from the first
+                with dt.accumulate(model, last=False, reduce=reduce):
+                    model(batch_of(mesh, 7)).sum().backward()
+                (model if zero_of == "module" else sgd).zero_grad(set_to_none=none)
+                plain.zero_grad()
+                step_of(model, mesh, 0, reduce)
+                step_of(plain, None, 0, None)
+                got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4)
+def test_a_step_without_a_last_micro_batch(options: dict[str, Any]) -> None:
+    """The optimizer, and sync_gradients, read complete gradients."""
+    for mesh in meshes().values():
+        for reduce in ("scatter", "none"):
+            for how in ("step", "sync"):
+                model, plain = shard(net(), mesh, **options), net()
+                for m in (model, plain):
+                    for i in range(2):
+                        with dt.accumulate(model, last=False, reduce=reduce):
+                            m(batch_of(mesh if m is model else None, i)).sum().backward()
+                if how == "sync":
+                    dt.sync_gradients(model)
+                    assert not any(p.grad.partial_status for p in model.parameters())
+                    got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+                else:
+                    for m in (model, plain):
+                        torch.optim.SGD(m.parameters(), lr=0.1).step()
+                    got, want = (values(list(m.parameters())) for m in (model, plain))
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+# Mistakes ----------------------------------------------------------------------------------------------
+
+
+class Choosing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Linear(5, 3).double() for _ in range(2))
+
+    def forward(self, x: Any, which: str) -> Any:
+        return self.one(x) if which == "one" else self.two(x)
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_micro_batches_that_reach_other_parameters(options: dict[str, Any], reduce: str) -> None:
+    mesh = meshes()["fsdp"]
+    torch.manual_seed(0)
+    model, plain = Choosing(), Choosing()
+    plain.load_state_dict(model.state_dict())
+    model = dt.shard_data_parallel(model, mesh, segments=["one", "two"], **options)
+    for last in (False, True):
+        with dt.accumulate(model, last=False, reduce=reduce):
+            model(batch_of(mesh, 0), "one").sum().backward()
+        with pytest.raises(
+            RuntimeError,
+            match=r"other parameters than the first.*two\.(weight|bias).*only here.*one\.",
+        ):
+            with dt.accumulate(model, last=last, reduce=reduce):
+                model(batch_of(mesh, 1), "two").sum().backward()
+        model.zero_grad()
+    for i, which in enumerate(("one", "two")):  # without accumulate anything goes
+        for m in (model, plain):
+            m(batch_of(mesh if m is model else None, i), which).sum().backward()
+    got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@on_ranks(2)
+def test_an_accumulation_given_up_and_begun_anew() -> None:
+    """zero_grad ends it: what comes after may reach other parameters."""
+    mesh = meshes()["fsdp"]
+    model = dt.shard_data_parallel(Choosing(), mesh, segments=["one", "two"])
+    with dt.accumulate(model, last=False):
+        model(batch_of(mesh, 0), "one").sum().backward()
+    model.zero_grad()
+    for last in (False, True):
+        with dt.accumulate(model, last=last):
+            model(batch_of(mesh, 0), "two").sum().backward()
+    assert model.one.weight.grad is None and model.two.weight.grad is not None
+
+
+def test_arguments_that_have_no_meaning(mesh_of_one: Any) -> None:
+    model = dt.shard_data_parallel(torch.nn.Linear(2, 2), mesh_of_one)
+    with (
+        pytest.raises(ValueError, match=r"reduce='x'.*scatter.*none"),
+        dt.accumulate(model, True, "x"),
+    ):
+        pass
+    plain = dt.accumulate(torch.nn.Linear(2, 2), True)
+    with pytest.raises(ValueError, match="Linear holds no DistTensor"), plain:
+        pass
+
+
+@pytest.fixture
+def mesh_of_one() -> Any:
+    return dt.ProcessMesh([0], ("fsdp",))
+
+
+@on_ranks(2)
+def test_the_window_ends_with_the_context() -> None:
+    """Also where an error leaves it: the next backward reduces completely."""
+    mesh = meshes()["fsdp"]
+    model = shard(net(), mesh, shard_axis=None)
+    with pytest.raises(ZeroDivisionError), dt.accumulate(model, last=False):
+        _ = 1 / 0
+    model(batch_of(mesh, 0)).sum().backward()
+    assert not any(p.grad.partial_status for p in model.parameters())

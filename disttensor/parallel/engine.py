@@ -21,7 +21,7 @@ from disttensor.parallel.backward import Backward, at_the_end, number
 from disttensor.parallel.passes import Pass
 from disttensor.parallel.reduction import Steps, reductions
 from disttensor.parallel.segment import Segment
-from disttensor.sync import BEFORE_SYNC
+from disttensor.sync import BEFORE_SYNC, BEFORE_ZERO
 from disttensor.tree import flat, substitute
 from disttensor.window import EACH_TIME, Window, present
 
@@ -249,19 +249,44 @@ class Engine:
         """Reduce what waits for a last micro-batch, which did not come."""
         self._pay(list(self.owing))
 
+    def forget(self, params: set[int]) -> None:
+        """Drop what the twins of these parameters (by id) have collected. With all, the accumulation begins anew."""
+        kept = False
+        for twin in [t for s in self.segments for t in s.twins]:
+            if id(twin.held) not in params:
+                kept = kept or twin.held.requires_grad
+            elif twin.apart:
+                twin.drop()
+        if not kept:
+            self.first = None
+            self.owing.clear()
+
 
 def _some(names: frozenset[str]) -> str:
     few = sorted(names)[:3]
     return (", ".join(few) + (", ..." if len(names) > 3 else "")) or "none"
 
 
+def _engines() -> list[Engine]:
+    found = [made() for made in _ENGINES]
+    if None in found:
+        _ENGINES[:] = [made for made in _ENGINES if made() is not None]
+    return [engine for engine in found if engine is not None]
+
+
 def flush(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are read: what other tensors hold of them is reduced."""
-    for engine in [made() for made in _ENGINES]:
-        if engine is None:
-            _ENGINES[:] = [made for made in _ENGINES if made() is not None]
-        elif engine.owing:
+    for engine in _engines():
+        if engine.owing:
             engine.flush()
 
 
+def forget(params: Sequence[Any]) -> None:
+    """Before the gradients of ``params`` are dropped: what other tensors hold of them is too."""
+    for engine in _engines():
+        if engine.owing or engine.first:
+            engine.forget(set(map(id, params)))
+
+
 BEFORE_SYNC.append(flush)
+BEFORE_ZERO.append(forget)
