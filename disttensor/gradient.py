@@ -391,9 +391,7 @@ def retain_grad(self: DistTensor) -> None:
 
 
 def get_data(self: DistTensor) -> DistTensor:
-    if self._twin is not None:
-        self._twin.stale = True
-    return _shared(self, self._local.data)
+    return _shared(self, self._local.data if self._twin is None else self._twin.data())
 
 
 def set_data(self: DistTensor, value: Any) -> None:
@@ -402,6 +400,13 @@ def set_data(self: DistTensor, value: Any) -> None:
         raise TypeError(
             f"data of {self._spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)"
         )
+    if self._twin is not None:
+        if value._spec is not self._spec:
+            raise RuntimeError(
+                f"data of {self._spec!r}: under shard_data_parallel it stays as it is, and the value is {value._spec!r}. Change the "
+                "dtype or the layout of a module before it is sharded"
+            )
+        self._twin.renew()
     if not self.is_initialized:
         _outside_requires(self, self._local.requires_grad)
     elif value.is_initialized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,13 @@ def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return rebuilt(value, [substitute(v, f) for v in value])
     if isinstance(value, dict):
-        return {k: substitute(v, f) for k, v in value.items()}
+        items = {k: substitute(v, f) for k, v in value.items()}
+        if type(value) is dict:
+            return items
+        other = copy.copy(value)  # of a class of its own
+        for k, v in items.items():
+            other[k] = v
+        return other
     return value
 
 

@@ -51,6 +51,7 @@ class Engine:
         self.now: Backward | None = None
         self.first: frozenset[str] | None = None  # parameters reached, in this accumulation
         self.owing: dict[Segment, None] = {}  # whose gradients wait for the last micro-batch
+        _share(self.segments)
         _ENGINES.append(weakref.ref(self))
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         for segment in self.segments:
@@ -96,17 +97,25 @@ class Engine:
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute) if x.is_floating_point() else x
 
-    def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> None:
+    def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
         segment.running -= 1
         if number() != -1:
             if segment.free_after_forward and not segment.running and self.now is not None:
                 self.now.again(segment)
-            return
+            return None
+        given = flat(output, [])
+        copied = any(map(segment.lends, given))
+        if copied:
+            output = substitute(output, lambda x: x.clone() if segment.lends(x) else x)
+            given = flat(output, [])
         if segment.passing is not None:
-            segment.passing.gives(flat(output, []), settle=bool(segment.buffers))
+            settle = bool(segment.buffers)
+            segment.passing.gives(given, settle)
+            segment.passing.keeps(segment.kept(), settle)
         segment.ran.add(module)
         if not segment.running and len(segment.ran) == len(segment.modules):
             self._close(segment)
+        return output if copied else None
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if number() == -1:
@@ -140,8 +149,14 @@ class Engine:
         segment.passing = None
         segment.ran.clear()
         segment.hide()
-        if segment.free_after_forward or not in_graph:
+        written = any(buffer.written() for buffer in segment.buffers)
+        if written or segment.free_after_forward or not in_graph:
             segment.free()
+        if written:
+            raise RuntimeError(
+                f"shard_data_parallel: a forward of segment {segment.name!r} wrote to one of its parameters: to a copy, which is gone "
+                "now. Write to parameters between forwards, or keep what is written to in a buffer"
+            )
 
     # Backward -------------------------------------------------------------------------------------------
 
@@ -260,6 +275,18 @@ class Engine:
         if not kept:
             self.first = None
             self.owing.clear()
+
+
+def _share(segments: Sequence[Segment]) -> None:
+    """Each module to the innermost segment around it."""
+    own: dict[nn.Module, Segment] = {}
+    trees = [
+        (list(module.modules()), segment) for segment in segments for module in segment.modules
+    ]
+    for members, segment in sorted(trees, key=lambda tree: -len(tree[0])):
+        own.update(dict.fromkeys(members, segment))
+    for module, segment in own.items():
+        segment.tables.append(module.__dict__)
 
 
 def _some(names: frozenset[str]) -> str:

@@ -53,6 +53,16 @@ class Pass:
                 hook.entering.append(self)
             self.entered = True
 
+    def keeps(self, tensors: list[Tensor], settle: bool) -> None:
+        """These are kept on the modules; what was there before this forward is known already."""
+        for x in tensors:
+            node = node_of(x)
+            found = node.metadata.get(_KEY) if node is not None else None
+            if node is not None and not (
+                found and any(p.segment is self.segment for p in found.entering)
+            ):
+                self.gives([x], settle)
+
     @property
     def over(self) -> bool:
         return self.left >= self.inputs

@@ -9,7 +9,6 @@ two gathers, as far as autograd is concerned: what a forward saved is valid agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch import nn
 from disttensor import comm, outside
 from disttensor.parallel.rows import Rows
 from disttensor.parallel.twin import Twin
+from disttensor.tensor import DistTensor
+from disttensor.tree import flat
 
 Tensor = torch.Tensor
 
@@ -37,15 +38,16 @@ class Buffer:
         self.whole = False
         self._arriving: tuple[comm.Pending | None, Tensor, Any] | None = None
         self._of: Any = None  # what the memory held last
+        self._version = 1  # of the memory while it is whole
         self.free()
 
     def fresh(self) -> bool:
         """Is what the memory holds (or held last) the present value of the parameters?"""
-        return self._of == self._now() and not any(t.stale for t in self.twins)
+        return self._of == self._now()
 
     def _now(self) -> list[Any]:
         # Every in-place function counts up the version, on a rank with an empty piece too: all ranks agree.
-        return [v for t in self.twins for v in (id(t.held._local), t.held._local._version)]
+        return [v for t in self.twins for v in (t.held._local._version, *t.writes())]
 
     def start(self) -> None:
         """Begin to gather."""
@@ -67,13 +69,12 @@ class Buffer:
             out, of = self._arrived()
         same = self.fresh()
         self.memory.untyped_storage().resize_(self.nbytes)
-        # Refilled with the same values, it is what autograd saved; else autograd shall see that it was written to.
-        guard: Any = torch.autograd._unsafe_preserve_version_counter(self.memory)
-        with torch.no_grad(), guard if same else nullcontext():
+        with torch.no_grad():
             self.rows.unpack(out.view(self.rows.n, -1), self.blocks)
+        # Refilled with the same values, it is what autograd saved; else autograd shall see that it was written to.
+        self._version += not same
+        self._be_version(self._version)
         self.whole, self._of = True, of
-        for twin in self.twins:
-            twin.stale = False
 
     def _arrived(self) -> tuple[Tensor, Any]:
         assert self._arriving is not None
@@ -86,7 +87,17 @@ class Buffer:
         if self._arriving is not None:
             self._arrived()
         self.memory.untyped_storage().resize_(0)
+        self._be_version(
+            0
+        )  # a node that would read it now raises, and does not read what is not there
         self.whole = False
+
+    def written(self) -> bool:
+        """Did somebody write to the twins?"""
+        return self.whole and self.memory._version != self._version
+
+    def _be_version(self, version: int) -> None:
+        torch._C._autograd._unsafe_set_version_counter((self.memory,), (version,))
 
 
 class Segment:
@@ -113,6 +124,7 @@ class Segment:
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
             self.buffers.append(Buffer(members, dtype, group))
+        self.tables: list[dict[str, Any]] = []  # attributes of its modules and of those inside
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # the forward of the root in which it has its position
         self.running = 0  # forwards of its modules that are on the stack
@@ -150,6 +162,25 @@ class Segment:
         for buffer in self.buffers:
             if buffer.whole and not self.shown and not buffer.fresh():
                 buffer.whole = False
+
+    def kept(self) -> list[Tensor]:
+        """What the modules keep as attributes: a second loss, for example."""
+        found: list[Tensor] = []
+        for table in self.tables:
+            for value in table.values():
+                kind = type(value)
+                if kind is DistTensor:
+                    found.append(value)
+                elif (kind is list or kind is tuple) and value and type(value[-1]) is DistTensor:
+                    flat(value, found)
+        return found
+
+    def lends(self, x: Tensor) -> bool:
+        """Is x a twin, or a view of one? Its memory is about to be freed."""
+        if self.persist or type(x) is not DistTensor:
+            return False
+        at = x._local.untyped_storage()._cdata
+        return any(b.memory.untyped_storage()._cdata == at for b in self.buffers)
 
     def show(self) -> None:
         """The modules hold the twins."""

@@ -42,7 +42,6 @@ class Twin:
     """One parameter and its twin.
 
     axis    the mesh axis that cuts ``held``; None where nothing does
-    stale   somebody may have written to ``held`` in a way that leaves no trace (``p.data``)
     """
 
     def __init__(
@@ -54,7 +53,8 @@ class Twin:
         self.axis = axis if cut else None
         self.spec = uncut(held._spec, self.axis).with_dtype(dtype)
         self.whole: DistTensor = held
-        self.stale = False
+        self._data: Tensor | None = None
+        self._renewed = 0  # how often ``held`` was given other memory
         self._kept: dict[Axes, Tensor] = {}  # gradients in another dtype than autograd adds in
         self._hooked = 0
         self.hooks: dict[
@@ -77,6 +77,22 @@ class Twin:
         """The twin requires grad where the parameter does."""
         if self.whole._local.requires_grad is not self.held._local.requires_grad:
             self.whole.requires_grad_(self.held._local.requires_grad)
+
+    # What leaves no trace in autograd ---------------------------------------------------------------------
+
+    def data(self) -> Tensor:
+        """``p.data``: always one tensor, by whose version a write to it is seen."""
+        if self._data is None:
+            self._data = self.held._local.data
+        return self._data.detach()
+
+    def renew(self) -> None:
+        """``p.data = x`` has been done."""
+        self._data = None
+        self._renewed += 1
+
+    def writes(self) -> tuple[int, int]:
+        return self._renewed, 0 if self._data is None else self._data._version
 
     # Gradients on the twin ------------------------------------------------------------------------------
 
