@@ -128,7 +128,8 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
     device = meshes[0].device
     pieces, number, flags = _mine(shares, group)
     count = sum(map(len, shares.values()))
-    found = _number(_norms(pieces, order, foreach), number, order, count, device)
+    norms, number = _norms(pieces, number, order, foreach, device)
+    found = _number(norms, number, order, count)
     if group is not None:
         told = torch.tensor(flags, dtype=found.dtype, device=device)
         found = comm.all_reduce(
@@ -165,15 +166,15 @@ def _mine(shares: Shares, group: comm.Group | None) -> tuple[list[Tensor], list[
     return pieces, number, flags
 
 
-def _norms(pieces: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
-    """The norm of each piece, in float32 at least; of an empty one what changes no norm."""
-    out: list[Any] = [None] * len(pieces)
+def _norms(
+    pieces: Sequence[Tensor], number: Sequence[int], order: float, foreach: bool | None, device: torch.device
+) -> tuple[Tensor, list[int]]:  # fmt: skip
+    """The norms of the pieces that are not empty, taken in float32 at least; and whose each is."""
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(pieces):
         if x.numel():
             alike.setdefault((x.dtype, x.device), []).append(i)
-        else:
-            out[i] = torch.tensor(-order if math.isinf(order) else 0.0, device=x.device)
+    found = [torch.zeros(0, dtype=torch.float64, device=device)]
     for (dtype, _), members in alike.items():
         wide = torch.float32 if dtype.itemsize < 4 else None  # squares of small floats overflow
         some = [pieces[i].detach() for i in members]
@@ -181,25 +182,21 @@ def _norms(pieces: Sequence[Tensor], order: float, foreach: bool | None) -> list
             norms: Any = [torch.linalg.vector_norm(x, order, dtype=wide) for x in some]
         else:
             norms = torch._foreach_norm(some, order, dtype=wide)
-        for i, norm in zip(members, norms, strict=True):
-            out[i] = norm
-    return out
+        found.append(torch.stack(norms).to(device, torch.float64))
+    return torch.cat(found), [number[i] for members in alike.values() for i in members]
 
 
-def _number(
-    norms: Sequence[Tensor], number: Sequence[int], order: float, count: int, device: torch.device
-) -> Tensor:
+def _number(values: Tensor, number: Sequence[int], order: float, count: int) -> Tensor:
     """What the norms of pieces say of the whole, in numbers that ranks add up, or of which they take the largest.
 
     Of finite order the sum of powers; of order 0 the number of elements that are not zero, for each of ``count``
     parameters; of an infinite one the largest (or minus the smallest), and whether any is nan: the maximum of a backend
     may lose it."""
-    values = torch.zeros(0, dtype=torch.float64, device=device)
-    if norms:
-        values = torch.stack([n.to(device, torch.float64) for n in norms])
     if order == 0:
         out = values.new_zeros(count)
-        return out.index_add_(0, torch.tensor(number, dtype=torch.long, device=device), values)
+        return out.index_add_(
+            0, torch.tensor(number, dtype=torch.long, device=values.device), values
+        )
     if not math.isinf(order):
         return (values**order).sum().reshape(1)
     lost = values.isnan()
