@@ -9,6 +9,7 @@ import inspect
 import pickle
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import pipeline
+from disttensor.parallel import strategy as strategies
 from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, groups, infer
 from disttensor.parallel.recomputed import Recomputed, chosen
 from disttensor.parallel.segments import SegmentByAnchors, SegmentBySize
@@ -510,6 +512,80 @@ def test_a_recomputed_module_is_an_ordinary_one():
     assert len(ran) == 3
 
 
+@pytest.mark.parametrize("how", [{"sharding": 2}, {"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+@on_ranks(2)
+def test_mixed_precision_trains_as_closely_as_it_can(amp, how):
+    strategy = Strategy(amp=amp, accumulate_steps=2, **how)
+    plain, model = net().float(), net().float()
+    model, optimizer = strategy.apply(model, torch.optim.SGD, PLAN)
+    scaler, (stage,) = strategy.scaler(init_scale=64.0), strategy.stages()
+    assert scaler.is_enabled() == (amp == "fp16")
+    for step in range(2):
+        total = 0.0
+        for i, part in enumerate(data(step).chunk(2)):
+            with strategy.accumulate(model, i):
+                with strategy.autocast():
+                    loss = loss_of(model, part, stage, stage, strategy.batch()) / 2
+                scaler.scale(loss).backward()
+                total += float(loss.detach())
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+        optimizer.zero_grad()
+        expected = loss_of(plain, data(step))
+        expected.backward()
+        torch.optim.SGD(plain.parameters()).step()
+        plain.zero_grad()
+        torch.testing.assert_close(total, float(expected.detach()), rtol=0, atol=0.02)
+    assert scaler.get_scale() == (64.0 if amp == "fp16" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"shard_axis": None, "stage": 3, "param_dtype": None, "reduce_dtype": None, "prefetch": 1, "reshard_after_forward": True, "offload": False}),
+        ({"amp": "bf16", "dp": 1}, {"shard_axis": "sharding", "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+        ({"amp": "fp16", "zero_stage": 2, "reduce_dtype": torch.float16}, {"stage": 2, "param_dtype": torch.float16, "reduce_dtype": torch.float16}),
+        ({"amp": "bf16"}, {"shard_axis": None, "param_dtype": None, "reduce_dtype": None}),
+        ({"amp": "bf16", "sharding": 2, "param_dtype": torch.float32}, {"param_dtype": torch.float32}),
+        ({"param_dtype": torch.bfloat16, "prefetch": 3, "offload": True, "reshard_after_forward": False}, {"param_dtype": torch.bfloat16, "reduce_dtype": None, "prefetch": 3, "offload": True, "reshard_after_forward": False}),
+        ({"segments": ["blocks.*"]}, {"segments": ("blocks.*",)}),
+        ({"pp": 2}, {"mesh": None, "segments": ("tok", "blocks.0", "blocks.1", "head")}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_handed_to_sharded_data_parallelism(fields, expected, monkeypatch):
+    seen = {}
+
+    def stand_in(model, mesh, **how):
+        seen.update(how, mesh=mesh)
+        return model
+
+    monkeypatch.setattr(strategies, "shard_data_parallel", stand_in)
+    with fake_world(2):
+        strategy = Strategy(**fields)
+        strategy.apply(net(), layers=LAYERS if "pp" in fields else None)
+        expected = {"mesh": strategy.stages()[0], "replicate_axis": "dp", **expected}
+    assert {name: seen[name] for name in expected} == expected
+    assert ("segments" in seen) == ("segments" in expected)
+
+
+def test_what_is_summed_after_the_last_micro_batch_only(monkeypatch):
+    monkeypatch.setattr(strategies, "accumulate", lambda model, last: last)
+    strategy = Strategy(accumulate_steps=3)
+    lasts = [strategy.accumulate(nn.Linear(1, 1), i) for i in range(6)]
+    assert lasts == [False, False, True] * 2
+    assert Strategy().accumulate(nn.Linear(1, 1), 0) is True
+
+
+def test_how_a_batch_lies():
+    split, whole = dt.Shard(0), dt.Replicate()
+    assert Strategy().batch() == [split, split, dt.Shard(1), whole]
+    assert Strategy().batch(sequence=2) == [split, split, dt.Shard(2), whole]
+    assert Strategy().batch(sequence=None) == [split, split, whole, whole]
+
+
 # 32 ranks -------------------------------------------------------------------------------------------
 
 
@@ -556,13 +632,13 @@ def test_pipelines_of_fake_ranks():
 @on_ranks(1)
 def test_examples_run():
     mesh = dt.init_mesh((1, 1), ("dp", "tp"))
-    names = {"torch": torch, "dt": dt, "mesh": mesh, "Strategy": Strategy, "infer": infer}
+    door = SimpleNamespace(**{**vars(dt), "Strategy": Strategy})
+    names = {"torch": torch, "dt": door, "mesh": mesh, "infer": infer}
+    shown = [Strategy, infer, *(getattr(f, "__func__", f) for f in vars(Strategy).values())]
     ran = 0
-    for thing in (Strategy, *vars(Strategy).values(), infer):
-        text = inspect.getdoc(getattr(thing, "__func__", thing)) or ""
-        if not isinstance(thing, type) and not callable(getattr(thing, "__func__", thing)):
-            continue
-        test = doctest.DocTestParser().get_doctest(text, dict(names), str(thing), None, None)
+    for thing in shown:
+        text = inspect.getdoc(thing) if inspect.isfunction(thing) or thing is Strategy else None
+        test = doctest.DocTestParser().get_doctest(text or "", dict(names), str(thing), None, None)
         report: list[str] = []
         doctest.DocTestRunner().run(test, out=report.append)
         assert not report, "".join(report)

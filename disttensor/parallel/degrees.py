@@ -136,7 +136,7 @@ def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tupl
 
 
 def groups(degrees: Degrees) -> list[GroupSpec]:
-    """All communicators of a strategy, in the one order in which every rank makes those that it is in.
+    """All communicators of a strategy: every rank has the same list.
 
     For each stage: all sets of axes that have more than one process, the small sets first; a gradient may be pending on any of
     them, and a loss is summed over all. Then those whose collectives run beside the model's: lane "gather" for parameters,

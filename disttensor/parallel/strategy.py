@@ -23,6 +23,7 @@ from disttensor.parallel.repoint import Maker, Optimizer, check_optimizer, follo
 from disttensor.parallel.segments import Segments, segments_of
 from disttensor.parallel.sharded import accumulate, shard_data_parallel
 from disttensor.placement import Placement, Replicate, Shard
+from disttensor.scaler import shard_scaler
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -151,7 +152,7 @@ class Strategy:
         return [mesh[i] for i in range(mesh.shape[0])]
 
     def groups(self, world: int | None = None) -> list[GroupSpec]:
-        """The communicators that ``apply`` makes, in the order in which all ranks make them.
+        """The communicators that ``apply`` makes up front, on all ranks in one order.
 
         >>> dt.Strategy(tp=2).groups(world=4)[0]
         GroupSpec(ranks=(0, 2), axes=('dp',), lane='')
@@ -208,8 +209,13 @@ class Strategy:
         comm.create_groups(self.groups())
         before = slots(model)
         staged = degrees.pp > 1 or layers is not None
+        segments: Segments | None = self.segments
         if staged:
-            pipeline.split(modules, stages * visits, places, of=model, counts=counts, init=init)
+            split = pipeline.split(
+                modules, stages * visits, places, of=model, counts=counts, init=init
+            )
+            if segments is None and degrees.pp > 1:  # none that is cut where a stage ends
+                segments = tuple(name for name, _ in split)
         else:
             shard_module(model, stages[0], places, init=init)
         low = self.param_dtype
@@ -221,7 +227,7 @@ class Strategy:
             shard_axis="sharding" if degrees.sharding > 1 else None,
             replicate_axis="dp",
             stage=self.zero_stage or 3,
-            **({} if self.segments is None else {"segments": self.segments}),
+            **({} if segments is None else {"segments": segments}),
             reshard_after_forward=self.reshard_after_forward,
             prefetch=self.prefetch,
             param_dtype=low,
@@ -247,12 +253,14 @@ class Strategy:
         return torch.autocast(self._device(), AMP[self.amp])
 
     def scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A torch.amp.GradScaler that decides for all ranks at once. It scales for "fp16" only: call it in any case.
+        """A torch.amp.GradScaler by which the whole world decides on a step; all ranks make it. It scales for "fp16" only:
+        the script uses it in any case. ``options`` are torch's.
 
         >>> dt.Strategy().scaler().is_enabled(), dt.Strategy(amp="fp16").scaler().is_enabled()
         (False, True)
         """
-        return torch.amp.GradScaler(self._device(), enabled=self.amp == "fp16", **options)
+        scaler = torch.amp.GradScaler(self._device(), enabled=self.amp == "fp16", **options)
+        return shard_scaler(scaler) if scaler.is_enabled() else scaler
 
     def _device(self) -> str:
         return ProcessMesh([0], ("first",), self.device_type).device_type
