@@ -53,8 +53,11 @@ class Engine:
         self.owing: dict[Segment, None] = {}  # whose gradients wait for the last micro-batch
         _share(self.segments)
         _ENGINES.append(weakref.ref(self))
+        self.still = [s for s in self.segments if not s.apart]  # nothing is gathered for them
+        for position, segment in enumerate(self.still):
+            segment.position = position
         root.register_forward_pre_hook(self._root_begins, prepend=True)
-        for segment in self.segments:
+        for segment in [s for s in self.segments if s.apart]:
             for module in segment.modules:
                 module.register_forward_pre_hook(
                     partial(self._module_begins, segment), with_kwargs=True
@@ -89,7 +92,8 @@ class Engine:
         if not again and torch.is_grad_enabled():
             if segment.passing is None:
                 segment.passing = Pass(segment, self._enter, self._leave)
-            segment.passing.takes(flat((args, kwargs), []))
+            if segment.comes_and_goes:
+                segment.passing.takes(flat((args, kwargs), []))
         if self.compute is None:
             return None
         return substitute(args, self._cast), substitute(kwargs, self._cast)
@@ -108,23 +112,30 @@ class Engine:
         if copied:
             output = substitute(output, lambda x: x.clone() if segment.lends(x) else x)
             given = flat(output, [])
-        if segment.passing is not None:
-            settle = bool(segment.buffers)
-            segment.passing.gives(given, settle)
-            segment.passing.keeps(segment.kept(), settle)
         segment.ran.add(module)
-        if not segment.running and len(segment.ran) == len(segment.modules):
+        over = not segment.running and len(segment.ran) == len(segment.modules)
+        if segment.passing is not None and (over or segment.comes_and_goes):
+            segment.passing.gives(given, settle=segment.comes_and_goes)
+            if segment.comes_and_goes:
+                segment.passing.keeps(segment.kept(), settle=True)
+        if over:
             self._close(segment)
         return output if copied else None
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if number() == -1:
-            for segment in self.segments:
-                if not segment.running:
-                    if segment.shown or segment.passing is not None:
-                        self._close(segment)
-                    elif not segment.whole:
-                        segment.free()  # gathered ahead, and not used
+        if number() != -1:
+            return
+        if torch.is_grad_enabled() and self.still:
+            outputs = flat(output, [])
+            for segment in self.still:
+                Pass(segment, self._enter, self._leave).gives(outputs, settle=False)
+                self._listen(segment)
+        for segment in self.segments:
+            if segment.apart and not segment.running:
+                if segment.shown or segment.passing is not None:
+                    self._close(segment)
+                elif not segment.whole:
+                    segment.free()  # gathered ahead, and not used
 
     def _take_place(self, segment: Segment) -> None:
         if segment.epoch != self.epoch:
@@ -140,11 +151,7 @@ class Engine:
 
     def _close(self, segment: Segment) -> None:
         """The forwards of this segment are over."""
-        for twin in segment.twins:
-            for leaf in twin.new_leaves():
-                at = len(segment.leaves)
-                segment.leaves.append(twin.name)
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, segment, at))
+        self._listen(segment)
         in_graph = segment.passing is not None and segment.passing.entered
         segment.passing = None
         segment.ran.clear()
@@ -157,6 +164,14 @@ class Engine:
                 f"shard_data_parallel: a forward of segment {segment.name!r} wrote to one of its parameters: to a copy, which is gone "
                 "now. Write to parameters between forwards, or keep what is written to in a buffer"
             )
+
+    def _listen(self, segment: Segment) -> None:
+        """Be told when a leaf has its gradient, of those that have come since the last time."""
+        for twin in segment.twins:
+            for leaf in twin.new_leaves():
+                at = len(segment.leaves)
+                segment.leaves.append(twin.name)
+                leaf.register_post_accumulate_grad_hook(partial(self._arrived, segment, at))
 
     # Backward -------------------------------------------------------------------------------------------
 

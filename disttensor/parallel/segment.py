@@ -139,6 +139,11 @@ class Segment:
         return all(b.whole for b in self.buffers)
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Are the twins freed between uses?"""
+        return bool(self.buffers) and not self.persist
+
+    @property
     def busy(self) -> bool:
         """Is a forward of it on the stack, or between two of its modules?"""
         return bool(self.running) or self.passing is not None
