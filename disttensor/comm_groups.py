@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from disttensor import failures
-
-Wanted = tuple[Sequence[int], Sequence[str], str]  # ranks, names of mesh axes, lane
 
 
 class CommError(RuntimeError):
@@ -139,7 +137,9 @@ def _settle() -> None:
 # All groups up front ------------------------------------------------------------------------------
 
 
-def create_groups(groups: Iterable[Wanted], timeout: float = 300.0) -> None:
+def create_groups(
+    groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float = 300.0
+) -> None:
     """Make the process groups of all ``(ranks, axes, lane)`` in one order, so that no two ranks wait for each other in two.
 
     Every rank of the world makes the call, with the same groups, also those that it is not in. It returns when all ranks
@@ -148,7 +148,7 @@ def create_groups(groups: Iterable[Wanted], timeout: float = 300.0) -> None:
     each time that it waits, where some do not come, want other groups, or cannot make one.
     """
     rank, size = world()
-    listed: dict[tuple[tuple[int, ...], str], str] = {}
+    listed: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
     for ranks, axes, lane in groups:
         members = tuple(sorted(ranks))
         if len(set(members)) != len(members) or not all(0 <= r < size for r in members):
@@ -157,31 +157,40 @@ def create_groups(groups: Iterable[Wanted], timeout: float = 300.0) -> None:
                 f"which has ranks 0 to {size - 1}"
             )
         if len(members) > 1:
-            name = "+".join(axes) + (f" (lane {lane})" if lane else "")
-            listed[members, lane] = min(name, listed.get((members, lane), name))
-    wanted = sorted(listed.items())
-    axes_of = [name.split(" ")[0].split("+") for _, name in wanted]
+            axes = tuple(
+                axes
+            )  # where axes of several names have the same ranks, one name is as good
+            listed[members, lane] = min(axes, listed.get((members, lane), axes))
+    wanted = [_Wanted(*key, axes) for key, axes in sorted(listed.items())]
     if size == 1:
         return
     if dist.get_backend() == "fake":  # nobody else is there
-        for ((members, lane), _), axes in zip(wanted, axes_of, strict=True):
-            if rank in members:
-                process_group(members, axes, lane)
+        for g in wanted:
+            if rank in g.members:
+                process_group(g.members, g.axes, g.lane)
         return
     meeting = _Meeting(timeout)
     meeting.arrive("list", range(size), wanted)
     meeting.agree(wanted)
-    for number, ((members, lane), name) in enumerate(wanted):
-        if rank in members:
-            meeting.arrive(f"group{number}", members, wanted[number : number + 1])
+    for number, g in enumerate(wanted):
+        if rank in g.members:
+            meeting.arrive(f"group{number}", g.members, [g])
             try:
-                process_group(members, axes_of[number], lane, timeout)
+                process_group(g.members, g.axes, g.lane, timeout)
             except CommError as error:
-                first = meeting.tell(
-                    f"rank {rank} could not make the group {name} of ranks {list(members)}"
-                )
+                first = meeting.tell(f"rank {rank} could not make the group {g}")
                 raise CommError(f"create_groups: {first}. On rank {rank}: {error}") from error
     meeting.arrive("done", range(size), wanted)
+
+
+class _Wanted(NamedTuple):
+    members: tuple[int, ...]
+    lane: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lane = f" (lane {self.lane})" if self.lane else ""
+        return f"{'+'.join(self.axes)}{lane} of ranks {list(self.members)}"
 
 
 class _Meeting:
@@ -201,7 +210,7 @@ class _Meeting:
         """Let all know what went wrong. Gives what was told first."""
         return str(self.store.compare_set("failed", "", what).decode())
 
-    def arrive(self, place: str, ranks: Sequence[int], wanted: Sequence[Any]) -> None:
+    def arrive(self, place: str, ranks: Sequence[int], wanted: Sequence[_Wanted]) -> None:
         """Return when all ``ranks`` are at ``place``. Raises CommError that names those that did not come."""
         at = f"at/{place}"
         self.store.set(f"{at}/{self.rank}", "")
@@ -230,9 +239,9 @@ class _Meeting:
             time.sleep(pause)
             pause = min(0.2, pause * 2)
 
-    def agree(self, wanted: Sequence[Any]) -> None:
+    def agree(self, wanted: Sequence[_Wanted]) -> None:
         """Raise CommError on all ranks, naming them, unless all want the same groups."""
-        text = "\n".join(f"{name} of ranks {list(members)}" for (members, _), name in wanted)
+        text = "\n".join(map(str, wanted))
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.store.set(f"digest/{self.rank}", digest)
         if self.store.compare_set("digest", "", digest).decode() != digest:
@@ -257,14 +266,9 @@ class _Meeting:
         )
 
 
-def _some(wanted: Sequence[Any], missing: Sequence[int]) -> str:
+def _some(wanted: Sequence[_Wanted], missing: Sequence[int]) -> str:
     """The groups that need the missing ranks."""
-    hit = [
-        f"{name} of ranks {list(members)}"
-        for (members, _), name in wanted
-        if set(members) & set(missing)
-    ]
-    return _first(hit)
+    return _first([str(g) for g in wanted if set(g.members) & set(missing)])
 
 
 def _first(names: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,6 +58,7 @@ def test_replicas_take_the_values_of_the_first_rank(ranks):
         ("broadcast", "dp+tp", torch.float32),
         ("broadcast", "dp+tp", torch.int64),
     ]
+    assert [r.shape for r in list(log)[1:]] == [(20,), (1,)]
     check_replicas(model)
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
@@ -194,6 +197,15 @@ def stay_away():
     return str(caught.value)
 
 
+def come_late():
+    """Rank 2 comes when the others have given up: an error there too, no wait."""
+    if dist.get_rank() == 2:
+        time.sleep(3)
+    with pytest.raises(comm.CommError) as caught:
+        comm.create_groups(groups_of(GRIDS[0], "late"), timeout=1 if dist.get_rank() != 2 else 1000)
+    return str(caught.value)
+
+
 def want_another():
     wanted = groups_of(GRIDS[0], "another")
     if dist.get_rank() == 1:
@@ -223,10 +235,11 @@ def fail_half_way():
     ("body", "words"),
     [
         (stay_away, ["ranks [2] did not come", "dp (lane away) of ranks [0, 2]", "tp (lane away) of ranks [2, 3]"]),
+        (come_late, ["ranks [2]"]),
         (want_another, ["ranks [0, 2, 3]: tp (lane another) of ranks [0, 1]", "ranks [1]: cp (lane another) of ranks [0, 1]"]),
         (fail_half_way, ["rank 3 could not make the group tp (lane half way) of ranks [2, 3]"]),
     ],
-    ids=["missing", "different", "half way"],
+    ids=["missing", "late", "different", "half way"],
 )  # fmt: skip
 def test_who_keeps_the_others_from_making_groups_is_named(body, words):
     try:
