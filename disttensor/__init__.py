@@ -22,7 +22,6 @@ import disttensor.checkpoint
 import disttensor.custom
 import disttensor.methods
 import disttensor.nn_init
-import disttensor.scaler
 from disttensor.api import (
     empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
 )  # fmt: skip
@@ -36,13 +35,17 @@ import disttensor.plans  # noqa: F401
 from disttensor.skip import never_skip
 from disttensor.sync import sync_gradients
 from disttensor.values import broadcast_value, values_everywhere
+from disttensor.scaler import shard_scaler
+from disttensor.parallel.replicas import check_replicas
 from disttensor.parallel.segments import SegmentByAnchors, SegmentBySize
 from disttensor.parallel.sharded import accumulate, shard_data_parallel
+from disttensor.parallel.strategy import Strategy
 
 __all__ = [
-    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group", "Layout",
-    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "StrictError", "accumulate", "broadcast_value", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm", "record_comms", "reshard",
-    "rng", "shard_data_parallel", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor",
-    "values_everywhere", "zeros",
+    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group",
+    "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
+    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm",
+    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler", "shard_tensor", "strict", "sync_gradients",
+    "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

@@ -16,10 +16,12 @@ from disttensor import placement
 from tests.pool import on_ranks
 
 NAMES = [
-    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group", "Layout",
-    "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "StrictError", "accumulate", "broadcast_value", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm", "record_comms",
-    "reshard", "rng", "shard_data_parallel", "shard_module", "shard_tensor", "strict", "sync_gradients", "to_dtensor", "values_everywhere", "zeros",
+    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group",
+    "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
+    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm",
+    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler", "shard_tensor", "strict", "sync_gradients",
+    "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip
 
 

@@ -26,13 +26,13 @@ from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
 from disttensor.window import Window
 
-BY_SIZE = SegmentBySize()
+SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(8.0)  # unless segments are given
 _ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
 
 
 def shard_data_parallel(
     module: nn.Module, mesh: ProcessMesh | None = None, shard_axis: str | None = "fsdp", replicate_axis: str | None = None,
-    stage: int = 3, segments: Segments = BY_SIZE, reshard_after_forward: bool = True, prefetch: int = 1,
+    stage: int = 3, segments: Segments | None = None, reshard_after_forward: bool = True, prefetch: int = 1,
     param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, offload: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the module back.
@@ -44,7 +44,8 @@ def shard_data_parallel(
     ``stage`` 1: optimizer state is spread; whole parameters are kept, gradients all-reduced. 2: gradients too
     (reduce-scattered, half the bytes). 3: parameters too: gathered per segment before use, freed after the forward (unless
     ``reshard_after_forward`` is False), gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
-    ``segments``: what is gathered and reduced at once: SegmentBySize, SegmentByAnchors, or names of modules.
+    ``segments``: what is gathered and reduced at once: SegmentBySize (without it 32 MiB, 8 where nothing is cut),
+    SegmentByAnchors, or names of modules.
     ``mesh``: where plain parameters go; None if all are DistTensors, each on its own mesh (of a pipeline stage).
     ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are summed over all axes over
     which they are contributions, whatever these are called. ``shard_axis=None``: nothing is cut; gradients are reduced in
@@ -59,6 +60,8 @@ def shard_data_parallel(
     >>> model[0].weight.placements
     (Shard(0), Replicate())
     """
+    if segments is None:
+        segments = REPLICAS if shard_axis is None else SHARDS
     cuts = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
     _check_dtypes(param_dtype, reduce_dtype)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
@@ -102,11 +105,15 @@ def _checked(
 ) -> list[Cut]:  # fmt: skip
     """The segments, after all checks."""
     who = "shard_data_parallel"
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{who}: a module is expected, not {type(module).__name__}")
+    if mesh is not None and not isinstance(mesh, ProcessMesh):
+        raise TypeError(f"{who}: mesh={mesh!r}: a ProcessMesh is expected")
+    if stage not in (1, 2, 3) or type(stage) is not int:
         raise ValueError(
             f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters too"
         )
-    if not isinstance(prefetch, int) or prefetch < 0:
+    if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"{who}: prefetch={prefetch!r}: a number of segments, 0 for none")
     if any(_ENGINE in m.__dict__ for m in module.modules()):
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
@@ -143,8 +150,8 @@ def _checked(
 
 def _check_dtypes(*dtypes: torch.dtype | None) -> None:
     for dtype in dtypes:
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"shard_data_parallel: {dtype} is no floating dtype")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"shard_data_parallel: {dtype!r} is no floating dtype of torch")
 
 
 def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
