@@ -579,6 +579,14 @@ def test_what_is_summed_after_the_last_micro_batch_only(monkeypatch):
     assert Strategy().accumulate(nn.Linear(1, 1), 0) is True
 
 
+def test_a_scaler_that_scales_is_the_whole_worlds(monkeypatch):
+    monkeypatch.setattr(strategies, "shard_scaler", lambda scaler: ("world", scaler))
+    whose, scaler = Strategy(amp="fp16").scaler(init_scale=8.0)
+    assert whose == "world" and scaler.is_enabled() and scaler.get_scale() == 8.0
+    for amp in (None, "bf16"):
+        assert not Strategy(amp=amp).scaler().is_enabled()
+
+
 def test_how_a_batch_lies():
     split, whole = dt.Shard(0), dt.Replicate()
     assert Strategy().batch() == [split, split, dt.Shard(1), whole]
