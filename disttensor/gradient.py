@@ -22,6 +22,9 @@ from disttensor.tensor import DistTensor, resharded, wrap
 
 Tensor = torch.Tensor
 
+# Called when a backward has ended with an error.
+AFTER_FAILURE: list[Callable[[], None]] = []
+
 
 def uses(x: DistTensor) -> list[tuple[Axes, Tensor]]:
     """The C++ tensors whose gradients make up that of x: its local, and those of uses that pass it by. For a leaf
@@ -199,6 +202,8 @@ def leaves_of(inputs: Any) -> list[Tensor] | None:
             out.append(x)
         elif x.is_initialized:
             out += [leaf for _, leaf in uses(x)]
+            if x._twin is not None:
+                out += [leaf for _, leaf in x._twin.ways()]
         elif not out:  # torch wants one at least, and no input lies on this rank
             out.append(ghost.leaf(x._spec.mesh.device, x._spec.dtype))
     return out
@@ -242,7 +247,17 @@ def backward(
         or any(op != "sum" for _, op in layout.partial)
     ):
         gradient = seed(self, gradient)
-    self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
+    try:
+        self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
+    except BaseException:
+        failed()
+        raise
+
+
+def failed() -> None:
+    """A backward has ended with an error: whoever follows it puts things in order."""
+    for run in AFTER_FAILURE:
+        run()
 
 
 def autograd_backward(
@@ -257,13 +272,17 @@ def autograd_backward(
         (o._local, seed(o, s)) if isinstance(o, DistTensor) else (o, s)
         for o, s in zip(outs, seeds, strict=True)
     ]
-    torch.autograd.backward(
-        [o for o, _ in ends],
-        [s for _, s in ends],
-        retain_graph,
-        create_graph,
-        inputs=leaves_of(inputs),
-    )
+    try:
+        torch.autograd.backward(
+            [o for o, _ in ends],
+            [s for _, s in ends],
+            retain_graph,
+            create_graph,
+            inputs=leaves_of(inputs),
+        )
+    except BaseException:
+        failed()
+        raise
 
 
 def autograd_grad(
@@ -289,6 +308,10 @@ def autograd_grad(
     for i, x in enumerate(ins):
         if isinstance(x, DistTensor) and not x.is_initialized:
             continue
+        if isinstance(x, DistTensor) and x._twin is not None:
+            raise NotImplementedError(
+                f"torch.autograd.grad of {x._spec!r}: under shard_data_parallel gradients are reduced into p.grad; call backward()"
+            )
         ways = uses(x) if isinstance(x, DistTensor) else [((), x)]
         for axes, leaf in ways:
             starts.append(leaf)

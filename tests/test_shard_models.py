@@ -59,7 +59,7 @@ class Root(nn.Module):
 
 def with_dicts(blocks, x):
     for block in blocks:
-        out = block(x, more=out["parts"][0] if isinstance(x, dict) else None)
+        out = block(x, more=x["parts"][0] if isinstance(x, dict) else None)
         x = out
     return out["h"] + out["parts"][0] + out["parts"][1][0]
 
@@ -89,8 +89,7 @@ def with_views(blocks, x):
 
 def one_view_used(blocks, x):
     for block in blocks:
-        left, right = block(x)
-        x = torch.tanh(left)
+        x = torch.tanh(block(x)[0])
     return x
 
 

@@ -38,11 +38,6 @@ def line():
     return mesh_of((2,), ("fsdp",))
 
 
-def step_of(fn):
-    """A step that ends with the loss that it gives."""
-    return fn
-
-
 # Several forwards and backwards in one step -----------------------------------------------------------
 
 
@@ -122,9 +117,9 @@ def partly(model, x):
     return loss
 
 
-def through_grad(model, x):
+def through_inputs(model, x):
     loss = model(x).square().sum()
-    params = [p for p in model.parameters()]
+    params = list(model.parameters())
     loss.backward(inputs=params)
     return loss
 
@@ -141,7 +136,7 @@ def full_sum(g):
 
 
 STEPS = [two_losses, two_forwards_one_backward, two_forwards_two_backwards, three_backwards, forward_unused, evaluated_between,
-         graph_thrown_away, partly, of_the_input]  # fmt: skip
+         graph_thrown_away, inference_between, partly, through_inputs, of_the_input]  # fmt: skip
 
 
 @stages
@@ -280,3 +275,14 @@ def test_inference_after_training(stage):
             y = full(model(dt.shard_tensor(x, line(), [S0])))
         compare(y, plain(x).detach())
     at_rest(model, list(model.parameters()))
+
+
+@stages
+@on_ranks(2)
+def test_gradients_of_parameters_by_themselves(stage):
+    model = dt.shard_data_parallel(mlp(), line(), segments=EACH, **ways(stage))
+    loss = model(dt.shard_tensor(randn(5, 6), line(), [S0])).square().sum()
+    if stage is None:
+        return
+    with pytest.raises(NotImplementedError, match=r"call backward\(\)"):
+        torch.autograd.grad(loss, list(model.parameters()))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor.gradient import AFTER_FAILURE
 from disttensor.parallel.backward import Backward, at_the_end, number
 from disttensor.parallel.passes import Pass
 from disttensor.parallel.reduction import Steps, reductions
@@ -75,7 +76,7 @@ class Engine:
 
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if number() == -1:
-            self._clean_up()
+            self.clean_up()
             self.epoch += 1
             self.before, self.order = self.order or self.before, []
 
@@ -179,7 +180,7 @@ class Engine:
         """The backward that runs now."""
         at = number()
         if self.now is None or self.now.number != at:
-            self._clean_up()
+            self.clean_up()
             window = self.window if self.window.counted else present()
             self.now = Backward(at, partial(self._reduce, window), bounded=self.scatter)
             at_the_end(partial(self._finish, self.now, window))
@@ -263,7 +264,7 @@ class Engine:
                     pending.wait()
             self.owing.pop(segment, None)
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         """After a backward that ended with an error."""
         if self.now is not None:
             now, self.now = self.now, None
@@ -330,5 +331,11 @@ def forget(params: Sequence[Any]) -> None:
             engine.forget(set(map(id, params)))
 
 
+def clean_up() -> None:
+    for engine in _engines():
+        engine.clean_up()
+
+
+AFTER_FAILURE.append(clean_up)
 BEFORE_SYNC.append(flush)
 BEFORE_ZERO.append(forget)
