@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 import statistics
 import time
 import warnings
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from replicas import Settings, Side, ddp, fsdp, kept, ours, zero3
+from replicas import Settings, Side, ddp, free_port, fsdp, kept, ours, zero3
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import disttensor as dt
@@ -56,7 +55,9 @@ def rows(ranks: int) -> list[Row]:
 class Result:
     row: str
     seconds: tuple[list[float], list[float]]  # of each step, ours and theirs
-    cpu: tuple[list[float], list[float]]  # seconds of the processor, of this rank with all its threads
+    cpu: tuple[
+        list[float], list[float]
+    ]  # seconds of the processor, of this rank with all its threads
     sent: tuple[int, int]  # bytes per rank and step
 
     @property
@@ -129,7 +130,7 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
 
 def measured(row: Row, settings: Settings, repeats: int) -> Result:
     settings = replace(settings, micro=row.micro)
-    steps = [side(settings)[0] for side in (row.ours, row.theirs)]
+    steps = [side(settings) for side in (row.ours, row.theirs)]
     sent = []
     for _ in range(3):  # the warm-up
         losses = [step() for step in steps]
@@ -179,10 +180,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has it")
     args = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(measure, (port, args), nprocs=args.ranks)
+    mp.spawn(measure, (free_port(), args), nprocs=args.ranks)
 
 
 if __name__ == "__main__":

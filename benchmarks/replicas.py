@@ -1,12 +1,13 @@
 """The contestants of data_parallel.py: one GPT, whole steps of it by us and by torch, alike but for the parallelism.
 
-A side is a function of (world, settings) that gives a call: one step (zero_grad, forward, backward, optimizer) on this rank's
-part of the batch, whose result is this rank's contribution to the loss.
+A side is a function of the settings that gives a Run, which is called for one step (zero_grad, forward, backward, optimizer) on
+this rank's part of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import disttensor as dt
 
-Step = Callable[[], Tensor]
-Side = Callable[["Settings"], tuple[Step, nn.Module]]
+Batch = tuple[Tensor, ...]
+Side = Callable[["Settings"], "Run"]
 VOCAB, HEAD_SIZE = 512, 64
 
 
@@ -89,7 +90,7 @@ def made(settings: Settings) -> GPT:
     return GPT(settings)
 
 
-def batches(settings: Settings) -> list[tuple[Tensor, Tensor]]:
+def batches(settings: Settings) -> list[Batch]:
     """(ids, targets) of all ranks, for each micro-batch."""
     draw = torch.Generator().manual_seed(1)
     shape = (settings.micro, 2, settings.rows * dist.get_world_size(), settings.time)
@@ -97,61 +98,66 @@ def batches(settings: Settings) -> list[tuple[Tensor, Tensor]]:
     return [(one[0], one[1]) for one in ids]
 
 
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+class Run:
+    """A model in training. ``window(last)``: the context of a micro-batch."""
+
+    def __init__(
+        self, model: nn.Module, data: Sequence[Batch], window: Callable[[bool], Any]
+    ) -> None:
+        self.model, self.data, self.window = model, data, window
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.zero_grad, self.update = self.optimizer.zero_grad, self.optimizer.step
+
+    def forward(self, micro: int = 0) -> Tensor:
+        return self.model(*self.data[micro]) / len(self.data)
+
+    def __call__(self) -> Tensor:
+        """A whole step. Gives the sum over micro-batches of this rank's loss: the mean over ranks is that of the batch."""
+        self.zero_grad()
+        total = torch.zeros(())
+        for micro in range(len(self.data)):
+            with self.window(micro == len(self.data) - 1):
+                loss = self.forward(micro)
+                loss.backward()
+            total += _mean(loss)
+        self.update()
+        return total
+
+
+def _mean(loss: Any) -> Tensor:
+    """This rank's own loss: with us it holds a share of the whole."""
+    if isinstance(loss, dt.DistTensor):
+        return loss.to_local().detach() * dist.get_world_size()
+    return loss.detach()
 
 
 def ours(
-    settings: Settings, *, shape: tuple[int, ...] = (), reduce: str = "scatter", **how: Any
-) -> tuple[Step, nn.Module]:
+    settings: Settings, *, shape: Sequence[int] = (), reduce: str = "scatter", **how: Any
+) -> Run:
     """``how`` goes to shard_data_parallel. ``shape``: of the mesh; by default one axis."""
-    shape = shape or (dist.get_world_size(),)
-    mesh = dt.init_mesh(shape, ("rep", "fsdp")[-len(shape) :])
-    placements = [dt.Shard(0)] * mesh.ndim
-    data = [
-        tuple(dt.shard_tensor(x, mesh, placements) for x in batch) for batch in batches(settings)
-    ]
+    mesh = dt.init_mesh(*_mesh(shape))
+    split = [dt.Shard(0)] * mesh.ndim
+    data = [tuple(dt.shard_tensor(x, mesh, split) for x in batch) for batch in batches(settings)]
     model = dt.shard_data_parallel(made(settings), mesh, **how)
-    opt = optimizer(model)
-
-    def step() -> Tensor:
-        opt.zero_grad()
-        total = torch.zeros(())
-        for i, batch in enumerate(data):
-            many = len(data) > 1
-            with dt.accumulate(model, i == len(data) - 1, reduce) if many else nullcontext():
-                loss = model(*batch) / len(data)
-                loss.backward()
-            total += loss.to_local().detach() * dist.get_world_size()
-        opt.step()
-        return total
-
-    return step, model
+    if len(data) == 1:
+        return Run(model, data, lambda last: nullcontext())
+    return Run(model, data, lambda last: dt.accumulate(model, last, reduce))
 
 
-def _mine(settings: Settings) -> list[tuple[Tensor, ...]]:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    return [tuple(x.chunk(n)[rank] for x in batch) for batch in batches(settings)]
-
-
-def ddp(settings: Settings, **how: Any) -> tuple[Step, nn.Module]:
-    data = _mine(settings)
+def ddp(settings: Settings, **how: Any) -> Run:
     model = DistributedDataParallel(made(settings), **how)
-    return _stepping(model, data, lambda last: nullcontext() if last else model.no_sync()), model
+    return Run(model, _mine(settings), lambda last: nullcontext() if last else model.no_sync())
 
 
 def fsdp(
-    settings: Settings, *, shape: tuple[int, ...] = (), reduce: str = "", after_forward: bool = True
-) -> tuple[Step, nn.Module]:
+    settings: Settings, *, shape: Sequence[int] = (), reduce: str = "", after_forward: bool = True
+) -> Run:
     """FSDP2. ``reduce``: "none" keeps whole gradients until the last micro-batch, "scatter" leaves out all-reduces."""
-    shape = shape or (dist.get_world_size(),)
-    names = ("rep", "fsdp")[-len(shape) :]
+    shape, names = _mesh(shape)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    data = _mine(settings)
     model: Any = made(settings)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=after_forward)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=after_forward)
 
     def window(last: bool) -> Any:
         if reduce == "none":
@@ -160,26 +166,24 @@ def fsdp(
             model.set_requires_all_reduce(last)
         return nullcontext()
 
-    return _stepping(model, data, window), model
+    return Run(model, _mine(settings), window)
 
 
-def _stepping(
-    model: nn.Module, data: list[tuple[Tensor, ...]], window: Callable[[bool], Any]
-) -> Step:
-    opt = optimizer(model)
+def _mesh(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    shape = tuple(shape) or (dist.get_world_size(),)
+    return shape, ("rep", "fsdp")[-len(shape) :]
 
-    def step() -> Tensor:
-        opt.zero_grad()
-        total = torch.zeros(())
-        for i, batch in enumerate(data):
-            with window(i == len(data) - 1):
-                loss = model(*batch) / len(data)
-                loss.backward()
-            total += loss.detach()
-        opt.step()
-        return total
 
-    return step
+def _mine(settings: Settings) -> list[Batch]:
+    """This rank's part of the batches."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return [tuple(x.chunk(n)[rank] for x in batch) for batch in batches(settings)]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 BLOCKS = ["blocks.*"]
