@@ -1,0 +1,55 @@
+"""local_map where ranks do different things with their pieces: what gradients communicate does not depend on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from tests.pool import on_ranks
+
+
+def mesh_and_input() -> tuple[dt.ProcessMesh, dt.DistTensor]:
+    mesh = dt.init_mesh((2,), ("ep",))
+    data = torch.arange(5.0).view(5, 1)
+    return mesh, dt.shard_tensor(data, mesh, [dt.Shard(0)], requires_grad=True)
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["parameter", "result"])
+@on_ranks(2)
+def test_an_argument_that_one_rank_does_not_use_has_its_gradient_on_all(leaf):
+    mesh, x = mesh_and_input()
+    w = dt.ones(1, 4, mesh=mesh, requires_grad=True)
+    used = w if leaf else w * 2
+
+    def expert(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows @ weight if dist.get_rank() == 0 else rows.new_zeros(len(rows), 4)
+
+    dt.local_map(expert, out_placements=[dt.Shard(0)])(x, used).sum().backward()
+    assert w.grad.partial_status == ({0: "sum"} if leaf else {})
+    assert w.grad.full_tensor().tolist() == [[3.0 * (1 if leaf else 2)] * 4]
+    per_row = 4.0 * (1 if leaf else 2)
+    assert x.grad.full_tensor().flatten().tolist() == [per_row] * 3 + [0.0] * 2
+
+
+@on_ranks(2)
+def test_one_result_of_several_brings_back_the_gradients_of_all_arguments():
+    mesh, x = mesh_and_input()
+    a, b = (dt.ones(4, mesh=mesh, requires_grad=True) * 2 for _ in range(2))
+
+    def two(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = rows * a if dist.get_rank() == 0 else rows * 0.0 + rows.new_ones(4)
+        return first, rows * b
+
+    cut = [dt.Shard(0)]
+    first, _ = dt.local_map(two, out_placements=[cut, cut])(x, a, b)
+    first.sum().backward()
+    assert x.grad.full_tensor().flatten().tolist() == [8.0] * 3 + [0.0] * 2
+
+
+@on_ranks(2)
+def test_arguments_that_are_used_leave_the_result_as_it_is():
+    _, x = mesh_and_input()
+    y = dt.local_map(lambda rows: rows * 2, out_placements=[dt.Shard(0)])(x)
+    assert "Mul" in y.to_local().grad_fn.next_functions[0][0].name()
