@@ -66,6 +66,7 @@ def test_adamw(segments, stage):
 PLANS = {
     "column": {"0.weight": [R, S0], "0.bias": [R, S0], "3.weight": [R, S1]},
     "column, turned": {"0.weight": [S0, R], "0.bias": [S0, R], "3.weight": [S1, R]},
+    "fewer rows than ranks": {"5.weight": [R, S0], "5.bias": [R, S0]},
     "row": {"0.weight": [R, S1], "3.weight": [R, S1], "5.weight": [R, S1]},
 }
 

@@ -71,7 +71,8 @@ class Rows:
         width = len(head) + self.total
         out = torch.empty(self.n, width, dtype=dtype, device=wholes[0].device)
         heads = torch.tensor(list(head) * self.n, dtype=wholes[0].dtype, device=out.device)
-        torch._chunk_cat([heads, *wholes], dim=0, num_chunks=self.n, out=out)
+        full = [w for w in wholes if w.numel()]  # what is empty takes no place in a row
+        torch._chunk_cat([heads, *full], dim=0, num_chunks=self.n, out=out)
         return out
 
     def pieces(self, row: Tensor, index: int) -> list[Tensor]:

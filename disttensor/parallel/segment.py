@@ -130,6 +130,7 @@ class Segment:
         self.running = 0  # forwards of its modules that are on the stack
         self.ran: set[nn.Module] = set()
         self.passing: Any = None  # the pass that is being made: see passes.py
+        self.made: list[Any] = []  # passes of this epoch
         self.leaves: list[str] = []  # of the twins' leaves, the parameter
         self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached,
         self.ever: set[int] = set()  # and those that any has
@@ -194,7 +195,8 @@ class Segment:
             for twin in self.apart:
                 twin.follow()
                 for table, key in twin.slots:
-                    table[key] = twin.whole
+                    if table.get(key) is twin.held:  # and nobody has put another one there
+                        table[key] = twin.whole
 
     def hide(self) -> None:
         """The modules hold the shards."""
@@ -202,7 +204,8 @@ class Segment:
             self.shown = False
             for twin in self.apart:
                 for table, key in twin.slots:
-                    table[key] = twin.held
+                    if table.get(key) is twin.whole:
+                        table[key] = twin.held
 
     def free(self) -> None:
         """The shards are what is left; of a persistent segment, everything."""
