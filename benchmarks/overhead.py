@@ -16,7 +16,7 @@ import stages
 import torch
 import torch.distributed as dist
 from cases import ROWS, Row
-from table import DOCUMENT, Result, machine, render
+from table import DOCUMENT, OTHERS, Result, machine, render
 from timing import FULL, QUICK, Effort, best_times
 
 
@@ -36,7 +36,10 @@ def main() -> int:
     print(f"{machine()}\n\n{render(results)}")
     if args.markdown:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(document(results, effort), encoding="utf-8")
+        page = args.markdown.read_text(encoding="utf-8") if args.markdown.exists() else ""
+        others = "".join(page.partition(OTHERS)[1:])  # sections that another benchmark writes
+        text = document(results, effort)
+        args.markdown.write_text(f"{text}\n{others}" if others else text, encoding="utf-8")
     return 1 if any(result.errors for result in results) else 0
 
 

@@ -179,16 +179,11 @@ def text(title: str, spans: list[Span]) -> str:
             line[left:right] = label.ljust(right - left, fill) if right > left else []
         if "".join(line).strip():
             lines.append(f"{row:>10} |{''.join(line[:COLUMNS])}|")
-    ends = max((s.end for s in spans if s.row == "compute" and s.kind == "B"), default=last)
-    done = [s for s in spans if s.row == "reductions"]
-    early = sum(s.end < ends for s in done)
-    return "\n".join(
-        [
-            f"{title}: {1e3 * (last - first):.1f} ms, {early} of {len(done)} reductions over before the backward is; "
-            f"{hidden(spans):.0%} of the time with a collective under way is not spent waiting for it".replace("%", " %"),
-            *lines,
-        ]
-    )  # fmt: skip
+    head = (
+        f"{title}: {1e3 * (last - first):.1f} ms; of the time with a collective under way, {hidden(spans):.0%} is "
+        "not spent waiting for one"
+    )
+    return "\n".join([head.replace("%", " %"), *lines])
 
 
 WIDTH, LEFT, RIGHT, HEAD, ROW, BAR = 1000, 90, 20, 40, 34, 28  # pixels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,14 +62,26 @@ def _ratio(value: float | None) -> str:
 
 def render(results: Iterable[Result]) -> str:
     """The results as one aligned Markdown table."""
-    lines = [list(COLUMNS), *(result.cells() for result in results)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return markdown(COLUMNS, [result.cells() for result in results])
 
-    def text(cells: list[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([first, *rest]) + " |"
+
+def markdown(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], texts: Container[int] = (0,)
+) -> str:
+    """An aligned Markdown table; the columns of ``texts`` begin at the left, numbers end at the right."""
+    lines = [list(columns), *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    rule = ["-" * w if i in texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+
+    def text(cells: Sequence[str]) -> str:
+        padded = zip(cells, widths, strict=True)
+        return (
+            "| "
+            + " | ".join(
+                c.ljust(w) if i in texts else c.rjust(w) for i, (c, w) in enumerate(padded)
+            )
+            + " |"
+        )
 
     return "\n".join([text(lines[0]), text(rule), *map(text, lines[1:])])
 
@@ -97,6 +109,8 @@ def _cpu_model() -> str | None:
         return name
     return f"{name} (family {facts.get('cpu family')}, model {facts.get('model')})"
 
+
+OTHERS = "## Data parallelism"  # here a page goes on with what data_parallel.py writes
 
 DOCUMENT = """\
 # Performance
