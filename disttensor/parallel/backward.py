@@ -74,6 +74,22 @@ class Backward:
         self.ready.add(segment)
         return self.launch()
 
+    def leave(self, segment: Segment) -> list[Segment]:
+        """A pass was left. In the first backward nothing tells how many gradients will come: all that will have come then."""
+        if segment.expected or segment in self.launched or not self._left(segment):
+            return []
+        self.ready.add(segment)
+        return self.launch()
+
+    def _left(self, segment: Segment) -> bool:
+        """Has the backward left all that the forward made, through the inputs? Then its nodes have run: they are the younger
+        ones. Of a pass without such inputs that is not known."""
+        passes = self.passes[segment]
+        return bool(passes) and all(
+            one.inputs and one.over and all(other in passes for other in one.beside)
+            for one in passes
+        )
+
     def launch(self) -> list[Segment]:
         """Start what is ready, in order."""
         started = []
@@ -96,6 +112,8 @@ class Backward:
 
     def done_with(self, segment: Segment) -> bool:
         """Have all nodes run that need the parameters of the segment?"""
+        if self._left(segment):
+            return True
         return (
             segment in self.launched
             and segment.ever <= self.came[segment]

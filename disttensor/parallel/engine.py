@@ -93,6 +93,8 @@ class Engine:
         if not again and torch.is_grad_enabled():
             if segment.passing is None:
                 segment.passing = Pass(segment, self._enter, self._leave)
+                segment.made.append(segment.passing)
+                segment.passing.beside = segment.made
             if segment.comes_and_goes:
                 segment.passing.takes(flat((args, kwargs), []))
         if self.compute is None:
@@ -141,6 +143,7 @@ class Engine:
     def _take_place(self, segment: Segment) -> None:
         if segment.epoch != self.epoch:
             segment.epoch, segment.position = self.epoch, len(self.order)
+            segment.made = []
             self.order.append(segment)
 
     def _ahead(self, segment: Segment, order: list[Segment]) -> None:
@@ -201,6 +204,8 @@ class Engine:
     def _leave(self, one: Pass) -> None:
         now = self._present()
         if one.segment in now.passes:
+            for started in now.leave(one.segment):
+                self._free(now, started)
             self._free(now, one.segment)
 
     def _arrived(self, segment: Segment, leaf: int, _: Tensor) -> None:

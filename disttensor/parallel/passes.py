@@ -21,9 +21,10 @@ class Pass:
     """One forward of a segment's modules.
 
     inputs  nodes through which a backward leaves; left: how many of them it has left through
+    beside  all passes of its segment in one forward of the root, this one among them
     """
 
-    __slots__ = ("entered", "inputs", "left", "on_enter", "on_leave", "segment")
+    __slots__ = ("beside", "entered", "inputs", "left", "on_enter", "on_leave", "segment")
 
     def __init__(
         self, segment: Any, on_enter: Callable[[Pass], None], on_leave: Callable[[Pass], None]
@@ -31,6 +32,7 @@ class Pass:
         self.segment, self.on_enter, self.on_leave = segment, on_enter, on_leave
         self.inputs = self.left = 0
         self.entered = False
+        self.beside: list[Pass] = [self]
 
     def takes(self, inputs: list[Tensor]) -> None:
         """These are the arguments of one of the modules."""
