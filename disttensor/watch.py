@@ -51,7 +51,7 @@ class Subtree:
                     m.__dict__[name] = _Table.of(m, m.__dict__[name])
             _watchers[m].add(watcher)
         self._hooks = [*_global_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
-        self.hooked = any(self._hooks)
+        self.hooked = _any(self._hooks)
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
         self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
         self._remade = ghost.remade[0]
@@ -70,7 +70,7 @@ class Subtree:
     def unchanged(self) -> bool:
         """Are hooks and tensors as they were? Changes of attributes and tables are told to the watcher."""
         if self.hooked:
-            return any(self._hooks)
+            return _any(self._hooks)
         return not any(_global_hooks) and (self._remade == ghost.remade[0] or self._as_they_were())
 
     def _as_they_were(self) -> bool:
@@ -95,6 +95,11 @@ class Subtree:
 
 def _hooks_of(m: nn.Module) -> list[Any]:
     return [m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks]
+
+
+def _any(tables: list[Any]) -> bool:
+    """Is there a hook that has to run in each call? One that says it is harmless need not."""
+    return any(not getattr(hook, "harmless", False) for t in tables for hook in t.values())
 
 
 def _tell(module: Any, name: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import comm, outside
+from disttensor import comm
 from disttensor.parallel.rows import Rows
 from disttensor.parallel.twin import Twin
 from disttensor.tensor import DistTensor
@@ -116,10 +116,7 @@ class Segment:
         self.shown = False
         kinds: dict[Any, list[Twin]] = {}
         for twin in self.apart:
-            if twin.spec.mesh.coordinate is None:
-                twin.whole = outside.stand_in(twin.spec, twin.held.requires_grad)
-            else:
-                kinds.setdefault((twin.spec.dtype, twin.axis), []).append(twin)
+            kinds.setdefault((twin.spec.dtype, twin.axis), []).append(twin)
         for (dtype, axis), members in kinds.items():
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
@@ -194,18 +191,14 @@ class Segment:
             self.shown = True
             for twin in self.apart:
                 twin.follow()
-                for table, key in twin.slots:
-                    if table.get(key) is twin.held:  # and nobody has put another one there
-                        table[key] = twin.whole
+                twin.swap(twin.held, twin.whole)
 
     def hide(self) -> None:
         """The modules hold the shards."""
         if self.shown:
             self.shown = False
             for twin in self.apart:
-                for table, key in twin.slots:
-                    if table.get(key) is twin.whole:
-                        table[key] = twin.held
+                twin.swap(twin.whole, twin.held)
 
     def free(self) -> None:
         """The shards are what is left; of a persistent segment, everything."""

@@ -16,6 +16,7 @@ from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.module import Slot as Place
 from disttensor.module import shard_module, slots
+from disttensor.parallel.elsewhere import Elsewhere
 from disttensor.parallel.engine import Engine
 from disttensor.parallel.replicas import broadcast_replicas
 from disttensor.parallel.segment import Segment
@@ -77,7 +78,7 @@ def shard_data_parallel(
     held = _cut_all(module, own, shard_axis)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
-        places.setdefault(id(slot.value), []).append(Slot(slot.table, slot.key))
+        places.setdefault(id(slot.value), []).append(Slot(slot.owner, slot.key))
     built = []
     for cut in cuts:
         twins = []
@@ -86,13 +87,17 @@ def shard_data_parallel(
             axis = None if shard_axis is None else p._spec.mesh.axis(shard_axis)
             floating = p.dtype.is_floating_point and param_dtype is not None
             dtype: Any = param_dtype if floating else p.dtype
-            if p.is_initialized or dtype is not p.dtype:
-                twins.append(Twin(names[id(before)], p, places[id(p)], axis, dtype))
-        if twins:
-            free = stage == 3 and reshard_after_forward and module not in cut.modules
-            built.append(
-                Segment(cut.name, cut.modules, twins, persist=stage < 3, free_after_forward=free)
-            )
+            twins.append(Twin(names[id(before)], p, places[id(p)], axis, dtype))
+        if not twins[0].held.is_initialized:
+            away = Elsewhere(cut.modules, twins, param_dtype)
+            module.register_forward_hook(away.root_ends, always_call=True)
+            continue
+        # A backward can enter a module that several stages run in at any of its nodes: there is no moment to gather.
+        persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in cut.modules)
+        free = not persist and reshard_after_forward and module not in cut.modules
+        built.append(
+            Segment(cut.name, cut.modules, twins, persist=persist, free_after_forward=free)
+        )
     module.__dict__[_ENGINE] = Engine(
         module, built, scatter=stage > 1, prefetch=prefetch, compute=param_dtype, wire=reduce_dtype
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from disttensor.gradient import keep, uses
 from disttensor.layout import Axes, Layout
@@ -25,7 +26,7 @@ Tensor = torch.Tensor
 class Slot(NamedTuple):
     """Where a module holds a parameter; a tied one has several."""
 
-    table: dict[str, Any]
+    owner: nn.Module
     key: str
 
 
@@ -72,6 +73,14 @@ class Twin:
         self.whole = wrap(leaf, self.spec)
         self.whole._is_param = True
         self.held._twin = self
+
+    def swap(self, old: DistTensor, new: DistTensor) -> None:
+        """The modules hold ``new`` in place of ``old``, unless somebody has put another tensor there. Nobody is told: for
+        those who look from outside nothing changes."""
+        for owner, key in self.slots:
+            table: Any = owner._parameters
+            if table.get(key) is old:
+                dict.__setitem__(table, key, new)
 
     def follow(self) -> None:
         """The twin requires grad where the parameter does."""
