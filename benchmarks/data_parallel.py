@@ -225,7 +225,6 @@ divided by the peer's, so that below 1 is faster.
   many ranks it has a gradient) and pads what does not divide evenly.
 - Replicas: our default segments; DDP's default buckets (25 MB). Stage 3 and FSDP2: a segment per block, and the rest.
   Accumulation: 4 micro-batches. HSDP: 2 replicas of {shards}.
-- gloo's `reduce_scatter` really sends more than theory says, on both sides.
 
 What a rank does during a step: `python benchmarks/overlap.py --svg docs/overlap.svg`
 
