@@ -85,7 +85,8 @@ def step_of(
         if mesh is not None and reduce is not None:
             scope = dt.accumulate(model, last=last, reduce=reduce)
         with scope:
-            loss = model(batch_of(mesh, 100 * seed + i)).square().sum() / (BATCH * micro)
+            batch = batch_of(mesh, 100 * seed + i).to(next(model.parameters()).dtype)
+            loss = model(batch).square().sum() / (BATCH * micro)
             loss.backward()
         losses.append(loss)
         if each is not None:

@@ -11,6 +11,8 @@ A row begins with one number per parameter: how many ranks bring a gradient. Whe
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Generator, Sequence
 
 import torch
@@ -79,6 +81,9 @@ def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
                 twin.spec.local_shape, dtype=twin.spec.dtype, device=twin.held.device
             )
         grads.append(pending)
+    if len({g.dtype for g in grads}) > 1:  # some are kept in the dtype of the parameter
+        wide = functools.reduce(torch.promote_types, (g.dtype for g in grads))
+        grads = [g.to(wide) for g in grads]
     return grads, present
 
 
@@ -86,14 +91,23 @@ def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
 def _to_shards(
     twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype
 ) -> Steps:
-    """Over ``axis`` to shards first, then over all other axes at once."""
+    """Over ``axis`` to shards first, then over all other axes at once.
+
+    In fp16 what lies between the two is smaller by the factor for all ranks: a sum over the shards alone may be large on its
+    way to a small one. It grows again in the dtype of the parameter.
+    """
     mesh = twins[0].spec.mesh
     coordinate = mesh.coordinate or ()
     rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
     grads, present = _taken(twins)
     rest = tuple(a for a in axes if a != axis)
+    less, more = 1.0, 1.0
+    if axis in axes and rest:
+        less, more = comm.factors("sum", math.prod(mesh.shape[a] for a in axes), dtype)
     if axis in axes:
         wire = rows.packed(grads, present, dtype)
+        if less != 1:
+            wire.mul_(less)
         row = wire.new_empty(wire.shape[1])
         del grads
         pending = comm.start_reduce_scatter(
@@ -112,10 +126,14 @@ def _to_shards(
         for i, twin in enumerate(twins):
             earlier = twin.stashed(rest)
             if earlier is not None:
-                pieces[i].add_(earlier)
+                pieces[i].add_(earlier, alpha=less)
                 counts[i] += 1
         yield comm.start_all_reduce(row, "sum", mesh.group(rest, "reduce"))
         rest = ()
+    if more != 1:
+        pieces = [
+            p.to(t.held.dtype, copy=True).mul_(more) for t, p in zip(twins, pieces, strict=True)
+        ]
     _give(twins, pieces, rest, present, counts)
 
 
