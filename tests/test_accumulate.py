@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 import disttensor as dt
+from disttensor import comm
+from disttensor.parallel.reduction import reductions
 from tests.micro import STEPS, batch_of, meshes, net, shard, step_of, values
 from tests.pool import on_ranks
 
@@ -288,3 +291,93 @@ def test_the_window_ends_with_the_context() -> None:
         _ = 1 / 0
     model(batch_of(mesh, 0)).sum().backward()
     assert not any(p.grad.partial_status for p in model.parameters())
+
+
+# 4 x 8, simulated: the reductions of 32 ranks, step by step ---------------------------------------------
+
+REPLICAS, SHARDS = 4, 8
+
+
+class Waiting(NamedTuple):
+    """A collective that one rank has come to."""
+
+    given: Tensor
+    taken: Tensor
+    ranks: tuple[int, ...]
+
+
+class Alone:
+    """What a reduction needs of a twin: gradients of 16 elements, an element pair per shard."""
+
+    name, axis = "w", 1
+
+    def __init__(self, rank: int) -> None:
+        r, s = self.at = divmod(rank, SHARDS)
+        columns = tuple(range(s, REPLICAS * SHARDS, SHARDS))
+        rows = tuple(range(r * SHARDS, (r + 1) * SHARDS))
+        mesh = SimpleNamespace(
+            shape=(REPLICAS, SHARDS), ndim=2, coordinate=self.at, group=lambda axes, _: rows if axes == (1,) else columns
+        )  # fmt: skip
+        self.spec = SimpleNamespace(mesh=mesh, local_shape=(16,), dtype=torch.float64)
+        self.spec.box_at = lambda _: ((0,), (16,))
+        self.held = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
+        self.pending: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.complete: Tensor | None = None
+
+    def axes(self) -> tuple[int, ...]:
+        return 0, 1
+
+    def take(self) -> tuple[Tensor | None, None]:
+        return self.pending, None
+
+    def stashed(self, axes: Any) -> Tensor | None:
+        assert axes == (0,)
+        earlier, self.partial = self.partial, None
+        return earlier
+
+    def give(self, grad: Tensor, axes: Any) -> None:
+        if axes:
+            self.partial = grad if self.partial is None else self.partial + grad
+        else:
+            self.complete = grad if self.complete is None else self.complete + grad
+
+
+def advance(runs: list[Any]) -> None:
+    """All ranks to the end: each round is one collective, over groups that agree."""
+    while True:
+        waits = [next(run, None) for run in runs]
+        if waits[0] is None:
+            assert waits == [None] * len(runs)
+            return
+        sent = [w.given.clone() for w in waits]
+        for rank, w in enumerate(waits):
+            total = torch.stack([sent[other] for other in w.ranks]).sum(0)
+            if len(total) != len(w.taken):  # reduce-scatter
+                total = total.view(len(w.ranks), -1)[w.ranks.index(rank)]
+            w.taken.copy_(total)
+
+
+def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After micro-batches 1 and 2 every rank holds (1/32) sum(g1 + g2) of its shard. Added after the all-reduce, the first
+    would count with the ranks of one replica only: (1/8) of them, were each sum divided by what it was over."""
+    monkeypatch.setattr(
+        comm, "start_reduce_scatter", lambda x, out, op, ranks: Waiting(x, out, ranks)
+    )
+    monkeypatch.setattr(comm, "start_all_reduce", lambda x, op, ranks: Waiting(x, x, ranks))
+    world = [Alone(rank) for rank in range(REPLICAS * SHARDS)]
+    g = torch.randn(2, len(world), 16, generator=torch.Generator().manual_seed(0)).double()
+    for micro in range(2):
+        for twin, grad in zip(world, g[micro] / len(world), strict=True):  # the loss divides
+            twin.pending = grad
+        steps = [reductions([t], scatter=True, last=micro == 1, dtype=None)[0] for t in world]  # type: ignore[list-item]
+        advance(steps)
+        if micro == 0:
+            assert all(t.complete is None and t.partial is not None for t in world)
+    mean = (g[0] + g[1]).sum(0) / len(world)
+    wrong = g[0].view(REPLICAS, SHARDS, 16).sum(1) / SHARDS + g[1].sum(0) / len(world)
+    for twin in world:
+        r, s = twin.at
+        shard = slice(2 * s, 2 * s + 2)
+        torch.testing.assert_close(twin.complete, mean[shard], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(twin.complete, wrong[r, shard], rtol=1e-3)

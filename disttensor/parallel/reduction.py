@@ -24,6 +24,7 @@ from disttensor.parallel.twin import Twin, piece_of
 
 Tensor = torch.Tensor
 Steps = Generator[comm.Pending, None, None]
+_NOTHING = comm.Pending("", comm.Group((0,), 0, (), None), None, None)
 
 
 def reductions(
@@ -101,6 +102,8 @@ def _to_shards(
     rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
     grads, present = _taken(twins)
     rest = tuple(a for a in axes if a != axis)
+    # All ranks come here in one order, but not to what follows a yield: a group is made here.
+    replicas = mesh.group(rest, "reduce") if rest and last else None
     less, more = 1.0, 1.0
     if axis in axes and rest:
         less, more = comm.factors("sum", math.prod(mesh.shape[a] for a in axes), dtype)
@@ -120,15 +123,16 @@ def _to_shards(
         pieces = [rows.piece(j, g, index) for j, g in enumerate(grads)]
         row = torch.cat([grads[0].new_tensor(present, dtype=dtype), rows.joined(pieces, dtype)])
         del grads
+        yield _NOTHING  # so that what follows is in one order with that of those that had something to do
     pieces = rows.pieces(row[len(twins) :], coordinate[axis])
     counts = row[: len(twins)]
-    if rest and last:
+    if replicas is not None:
         for i, twin in enumerate(twins):
             earlier = twin.stashed(rest)
             if earlier is not None:
                 pieces[i].add_(earlier, alpha=less)
                 counts[i] += 1
-        yield comm.start_all_reduce(row, "sum", mesh.group(rest, "reduce"))
+        yield comm.start_all_reduce(row, "sum", replicas)
         rest = ()
     if more != 1:
         pieces = [
