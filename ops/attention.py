@@ -1,5 +1,5 @@
-"""scaled_dot_product_attention: batch, heads and the width of values pass through, queries too if
-not causal."""
+"""scaled_dot_product_attention: batch, heads, queries and the width of values pass through. Where queries are split and
+attention is causal, a rank takes the keys up to its last query."""
 
 from __future__ import annotations
 
@@ -54,16 +54,36 @@ def scaled_dot_product_attention(
         inputs.append(
             tuple(None if s == 1 else x for x, s in zip(last, attn_mask.shape, strict=True))
         )
-    whole = frozenset({"s", "e", "l"} if is_causal else {"s", "e"})
     return Factors(
         tuple(inputs),
         (out,),
         sizes,
-        whole=whole,
+        whole=frozenset({"s", "e"}),
         even=even,
         terms=(frozenset({2}),),
-        local=with_dropout if dropout_p else or_zeros,
+        local=with_dropout if dropout_p else causal if is_causal else or_zeros,
     )
+
+
+def causal(call: Call) -> Callable[..., Any]:
+    """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to each."""
+    plain, out = or_zeros(call), call.outputs[0]
+    count, first = out.local_shape[-2], out.local_offset[-2]
+    if not call.axes("l") or not math.prod(out.local_shape):
+        return plain
+
+    def from_there(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        key, value = key[..., : first + count, :], value[..., : first + count, :]
+        words = {"scale": scale, "enable_gqa": enable_gqa}
+        if not first:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **words)
+        past = torch.ones(count, key.shape[-2], dtype=torch.bool, device=query.device).tril_(first)
+        return plain(query, key, value, past, dropout_p, False, **words)
+
+    return from_there
 
 
 def with_dropout(call: Call) -> Callable[..., Any]:
@@ -73,7 +93,7 @@ def with_dropout(call: Call) -> Callable[..., Any]:
     size = keys.shape[-2]
     mask = box((*out.shape[:-1], size), (*out.local_shape[:-1], size), (*out.local_offset[:-1], 0))
     place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
-    plain = or_zeros(call)
+    plain, first = or_zeros(call), out.local_offset[-2]
 
     def by_position(
         draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
@@ -84,7 +104,8 @@ def with_dropout(call: Call) -> Callable[..., Any]:
             key, value = key.repeat_interleave(each, -3), value.repeat_interleave(each, -3)
         scores = query @ key.transpose(-2, -1) * (scale or 1.0 / math.sqrt(query.shape[-1]))
         if is_causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            future.triu_(1 + first)
             scores = scores.masked_fill(future, -math.inf)
         if attn_mask is not None:
             hidden = attn_mask.dtype == torch.bool

@@ -93,7 +93,7 @@ def test_placements(func: Any, args: Any, out: Any) -> None:
     assert infer(func, *args).outputs == (out,)
 
 
-def test_query_length_may_be_split_unless_causal() -> None:
+def test_query_length_may_be_split_causal_or_not() -> None:
     q, kv = Arg((2, 2, 8, 4), [S2, R]), Arg((2, 2, 8, 4), [R, R])
     assert infer(F.scaled_dot_product_attention, q, kv, kv).outputs == ((S2, R),)
-    assert infer(F.scaled_dot_product_attention, q, kv, kv, is_causal=True).outputs == ((R, R),)
+    assert infer(F.scaled_dot_product_attention, q, kv, kv, is_causal=True).outputs == ((S2, R),)
