@@ -48,13 +48,13 @@ def test_joined_rows_unpack_to_the_wholes(shapes, n):
 def test_pieces_of_packed_rows_are_those_of_the_sums(shapes, n):
     rows = Rows(shapes, n)
     brought = [wholes(shapes, seed=10 * r) for r in range(n)]
-    head = [1.0, 0.0]
-    total = sum(rows.packed(full, head, torch.float64) for full in brought)
+    tail = [1.0, 0.0]
+    total = sum(rows.packed(full, tail, torch.float64) for full in brought)
     sums = [sum(full[j] for full in brought) for j in range(len(shapes))]
     assert total.shape == (n, 2 + rows.total)
     for i in range(n):
-        assert total[i, :2].tolist() == [float(n), 0.0]
-        for j, got in enumerate(rows.pieces(total[i, 2:], i)):
+        assert total[i, rows.total :].tolist() == [float(n), 0.0]
+        for j, got in enumerate(rows.pieces(total[i, : rows.total], i)):
             assert got.shape == rows.piece_shape(j, i)
             torch.testing.assert_close(got, piece(sums[j], n, i))
             assert torch.equal(rows.piece(j, sums[j], i), piece(sums[j], n, i))

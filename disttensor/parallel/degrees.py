@@ -140,7 +140,7 @@ def groups(degrees: Degrees) -> list[GroupSpec]:
 
     For each stage: all sets of axes that have more than one process, the small sets first; a gradient may be pending on any of
     them, and a loss is summed over all. Then those whose collectives run beside the model's: lane "gather" for parameters,
-    over ``sharding``; lane "reduce" for gradients, over the same sets again.
+    over ``sharding``; lane "reduce" for gradients, over the same sets again; lane "replicas" for shards that are summed after.
     """
     busy = degrees.busy
     sets = [axes for n in range(1, len(busy) + 1) for axes in itertools.combinations(busy, n)]
@@ -148,6 +148,7 @@ def groups(degrees: Degrees) -> list[GroupSpec]:
         *[(axes, "") for axes in sets],
         *[(axes, "gather") for axes in sets if axes == ("sharding",)],
         *[(axes, "reduce") for axes in sets],
+        *[(axes, "replicas") for axes in sets if "sharding" in busy and "sharding" not in axes],
     ]
     return [
         GroupSpec(ranks, axes, lane)

@@ -5,7 +5,7 @@
 One flat collective for all parameters that wait on the same axes. Each step is a generator: what it yields is under way, and
 it is resumed when that has arrived, so that several reductions and the rest of the backward overlap.
 
-A row begins with one number per parameter: how many ranks bring a gradient. Where that is none, the parameter gets none
+A row ends with one number per parameter: how many ranks bring a gradient. Where that is none, the parameter gets none
 (as in one process), though every rank took part; what a rank sends never depends on what it has.
 """
 
@@ -39,7 +39,7 @@ def reductions(
     kinds: dict[tuple[Axes, int | None, torch.dtype, bool], list[Twin]] = {}
     for twin in twins:
         if twin.held.requires_grad:
-            key = (twin.axes(), twin.axis, twin.spec.dtype, _even(twin))
+            key = (twin.axes(), twin.axis, twin.spec.dtype, twin.even)
             kinds.setdefault(key, []).append(twin)
     out = []
     for (axes, axis, of, _), members in kinds.items():
@@ -51,14 +51,6 @@ def reductions(
         elif last:
             out.append(_whole(members, axes, wire))
     return out
-
-
-def _even(twin: Twin) -> bool:
-    """Are all ranks' locals of one size? Else it does not share a wire with those that are: the order in which a backend adds
-    hangs on where a number lies, and ranks that hold the same number should get the same bits."""
-    spec = twin.spec
-    first = spec.box_at((0,) * spec.mesh.ndim)[1]
-    return first == spec.box_at(tuple(n - 1 for n in spec.mesh.shape))[1]
 
 
 def _settle(twins: Sequence[Twin]) -> None:
@@ -102,8 +94,8 @@ def _to_shards(
     rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
     grads, present = _taken(twins)
     rest = tuple(a for a in axes if a != axis)
-    # All ranks come here in one order, but not to what follows a yield: a group is made here.
-    replicas = mesh.group(rest, "reduce") if rest and last else None
+    # All ranks come here in one order. What follows a yield has an order of its own, and so another lane.
+    replicas = mesh.group(rest, "replicas") if rest and last else None
     less, more = 1.0, 1.0
     if axis in axes and rest:
         less, more = comm.factors("sum", math.prod(mesh.shape[a] for a in axes), dtype)
@@ -121,11 +113,11 @@ def _to_shards(
     else:  # whole over the axis already
         index = coordinate[axis]
         pieces = [rows.piece(j, g, index) for j, g in enumerate(grads)]
-        row = torch.cat([grads[0].new_tensor(present, dtype=dtype), rows.joined(pieces, dtype)])
+        row = torch.cat([rows.joined(pieces, dtype), grads[0].new_tensor(present, dtype=dtype)])
         del grads
         yield _NOTHING  # so that what follows is in one order with that of those that had something to do
-    pieces = rows.pieces(row[len(twins) :], coordinate[axis])
-    counts = row[: len(twins)]
+    pieces = rows.pieces(row[: rows.total], coordinate[axis])
+    counts = row[rows.total :]
     if replicas is not None:
         for i, twin in enumerate(twins):
             earlier = twin.stashed(rest)
@@ -148,15 +140,15 @@ def _whole(twins: Sequence[Twin], axes: Axes, dtype: torch.dtype) -> Steps:
     grads, present = _taken(twins)
     flat = [g.reshape(-1) for g in grads]
     row = torch.empty(len(twins) + sum(map(len, flat)), dtype=dtype, device=grads[0].device)
-    parts = row.split([len(twins), *map(len, flat)])
-    parts[0].copy_(torch.tensor(present))
-    torch._foreach_copy_(list(parts[1:]), flat)
+    *parts, counts = row.split([*map(len, flat), len(twins)])
+    torch._foreach_copy_(parts, flat)
+    counts.copy_(torch.tensor(present))
     shapes = [g.shape for g in grads]
     del grads, flat
     yield comm.start_all_reduce(row, "sum", mesh.group(axes, "reduce"))
-    totals = [part.view(shape) for part, shape in zip(parts[1:], shapes, strict=True)]
+    totals = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     pieces = [piece_of(twin, total) for twin, total in zip(twins, totals, strict=True)]
-    _give(twins, pieces, (), present, parts[0])
+    _give(twins, pieces, (), present, counts)
 
 
 def _give(

@@ -66,13 +66,13 @@ class Rows:
         """Bring the pieces of all ranks, [n, total], to their places."""
         torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=blocks)
 
-    def packed(self, wholes: Sequence[Tensor], head: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """[n, len(head) + total]: the whole tensors cut into rows, each with ``head`` before it."""
-        width = len(head) + self.total
+    def packed(self, wholes: Sequence[Tensor], tail: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """[n, total + len(tail)]: the whole tensors cut into rows, each with ``tail`` after it."""
+        width = self.total + len(tail)
         out = torch.empty(self.n, width, dtype=dtype, device=wholes[0].device)
-        heads = torch.tensor(list(head) * self.n, dtype=wholes[0].dtype, device=out.device)
+        tails = torch.tensor(list(tail) * self.n, dtype=wholes[0].dtype, device=out.device)
         full = [w for w in wholes if w.numel()]  # what is empty takes no place in a row
-        torch._chunk_cat([heads, *full], dim=0, num_chunks=self.n, out=out)
+        torch._chunk_cat([*full, tails], dim=0, num_chunks=self.n, out=out)
         return out
 
     def pieces(self, row: Tensor, index: int) -> list[Tensor]:

@@ -9,6 +9,7 @@ of them is added to the gradient of ``held``. Where nothing is cut or cast both 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,8 @@ class Twin:
         self._renewed = 0  # how often ``held`` was given other memory
         self._kept: dict[Axes, Tensor] = {}  # gradients in another dtype than autograd adds in
         self._hooked = 0
+        self._axes: Axes = ()
+        self._seen: list[Axes] = []  # the ways there were when these were last put together
         self.hooks: dict[
             int, Callable[[Any], Any]
         ] = {}  # of users: called when ``held`` has its gradient
@@ -119,9 +122,19 @@ class Twin:
 
     def axes(self) -> Axes:
         """The mesh axes over which some use varied: the gradient is a sum of contributions there. Known on all ranks."""
-        shape = self.spec.mesh.shape
-        found = {a for axes, _ in self.ways() for a in axes}
-        return tuple(sorted(a for a in found if shape[a] > 1))
+        ways = [axes for axes, _ in uses(self.whole)]
+        if ways != self._seen:
+            shape = self.spec.mesh.shape
+            found = {a for axes in ways for a in axes if shape[a] > 1}
+            self._seen, self._axes = ways, tuple(sorted(found))
+        return self._axes
+
+    @cached_property
+    def even(self) -> bool:
+        """Are all ranks' locals of one size? Else it does not share a wire with those that are: the order in which a backend
+        adds hangs on where a number lies, and ranks that hold the same number should get the same bits."""
+        first = self.spec.box_at((0,) * self.spec.mesh.ndim)[1]
+        return first == self.spec.box_at(tuple(n - 1 for n in self.spec.mesh.shape))[1]
 
     def collected(self) -> bool:
         return bool(self._kept) or any(leaf.grad is not None for _, leaf in self.ways())
@@ -195,6 +208,10 @@ class Twin:
         """Add ``grad``, still to be summed over ``axes``, to the gradient of the parameter."""
         self._given = True
         grad = grad.to(self.held.dtype)
+        leaf = self.held._local
+        if not axes and leaf.grad is None:
+            leaf.grad = grad
+            return
         for own, leaf in uses(self.held):
             if own == axes and leaf.grad is not None:
                 leaf.grad.add_(grad)
