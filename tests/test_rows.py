@@ -74,4 +74,4 @@ def test_padding_is_zero_and_the_dtype_is_asked_for():
     assert last.dtype is torch.bfloat16 and last.tolist() == [1, 1, 0, 0, 0]
     packed = rows.packed([torch.ones(3, 2), torch.ones(1)], [7.0], torch.bfloat16)
     assert packed.dtype is torch.bfloat16
-    assert packed.tolist() == [[7, 1, 1, 1, 1, 1], [7, 1, 1, 0, 0, 0]]
+    assert packed.tolist() == [[1, 1, 1, 1, 1, 7], [1, 1, 0, 0, 0, 7]]
