@@ -309,7 +309,7 @@ class Waiting(NamedTuple):
 class Alone:
     """What a reduction needs of a twin: gradients of 16 elements, an element pair per shard."""
 
-    name, axis = "w", 1
+    name, axis, even = "w", 1, True
 
     def __init__(self, rank: int) -> None:
         r, s = self.at = divmod(rank, SHARDS)
@@ -319,7 +319,6 @@ class Alone:
             shape=(REPLICAS, SHARDS), ndim=2, coordinate=self.at, group=lambda axes, _: rows if axes == (1,) else columns
         )  # fmt: skip
         self.spec = SimpleNamespace(mesh=mesh, local_shape=(16,), dtype=torch.float64)
-        self.spec.box_at = lambda _: ((0,), (16,))
         self.held = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
         self.pending: Tensor | None = None
         self.partial: Tensor | None = None

@@ -264,17 +264,18 @@ def test_sums_near_the_limits_of_fp16(options: dict[str, Any]) -> None:
 # Recomputation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["whole_blocks", "parts_of_blocks"])
+@pytest.mark.parametrize("how", ["blocks", "parts", "around"])
 @pytest.mark.parametrize("reduce", MODES)
 @on_ranks(2)
-def test_one_gather_serves_recomputation_and_backward(reduce: str | None, inside: bool) -> None:
+def test_one_gather_serves_recomputation_and_backward(reduce: str | None, how: str) -> None:
     """(2M + 1) K gathers with recomputation and without, of the same bytes, in the dtype of the computation."""
     mesh = meshes()["fsdp"]
     logs, grads = [], []
     for again in (False, True):
         model = net(FP32)
-        for block in model.blocks if again else ():
-            part: Any = block.up if inside else block
+        model.around = again and how == "around"
+        for block in model.blocks if again and how != "around" else ():
+            part: Any = block.up if how == "parts" else block
             part.forward = lambda *x, f=part.forward: checkpoint(f, *x, use_reentrant=False)
         model = shard(model, mesh, param_dtype=BF16)
         for step in range(2):

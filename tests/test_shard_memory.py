@@ -174,13 +174,16 @@ def watched(model: Any) -> Iterator[Watch]:
 
 
 def recomputing(model: Any, how: str) -> None:
-    """Every block, or the middle of every block, is computed again in the backward."""
+    """Every block, or a part of every block, is computed again in the backward: called so, or so inside."""
+    model.around = how == "around"
+    if model.around:
+        return
     for block in model.blocks:
         inner = block if how == "block" else block.up
         inner.forward = lambda x, f=inner.forward: checkpoint(f, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("recompute", ["", "block", "inside"])
+@pytest.mark.parametrize("recompute", ["", "block", "inside", "around"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @on_ranks(2)
 def test_gathered_segments_at_once(prefetch: int, recompute: str) -> None:
@@ -218,3 +221,31 @@ def test_without_gradients_nothing_stays() -> None:
     assert not any(
         b.memory.untyped_storage().nbytes() for s in segments_of(model) for b in s.buffers
     )
+
+
+class Sometimes(torch.nn.Module):
+    """A block of which a part is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.other = (torch.nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.both = True
+
+    def forward(self, x: Any) -> Any:
+        x = torch.tanh(self.always(x))
+        return x + self.other(x) if self.both else x
+
+
+@on_ranks(2)
+def test_segments_are_freed_though_a_gradient_does_not_come() -> None:
+    mesh = meshes()["fsdp"]
+    model = net(blocks=5)
+    model.blocks = torch.nn.ModuleList(Sometimes() for _ in range(5))
+    model = shard(model, mesh)
+    for both in (True, False, True):
+        for block in model.blocks:
+            block.both = both
+        out = model(batch_of(mesh, 0)).sum()
+        with watched(model) as backward:
+            out.backward()
+        assert backward.most == 2, (both, backward.most)
