@@ -7,23 +7,42 @@ import math
 import os
 from pathlib import Path
 
+import disttensor as dt
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
 def parse_args() -> argparse.Namespace:
-    """The options, the mesh and ``micro_batches`` filled in. Bad ones raise SystemExit, on every rank alike."""
+    """The options, and the ``strategy`` that they say. Bad ones raise SystemExit, on every rank alike."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT on one process or, under torchrun, on a mesh of them."
     )
     parser.error = _refuse  # type: ignore[method-assign]
 
-    mesh = parser.add_argument_group("mesh (pp x dp x tp is the number of processes)")
-    mesh.add_argument("--pp", type=_count, default=1, help="stages, with some layers each (1)")
-    mesh.add_argument("--dp", type=_count, help="parts of the batch (what the others leave)")
-    mesh.add_argument("--tp", type=_count, help="parts of each layer (what the others leave)")
-    parts = "parts of the batch that follow each other through the stages (with --pp: 4, else 1)"
-    mesh.add_argument("--micro-batches", type=_count, metavar="N", help=parts)
-    mesh.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the stages (1f1b)")
+    degrees = parser.add_argument_group(
+        "processes (their number is the product; the first of dp, sharding, tp, cp that is not given "
+        "takes what the others leave, with --zero sharding does)"
+    )
+    degrees.add_argument("--pp", type=_count, default=1, help="stages, with some layers each (1)")
+    degrees.add_argument("--dp", type=_count, help="parts of the batch, each with a replica")
+    degrees.add_argument("--sharding", type=_count, help="parts of the batch, and of the state")
+    degrees.add_argument("--cp", type=_count, help="parts of the sequence")
+    degrees.add_argument("--tp", type=_count, help="parts of each layer")
+
+    ways = parser.add_argument_group("strategy")
+    zero = "what --sharding splits: optimizer state, 2: gradients too, 3: parameters too (3)"
+    ways.add_argument("--zero", type=int, choices=(1, 2, 3), help=zero)
+    segments = ways.add_mutually_exclusive_group()
+    size = "communicate parameters and gradients in segments of so many megabytes"
+    segments.add_argument("--segment-mb", type=float, metavar="X", help=size)
+    anchors = "layers that begin a new segment, as blocks.2"
+    segments.add_argument("--anchors", nargs="+", metavar="LAYER", help=anchors)
+    parts = "parts of the batch, one after the other, whose gradients add up (with --pp: 4, else 1)"
+    ways.add_argument("--accumulate", "--micro-batches", type=_count, metavar="K", help=parts)
+    ways.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the stages (1f1b)")
+    ways.add_argument("--amp", choices=("bf16", "fp16"), help="compute in half precision")
+    again = "compute the blocks again in the backward, in place of keeping what they made"
+    ways.add_argument("--recompute", action="store_true", help=again)
 
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=_count, default=6, help="(6)")
@@ -52,40 +71,50 @@ def parse_args() -> argparse.Namespace:
     after.add_argument("--losses", metavar="JSON", help="write all losses there")
 
     args = parser.parse_args()
-    try:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        args.dp, args.tp = mesh_shape(args.pp, args.dp, args.tp, processes)
-    except ValueError as error:
-        _refuse(str(error))
-    if args.micro_batches is None:
-        args.micro_batches = math.gcd(4, args.batch) if args.pp > 1 else 1
-    if args.batch % args.micro_batches:
-        _refuse(f"--batch {args.batch} is not a multiple of --micro-batches {args.micro_batches}")
-    visits = args.pp * (2 if args.schedule == "interleaved_1f1b" else 1)
-    if args.layers + 4 < visits:  # the embeddings, the last norm and the head can be on any stage
+    args.visits = 2 if args.schedule == "interleaved_1f1b" else 1  # of each stage
+    if args.accumulate is None:
+        args.accumulate = math.gcd(4, args.batch) if args.pp > 1 else 1
+    if args.batch % args.accumulate:
+        _refuse(f"--batch {args.batch} is not a multiple of --accumulate {args.accumulate}")
+    if args.layers + 4 < args.pp * args.visits:  # the embeddings, the last norm and the head, too
         _refuse(f"--layers {args.layers} are too few for --pp {args.pp} with {args.schedule}")
     if args.width % args.heads:
         _refuse(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if args.amp and args.dtype != "float32":
+        _refuse(f"--amp {args.amp} and --dtype {args.dtype} exclude each other")
+    if args.zero and args.sharding == 1:
+        _refuse(f"--zero {args.zero} splits over --sharding, which is 1: leave one of them out")
+    layers = ["tok", "pos", *(f"blocks.{i}" for i in range(args.layers)), "norm", "head"]
+    for anchor in args.anchors or ():
+        if anchor not in layers:
+            _refuse(f"--anchors {anchor}: the layers are {', '.join(layers)}")
+    try:
+        args.strategy = strategy_of(args)
+        args.strategy.degrees(int(os.environ.get("WORLD_SIZE", 1)))
+    except ValueError as error:
+        _refuse(str(error))
     return args
 
 
-def mesh_shape(pp: int, dp: int | None, tp: int | None, processes: int) -> tuple[int, int]:
-    """(dp, tp) beside ``pp``: one that is not given follows from the others; without both, all is dp."""
-    if dp is None:
-        dp = max(1, processes // (pp * (tp or 1)))
-    if tp is None:
-        tp = max(1, processes // (pp * dp))
-    needed = pp * dp * tp
-    if needed != processes:
-        stages = pp if processes % pp == 0 else 1
-        rest = processes // stages
-        fitting = [(n, rest // n) for n in range(1, rest + 1) if rest % n == 0]
-        raise ValueError(
-            f"--pp {pp} --dp {dp} --tp {tp} needs {needed} processes, but {processes} started. Either "
-            f"start {needed} (torchrun --nproc-per-node {needed} ...), or choose "
-            + " or ".join(f"--pp {stages} --dp {a} --tp {b}" for a, b in fitting)
-        )
-    return dp, tp
+def strategy_of(args: argparse.Namespace) -> dt.Strategy:
+    """How the training run is divided among processes. Raises ValueError for what has no meaning."""
+    segments: dt.SegmentBySize | dt.SegmentByAnchors | None = None
+    if args.segment_mb is not None:
+        segments = dt.SegmentBySize(args.segment_mb)
+    elif args.anchors:
+        segments = dt.SegmentByAnchors(args.anchors)
+    return dt.Strategy(
+        pp=args.pp,
+        dp=args.dp,
+        sharding=args.sharding,
+        cp=args.cp,
+        tp=args.tp,
+        zero_stage=args.zero,
+        segments=segments,
+        accumulate_steps=args.accumulate,
+        amp=args.amp,
+        recompute=["blocks.*"] if args.recompute else [],
+    )
 
 
 def _count(text: str) -> int:

@@ -1,13 +1,15 @@
-"""Train a byte-level GPT on any mesh of processes. One script, the same losses everywhere:
+"""Train a byte-level GPT on any number of processes. One script, the same losses everywhere:
 
-    python examples/train_gpt.py                                       # one process
-    torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2    # four
-    torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2    # four, in two stages
-    python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2    # with shorter errors
+    python examples/train_gpt.py                                              # one process
+    torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2           # four
+    torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2           # four, in two stages
+    torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --zero 3   # each holds a quarter
+    python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2           # with shorter errors
 
-The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on a mesh is LAYERS, which
-are dealt out to the stages, PLAN, which says how the parameters of each are split, and the few lines
-with ``dt.`` or ``pipeline.`` in them.
+The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on processes is a
+``dt.Strategy``, which options.py makes of the command line, PLAN, which says how layers are split by
+tensor parallelism, LAYERS, which are dealt out to the stages, and the few lines with ``strategy.``,
+``dt.`` or ``pipeline.`` in them.
 """
 
 from __future__ import annotations
@@ -34,10 +36,9 @@ from disttensor import pipeline
 # The layers in the order in which the model runs them.
 LAYERS = ["tok", "pos", "blocks.*", "norm", "head"]
 
-# How tensors lie on the mesh ("dp", "tp") of a stage. Parameters that PLAN does not name are whole.
-BATCH = [dt.Shard(0), dt.Replicate()]
-COLUMN = [dt.Replicate(), dt.Shard(0)]  # a Linear's output features; an Embedding's vocabulary
-ROW = [dt.Replicate(), dt.Shard(1)]  # a Linear's input features
+# How tensor parallelism splits parameters. Those that PLAN does not name are whole.
+COLUMN = {"tp": dt.Shard(0)}  # a Linear's output features; an Embedding's vocabulary
+ROW = {"tp": dt.Shard(1)}  # a Linear's input features
 PLAN = {
     "tok.weight": COLUMN,
     "blocks.*.attn.[qkv].*": COLUMN,
@@ -55,28 +56,28 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, args.dtype))
     text, held_out = split(read_text(args.data, args.bytes), args.context)
 
-    mesh = dt.init_mesh((args.pp, args.dp, args.tp), ("pp", "dp", "tp"))
-    stages = [mesh[i] for i in range(args.pp)]
-    if args.schedule == "interleaved_1f1b":
-        stages = stages * 2  # each is visited twice
+    strategy = args.strategy
+    stages = strategy.stages() * args.visits
     dt.manual_seed(args.seed)
-    with torch.device("meta"):  # no memory yet: each rank makes only what it will hold
+    with torch.device("meta"):  # no memory yet: a rank makes what its stage holds
         model = GPT(GPTConfig(256, args.layers, args.width, args.heads, args.context, args.tie))
-    pipeline.split(LAYERS, stages, PLAN, of=model)
+    strategy.apply(model, plan=PLAN, layers=LAYERS, visits=args.visits)
     init_weights(model)
     size = sum(parameter.numel() for parameter in model.parameters())
-    shape = f"pp={args.pp} x dp={args.dp} x tp={args.tp}"
-    say(f"{size:,} parameters on {shape}, {len(text):,} bytes of text")
+    say(f"{size:,} parameters on {strategy.degrees()}, {len(text):,} bytes of text")
 
     def loss_on(batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs = dt.shard_tensor(batch[0], stages[0], BATCH)
-        targets = dt.shard_tensor(batch[1], stages[-1], BATCH)
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        inputs = dt.shard_tensor(batch[0], stages[0], strategy.batch())
+        targets = dt.shard_tensor(batch[1], stages[-1], strategy.batch())
+        with strategy.autocast():
+            logits = model(inputs).to(torch.get_default_dtype())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def share_of_loss(micro_batch: tuple[Tensor, Tensor]) -> Tensor:
-        return loss_on(micro_batch) / args.micro_batches  # the losses add up to that of the batch
+        return scaler.scale(loss_on(micro_batch) / args.accumulate)  # they add up to the batch's
 
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=args.lr, betas=(0.9, 0.95))
+    scaler = strategy.scaler()  # scales with --amp fp16 only
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, steps=args.steps))
     progress = Progress(args.steps, args.batch * args.context, quiet=not FIRST)
     losses: list[float] = []
@@ -84,24 +85,23 @@ def main() -> None:
     for step in range(args.steps):
         with dt.record_comms() as comms:
             batch = sample_batch(text, args.batch, args.context, args.seed, step)
-            parts = zip(*(half.chunk(args.micro_batches) for half in batch), strict=True)
+            parts = zip(*(half.chunk(args.accumulate) for half in batch), strict=True)
             shares = pipeline.run(share_of_loss, parts, args.schedule, stages=stages)
+            loss = dt.broadcast_value(sum(shares)).item() / scaler.get_scale()  # on every rank
+            scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             schedule.step()
-            losses.append(
-                dt.broadcast_value(sum(shares)).item()
-            )  # of the whole batch, on every rank
+            losses.append(loss)
         progress.update(losses[-1], comms.total_bytes)
         if not math.isfinite(losses[-1]):
             raise SystemExit(f"the loss of step {step + 1} is {losses[-1]}: lower --lr {args.lr:g}")
     say(f"trained for {time.perf_counter() - started:.1f} s")
 
-    with (
-        torch.no_grad(),
-        dt.values_everywhere(),
-    ):  # every rank gets them, on whatever stage they are
+    # Every rank gets the values, on whatever stage they are.
+    with torch.no_grad(), dt.values_everywhere():
         batches = (
             sample_batch(held_out, args.batch, args.context, args.seed + 1, step)
             for step in range(args.checks)
