@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,6 +18,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from tests.pool import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
@@ -105,13 +109,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     ("processes", "mesh", "model"),
     [
         (4, "--dp=2 --tp=2", "--dtype=float32"),
-        (4, "--dp=2 --tp=2", "--dtype=float64"),
-        (2, "--pp=2", "--dtype=float64"),
-        (2, "--pp=2", "--dtype=float64 --tie"),
         (2, "--pp=2 --schedule=interleaved_1f1b", "--dtype=float64"),
-        (4, "--pp=4", "--dtype=float64"),
-        (4, "--pp=2 --tp=2", "--dtype=float64 --tie"),
-        (4, "--pp=2 --dp=2 --schedule=gpipe --micro-batches=2", "--dtype=float64"),
+        (4, "--sharding=4 --zero=3 --accumulate=2", "--dtype=float64"),
     ],
 )
 def test_any_mesh_has_the_losses_of_one_process(
@@ -123,6 +122,81 @@ def test_any_mesh_has_the_losses_of_one_process(
     exact = "float64" in model
     assert losses == pytest.approx(expected, rel=0, abs=1e-10 if exact else 1e-3)
     assert text == its_text or not exact  # what the model writes
+
+
+# On the workers of tests/pool.py: what takes long is to start processes ---------------------------------
+
+
+def short_run(options: str, folder: str) -> tuple[list[float], str]:
+    """On a rank of a running world: the losses, the validation's behind them, and what the model writes."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    before = sys.argv, torch.get_default_dtype(), dict(os.environ)
+    file = Path(folder, f"{time.monotonic_ns()}-{os.getpid()}.json")
+    sys.modules.setdefault("matplotlib.figure", None)  # type: ignore[arg-type]  # no curve
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = [SCRIPT, *TINY, "--steps=2", "--checks=1", "--sample=2", "--plot=", *options.split()]
+    os.environ["WORLD_SIZE"] = str(world)
+    try:
+        train = example("train_gpt")
+        train.FIRST = True  # each rank says what it has
+        sys.argv.append(f"--losses={file}")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train.main()
+    finally:
+        sys.argv, dtype, environment = before
+        torch.set_default_dtype(dtype)
+        sys.path.remove(str(ROOT / "examples"))
+        os.environ.clear()
+        os.environ.update(environment)
+    written = json.loads(file.read_text())
+    return [*written["losses"], *written["validation"]], out.getvalue().partition(" a prompt ")[2]
+
+
+@functools.cache
+def short_run_of_one(options: str, folder: str) -> tuple[list[float], str]:
+    return run_on_ranks(1, short_run, options, folder, timeout=PATIENCE)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("short"))
+
+
+EXACT = "--dtype=float64 --batch=8"
+HALF = {"bf16": 2e-2, "fp16": 2e-3}  # sums of three bits fewer than a loss of 5.5 has
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        ("--dp=4 --accumulate=2 --segment-mb=0.02 --recompute", "--dtype=float64 --batch=6"),
+        ("--sharding=4 --zero=1", EXACT),
+        ("--sharding=4 --zero=2 --segment-mb=0.02 --accumulate=2", EXACT),
+        ("--sharding=4 --anchors blocks.1 norm --accumulate=2", "--dtype=float64 --batch=6"),
+        ("--sharding=2 --dp=2 --accumulate=2 --segment-mb=0.02", EXACT),
+        ("--sharding=2 --tp=2 --zero=3 --recompute", f"{EXACT} --tie"),
+        ("--sharding=2 --cp=2 --zero=2", EXACT),
+        ("--pp=4", EXACT),
+        ("--pp=2 --dp=2 --schedule=gpipe --accumulate=2", EXACT),
+        ("--pp=2 --tp=2 --recompute", f"{EXACT} --tie"),
+        ("--pp=2 --sharding=2", f"{EXACT} --tie"),
+        ("--pp=2 --sharding=2 --zero=1 --segment-mb=0.01", EXACT),
+        ("--pp=2 --sharding=2 --zero=2 --schedule=interleaved_1f1b --recompute", EXACT),
+        ("--dp=2 --sharding=2 --accumulate=2", "--amp=bf16 --batch=8"),
+        ("--sharding=2 --tp=2 --zero=2", "--amp=fp16 --batch=8"),
+        ("--pp=2 --sharding=2 --recompute", "--amp=fp16 --batch=8"),
+    ],
+)
+def test_any_strategy_has_the_losses_of_one_process(mesh: str, model: str, folder: str) -> None:
+    expected, its_text = short_run_of_one(model, folder)
+    ranks = run_on_ranks(4, short_run, f"{mesh} {model}", folder, timeout=PATIENCE)
+    losses, text = ranks[0]
+    assert len(losses) == 3 and len(set(losses)) == 3
+    assert all(other == ranks[0] for other in ranks)
+    amp = next((name for name in HALF if name in model), None)
+    assert losses == pytest.approx(expected, rel=0, abs=HALF[amp] if amp else 1e-12)
+    assert text == its_text or amp
 
 
 @pytest.mark.slow
@@ -162,33 +236,22 @@ def test_all_ranks_end_within_seconds_with_one_line(
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do() -> None:
-    mesh_shape = example("options").mesh_shape
-    assert mesh_shape(1, None, None, 4) == (4, 1)
-    assert mesh_shape(1, 2, None, 4) == (2, 2)
-    assert mesh_shape(1, None, 4, 4) == (1, 4)
-    assert mesh_shape(2, None, None, 8) == (4, 1)
-    assert mesh_shape(2, None, 2, 8) == (2, 2)
-    assert mesh_shape(4, None, None, 4) == (1, 1)
-    with pytest.raises(ValueError, match=r"needs 6 processes, but 4 started.*--pp 1 --dp 2 --tp 2"):
-        mesh_shape(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"needs 3 processes, but 4 started"):
-        mesh_shape(1, None, 3, 4)
-    with pytest.raises(
-        ValueError, match=r"needs 8 processes.* choose --pp 2 --dp 1 --tp 2 or --pp"
-    ):
-        mesh_shape(2, 2, 2, 4)
-    with pytest.raises(ValueError, match=r"needs 3 processes.* choose --pp 1 --dp 1 --tp 4"):
-        mesh_shape(3, None, None, 4)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--batch=6 --micro-batches=4", "--batch 6 is not a multiple of --micro-batches 4"),
+        ("--batch=6 --accumulate=4", "--batch 6 is not a multiple of --accumulate 4"),
         ("--width=30 --heads=4", "--width 30 is not a multiple of --heads 4"),
         ("--schedule=2f2b", "invalid choice: '2f2b'"),
-        ("--pp=2", "needs 2 processes, but 1 started"),
+        ("--pp=2", "pp=2 needs a multiple of 2 processes, and the world has 1. Start 2, or"),
+        ("--dp=2 --tp=3", "dp=2 x tp=3"),
+        ("--zero=4", "--zero: invalid choice: 4"),
+        ("--zero=2 --sharding=1", "--zero 2 splits over --sharding, which is 1"),
+        ("--segment-mb=8 --anchors blocks.1", "--anchors: not allowed with argument --segment-mb"),
+        ("--segment-mb=0", "a segment has a positive size"),
+        ("--anchors blocks.6", "--anchors blocks.6: the layers are tok, pos, blocks.0"),
+        ("--anchors norm norm", "twice"),
+        ("--amp=fp16 --dtype=float64", "--amp fp16 and --dtype float64 exclude each other"),
+        ("--pp=8 --layers=2", "--layers 2 are too few for --pp 8"),
     ],
 )
 def test_options_that_do_not_fit(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +285,13 @@ def test_help_lists_the_options(tmp_path: Path) -> None:
     for option in (
         "--pp",
         "--dp",
+        "--sharding",
+        "--zero",
+        "--segment-mb",
+        "--anchors",
+        "--accumulate",
+        "--amp",
+        "--recompute",
         "--tp",
         "--schedule",
         "--layers",
