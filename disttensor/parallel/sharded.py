@@ -215,7 +215,8 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
     """For the backward of one of several micro-batches, whose gradients add up until ``last``.
 
     ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum; only the last reduces over
-    all other axes, after adding. ``"none"``: nothing is communicated until the last, and whole gradients are kept. Without
+    all other axes, after adding. ``"none"``: nothing is communicated until the last, and whole gradients are kept, not yet in
+    ``p.grad``. zero_grad drops all of it; an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without
     this context every backward reduces completely. Raises RuntimeError, in the backward, for a micro-batch that reaches other
     parameters than the one before.
 
