@@ -47,12 +47,21 @@ class Pass:
         for x in outputs:
             node = node_of(x)
             if node is None:
+                self.elsewhere(x)
                 continue
             if settle and isinstance(x, DistTensor):
                 x._origin = x._aliases = None
             hook = boundary(node)
             if not any(self is p for p in hook.entering):
                 hook.entering.append(self)
+            self.entered = True
+
+    def elsewhere(self, x: Tensor) -> None:
+        """What became of the results lies on another stage: a backward there says that this one is about to come."""
+        if self.segment.free_after_forward or not isinstance(x, DistTensor):
+            return
+        if not x.is_initialized and x._local.grad_fn is not None:
+            boundary(x._local.grad_fn).announcing.append(self)
             self.entered = True
 
     def keeps(self, tensors: list[Tensor], settle: bool) -> None:
@@ -73,11 +82,12 @@ class Pass:
 class Boundary:
     """What happens before one node runs: segments are left before others are entered, so that fewer are whole at once."""
 
-    __slots__ = ("entering", "leaving")
+    __slots__ = ("announcing", "entering", "leaving")
 
     def __init__(self) -> None:
         self.leaving: list[Pass] = []
         self.entering: list[Pass] = []
+        self.announcing: list[Pass] = []
 
     def __call__(self, grads: Any) -> None:
         for one in self.leaving:
@@ -85,10 +95,14 @@ class Boundary:
             one.on_leave(one)
         for one in self.entering:
             one.on_enter(one)
+        for one in self.announcing:
+            one.segment.gather()
 
 
 def node_of(x: Tensor) -> Any:
-    """The node that made x; None where x is a leaf or in no graph."""
+    """The node that made x; None where x is a leaf or in no graph, or elsewhere (what runs there has no values)."""
+    if isinstance(x, DistTensor) and not x.is_initialized:
+        return None
     local = x._local if isinstance(x, DistTensor) else x
     return local.grad_fn
 
