@@ -226,7 +226,8 @@ def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
         if now and type(t) is DistTensor
     ]
     found = [p for p in owners if p is not None]
-    sync_gradients(found)
+    if found:
+        sync_gradients(found)
     return bool(found)
 
 

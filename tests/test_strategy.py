@@ -9,6 +9,7 @@ import inspect
 import pickle
 import re
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -597,6 +598,26 @@ def test_how_a_batch_lies():
 # 32 ranks -------------------------------------------------------------------------------------------
 
 
+# Of a step, beside those of the tensor parallelism: the model is one segment, kept for the backward, and the loss counts its
+# targets. Its reductions: over all that split the batch; of the embedding, whose 7 rows are uneven over tp, by itself; and of
+# biases that the first rank of tp adds, over tp too.
+COLLECTIVES = {
+    (1, 1, 32, 1, 1): {
+        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 1, ("all_reduce", "sharding"): 1,
+    },
+    (1, 4, 8, 1, 1): {  # four micro-batches, and one sum over the replicas
+        ("all_gather", "sharding"): 4, ("reduce_scatter", "sharding"): 4, ("all_reduce", "dp+sharding"): 4, ("all_reduce", "dp"): 1,
+    },
+    (1, 1, 4, 1, 8): {
+        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 3, ("all_reduce", "sharding"): 1,
+    },
+    (1, 4, 2, 1, 4): {
+        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 3, ("all_reduce", "dp+sharding"): 1,
+        ("all_reduce", "dp"): 2, ("all_reduce", "dp+tp"): 1,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("rank", [0, 13])
 @pytest.mark.parametrize(("configs", "expected"), FOUR.values(), ids=FOUR)
 def test_32_fake_ranks_place_and_step(configs, expected, rank):
@@ -616,10 +637,13 @@ def test_32_fake_ranks_place_and_step(configs, expected, rank):
         assert down.to_local().shape == (64 // sharding, 128 // tp)
         places = strategy.batch()
         batch = data(0).repeat(8, 1)
-        for i in range(strategy.accumulate_steps):
-            with strategy.accumulate(model, i):
-                loss_of(model, batch, stage, stage, places).backward()
-        optimizer.step()
+        with dt.record_comms() as log:
+            for i in range(strategy.accumulate_steps):
+                with strategy.accumulate(model, i):
+                    loss_of(model, batch, stage, stage, places).backward()
+            optimizer.step()
+        sent = Counter((r.kind, r.axis) for r in log.records if r.axis != "tp")
+        assert sent == COLLECTIVES[expected]
 
 
 def test_pipelines_of_fake_ranks():

@@ -51,6 +51,7 @@ class Engine:
         self.before: list[Segment] = []  # the same of the last one
         self.now: Backward | None = None
         self.first: frozenset[str] | None = None  # parameters reached, in this accumulation
+        self.held = {id(t.held) for s in self.segments for t in s.twins}
         self.owing: dict[Segment, None] = {}  # whose gradients wait for the last micro-batch
         _share(self.segments)
         _ENGINES.append(weakref.ref(self))
@@ -325,7 +326,7 @@ def _engines() -> list[Engine]:
 def flush(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are read: what other tensors hold of them is reduced."""
     for engine in _engines():
-        if engine.owing:
+        if engine.owing and not engine.held.isdisjoint(map(id, params)):
             engine.flush()
 
 
