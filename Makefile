@@ -1,7 +1,8 @@
 # make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
 # make test    set up .venv and run all tests
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
-#              timeline of its collectives; writes docs/performance.md and docs/overlap.svg
+#              timeline of its collectives, what a rank holds and sends; writes docs/performance.md, docs/overlap.svg and
+#              the table in docs/parallel.md
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
 # make lint    ruff and mypy
@@ -27,6 +28,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/data_parallel.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/overlap.py --svg docs/overlap.svg
+	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
 
 coverage: .venv/.installed
 	$(BIN)/python -m tests.opinfo --dtypes all --most 1000 $(ARGS)

@@ -3,7 +3,7 @@
     python benchmarks/memory.py --markdown docs/parallel.md
 
 writes the table into the page, between its two marks; without the option it is printed. The model is the GPT of examples/,
-in float32 with AdamW. Figures are those of rank 0 in the third step. It fails where a figure is not what its formula says.
+in float32 with AdamW. Figures are those of rank 0 in the third step. It fails where a figure is off its formula.
 """
 
 from __future__ import annotations

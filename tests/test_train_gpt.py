@@ -20,6 +20,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import disttensor as dt
 from tests.pool import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +110,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     ("processes", "mesh", "model"),
     [
         (4, "--dp=2 --tp=2", "--dtype=float32"),
-        (2, "--pp=2 --schedule=interleaved_1f1b", "--dtype=float64"),
         (4, "--sharding=4 --zero=3 --accumulate=2", "--dtype=float64"),
     ],
 )
@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 EXACT = "--dtype=float64 --batch=8"
-HALF = {"bf16": 2e-2, "fp16": 2e-3}  # sums of three bits fewer than a loss of 5.5 has
+HALF = {"bf16": 1e-3, "fp16": 2e-4}  # of losses of 5.5; measured: 2e-4 and 4e-5
 
 
 @pytest.mark.limit(240)
@@ -259,6 +259,23 @@ def test_options_that_do_not_fit(options: str, words: str, monkeypatch: pytest.M
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit, match=re.escape(words)):
         example("options").parse_args()
+
+
+def test_options_are_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "--pp=2 --dp=3 --sharding=4 --cp=1 --tp=2 --zero=2 --segment-mb=8 --amp=bf16 --recompute"
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *said.split()])
+    monkeypatch.setenv("WORLD_SIZE", "48")
+    args = example("options").parse_args()
+    assert (args.accumulate, args.visits) == (4, 1)
+    assert args.strategy == dt.Strategy(
+        pp=2, dp=3, sharding=4, cp=1, tp=2, zero_stage=2, segments=dt.SegmentBySize(8.0),
+        accumulate_steps=4, amp="bf16", recompute=["blocks.*"],
+    )  # fmt: skip
+    other = "--anchors blocks.1 norm --accumulate=2"
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *other.split()])
+    assert example("options").parse_args().strategy == dt.Strategy(
+        pp=1, segments=dt.SegmentByAnchors(["blocks.1", "norm"]), accumulate_steps=2
+    )
 
 
 def test_a_batch_depends_on_seed_and_step_only(tmp_path: Path) -> None:
