@@ -27,7 +27,7 @@ from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
 from disttensor.window import Window
 
-SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(8.0)  # unless segments are given
+SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(25.0)  # unless segments are given
 _ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
 
 
@@ -45,7 +45,7 @@ def shard_data_parallel(
     ``stage`` 1: optimizer state is spread; whole parameters are kept, gradients all-reduced. 2: gradients too
     (reduce-scattered, half the bytes). 3: parameters too: gathered per segment before use, freed after the forward (unless
     ``reshard_after_forward`` is False), gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
-    ``segments``: what is gathered and reduced at once: SegmentBySize (without it 32 MiB, 8 where nothing is cut),
+    ``segments``: what is gathered and reduced at once: SegmentBySize (without it 32 MiB, 25 where nothing is cut),
     SegmentByAnchors, or names of modules.
     ``mesh``: where plain parameters go; None if all are DistTensors, each on its own mesh (of a pipeline stage).
     ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are summed over all axes over
