@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
 from disttensor import comm
 from disttensor.layout import Axes
-from disttensor.parallel.rows import Rows
+from disttensor.parallel.rows import Rows, packed
 from disttensor.parallel.twin import Twin, piece_of
 
 Tensor = torch.Tensor
@@ -30,7 +31,7 @@ _NOTHING = comm.Pending("", comm.Group((0,), 0, (), None), None, None)
 def reductions(
     twins: Sequence[Twin], *, scatter: bool, last: bool, dtype: torch.dtype | None
 ) -> list[Steps]:
-    """What reduces the gradients of these twins, one generator for each set of axes.
+    """What reduces the gradients of these twins: one generator for all that are cut, and one for each set of axes of others.
 
     scatter  reduce to shards where the parameter is one (stages 2 and 3), else whole gradients, and then cut
     last     also over the axes that do not cut the parameter; else its gradient stays Partial there
@@ -41,16 +42,26 @@ def reductions(
         if twin.held.requires_grad:
             key = (twin.axes(), twin.axis, twin.spec.dtype, twin.even)
             kinds.setdefault(key, []).append(twin)
-    out = []
-    for (axes, axis, of, _), members in kinds.items():
+    out: list[Steps] = []
+    together: dict[Any, list[tuple[Axes, list[Twin]]]] = {}
+    for (axes, axis, of, even), members in kinds.items():
         wire = dtype or of
         if not axes:
             _settle(members)
+        elif axis is not None and scatter and axis in axes:
+            together.setdefault((axis, wire, even), []).append((axes, members))
         elif axis is not None and scatter:
-            out.append(_to_shards(members, axes, axis, last, wire))
+            out.append(_sliced(members, axes, axis, last, wire))
         elif last:
             out.append(_whole(members, axes, wire))
-    return out
+    scattered = [_scattered(g, axis, last, wire) for (axis, wire, _), g in together.items()]
+    return scattered + out
+
+
+def _own_piece(twin: Twin, complete: Tensor) -> Tensor:
+    """This rank's piece of a gradient that is whole everywhere: not a view, which would hold on to all of it."""
+    piece = piece_of(twin, complete)
+    return piece if piece.shape == complete.shape else piece.clone()
 
 
 def _settle(twins: Sequence[Twin]) -> None:
@@ -58,7 +69,7 @@ def _settle(twins: Sequence[Twin]) -> None:
     for twin in twins:
         _, complete = twin.take()
         if complete is not None:
-            twin.give(piece_of(twin, complete), ())
+            twin.give(_own_piece(twin, complete), ())
 
 
 def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
@@ -67,7 +78,7 @@ def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
     for twin in twins:
         pending, complete = twin.take()
         if complete is not None:
-            twin.give(piece_of(twin, complete), ())
+            twin.give(_own_piece(twin, complete), ())
         present.append(0.0 if pending is None else 1.0)
         if pending is None:
             pending = torch.zeros(
@@ -80,57 +91,93 @@ def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
     return grads, present
 
 
-@torch.no_grad()
-def _to_shards(
-    twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype
-) -> Steps:
-    """Over ``axis`` to shards first, then over all other axes at once.
+class Part:
+    """Parameters of one wire that wait on the same axes, in a reduction to shards over ``axis`` first.
 
-    In fp16 what lies between the two is smaller by the factor for all ranks: a sum over the shards alone may be large on its
-    way to a small one. It grows again in the dtype of the parameter.
+    rest  the axes over which the shards are still to be summed then
+    less  in fp16 what lies between the two sums is smaller by this factor, for all ranks: a sum over the shards alone may be
+          large on its way to a small one. It grows again, by ``more``, in the dtype of the parameter.
     """
-    mesh = twins[0].spec.mesh
-    coordinate = mesh.coordinate or ()
-    rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
-    grads, present = _taken(twins)
-    rest = tuple(a for a in axes if a != axis)
-    # All ranks come here in one order. What follows a yield has an order of its own, and so another lane.
-    replicas = mesh.group(rest, "replicas") if rest and last else None
-    less, more = 1.0, 1.0
-    if axis in axes and rest:
-        less, more = comm.factors("sum", math.prod(mesh.shape[a] for a in axes), dtype)
-    if axis in axes:
-        wire = rows.packed(grads, present, dtype)
-        if less != 1:
-            wire.mul_(less)
-        row = wire.new_empty(wire.shape[1])
-        del grads
-        pending = comm.start_reduce_scatter(
-            wire.view(-1), row, "sum", mesh.group((axis,), "reduce")
-        )
-        del wire
-        yield pending
-    else:  # whole over the axis already
-        index = coordinate[axis]
-        pieces = [rows.piece(j, g, index) for j, g in enumerate(grads)]
-        row = torch.cat([rows.joined(pieces, dtype), grads[0].new_tensor(present, dtype=dtype)])
-        del grads
-        yield _NOTHING  # so that what follows is in one order with that of those that had something to do
-    pieces = rows.pieces(row[: rows.total], coordinate[axis])
-    counts = row[rows.total :]
-    if replicas is not None:
-        for i, twin in enumerate(twins):
-            earlier = twin.stashed(rest)
-            if earlier is not None:
-                pieces[i].add_(earlier, alpha=less)
-                counts[i] += 1
-        yield comm.start_all_reduce(row, "sum", replicas)
-        rest = ()
-    if more != 1:
-        pieces = [
-            p.to(t.held.dtype, copy=True).mul_(more) for t, p in zip(twins, pieces, strict=True)
-        ]
-    _give(twins, pieces, rest, present, counts)
+
+    def __init__(self, twins: Sequence[Twin], axes: Axes, axis: int, dtype: torch.dtype) -> None:
+        mesh = twins[0].spec.mesh
+        self.twins, self.mesh = twins, mesh
+        self.index = (mesh.coordinate or ())[axis]
+        self.rest = tuple(a for a in axes if a != axis)
+        self.rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
+        self.width = self.rows.total + len(twins)
+        self.grads, self.present = _taken(twins)
+        self.less, self.more = 1.0, 1.0
+        if axis in axes and self.rest:
+            ranks = math.prod(mesh.shape[a] for a in axes)
+            self.less, self.more = comm.factors("sum", ranks, dtype)
+
+    def cut(self, dtype: torch.dtype) -> Tensor:
+        """[width]: the row of this rank, of gradients that are whole over the axis already."""
+        grads, self.grads = self.grads, []
+        pieces = [self.rows.piece(j, g, self.index) for j, g in enumerate(grads)]
+        counts = grads[0].new_tensor(self.present, dtype=dtype)
+        return torch.cat([self.rows.joined(pieces, dtype), counts])
+
+    def shards(self, row: Tensor, last: bool) -> Steps:
+        """From [width], summed over the axis, to gradients of the parameters."""
+        pieces = self.rows.pieces(row[: self.rows.total], self.index)
+        counts = row[self.rows.total :]
+        rest = self.rest
+        if rest and last:
+            for i, twin in enumerate(self.twins):
+                earlier = twin.stashed(rest)
+                if earlier is not None:
+                    pieces[i].add_(earlier, alpha=self.less)
+                    counts[i] += 1
+            # What follows a first sum has an order of its own among the ranks, and so another lane.
+            yield comm.start_all_reduce(row, "sum", self.mesh.group(rest, "replicas"))
+            rest = ()
+        if self.more != 1:
+            pieces = [
+                p.to(t.held.dtype, copy=True).mul_(self.more)
+                for t, p in zip(self.twins, pieces, strict=True)
+            ]
+        _give(self.twins, pieces, rest, self.present, counts)
+
+
+@torch.no_grad()
+def _scattered(
+    groups: Sequence[tuple[Axes, Sequence[Twin]]], axis: int, last: bool, dtype: torch.dtype
+) -> Steps:
+    """One reduce-scatter over ``axis``; then those of each set of axes over what else they wait on."""
+    parts = [Part(twins, axes, axis, dtype) for axes, twins in groups]
+    mesh = parts[0].mesh
+    widths = [part.width for part in parts]
+    wire = packed([(part.rows, part.grads, part.present) for part in parts], dtype)
+    for part, block in zip(parts, wire.split(widths, dim=1), strict=True):
+        part.grads = []
+        if part.less != 1:
+            block.mul_(part.less)
+    row = wire.new_empty(wire.shape[1])
+    pending = comm.start_reduce_scatter(wire.view(-1), row, "sum", mesh.group((axis,), "reduce"))
+    del wire
+    yield pending
+    yield from _one_after_another(
+        [p.shards(r, last) for p, r in zip(parts, row.split(widths), strict=True)]
+    )
+
+
+@torch.no_grad()
+def _sliced(twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype) -> Steps:
+    """Nothing to sum over ``axis``; then over the others."""
+    part = Part(twins, axes, axis, dtype)
+    row = part.cut(dtype)
+    yield _NOTHING  # so that what follows is in one order with that of those that had something to do
+    yield from part.shards(row, last)
+
+
+def _one_after_another(steps: Sequence[Steps]) -> Steps:
+    """Start them all, and go on with each when what it waits for has come."""
+    for pending, rest in [(next(one, None), one) for one in steps]:
+        if pending is not None:
+            yield pending
+            yield from rest
 
 
 @torch.no_grad()
