@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disttensor.parallel.rows import Rows
+from disttensor.parallel.rows import Rows, packed
 from tests.oracle import randn
 
 SHAPES = {
@@ -49,7 +49,7 @@ def test_pieces_of_packed_rows_are_those_of_the_sums(shapes, n):
     rows = Rows(shapes, n)
     brought = [wholes(shapes, seed=10 * r) for r in range(n)]
     tail = [1.0, 0.0]
-    total = sum(rows.packed(full, tail, torch.float64) for full in brought)
+    total = sum(packed([(rows, full, tail)], torch.float64) for full in brought)
     sums = [sum(full[j] for full in brought) for j in range(len(shapes))]
     assert total.shape == (n, 2 + rows.total)
     for i in range(n):
@@ -72,6 +72,9 @@ def test_padding_is_zero_and_the_dtype_is_asked_for():
     rows = Rows([(3, 2), (1,)], 2)
     last = rows.joined([torch.ones(1, 2), torch.ones(0)], torch.bfloat16)
     assert last.dtype is torch.bfloat16 and last.tolist() == [1, 1, 0, 0, 0]
-    packed = rows.packed([torch.ones(3, 2), torch.ones(1)], [7.0], torch.bfloat16)
-    assert packed.dtype is torch.bfloat16
-    assert packed.tolist() == [[1, 1, 1, 1, 1, 7], [1, 1, 0, 0, 0, 7]]
+    full = [torch.ones(3, 2), torch.ones(1)]
+    both = packed(
+        [(rows, full, [7.0]), (Rows([(2,)], 2), [torch.full((2,), 3.0)], [])], torch.bfloat16
+    )
+    assert both.dtype is torch.bfloat16
+    assert both.tolist() == [[1, 1, 1, 1, 1, 7, 3], [1, 1, 0, 0, 0, 7, 3]]

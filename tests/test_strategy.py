@@ -599,7 +599,7 @@ def test_how_a_batch_lies():
 
 
 # Of a step, beside those of the tensor parallelism: the model is one segment, kept for the backward, and the loss counts its
-# targets. Its reductions: over all that split the batch; of the embedding, whose 7 rows are uneven over tp, by itself; and of
+# targets. Its reductions: to shards, of the embedding, whose 7 rows are uneven over tp, by itself; then over replicas, of
 # biases that the first rank of tp adds, over tp too.
 COLLECTIVES = {
     (1, 1, 32, 1, 1): {
@@ -609,10 +609,10 @@ COLLECTIVES = {
         ("all_gather", "sharding"): 4, ("reduce_scatter", "sharding"): 4, ("all_reduce", "dp+sharding"): 4, ("all_reduce", "dp"): 1,
     },
     (1, 1, 4, 1, 8): {
-        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 3, ("all_reduce", "sharding"): 1,
+        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 2, ("all_reduce", "sharding"): 1,
     },
     (1, 4, 2, 1, 4): {
-        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 3, ("all_reduce", "dp+sharding"): 1,
+        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 2, ("all_reduce", "dp+sharding"): 1,
         ("all_reduce", "dp"): 2, ("all_reduce", "dp+tp"): 1,
     },
 }  # fmt: skip

@@ -9,6 +9,7 @@ reduce-scatter sums what n ranks have for each row. Pure: shapes only.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -66,15 +67,6 @@ class Rows:
         """Bring the pieces of all ranks, [n, total], to their places."""
         torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=blocks)
 
-    def packed(self, wholes: Sequence[Tensor], tail: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """[n, total + len(tail)]: the whole tensors cut into rows, each with ``tail`` after it."""
-        width = self.total + len(tail)
-        out = torch.empty(self.n, width, dtype=dtype, device=wholes[0].device)
-        tails = torch.tensor(list(tail) * self.n, dtype=wholes[0].dtype, device=out.device)
-        full = [w for w in wholes if w.numel()]  # what is empty takes no place in a row
-        torch._chunk_cat([*full, tails], dim=0, num_chunks=self.n, out=out)
-        return out
-
     def pieces(self, row: Tensor, index: int) -> list[Tensor]:
         """[total], the row of rank ``index``, as its pieces: views without the padding."""
         out = []
@@ -96,3 +88,20 @@ class Rows:
             return whole
         start = min(index * self.steps[j], len(whole))
         return whole[start : start + self.steps[j]]
+
+
+Group = tuple[Rows, Sequence[Tensor], Sequence[float]]
+
+
+def packed(groups: Sequence[Group], dtype: torch.dtype) -> Tensor:
+    """[n, sum of (total + len(tail))]: whole tensors cut into rows, those of a group followed by its tail in each row."""
+    n, first = groups[0][0].n, groups[0][1][0]
+    of = functools.reduce(torch.promote_types, (w.dtype for _, wholes, _ in groups for w in wholes))
+    out = first.new_empty(n, sum(r.total + len(tail) for r, _, tail in groups), dtype=dtype)
+    parts: list[Tensor] = []
+    for _, wholes, tail in groups:
+        parts += [w.to(of) for w in wholes if w.numel()]  # what is empty takes no place in a row
+        if tail:
+            parts.append(first.new_tensor(list(tail) * n, dtype=of))
+    torch._chunk_cat(parts, dim=0, num_chunks=n, out=out)
+    return out
