@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from disttensor.gradient import AFTER_FAILURE
+from disttensor.parallel.accumulation import Accumulation
 from disttensor.parallel.backward import Backward, at_the_end, number
 from disttensor.parallel.passes import Pass
 from disttensor.parallel.reduction import Steps, reductions
@@ -50,9 +51,8 @@ class Engine:
         self.order: list[Segment] = []  # in which the forwards of this epoch began
         self.before: list[Segment] = []  # the same of the last one
         self.now: Backward | None = None
-        self.first: frozenset[str] | None = None  # parameters reached, in this accumulation
         self.held = {id(t.held) for s in self.segments for t in s.twins}
-        self.owing: dict[Segment, None] = {}  # whose gradients wait for the last micro-batch
+        self.sums = Accumulation(partial(self._reduce, EACH_TIME))
         _share(self.segments)
         _ENGINES.append(weakref.ref(self))
         self.still = [s for s in self.segments if not s.apart]  # nothing is gathered for them
@@ -229,7 +229,7 @@ class Engine:
             return
         try:
             now.finish()
-            self._settle(now, window)
+            self.sums.after(now, window)
         finally:
             self.now = None
             for segment in self.segments:
@@ -239,36 +239,6 @@ class Engine:
                     segment.free()
             for twin in [t for s in now.passes for t in s.twins if t.hooks]:
                 twin.tell()
-
-    def _settle(self, now: Backward, window: Window) -> None:
-        """What an accumulation asks for when a backward is over."""
-        if not window.last:
-            self.owing.update(dict.fromkeys(now.passes))
-            for segment in now.passes:
-                for twin in segment.apart:
-                    if twin.spec.dtype is not twin.held.dtype and twin.collected():
-                        twin.lay_by(twin.held.dtype)
-        elif window.counted:
-            self._pay([s for s in self.owing if s not in now.passes])
-        for segment in now.passes if window.last else ():
-            self.owing.pop(segment, None)
-        if window.counted:
-            reached = frozenset(s.leaves[leaf] for s, came in now.came.items() for leaf in came)
-            first, self.first = self.first, None if window.last else self.first or reached
-            if first is not None and first != reached:
-                self.first = None
-                raise RuntimeError(
-                    f"accumulate: this micro-batch gave gradients to other parameters than the first one: {_some(reached - first)} "
-                    f"only here, {_some(first - reached)} only there. The gradients so far are a sum of unlike parts: zero_grad(), "
-                    "and let every micro-batch of an accumulation use the same parameters (or call backward without accumulate)"
-                )
-
-    def _pay(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            for steps in self._reduce(EACH_TIME, segment):
-                for pending in steps:
-                    pending.wait()
-            self.owing.pop(segment, None)
 
     def clean_up(self) -> None:
         """After a backward that ended with an error."""
@@ -280,12 +250,6 @@ class Engine:
                 for twin in segment.twins:
                     twin.drop()
 
-    # For those who read or drop gradients ----------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Reduce what waits for a last micro-batch, which did not come."""
-        self._pay(list(self.owing))
-
     def forget(self, params: set[int]) -> None:
         """Drop what the twins of these parameters (by id) have collected. With all, the accumulation begins anew."""
         kept = False
@@ -295,8 +259,7 @@ class Engine:
             elif twin.apart:
                 twin.drop()
         if not kept:
-            self.first = None
-            self.owing.clear()
+            self.sums.begin_anew()
 
 
 def _share(segments: Sequence[Segment]) -> None:
@@ -311,11 +274,6 @@ def _share(segments: Sequence[Segment]) -> None:
         segment.tables.append(module.__dict__)
 
 
-def _some(names: frozenset[str]) -> str:
-    few = sorted(names)[:3]
-    return (", ".join(few) + (", ..." if len(names) > 3 else "")) or "none"
-
-
 def _engines() -> list[Engine]:
     found = [made() for made in _ENGINES]
     if None in found:
@@ -326,14 +284,14 @@ def _engines() -> list[Engine]:
 def flush(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are read: what other tensors hold of them is reduced."""
     for engine in _engines():
-        if engine.owing and not engine.held.isdisjoint(map(id, params)):
-            engine.flush()
+        if engine.sums and not engine.held.isdisjoint(map(id, params)):
+            engine.sums.flush()
 
 
 def forget(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are dropped: what other tensors hold of them is too."""
     for engine in _engines():
-        if engine.owing or engine.first:
+        if engine.sums:
             engine.forget(set(map(id, params)))
 
 
