@@ -74,6 +74,7 @@ class Plan:
 
     wants[i]    spec of tensor argument i, None where it stays as it is
     varying[i]  axes over which its use varies (sorted); any_varying: is there one
+    again       a use of the result that varies is made of uses of the arguments that vary
     local       what runs on the locals; gives: specs of the results (dtype taken from the first result seen)
     """
 
@@ -87,6 +88,7 @@ class Plan:
     view: bool
     moves: bool
     any_varying: bool
+    again: bool
 
 
 _ALIASES = {
@@ -130,7 +132,7 @@ def make_plan(
     changed = [w if w is not s else None for w, s in zip(wants, specs, strict=True)]
     return Plan(
         rule, mesh, changed, varying, local, gives, rule.inplace, factors.view,
-        any(w is not None for w in changed), any(varying),
+        any(w is not None for w in changed), any(varying), factors.again,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from disttensor import copies, strictness
+from disttensor.cotangent import Typed, move
 from disttensor.gradient import owner_of
 from disttensor.layout import Axes
 from disttensor.plan import Plan
@@ -42,8 +43,47 @@ def runner_of(
         or len(plan.gives) != 1
         or (plan.inplace and not args)
     ):
-        return general(func, plan, specs, None if nested else (args, kwargs))
-    return direct(func, plan, args, kwargs)
+        run = general(func, plan, specs, None if nested else (args, kwargs))
+    else:
+        run = direct(func, plan, args, kwargs)
+    taken = plan.gives[0].varies if plan.gives else frozenset()
+    again = plan.again and not (nested or plan.moves or plan.any_varying)
+    if again and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape)):
+        return repeating(plan.local, run)
+    return run
+
+
+def repeating(local: Function, run: Runner) -> Runner:
+    """``run``, whose result is computed once more for each set of axes over which uses of it vary; unless somebody has
+    written to it, or to what it was made of, by then."""
+
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        out = run(args, kwargs)
+        if out._local.requires_grad and torch.is_grad_enabled() and out._origin is None:
+            words = kwargs or {}
+            made = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
+            versions = [_version(t) for t in made]
+            value, version, spec = out._local, out._local._version, out._spec
+
+            def varying(a: Any, axes: Axes) -> Any:
+                return a.local_for(axes) if type(a) is DistTensor else a
+
+            def again(axes: Axes) -> Tensor:
+                if value._version != version or versions != [_version(t) for t in made]:
+                    return move(value, Typed(spec), Typed(spec, axes), None)
+                return local(
+                    *[varying(a, axes) for a in args],
+                    **{k: varying(v, axes) for k, v in words.items()},
+                )
+
+            out._origin = again
+        return out
+
+    return call
+
+
+def _version(t: Tensor) -> int:
+    return (t._local if type(t) is DistTensor else t)._version
 
 
 def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:

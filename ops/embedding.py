@@ -5,6 +5,7 @@ Each rank looks up the ids that it owns and gives zeros for the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +71,9 @@ def embedding(
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": d}
     terms = (frozenset({weight.index}),)
     return Factors(
-        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local
-    )
+        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
+        again=math.prod(input.shape) >= v,  # else the gradient of the result is the smaller one to sum
+    )  # fmt: skip
 
 
 @rule(F.embedding_bag, exact=True)

@@ -93,6 +93,8 @@ class Factors:
     shapes           global shapes of the outputs, where letters do not tell
     local            made once per plan: ``local(call)`` gives the function that runs on the locals
     view             the result shares memory with the first argument
+    again            so cheap that it may be computed twice: a use of the result that varies is then made of uses of the
+                     arguments that vary, whose gradients are summed when those of parameters are
     ignored          arguments of which only shape and dtype matter (zeros_like): never moved, Partial or not
     targets          what an in-place function writes: these arguments keep their layouts
     parts            the call is many independent ones (a function on lists): for each its Factors, numbered on its
@@ -112,6 +114,7 @@ class Factors:
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: LocalMaker | None = None
     view: bool = False
+    again: bool = False
     ignored: frozenset[int] = frozenset()
     targets: tuple[int, ...] = (0,)
     parts: tuple[tuple[Factors, tuple[int, ...]], ...] = ()

@@ -240,3 +240,32 @@ def test_an_optimizer_built_before_sharding_is_told_so(plan):
     assert len(fresh.state) == 5
     dt.shard_module(model, grid(), {})  # what is sharded stays, and nothing is stale
     fresh.step()
+
+
+@pytest.mark.parametrize("written", ["nothing", "the table", "the result"])
+@on_ranks(2)
+def test_a_table_that_every_sequence_reads_waits_with_the_others(written):
+    mesh = dt.init_mesh((2,), ("dp",))
+    table = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+    data = torch.randn(4, 5, 3, dtype=torch.float64)
+    weight = dt.shard_tensor(table, mesh)
+    x = dt.shard_tensor(data, mesh, [dt.Shard(0)])
+
+    def loss_of(weight, x):
+        places = F.embedding(torch.arange(5), weight)
+        if written == "the table":
+            with torch.no_grad():
+                weight.mul_(2.0)
+        elif written == "the result":
+            places[1:].mul_(3.0)
+        return (x * places).square().sum()
+
+    with dt.record_comms() as sent:
+        loss = loss_of(weight, x)
+        loss.backward()
+    assert weight.grad.partial_status == ({0: "sum"} if written == "nothing" else {})
+    assert len(sent.records) == (written != "nothing")
+    plain = loss_of(table, data)
+    plain.backward()
+    torch.testing.assert_close(loss.full_tensor(), plain)
+    torch.testing.assert_close(weight.grad.full_tensor(), table.grad)
