@@ -58,7 +58,9 @@ def compare(group: Any, what: str) -> None:
     rank = group.ranks[group.index]
     call = group.calls[0]
     group.calls[0] += 1
-    name = f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}/{call}"
+    name = (
+        f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}/{call}"
+    )
     mine = f"{what} at {user_line()}"
     store.set(f"disttensor/last/{rank}", f"{'+'.join(group.axes)} #{call}: {mine}")
     store.set(f"{name}/{rank}", mine)

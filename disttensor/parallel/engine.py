@@ -140,6 +140,8 @@ class Engine:
                     self._close(segment)
                 elif not segment.whole:
                     segment.free()  # gathered ahead, and not used
+                elif segment.persist:
+                    self._listen(segment)  # a twin that was lent may have found another use
 
     def _take_place(self, segment: Segment) -> None:
         if segment.epoch != self.epoch:
