@@ -68,7 +68,7 @@ def rows() -> list[Row]:
             {"parameters": "M/4+M", "gradients": "M", "state": "2*M/4", "all_gather": "3/4*M", "all_reduce": "3/2*M"}),
         Row("sharding 4, stage 2", {"sharding": 4, "zero_stage": 2},
             {"parameters": "M/4+M", "gradients": "M/4", "state": "2*M/4", "all_gather": "3/4*M",
-             "reduce_scatter": "3/4*M", "all_reduce": "3/2*E"}),
+             "reduce_scatter": "3/4*M"}),
         Row("sharding 4, stage 3", {"sharding": 4}, {**zero3, **both}),
         Row("the same, amp bf16", {"sharding": 4, "amp": "bf16"},
             {**zero3, **both, "gathered": "2*B/2", "all_gather": "3/2*M/2", "all_reduce": "3/2*E/2"}),
