@@ -11,35 +11,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import disttensor as dt
-from disttensor import Replicate, Shard
 from tests.oracle import randn
 from tests.pool import on_ranks
 from tests.training import (
-    STAGES,
+    EACH,
+    S0,
     check,
     compare,
     engine,
     full,
     gradients,
-    mesh_of,
+    line,
+    mlp,
     squares,
+    stages,
     train,
     ways,
 )
-
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-stages = pytest.mark.parametrize("stage", STAGES)
-EACH = ["0", "2", "4"]
-
-
-def line():
-    return mesh_of((2,), ("fsdp",))
-
-
-def mlp():
-    return nn.Sequential(
-        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)
-    ).double()
 
 
 @on_ranks(2)

@@ -9,29 +9,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import Replicate, Shard
 from tests.oracle import randn
 from tests.pool import on_ranks
 from tests.training import (
-    STAGES,
-    at_rest,
+    S0,
     check,
     compare,
-    full,
-    gradients,
-    mesh_of,
+    line,
     squares,
+    stages,
     train,
+    usable,
     ways,
 )
-
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-stages = pytest.mark.parametrize("stage", STAGES)
-
-
-def line():
-    return mesh_of((2,), ("fsdp",))
-
 
 # Results ----------------------------------------------------------------------------------------------
 
@@ -344,17 +334,3 @@ def test_a_graph_entered_behind_the_engine_is_an_error_and_no_wrong_number():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         mail.x.backward()
     usable(model, make)
-
-
-def usable(model, make):
-    """The next step is right, whatever happened before."""
-    plain = make()
-    with torch.no_grad():
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            p.copy_(full(q))
-            q.grad = None
-    x = randn(5, 6, seed=9)
-    want = squares(plain, x).detach(), gradients(plain)
-    got = full(squares(model, dt.shard_tensor(x, line(), [S0]))), gradients(model)
-    compare(got, want)
-    at_rest(model, list(model.parameters()))

@@ -9,36 +9,28 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor import DistTensor, Replicate, Shard
+from disttensor import DistTensor
 from tests.oracle import randn
 from tests.pool import on_ranks
 from tests.training import (
-    STAGES,
+    EACH,
+    S0,
+    R,
     adamw,
     at_rest,
     compare,
     full,
     gradients,
+    line,
     mesh_of,
+    mlp,
     sgd,
     squares,
+    stages,
+    usable,
     values,
     ways,
 )
-
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-stages = pytest.mark.parametrize("stage", STAGES)
-EACH = ["0", "2", "4"]
-
-
-def line():
-    return mesh_of((2,), ("fsdp",))
-
-
-def mlp(dtype=torch.float64):
-    return nn.Sequential(
-        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)
-    ).to(dtype)
 
 
 def batch(i=0, dtype=torch.float64):
@@ -407,20 +399,6 @@ def test_another_dtype_afterwards_is_an_error(change, stage):
 
 
 # Exceptions ---------------------------------------------------------------------------------------------------
-
-
-def usable(model, make=mlp):
-    """The next step is right, whatever happened before."""
-    plain = make()
-    with torch.no_grad():
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            p.copy_(full(q))
-            q.grad = None
-    x = randn(5, 6, seed=9)
-    want = squares(plain, x).detach(), gradients(plain)
-    got = full(squares(model, dt.shard_tensor(x, line(), [S0]))), gradients(model)
-    compare(got, want)
-    at_rest(model, list(model.parameters()))
 
 
 class Boom(Exception):

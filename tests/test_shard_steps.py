@@ -7,35 +7,25 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor import DistTensor, Replicate, Shard
+from disttensor import DistTensor
 from tests.oracle import randn
 from tests.pool import on_ranks
 from tests.training import (
-    STAGES,
+    EACH,
+    S0,
     at_rest,
     check,
     compare,
     full,
     gradients,
-    mesh_of,
+    line,
+    mlp,
     sgd,
+    stages,
     ways,
 )
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-stages = pytest.mark.parametrize("stage", STAGES)
-EACH = ["0", "2", "4"]
 cuts = pytest.mark.parametrize("segments", [EACH, dt.SegmentBySize()], ids=["each", "one"])
-
-
-def mlp():
-    return nn.Sequential(
-        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)
-    ).double()
-
-
-def line():
-    return mesh_of((2,), ("fsdp",))
 
 
 # Several forwards and backwards in one step -----------------------------------------------------------

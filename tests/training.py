@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,11 +19,24 @@ from tests.oracle import randn
 Tensor = torch.Tensor
 Step = Callable[[nn.Module, Any], Tensor]
 STAGES = (1, 2, 3, None)  # None: plain data parallelism
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+EACH = ["0", "2", "4"]  # a segment for each layer of ``mlp``
+stages = pytest.mark.parametrize("stage", STAGES)
 
 
 def mesh_of(shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None = None) -> Any:
     order = torch.arange(torch.Size(shape).numel()) if ranks is None else torch.tensor(ranks)
     return ProcessMesh(order.reshape(*shape), tuple(names))
+
+
+def line() -> Any:
+    return mesh_of((2,), ("fsdp",))
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)
+    ).to(dtype)
 
 
 def ways(stage: int | None) -> dict[str, Any]:
@@ -120,3 +134,17 @@ def at_rest(model: nn.Module, held: Sequence[Any]) -> None:
             assert not twin.apart or not twin.collected(), twin.name
     for p in held:
         assert p.grad is None or not any(isinstance(x, Partial) for x in p.grad.placements)
+
+
+def usable(model: nn.Module, make: Callable[[], nn.Module] = mlp) -> None:
+    """The next step is right, whatever happened before."""
+    plain = make()
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            p.copy_(full(q))
+            q.grad = None
+    x = randn(5, 6, seed=9)
+    want = squares(plain, x).detach(), gradients(plain)
+    got = full(squares(model, dt.shard_tensor(x, line(), [S0]))), gradients(model)
+    compare(got, want)
+    at_rest(model, list(model.parameters()))
