@@ -57,6 +57,18 @@ def test_dp_x_tp(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2, timeout=120)
+def test_two_ranks_with_sharded_state(name: str) -> None:
+    check(case(name), pair("dp"), stage=3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@on_ranks(4, timeout=120)
+def test_dp_x_tp_with_sharded_state(name: str) -> None:
+    check(case(name), square(), stage=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, timeout=120)
 def test_the_proposed_plan(name: str) -> None:
     made = case(name)
     plan = dt.plans.megatron(made.model(), "tp", pair("tp"))

@@ -99,11 +99,16 @@ class Part:
           large on its way to a small one. It grows again, by ``more``, in the dtype of the parameter.
     """
 
-    def __init__(self, twins: Sequence[Twin], axes: Axes, axis: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype
+    ) -> None:
         mesh = twins[0].spec.mesh
         self.twins, self.mesh = twins, mesh
         self.index = (mesh.coordinate or ())[axis]
         self.rest = tuple(a for a in axes if a != axis)
+        # All ranks come here in one order. What follows a first sum has an order of its own, so it has another lane; to make
+        # a group all its ranks must come, so that is not done there.
+        self.replicas = mesh.group(self.rest, "replicas") if self.rest and last else None
         self.rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
         self.width = self.rows.total + len(twins)
         self.grads, self.present = _taken(twins)
@@ -119,19 +124,18 @@ class Part:
         counts = grads[0].new_tensor(self.present, dtype=dtype)
         return torch.cat([self.rows.joined(pieces, dtype), counts])
 
-    def shards(self, row: Tensor, last: bool) -> Steps:
+    def shards(self, row: Tensor) -> Steps:
         """From [width], summed over the axis, to gradients of the parameters."""
         pieces = self.rows.pieces(row[: self.rows.total], self.index)
         counts = row[self.rows.total :]
         rest = self.rest
-        if rest and last:
+        if self.replicas is not None:
             for i, twin in enumerate(self.twins):
                 earlier = twin.stashed(rest)
                 if earlier is not None:
                     pieces[i].add_(earlier, alpha=self.less)
                     counts[i] += 1
-            # What follows a first sum has an order of its own among the ranks, and so another lane.
-            yield comm.start_all_reduce(row, "sum", self.mesh.group(rest, "replicas"))
+            yield comm.start_all_reduce(row, "sum", self.replicas)
             rest = ()
         if self.more != 1:
             pieces = [
@@ -146,7 +150,7 @@ def _scattered(
     groups: Sequence[tuple[Axes, Sequence[Twin]]], axis: int, last: bool, dtype: torch.dtype
 ) -> Steps:
     """One reduce-scatter over ``axis``; then those of each set of axes over what else they wait on."""
-    parts = [Part(twins, axes, axis, dtype) for axes, twins in groups]
+    parts = [Part(twins, axes, axis, last, dtype) for axes, twins in groups]
     mesh = parts[0].mesh
     widths = [part.width for part in parts]
     wire = packed([(part.rows, part.grads, part.present) for part in parts], dtype)
@@ -159,17 +163,17 @@ def _scattered(
     del wire
     yield pending
     yield from _one_after_another(
-        [p.shards(r, last) for p, r in zip(parts, row.split(widths), strict=True)]
+        [p.shards(r) for p, r in zip(parts, row.split(widths), strict=True)]
     )
 
 
 @torch.no_grad()
 def _sliced(twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype) -> Steps:
     """Nothing to sum over ``axis``; then over the others."""
-    part = Part(twins, axes, axis, dtype)
+    part = Part(twins, axes, axis, last, dtype)
     row = part.cut(dtype)
     yield _NOTHING  # so that what follows is in one order with that of those that had something to do
-    yield from part.shards(row, last)
+    yield from part.shards(row)
 
 
 def _one_after_another(steps: Sequence[Steps]) -> Steps:

@@ -55,8 +55,13 @@ def placements(dim: int | None, mesh: dt.ProcessMesh, axis: str) -> list[dt.Plac
     ]
 
 
-def check(case: Case, mesh: dt.ProcessMesh, plan: Mapping[Any, Any] | None = None) -> dt.CommLog:
-    """Loss and gradients on ``mesh`` (axes named dp, tp) are those of one process.
+def check(
+    case: Case,
+    mesh: dt.ProcessMesh,
+    plan: Mapping[Any, Any] | None = None,
+    stage: int | None = None,
+) -> dt.CommLog:
+    """Loss and gradients on ``mesh`` (axes named dp, tp) are those of one process. ``stage``: with state in shards over dp.
 
     Returns what was communicated in forward and backward.
     """
@@ -66,6 +71,9 @@ def check(case: Case, mesh: dt.ProcessMesh, plan: Mapping[Any, Any] | None = Non
     if plan is None and "tp" in mesh.dim_names:
         plan = {name: placements(dim, mesh, "tp") for name, dim in case.plan.items()}
     dt.shard_module(model, mesh, plan)
+    if stage is not None:
+        small = dt.SegmentBySize(0.02)  # several of them
+        dt.shard_data_parallel(model, shard_axis="dp", stage=stage, segments=small)
     split = {
         key: dt.shard_tensor(value, mesh, placements(case.batch_dim, mesh, "dp"))
         for key, value in batch.items()
