@@ -21,7 +21,7 @@ from disttensor.gradient import AFTER_FAILURE
 from disttensor.parallel.accumulation import Accumulation
 from disttensor.parallel.backward import Backward, at_the_end, number
 from disttensor.parallel.passes import Pass
-from disttensor.parallel.reduction import Steps, reductions
+from disttensor.parallel.reduction import Steps, make_groups, reductions
 from disttensor.parallel.segment import Segment
 from disttensor.sync import BEFORE_SYNC, BEFORE_ZERO
 from disttensor.tree import flat, substitute
@@ -175,7 +175,10 @@ class Engine:
     def _listen(self, segment: Segment) -> None:
         """Be told when a leaf has its gradient, of those that have come since the last time."""
         for twin in segment.twins:
-            for leaf in twin.new_leaves():
+            new = twin.new_leaves()
+            if new:
+                make_groups([twin], scatter=self.scatter)
+            for leaf in new:
                 at = len(segment.leaves)
                 segment.leaves.append(twin.name)
                 leaf.register_post_accumulate_grad_hook(partial(self._arrived, segment, at))

@@ -64,6 +64,21 @@ def _own_piece(twin: Twin, complete: Tensor) -> Tensor:
     return piece if piece.shape == complete.shape else piece.clone()
 
 
+def make_groups(twins: Sequence[Twin], *, scatter: bool) -> None:
+    """The groups that reductions of these twins need. To make one all its ranks must come: in a forward, where all come in the
+    order of the program, not in a backward, where one may be waited for elsewhere."""
+    for twin in twins:
+        axes, mesh = twin.axes(), twin.spec.mesh
+        if twin.axis is None or not scatter:
+            ways = [(axes, "reduce")]
+        else:
+            rest = tuple(a for a in axes if a != twin.axis)
+            ways = [((twin.axis,), "reduce"), (rest, "replicas")]
+        for over, lane in ways:
+            if over:
+                mesh.group(over, lane)
+
+
 def _settle(twins: Sequence[Twin]) -> None:
     """Nothing to communicate: gradients that are whole on every rank."""
     for twin in twins:
@@ -106,8 +121,7 @@ class Part:
         self.twins, self.mesh = twins, mesh
         self.index = (mesh.coordinate or ())[axis]
         self.rest = tuple(a for a in axes if a != axis)
-        # All ranks come here in one order. What follows a first sum has an order of its own, so it has another lane; to make
-        # a group all its ranks must come, so that is not done there.
+        # What follows a first sum has an order of its own, and so another lane.
         self.replicas = mesh.group(self.rest, "replicas") if self.rest and last else None
         self.rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
         self.width = self.rows.total + len(twins)
