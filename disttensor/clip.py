@@ -82,10 +82,6 @@ def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
     return all(mesh.size == size for mesh in meshes)
 
 
-def the_world() -> comm.Group:
-    return comm.new_group(range(comm.world()[1]), ("world",))
-
-
 def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
     """The axes of ``mesh`` by which some of these parameters, or of their gradients, are split."""
     found: set[int] = set()
@@ -100,14 +96,14 @@ def meeting(shares: Shares) -> comm.Group | None:
     """The ranks that must put their numbers together so that all know those of the whole; None: each knows them."""
     meshes = [mesh for mesh in shares if mesh is not None]
     if not everywhere(meshes) or None in shares:
-        return the_world()
+        return comm.the_world()
     split = {mesh: split_by(mesh, shares[mesh]) for mesh in meshes}
     if not any(split.values()):
         return None
     mesh = meshes[0]
     if len(meshes) == 1 and mesh.ranks == tuple(sorted(mesh.ranks)):
         return mesh.group(split[mesh])
-    return the_world()  # rows of a mesh in another order might add up in different orders
+    return comm.the_world()  # rows of a mesh in another order might add up in different orders
 
 
 def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:

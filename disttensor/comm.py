@@ -21,6 +21,7 @@ from disttensor.comm_groups import Group as Group
 from disttensor.comm_groups import create_groups as create_groups
 from disttensor.comm_groups import new_group as new_group
 from disttensor.comm_groups import process_group as process_group
+from disttensor.comm_groups import the_world as the_world
 from disttensor.comm_groups import world as world
 
 Tensor = torch.Tensor
@@ -365,7 +366,7 @@ class Pending:
             raise self._error
 
 
-_OVER = Pending("", Group((0,), 0, (), None), None, None)  # nothing was to be done
+OVER = Pending("", Group((0,), 0, (), None), None, None)  # nothing was to be done
 
 
 def _start(
@@ -407,7 +408,7 @@ def start_all_reduce(x: Tensor, op: str, group: Group) -> Pending:
     """``all_reduce`` in place: after ``wait``, x holds the elementwise ``op`` over all members."""
     n, x = group.size, _startable("all_reduce", x, op)
     if n == 1:
-        return _OVER
+        return OVER
     native, before, after = _scaled(op, x, group)
     if before != 1:
         x.mul_(before)
@@ -423,7 +424,7 @@ def start_all_gather(x: Tensor, out: Tensor, group: Group) -> Pending:
     _fits("all_gather", x, out, n)
     if n == 1:
         out.view(-1).copy_(x.view(-1))
-        return _OVER
+        return OVER
     after = None
     if not group.straight:
         rows = out.view(n, -1)
@@ -457,7 +458,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, op: str, group: Group) -> Pendi
     _fits("reduce_scatter", out, x, n)
     if n == 1:
         out.view(-1).copy_(x.view(-1))
-        return _OVER
+        return OVER
     wire = x.view(-1)
     if not group.straight:
         wire = x.view(n, -1)[[group.order.index(i) for i in range(n)]].view(-1)

@@ -82,6 +82,11 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Grou
     )
 
 
+def the_world() -> Group:
+    """All ranks."""
+    return new_group(range(world()[1]), ("world",))
+
+
 def process_group(
     members: tuple[int, ...], axes: Sequence[str], lane: str = "", timeout: float | None = None
 ) -> Any:

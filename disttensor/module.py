@@ -229,6 +229,11 @@ def _check_placements(
         raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
 
 
+def alike(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Do the parts of a module's name match those of a glob, in which ``*`` stands for one part or some of one?"""
+    return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
+
+
 def _matches(pattern: Any, name: str, modules: set[str]) -> bool:
     owners = [name]
     while "." in owners[-1]:

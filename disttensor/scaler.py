@@ -14,7 +14,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from disttensor import comm
-from disttensor.clip import by_mesh, meeting, the_world
+from disttensor.clip import by_mesh, meeting
 from disttensor.sync import check_fresh, sync_gradients
 from disttensor.tensor import DistTensor
 
@@ -45,7 +45,7 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
             f"shard_scaler: a torch.amp.GradScaler is expected, not {type(scaler).__name__}"
         )
     mine = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
-    everyone = comm.gather_objects(mine, the_world())
+    everyone = comm.gather_objects(mine, comm.the_world())
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(
@@ -83,7 +83,7 @@ def _unscale_grads_(
     except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
         refused = error
         found.fill_(1.0)
-    group = the_world() if whole else meeting(by_mesh(params))
+    group = comm.the_world() if whole else meeting(by_mesh(params))
     if group is not None:
         found = comm.all_reduce(found, "max", group)
     if refused is not None:

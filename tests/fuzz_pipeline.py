@@ -5,7 +5,6 @@ python -m tests.fuzz_pipeline --seeds 0:100 --world 2
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from disttensor import pipeline
 from disttensor.pipeline import Action, Schedule
 from tests import pool
 from tests.oracle import randn
-from tests.stages import Stages, check_stages, stage_meshes
+from tests.stages import Stages, check_stages, fuzz, stage_meshes
 
 KINDS = {2: (2,), 4: (1, 3, 4)}  # of tests.stages.stage_meshes
 WIDTH = 5
@@ -145,13 +144,6 @@ def main(first: int, last: int, world: int) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:100")
-    parser.add_argument("--world", type=int, default=2)
-    options = parser.parse_args()
-    start, end = map(int, options.seeds.split(":"))
     from tests import fuzz_pipeline  # not __main__: the ranks find its functions by name
 
-    count = fuzz_pipeline.main(start, end, options.world)
-    print(f"{end - start} chains, {count} fail")
-    raise SystemExit(bool(count))
+    fuzz(__doc__, "chains", fuzz_pipeline.main)

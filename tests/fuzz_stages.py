@@ -10,7 +10,6 @@ each other for ever; nothing has to hang to find it). By hand, the failures made
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import tempfile
 import warnings
@@ -28,6 +27,7 @@ from disttensor import ProcessMesh
 from tests import fuzz, fuzz_writer, oracle, pool
 from tests.fuzz_world import Program, World, placements
 from tests.fuzz_writer import Writer
+from tests.stages import fuzz as fuzz_seeds
 
 # Meshes of programs in a world of this size: apart, overlapping, one in another, the whole world
 MESHES: dict[int, tuple[Any, ...]] = {
@@ -477,13 +477,6 @@ def main(first: int, last: int, world: int, timeout: float = 20.0) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:100")
-    parser.add_argument("--world", type=int, default=2)
-    options = parser.parse_args()
-    start, end = map(int, options.seeds.split(":"))
     from tests import fuzz_stages  # not __main__: the ranks find its functions by name
 
-    count = fuzz_stages.main(start, end, options.world)
-    print(f"{end - start} programs, {count} fail")
-    raise SystemExit(bool(count))
+    fuzz_seeds(__doc__, "programs", fuzz_stages.main)

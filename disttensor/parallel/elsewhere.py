@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from disttensor import outside
-from disttensor.parallel.twin import Twin
-from disttensor.tree import substitute
-
-Tensor = torch.Tensor
+from disttensor.parallel.twin import Twin, cast
 
 
 class Elsewhere:
@@ -66,12 +63,8 @@ class _Begins:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.of.show()
         self.of.running += 1
-        if self.of.compute is None:
-            return None
-        return substitute(args, self._cast), substitute(kwargs, self._cast)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(self.of.compute) if x.is_floating_point() else x
+        compute = self.of.compute
+        return None if compute is None else (cast(args, compute), cast(kwargs, compute))
 
 
 class _Ends:

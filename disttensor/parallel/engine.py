@@ -23,6 +23,7 @@ from disttensor.parallel.backward import Backward, at_the_end, number
 from disttensor.parallel.passes import Pass
 from disttensor.parallel.reduction import Steps, make_groups, reductions
 from disttensor.parallel.segment import Segment
+from disttensor.parallel.twin import cast
 from disttensor.sync import BEFORE_SYNC, BEFORE_ZERO
 from disttensor.tree import flat, substitute
 from disttensor.window import EACH_TIME, Window, present
@@ -100,10 +101,7 @@ class Engine:
                 segment.passing.takes(flat((args, kwargs), []))
         if self.compute is None:
             return None
-        return substitute(args, self._cast), substitute(kwargs, self._cast)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(self.compute) if x.is_floating_point() else x
+        return cast(args, self.compute), cast(kwargs, self.compute)
 
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
         segment.running -= 1
@@ -121,7 +119,7 @@ class Engine:
         if segment.passing is not None and (over or segment.comes_and_goes):
             segment.passing.gives(given, settle=segment.comes_and_goes)
             if segment.comes_and_goes:
-                segment.passing.keeps(segment.kept(), settle=True)
+                segment.passing.keeps(segment.kept(module), settle=True)
         if over:
             self._close(segment)
         return output if copied else None
@@ -268,15 +266,17 @@ class Engine:
 
 
 def _share(segments: Sequence[Segment]) -> None:
-    """Each module to the innermost segment around it."""
-    own: dict[nn.Module, Segment] = {}
+    """Each module to the innermost module of a segment around it."""
+    own: dict[nn.Module, tuple[Segment, nn.Module]] = {}
     trees = [
-        (list(module.modules()), segment) for segment in segments for module in segment.modules
+        (list(module.modules()), (segment, module))
+        for segment in segments
+        for module in segment.modules
     ]
-    for members, segment in sorted(trees, key=lambda tree: -len(tree[0])):
-        own.update(dict.fromkeys(members, segment))
-    for module, segment in own.items():
-        segment.tables.append(module.__dict__)
+    for members, around in sorted(trees, key=lambda tree: -len(tree[0])):
+        own.update(dict.fromkeys(members, around))
+    for inner, (segment, module) in own.items():
+        segment.tables.setdefault(module, []).append(inner.__dict__)
 
 
 def _engines() -> list[Engine]:

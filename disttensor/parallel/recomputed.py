@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from disttensor.pipeline.layers import named_like
 from disttensor.skip import Skip
 
 _NO_FORWARD = nn.Module.forward
@@ -36,25 +36,14 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     elements in place of a ModuleList. Raises ValueError for a name that means none, and for what cannot be wrapped."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for pattern in names:
-        parts = pattern.split(".")
-        hits = [
-            (name, module)
-            for name, module in model.named_modules()
-            if name.count(".") == len(parts) - 1
-            and all(map(fnmatchcase, name.split("."), parts))
-            and name
-        ]
+        hits = named_like(pattern, model)
         if not hits:
             there = [name for name, _ in model.named_modules() if name]
             close = get_close_matches(pattern, there, 3, 0.5) or there[:8]
             raise ValueError(
                 f"Strategy: recompute={pattern!r} matches no module of {type(model).__name__}; there are {', '.join(close)}, ..."
             )
-        for name, module in hits:
-            within = [(f"{name}.{key}", child) for key, child in module.named_children()]
-            listed = isinstance(module, nn.ModuleList) and type(module).forward is _NO_FORWARD
-            for where, child in within if listed else [(name, module)]:
-                found[id(child)] = (where, child)
+        found.update({id(module): (name, module) for name, module in hits})
     for name, module in found.values():
         if type(module).forward is _NO_FORWARD or not isinstance(
             module.__dict__.get("forward"), (Skip, type(None))

@@ -11,7 +11,6 @@ A row ends with one number per parameter: how many ranks bring a gradient. Where
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from disttensor.parallel.twin import Twin, piece_of
 
 Tensor = torch.Tensor
 Steps = Generator[comm.Pending, None, None]
-_NOTHING = comm.Pending("", comm.Group((0,), 0, (), None), None, None)
 
 
 def reductions(
@@ -100,9 +98,6 @@ def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
                 twin.spec.local_shape, dtype=twin.spec.dtype, device=twin.held.device
             )
         grads.append(pending)
-    if len({g.dtype for g in grads}) > 1:  # some are kept in the dtype of the parameter
-        wide = functools.reduce(torch.promote_types, (g.dtype for g in grads))
-        grads = [g.to(wide) for g in grads]
     return grads, present
 
 
@@ -186,7 +181,7 @@ def _sliced(twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: tor
     """Nothing to sum over ``axis``; then over the others."""
     part = Part(twins, axes, axis, last, dtype)
     row = part.cut(dtype)
-    yield _NOTHING  # so that what follows is in one order with that of those that had something to do
+    yield comm.OVER  # so that what follows is in one order with that of those that had something to do
     yield from part.shards(row)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from disttensor import comm
+from disttensor.api import digest
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Replicate
 from disttensor.tensor import DistTensor
@@ -82,13 +82,12 @@ def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
     named = dict(_named(module_or_tensors))
     names = {id(x): name for name, x in reversed(named.items())}
     for x, mesh, axes in _shared(named.values()):
-        entry = (_digest(x._local), repr(x._spec))
+        entry = (digest(x._local), repr(x._spec))
         groups.setdefault((mesh, axes), {})[names[id(x)]] = entry
     for (mesh, axes), mine in groups.items():
         group = mesh.group(axes)
         found += _differences(comm.gather_objects(mine, group), group)
-    size = comm.world()[1]
-    everywhere = comm.gather_objects(found, comm.new_group(range(size), ("world",)))
+    everywhere = comm.gather_objects(found, comm.the_world())
     lines = sorted({tuple(line) for ours in everywhere for line in ours})
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -107,13 +106,6 @@ def _named(source: Any) -> Iterator[tuple[str, Any]]:
         yield from source.named_buffers()
     else:
         yield from ((f"tensors[{i}]", x) for i, x in enumerate(source))
-
-
-def _digest(x: torch.Tensor) -> str:
-    """Of the bytes: NaN equals itself, -0.0 is not 0.0."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    data: Any = x.reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _differences(

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from disttensor.layout import chunk
+
 Tensor = torch.Tensor
 
 
@@ -28,10 +30,7 @@ class Rows:
     def __init__(self, shapes: Sequence[Sequence[int]], n: int) -> None:
         self.n = n
         self.shapes = [tuple(shape) for shape in shapes]
-        self.steps = [-(-shape[0] // n) if shape else 1 for shape in self.shapes]
-        self.sizes = [
-            step * math.prod(shape[1:]) for step, shape in zip(self.steps, self.shapes, strict=True)
-        ]
+        self.sizes = [math.prod(self.piece_shape(j, 0)) for j in range(len(self.shapes))]
         self.offsets = list(itertools.accumulate(self.sizes, initial=0))
         self.total = self.offsets.pop()
 
@@ -76,18 +75,18 @@ class Rows:
         return out
 
     def piece_shape(self, j: int, index: int) -> tuple[int, ...]:
-        shape, step = self.shapes[j], self.steps[j]
-        if not shape:
-            return ()
-        start = min(index * step, shape[0])
-        return (min(step, shape[0] - start), *shape[1:])
+        shape = self.shapes[j]
+        return (chunk(shape[0], self.n, index)[1], *shape[1:]) if shape else ()
 
     def piece(self, j: int, whole: Tensor, index: int) -> Tensor:
         """Piece ``index`` of the whole tensor j: a view."""
-        if not self.shapes[j]:
-            return whole
-        start = min(index * self.steps[j], len(whole))
-        return whole[start : start + self.steps[j]]
+        return piece(whole, self.n, index) if self.shapes[j] else whole
+
+
+def piece(whole: Tensor, n: int, index: int) -> Tensor:
+    """Piece ``index`` of n along dim 0: a view."""
+    start, length = chunk(len(whole), n, index)
+    return whole[start : start + length]
 
 
 Group = tuple[Rows, Sequence[Tensor], Sequence[float]]
@@ -96,6 +95,7 @@ Group = tuple[Rows, Sequence[Tensor], Sequence[float]]
 def packed(groups: Sequence[Group], dtype: torch.dtype) -> Tensor:
     """[n, sum of (total + len(tail))]: whole tensors cut into rows, those of a group followed by its tail in each row."""
     n, first = groups[0][0].n, groups[0][1][0]
+    # Sums that were kept are of the dtype of the parameter; one dtype goes into a wire.
     of = functools.reduce(torch.promote_types, (w.dtype for _, wholes, _ in groups for w in wholes))
     out = first.new_empty(n, sum(r.total + len(tail) for r, _, tail in groups), dtype=dtype)
     parts: list[Tensor] = []

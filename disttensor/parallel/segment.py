@@ -36,7 +36,7 @@ class Buffer:
             twin.be(whole)
         self.nbytes = self.memory.untyped_storage().nbytes()
         self.whole = False
-        self._arriving: tuple[comm.Pending | None, Tensor, Any] | None = None
+        self._arriving: tuple[comm.Pending, Tensor, Any] | None = None
         self._of: Any = None  # what the memory held last
         self._version = 1  # of the memory while it is whole
         self.free()
@@ -54,7 +54,7 @@ class Buffer:
         if self._arriving is None and not self.whole:
             row = self.rows.joined([t.held._local.detach() for t in self.twins], self.memory.dtype)
             if self.group is None:
-                self._arriving = None, row, self._now()
+                self._arriving = comm.OVER, row, self._now()
             else:
                 out = row.new_empty(self.rows.n * self.rows.total)
                 self._arriving = comm.start_all_gather(row, out, self.group), out, self._now()
@@ -79,8 +79,7 @@ class Buffer:
     def _arrived(self) -> tuple[Tensor, Any]:
         assert self._arriving is not None
         (pending, out, of), self._arriving = self._arriving, None
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         return out, of
 
     def free(self) -> None:
@@ -121,7 +120,9 @@ class Segment:
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
             self.buffers.append(Buffer(members, dtype, group))
-        self.tables: list[dict[str, Any]] = []  # attributes of its modules and of those inside
+        self.tables: dict[
+            nn.Module, list[dict[str, Any]]
+        ] = {}  # for each module, its attributes and those of modules inside
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # the forward of the root in which it has its position
         self.running = 0  # forwards of its modules that are on the stack
@@ -166,10 +167,10 @@ class Segment:
             if buffer.whole and not self.shown and not buffer.fresh():
                 buffer.whole = False
 
-    def kept(self) -> list[Tensor]:
-        """What the modules keep as attributes: a second loss, for example."""
+    def kept(self, module: nn.Module) -> list[Tensor]:
+        """What one of its modules keeps as attributes: a second loss, for example."""
         found: list[Tensor] = []
-        for table in self.tables:
+        for table in self.tables.get(module, ()):
             for value in table.values():
                 kind = type(value)
                 if kind is DistTensor:

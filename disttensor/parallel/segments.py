@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from disttensor.module import alike
 from disttensor.parallel.places import Cut as Cut
 from disttensor.parallel.places import Home, Place, cuts, tree
 
@@ -145,11 +145,7 @@ def _by_names(nodes: list[Place], patterns: Sequence[str]) -> None:
         found = (
             [known[pattern]]
             if pattern in known
-            else [
-                node
-                for node, have in parts
-                if len(have) == len(want) and all(map(fnmatchcase, have, want))
-            ]
+            else [node for node, have in parts if alike(have, want)]
         )
         if not found:
             raise ValueError(f"segments: {_unknown(pattern, nodes)}")

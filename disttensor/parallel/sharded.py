@@ -14,14 +14,13 @@ import reshard
 from disttensor import outside
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
-from disttensor.module import Slot as Place
-from disttensor.module import shard_module, slots
+from disttensor.module import Slot, shard_module, slots
 from disttensor.parallel.elsewhere import Elsewhere
 from disttensor.parallel.engine import Engine
 from disttensor.parallel.replicas import broadcast_replicas
 from disttensor.parallel.segment import Segment
 from disttensor.parallel.segments import Cut, SegmentBySize, Segments, segments_of
-from disttensor.parallel.twin import Slot, Twin
+from disttensor.parallel.twin import Twin
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
@@ -78,7 +77,7 @@ def shard_data_parallel(
     held = _cut_all(module, own, shard_axis)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
-        places.setdefault(id(slot.value), []).append(Slot(slot.owner, slot.key))
+        places.setdefault(id(slot.value), []).append(slot)
     built = []
     for cut in cuts:
         twins = []
@@ -177,7 +176,7 @@ def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None
 
 
 def _cut_all(
-    module: nn.Module, own: Iterable[Place], shard_axis: str | None
+    module: nn.Module, own: Iterable[Slot], shard_axis: str | None
 ) -> dict[str, DistTensor]:
     """name -> parameter, cut over the axis, in all its slots."""
     made: dict[int, DistTensor] = {}

@@ -10,25 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from disttensor.gradient import keep, uses
 from disttensor.layout import Axes, Layout
-from disttensor.parallel.rows import Rows
+from disttensor.module import Slot
+from disttensor.parallel.rows import piece
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor, wrap
+from disttensor.tree import substitute
 
 Tensor = torch.Tensor
-
-
-class Slot(NamedTuple):
-    """Where a module holds a parameter; a tied one has several."""
-
-    owner: nn.Module
-    key: str
 
 
 def uncut(spec: DistSpec, axis: int | None) -> DistSpec:
@@ -80,10 +74,12 @@ class Twin:
     def swap(self, old: DistTensor, new: DistTensor) -> None:
         """The modules hold ``new`` in place of ``old``, unless somebody has put another tensor there. Nobody is told: for
         those who look from outside nothing changes."""
-        for owner, key in self.slots:
-            table: Any = owner._parameters
-            if table.get(key) is old:
-                dict.__setitem__(table, key, new)
+        for slot in self.slots:
+            table: Any = (
+                slot.owner._parameters
+            )  # not slot.table: one that is watched takes its place
+            if table.get(slot.key) is old:
+                dict.__setitem__(table, slot.key, new)
 
     def follow(self) -> None:
         """The twin requires grad where the parameter does."""
@@ -224,5 +220,9 @@ def piece_of(twin: Twin, grad: Tensor) -> Tensor:
     mesh = twin.spec.mesh
     if twin.axis is None or mesh.coordinate is None:
         return grad
-    rows = Rows([twin.spec.local_shape], mesh.shape[twin.axis])
-    return rows.piece(0, grad, mesh.coordinate[twin.axis])
+    return piece(grad, mesh.shape[twin.axis], mesh.coordinate[twin.axis])
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """Arguments of a module as its twins compute with them."""
+    return substitute(values, lambda x: x.to(dtype) if x.is_floating_point() else x)

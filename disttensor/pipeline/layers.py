@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from disttensor.mesh import ProcessMesh
-from disttensor.module import Slot
+from disttensor.module import Slot, alike
 from disttensor.tensor import DistTensor
 
 Layers = list[tuple[str, nn.Module]]
@@ -53,17 +52,21 @@ def chosen(
     return root, layers
 
 
-def _named(pattern: str, root: nn.Module) -> Layers:
+def named_like(pattern: str, root: nn.Module) -> Layers:
     """The modules whose names match, part by part; in place of a ModuleList its elements."""
     parts = pattern.split(".")
     found: Layers = []
     for name, module in root.named_modules():
-        have = name.split(".")
-        if len(have) == len(parts) and all(map(fnmatchcase, have, parts)) and name:
+        if name and alike(name.split("."), parts):
             if type(module).forward is _NO_FORWARD and isinstance(module, nn.ModuleList):
                 found += [(f"{name}.{key}", child) for key, child in module.named_children()]
             else:
                 found.append((name, module))
+    return found
+
+
+def _named(pattern: str, root: nn.Module) -> Layers:
+    found = named_like(pattern, root)
     if not found:
         close = ", ".join(name for name, _ in root.named_children())
         raise ValueError(
