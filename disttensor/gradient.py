@@ -247,17 +247,23 @@ def backward(
         or any(op != "sum" for _, op in layout.partial)
     ):
         gradient = seed(self, gradient)
+    run_backward([self._local], [gradient], retain_graph, create_graph, leaves_of(inputs))
+
+
+def run_backward(
+    roots: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward on locals. After one that ends with an error, whoever follows it puts things in order."""
     try:
-        self._local.backward(gradient, retain_graph, create_graph, inputs=leaves_of(inputs))
+        torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=inputs)
     except BaseException:
-        failed()
+        for run in AFTER_FAILURE:
+            run()
         raise
-
-
-def failed() -> None:
-    """A backward has ended with an error: whoever follows it puts things in order."""
-    for run in AFTER_FAILURE:
-        run()
 
 
 def autograd_backward(
@@ -272,17 +278,13 @@ def autograd_backward(
         (o._local, seed(o, s)) if isinstance(o, DistTensor) else (o, s)
         for o, s in zip(outs, seeds, strict=True)
     ]
-    try:
-        torch.autograd.backward(
-            [o for o, _ in ends],
-            [s for _, s in ends],
-            retain_graph,
-            create_graph,
-            inputs=leaves_of(inputs),
-        )
-    except BaseException:
-        failed()
-        raise
+    run_backward(
+        [o for o, _ in ends],
+        [s for _, s in ends],
+        retain_graph,
+        create_graph,
+        leaves_of(inputs),
+    )
 
 
 def autograd_grad(

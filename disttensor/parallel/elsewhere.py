@@ -53,9 +53,7 @@ class Elsewhere:
 
 
 class _Begins:
-    harmless = (
-        True  # to those who skip a module: its results do not depend on being told of this call
-    )
+    harmless = True  # to those who skip a module: its results do not depend on this being called
 
     def __init__(self, of: Elsewhere) -> None:
         self.of = of

@@ -86,9 +86,7 @@ class Buffer:
         if self._arriving is not None:
             self._arrived()
         self.memory.untyped_storage().resize_(0)
-        self._be_version(
-            0
-        )  # a node that would read it now raises, and does not read what is not there
+        self._be_version(0)  # a node that would read it now raises: there is nothing to read
         self.whole = False
 
     def written(self) -> bool:

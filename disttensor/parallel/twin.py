@@ -55,9 +55,8 @@ class Twin:
         self._hooked = 0
         self._axes: Axes = ()
         self._seen: list[Axes] = []  # the ways there were when these were last put together
-        self.hooks: dict[
-            int, Callable[[Any], Any]
-        ] = {}  # of users: called when ``held`` has its gradient
+        # Of users: called when ``held`` has its gradient.
+        self.hooks: dict[int, Callable[[Any], Any]] = {}
         self._given = False
 
     @property
@@ -174,10 +173,9 @@ class Twin:
                 complete = grad if complete is None else complete + grad
                 continue
             came = True
+            # Where it is whole already, it is the share of the first rank.
             if not any(coordinate[a] for a in union if a not in axes):
-                pending = (
-                    grad if pending is None else pending + grad
-                )  # whole there: one rank's share
+                pending = grad if pending is None else pending + grad
         if came and pending is None:
             pending = torch.zeros(
                 self.spec.local_shape, dtype=self.spec.dtype, device=self.held.device

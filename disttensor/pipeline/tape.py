@@ -15,7 +15,7 @@ import torch
 
 from disttensor import ghost, recompute
 from disttensor.crossing import TAPE, start_back
-from disttensor.gradient import failed, seed
+from disttensor.gradient import run_backward, seed
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor import DistTensor
@@ -172,11 +172,7 @@ class Tape:
                 roots.append(c.local)
                 grads.append(self.waiting(c.arrival.wait))
             if roots:  # what this visit took from an earlier one of the same mesh leads back into that one's graph
-                try:
-                    torch.autograd.backward(roots, grads, retain_graph=visit > 0)
-                except BaseException:
-                    failed()
-                    raise
+                run_backward(roots, grads, retain_graph=visit > 0)
             self._answer(visit)
 
     def _answer(self, visit: int) -> None:
