@@ -31,12 +31,12 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
 
 coverage: .venv/.installed
-	$(BIN)/python -m tests.opinfo --dtypes all --most 1000 $(ARGS)
-	$(BIN)/python -m tests.opinfo --dtypes all --most 20 --world 4 $(ARGS)
+	$(BIN)/python -m tests.opinfo.opinfo --dtypes all --most 1000 $(ARGS)
+	$(BIN)/python -m tests.opinfo.opinfo --dtypes all --most 20 --world 4 $(ARGS)
 
 operators: .venv/.installed
-	$(BIN)/python -m tests.kept $(ARGS)
-	$(BIN)/python -m tests.operators docs/operators.md
+	$(BIN)/python -m tests.opinfo.kept $(ARGS)
+	$(BIN)/python -m tests.opinfo.operators docs/operators.md
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

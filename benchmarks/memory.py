@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.parallel.segment import Buffer
+from disttensor.fsdp.segment import Buffer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT, GPTConfig, init_weights

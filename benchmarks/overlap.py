@@ -28,7 +28,7 @@ from replicas import BLOCKS, Settings, free_port, ours, zero3
 from torch import nn
 
 import disttensor as dt
-from disttensor import comm
+from disttensor.comm import collectives
 
 COLUMNS = 96
 _PAUSE = 0.0002  # seconds between looks at what is under way
@@ -78,7 +78,7 @@ class Clock:
     def watch(self) -> Iterator[None]:
         """Record what is started in the background. It is over when a look finds it so, or a wait for it returns: gloo's
         reduce_scatter does not tell before."""
-        start, wait = comm._start, comm.Pending.wait
+        start, wait = collectives._start, collectives.Pending.wait
         under_way: dict[Any, tuple[str, float]] = {}
         closing = threading.Event()
 
@@ -109,7 +109,7 @@ class Clock:
         looking = threading.Thread(target=look)
         looking.start()
         try:
-            with mock.patch.multiple(comm, _start=started), mock.patch.object(comm.Pending, "wait", waited):  # fmt: skip
+            with mock.patch.multiple(collectives, _start=started), mock.patch.object(collectives.Pending, "wait", waited):  # fmt: skip
                 yield
         finally:
             closing.set()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from disttensor.api import from_local
+from disttensor.create import from_local
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Placement, Replicate, Shard
-from disttensor.tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor
 
 _TO = {"prod": "product"}
 _FROM = {"product": "prod"}
@@ -30,9 +30,9 @@ def to_dtensor(x: DistTensor) -> Any:
     """
     if not isinstance(x, DistTensor):
         raise TypeError(f"to_dtensor: a DistTensor is expected, not {type(x).__name__}")
-    mesh = x._spec.mesh
-    if any(tuple(sorted(a)) != a for a in x._spec.layout.dims):
-        raise ValueError(f"{x._spec!r}: DTensor splits a dim in mesh order only; reshard it first")
+    mesh = x.spec.mesh
+    if any(tuple(sorted(a)) != a for a in x.spec.layout.dims):
+        raise ValueError(f"{x.spec!r}: DTensor splits a dim in mesh order only; reshard it first")
     if any(not mesh.group((a,)).straight for a in range(mesh.ndim)):
         raise ValueError(
             f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh whose ranks ascend along each axis"
@@ -43,13 +43,13 @@ def to_dtensor(x: DistTensor) -> Any:
         if isinstance(p, Partial):
             if p.reduce_op in ("any", "all"):
                 raise ValueError(
-                    f"{x._spec!r}: DTensor has no reduction {p.reduce_op!r}; reshard it first"
+                    f"{x.spec!r}: DTensor has no reduction {p.reduce_op!r}; reshard it first"
                 )
             placements.append(theirs.Partial(_TO.get(p.reduce_op, p.reduce_op)))
         else:
             placements.append(theirs.Shard(p.dim) if isinstance(p, Shard) else theirs.Replicate())
     return theirs.DTensor.from_local(
-        x._local,
+        x.local,
         mesh.to_device_mesh(),
         placements,
         run_check=False,

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from disttensor import announce, outside
-from disttensor.api import from_pieces
-from disttensor.cotangent import Typed, dual, move
-from disttensor.dispatch import one_mesh
+from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.comm import objects
+from disttensor.create import from_pieces
+from disttensor.dispatch.dispatch import one_mesh
+from disttensor.dispatch.plan import Uncacheable, key_of, plain_spec
 from disttensor.layout import layout_of
 from disttensor.mesh import ProcessMesh
-from disttensor.plan import Uncacheable, key_of, plain_spec
+from disttensor.meta import execute
 from disttensor.spec import DistSpec
-from disttensor.tensor import DistTensor, wrap
+from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tree import flat, rebuilt, substitute
 
 
@@ -62,7 +63,7 @@ def local_map(
             )
         specs = []
         for t, w in zip(tensors, wanted, strict=True):
-            spec = t._spec if isinstance(t, DistTensor) else plain_spec(t, mesh)
+            spec = t.spec if isinstance(t, DistTensor) else plain_spec(t, mesh)
             specs.append(
                 spec if w is None else spec.with_layout(layout_of(w, spec.ndim, mesh.ndim))
             )
@@ -71,10 +72,10 @@ def local_map(
             vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
         key = _kind(args, kwargs, tensors) if out_shapes is not None else None
         if mesh.coordinate is None:  # the ranks inside say what came out
-            told = known[key] if key is not None and key in known else announce.hear(mesh)
+            told = known[key] if key is not None and key in known else objects.hear(mesh)
             if key is not None:
                 known[key] = told
-            return outside.dressed_as(told, mesh, args, kwargs)
+            return execute.dressed_as(told, mesh, args, kwargs)
         numbers = iter(range(len(tensors)))
         given: list[torch.Tensor] = []
 
@@ -125,7 +126,7 @@ def local_map(
         ]
         result = dressed[0] if lone else rebuilt(result, dressed)
         if key is None or key not in known:
-            announce.tell(mesh, announce.described(result))
+            objects.tell(mesh, objects.described(result))
         if key is not None:
             known[key] = True
         return result

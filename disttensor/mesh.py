@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from disttensor import comm
+from disttensor.comm import collectives
 
 
 class ProcessMesh:
@@ -32,7 +32,7 @@ class ProcessMesh:
     dim_names: tuple[str, ...]
     device_type: str
     coordinate: tuple[int, ...] | None
-    _groups: dict[tuple[Any, ...], comm.Group]  # by axes, or by (axes, lane)
+    _groups: dict[tuple[Any, ...], collectives.Group]  # by axes, or by (axes, lane)
 
     _interned: ClassVar[dict[tuple[Any, ...], ProcessMesh]] = {}
 
@@ -46,7 +46,7 @@ class ProcessMesh:
             tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(array.ndim))
         )
         ranks = tuple(int(r) for r in array.reshape(-1))
-        rank, size = comm.world()
+        rank, size = collectives.world()
         if len(names) != array.ndim or len(set(names)) != len(names):
             raise ValueError(
                 f"ProcessMesh: {array.ndim} axes need as many different names, got {names}"
@@ -141,7 +141,7 @@ class ProcessMesh:
             out.append(tuple(place))
         return out
 
-    def group(self, axes: Sequence[int], lane: str = "") -> comm.Group:
+    def group(self, axes: Sequence[int], lane: str = "") -> collectives.Group:
         """The communicator of this rank over ``axes`` together (major first); another one for each ``lane``."""
         axes = tuple(axes)
         key = (axes, lane) if lane else axes
@@ -149,12 +149,12 @@ class ProcessMesh:
         if group is None:
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {comm.world()[0]} is not in {self!r} and cannot communicate over it"
+                    f"rank {collectives.world()[0]} is not in {self!r} and cannot communicate over it"
                 )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
             names = [self.dim_names[a] for a in axes]
-            group = self._groups[key] = comm.new_group(ranks, names, lane)
+            group = self._groups[key] = collectives.new_group(ranks, names, lane)
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:
@@ -164,7 +164,7 @@ class ProcessMesh:
             axes = [self.axis(n) for n in names]
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {comm.world()[0]} is not in {self!r}, so mesh[{index!r}] has no meaning here; index by number"
+                    f"rank {collectives.world()[0]} is not in {self!r}, so mesh[{index!r}] has no meaning here; index by number"
                 )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
@@ -196,7 +196,7 @@ class ProcessMesh:
                 if len(ranks) > 1 and (a,) not in self._groups:
                     members = sorted(ranks)
                     order = tuple(members.index(r) for r in ranks)
-                    self._groups[(a,)] = comm.Group(
+                    self._groups[(a,)] = collectives.Group(
                         ranks,
                         self.coordinate[a],
                         (names[a],),
@@ -213,7 +213,7 @@ class ProcessMesh:
         if not hasattr(self, "_device_mesh"):
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {comm.world()[0]} is not in {self!r} and has no DeviceMesh of it"
+                    f"rank {collectives.world()[0]} is not in {self!r} and has no DeviceMesh of it"
                 )
             if not dist.is_initialized():
                 raise ValueError(
@@ -221,7 +221,7 @@ class ProcessMesh:
                 )
             groups = [
                 self.group((a,)).pg
-                or comm.process_group(
+                or collectives.process_group(
                     (self.ranks[self.coordinates().index(self.coordinate)],), (name,)
                 )
                 for a, name in enumerate(self.dim_names)

@@ -106,6 +106,10 @@ class DistSpec:
             spec = self._derived[layout] = DistSpec(self.mesh, layout, self.shape, self.dtype)
         return spec
 
+    def replicated(self) -> DistSpec:
+        """The same tensor, whole on every rank."""
+        return self.with_layout(Layout(((),) * self.ndim))
+
     def with_placements(self, placements: Sequence[Placement]) -> DistSpec:
         return self.with_layout(layout_of(placements, self.ndim, self.mesh.ndim))
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from disttensor.comm import CommError
+from disttensor.comm.collectives import CommError
 
 # A rank that lost a peer knows only the symptom: the peer tells the cause, or torchrun does and
 # ends this rank. It speaks up only if it is still here after that many seconds.

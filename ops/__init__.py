@@ -8,7 +8,18 @@ from ops.factors import Arg, Factors, letters, pointwise_factors
 from ops.infer import Inferred, NoRule, infer
 from ops.registry import RULES, Rule, register, replace_rule, rule
 
-from ops import families  # noqa: F401  (fills the table)
+from ops import (  # noqa: F401  (each fills its part of the table)
+    batching,
+    foreach,
+    indexing,
+    lead,
+    linalg,
+    nn,
+    pointwise,
+    random,
+    reduction,
+    shape,
+)
 
 __all__ = [
     "RULES", "Arg", "Factors", "Inferred", "NoRule", "Rule", "infer", "letters", "pointwise_factors", "register",

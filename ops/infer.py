@@ -8,8 +8,8 @@ from typing import Any
 
 from disttensor.layout import Axes, replicated
 from disttensor.placement import Placement
-from ops.assign import Decision, assign
 from ops.factors import Arg, Factors
+from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from disttensor.layout import Axes
-from ops.call import Call, Reach
+from ops.local import Call, Reach
 
 Tensor = torch.Tensor
 

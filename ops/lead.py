@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ops.batched import or_zero, results_of
+from ops.batching import or_zero, results_of
 from ops.dims import ONE, front, fronts, letters_of, named, tensors_in
 from ops.factors import Arg, Dims, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
-from ops.matmul import PRODUCT
+from ops.linalg.matmul import PRODUCT
 from ops.registry import Function, rule
 
 

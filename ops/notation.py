@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from string import ascii_letters
 from typing import Any
 
-from ops.assign import splittable
 from ops.factors import Dims, Factors, Letter
+from ops.propagation import splittable
 
 
 def notation(f: Factors) -> str:

@@ -18,8 +18,8 @@ innermost: ``{dp: P(sum), tp: P(max)}`` is the sum over dp of the max over tp.
 """
 
 import disttensor  # noqa: F401  (the three packages load in one order, always)
-from reshard.crossing import choose, cost, run
-from reshard.plan import Step
+from reshard.cross_mesh import choose, cost, run
+from reshard.planner import Step
 from reshard.registry import register
 
 __all__ = ["Step", "choose", "cost", "register", "run"]

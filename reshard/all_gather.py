@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from disttensor import comm
+from disttensor.comm import collectives
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
-from reshard.boxes import Box, cut, numel
+from reshard.box import Box, cut, numel
 from reshard.registry import Axes, Tensor, register
 
 
@@ -22,7 +22,7 @@ class Joining:
     ``inline`` means that they only need to be joined, because just the last ones are short.
     """
 
-    group: comm.Group
+    group: collectives.Group
     shape: tuple[int, ...]
     grid: tuple[int, ...] = ()
     perm: tuple[int, ...] | None = None
@@ -76,8 +76,8 @@ def all_gather(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     how = joining(src, dst, axes)
     if how.padded is None:
         if how.perm is None:
-            return comm.all_gather(x, how.group, how.shape)
-        grid = comm.all_gather(x, how.group, how.grid)
+            return collectives.all_gather(x, how.group, how.shape)
+        grid = collectives.all_gather(x, how.group, how.grid)
         return grid.permute(how.perm).reshape(how.shape).contiguous()
     if not how.padded:
         return x.new_empty(how.shape)
@@ -85,7 +85,7 @@ def all_gather(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     if len(flat) < how.padded:
         flat = x.new_zeros(how.padded)
         flat[: x.numel()] = x.reshape(-1)
-    gathered = comm.all_gather(flat, how.group)
+    gathered = collectives.all_gather(flat, how.group)
     if how.inline:
         return gathered.view(-1)[: math.prod(how.shape)].view(how.shape)
     out = x.new_empty(how.shape)

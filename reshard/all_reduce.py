@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disttensor import comm
+from disttensor.comm import collectives
 from disttensor.placement import Partial, Replicate
 from disttensor.spec import DistSpec
 from reshard.registry import Axes, Tensor, register
@@ -22,4 +22,4 @@ def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the ranks."""
     if not x.numel():  # then it is empty on every rank of the group
         return x
-    return comm.all_reduce(x, pending(src, axes), src.mesh.group(axes))
+    return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes))

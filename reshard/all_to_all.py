@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from disttensor import comm
+from disttensor.comm import collectives
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
 from reshard.exchange import exchange
@@ -15,7 +15,7 @@ from reshard.registry import Axes, Tensor, register
 class Even(NamedTuple):
     """Equal pieces: dim j of the local is cut into ``split``, the pieces are joined along dim i."""
 
-    group: comm.Group
+    group: collectives.Group
     split: tuple[int, ...]
     i: int
     j: int
@@ -41,5 +41,5 @@ def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     how = even(src, dst, axes)
     if how is None:
         return exchange(x, src, dst, axes)
-    pieces = comm.all_to_all_even(x.reshape(how.split).movedim(how.j, 0), how.group)
+    pieces = collectives.all_to_all_even(x.reshape(how.split).movedim(how.j, 0), how.group)
     return pieces.movedim(0, how.i).reshape(how.shape).contiguous()

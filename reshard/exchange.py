@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from disttensor import comm
+from disttensor.comm import collectives
 from disttensor.layout import Axes as DimAxes
 from disttensor.spec import DistSpec
-from reshard.boxes import Box, cut, intersect, numel
+from reshard.box import Box, cut, intersect, numel
 from reshard.registry import Axes, Tensor
 
 Place = tuple[int, ...]
@@ -24,7 +24,7 @@ Place = tuple[int, ...]
 class Routes:
     """What this rank sends and receives: a box per member of the group, None for nothing."""
 
-    group: comm.Group
+    group: collectives.Group
     source: Box
     target: Box
     kept: Box | None
@@ -92,7 +92,7 @@ def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     how = routes(src, dst, axes)
     none = x.new_empty(0)
     pieces = [cut(x, how.source, box) if box else none for box in how.sent]
-    got = comm.all_to_all(pieces, how.numels, how.group)
+    got = collectives.all_to_all(pieces, how.numels, how.group)
     out = x.new_empty(dst.local_shape)
     if how.kept:
         cut(out, how.target, how.kept).copy_(cut(x, how.source, how.kept))

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from disttensor import comm
+from disttensor.comm import collectives
 from disttensor.placement import Partial, Shard
 from disttensor.spec import DistSpec
 from reshard.all_gather import grid_of
 from reshard.all_reduce import pending
-from reshard.boxes import Box, cut, numel
+from reshard.box import Box, cut, numel
 from reshard.registry import Axes, Tensor, register
 
 
@@ -19,7 +19,7 @@ from reshard.registry import Axes, Tensor, register
 class Cutting:
     """How a local is cut into the pieces of a group: Joining (all_gather.py) read backwards."""
 
-    group: comm.Group
+    group: collectives.Group
     op: str
     shape: tuple[int, ...]
     grid: tuple[int, ...] = ()
@@ -61,10 +61,10 @@ def reduce_scatter(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tenso
     if how.padded is None:
         if how.perm is not None:
             x = x.reshape(how.grid).permute(how.perm)
-        return comm.reduce_scatter(x, how.op, how.group, how.shape)
+        return collectives.reduce_scatter(x, how.op, how.group, how.shape)
     pieces = x.new_zeros(how.group.size, how.padded)
     for piece, box in zip(pieces, how.boxes, strict=True):
         if numel(box):
             piece[: numel(box)].view(box[1]).copy_(cut(x, how.whole, box))
-    out = comm.reduce_scatter(pieces, how.op, how.group)
+    out = collectives.reduce_scatter(pieces, how.op, how.group)
     return out[: math.prod(how.shape)].view(how.shape)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from disttensor.spec import DistSpec
-from reshard.boxes import Box, intersect, numel
+from reshard.box import Box, intersect, numel
 
 Axes = tuple[int, ...]
 Key = tuple[Axes, Box]  # coordinates on the kept axes, and the box of a cell

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
-from reshard.boxes import Box, cut
+from reshard.box import Box, cut
 from reshard.registry import Axes, Tensor, register
 
 

@@ -10,7 +10,7 @@ import torch
 from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
 from reshard.all_reduce import pending
-from reshard.boxes import cut
+from reshard.box import cut
 from reshard.registry import Axes, Tensor, register
 
 

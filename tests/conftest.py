@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 import torch
 
-from tests import pool
+from tests.support import pool
 
 LIMIT = 120.0  # seconds for a test, on top of what @on_ranks allows its ranks
 STUCK = 30.0  # seconds after the limit until the whole process is ended

@@ -11,8 +11,8 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
-from tests.pool import fake_world, on_ranks
-from tests.worlds import LAYOUTS, S0, S1, P, R, counted, everywhere, grid, same
+from tests.support.pool import fake_world, on_ranks
+from tests.support.worlds import LAYOUTS, S0, S1, P, R, counted, everywhere, grid, same
 
 # shard_tensor ----------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def test_shard_tensor_takes_what_torch_takes():
     ):
         for layout in LAYOUTS:
             x = dt.shard_tensor(data, mesh, layout, dtype=torch.float64)
-            assert x.placements == layout and x._local.shape == x._spec.local_shape
+            assert x.placements == layout and x.local.shape == x.spec.local_shape
             assert isinstance(x, nn.Parameter) == isinstance(data, nn.Parameter)
             same(x, plain)
     x = dt.shard_tensor(plain, mesh, dims_mapping=[[1, 0], -1])
@@ -124,12 +124,12 @@ def test_factories_allocate_the_shard_only():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for make in (dt.zeros, dt.ones, dt.empty):
             x = make(1 << 20, 1 << 14, mesh=mesh, placements=(Shard(0), Shard(1)))
-            assert x.nbytes == 64 << 30 and x._local.nbytes == 16 << 20
+            assert x.nbytes == 64 << 30 and x.local.nbytes == 16 << 20
             x.add_(1)
             del x
         x = dt.full((1 << 20, 1 << 14), 2.0, mesh=mesh, placements=(Shard(0), Shard(0)))
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        assert x._local.shape == (256, 1 << 14) and peak < 128, f"{peak} MiB"
+        assert x.local.shape == (256, 1 << 14) and peak < 128, f"{peak} MiB"
 
 
 # from_local ------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_local_map_several_results_keywords_and_plain_tensors():
     same(p.grad, plain.sum(0))
     shaped = dt.local_map(lambda a: a * 2, out_placements=(S0, R), out_shapes=(5, 6))
     with dt.record_comms() as log:
-        same(shaped(x)._local, 2 * x.detach()._local)
+        same(shaped(x).local, 2 * x.detach().local)
     assert len(log) == 0
 
 

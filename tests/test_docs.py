@@ -1,60 +1,27 @@
 """The pages for people are true: their code runs, in one process and on four, and prints what they show.
 
-A ``text`` block shows what rank 0 of four prints. As a script (`test_docs.py RESULT PAGE ...`) this file runs
-pages one after the other and writes what each has printed.
+A ``text`` block shows what rank 0 of four prints.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import pages
+from tests.support.pages import ROOT, blocks, program
+
+RUN_PAGES = str(Path(pages.__file__))
 PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 LAUNCH = [str(ROOT / "examples" / "launch.py"), "4"]
 EXAMPLE = str(ROOT / "examples" / "tensor_parallel.py")
 PATIENCE = 100.0  # seconds
-
-
-def blocks(page: str) -> Iterator[tuple[str, int, str]]:
-    """(language, number of the first line, text) of each fenced block."""
-    language, first, lines = None, 0, []
-    for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
-        if not line.startswith("```"):
-            lines.append(line)
-        elif language is None:
-            language, first, lines = line[3:], number + 1, []
-        else:
-            yield language, first, "\n".join(lines)
-            language = None
-
-
-def program(page: str) -> str:
-    """The page's Python, each line where it stands in the page, so that tracebacks point there."""
-    lines: list[str] = []
-    for language, first, text in blocks(page):
-        if language == "python":
-            lines += [""] * (first - 1 - len(lines)) + text.split("\n")
-    return "\n".join(lines)
-
-
-def run_pages(result: str, pages: list[str]) -> None:
-    printed = {}
-    for page in pages:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(program(page), page, "exec"), {"__name__": "page"})
-        printed[page] = out.getvalue()
-    if os.environ.get("RANK", "0") == "0":
-        Path(result).write_text(json.dumps(printed))
 
 
 def run(*command: str) -> str:
@@ -87,15 +54,15 @@ def same_lines(text: str) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if program(p)])
 def test_page_runs_in_one_process(page: str, tmp_path: Path) -> None:
-    run(__file__, str(tmp_path / "out"), page)
+    run(RUN_PAGES, str(tmp_path / "out"), page)
 
 
 @pytest.mark.limit(240)
 def test_pages_print_on_four_ranks_what_they_show(tmp_path: Path) -> None:
-    pages = [p for p in PAGES if program(p)]
-    run(*LAUNCH, __file__, str(tmp_path / "four"), *pages)
+    showing = [p for p in PAGES if program(p)]
+    run(*LAUNCH, RUN_PAGES, str(tmp_path / "four"), *showing)
     printed = json.loads((tmp_path / "four").read_text())
-    for page in pages:
+    for page in showing:
         rest = same_lines(printed[page])
         for language, first, text in blocks(page):
             if language == "text":
@@ -110,7 +77,7 @@ def test_pages_print_on_four_ranks_what_they_show(tmp_path: Path) -> None:
 def test_readme_gives_the_same_loss_on_one_process_and_on_four(tmp_path: Path) -> None:
     losses = []
     for name, command in (("one", []), ("four", LAUNCH)):
-        run(*command, __file__, str(tmp_path / name), "README.md")
+        run(*command, RUN_PAGES, str(tmp_path / name), "README.md")
         losses.append(float(json.loads((tmp_path / name).read_text())["README.md"].split()[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -133,7 +100,3 @@ def test_megatron_mlp_is_one_all_reduce_each_way() -> None:
         ("all_reduce", "tp", "forward"),
         ("all_reduce", "tp", "backward"),
     ]
-
-
-if __name__ == "__main__":
-    run_pages(sys.argv[1], sys.argv[2:])

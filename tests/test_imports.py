@@ -13,84 +13,27 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("disttensor", "ops", "reshard")
 
-# Modules by layer, from the bottom. A module may import its own layer (without a cycle) and those
-# before it. Submodules of a listed package are in the package's layer.
-LAYERS = [
-    [
-        "disttensor.placement",
-        "disttensor.layout",
-        "disttensor.exact",
-        "disttensor.philox",
-        "disttensor.comm_log",
-        "disttensor.comm_debug",
-        "disttensor.failures",
-        "disttensor.comm_groups",
-        "disttensor.comm",
-        "disttensor.p2p",
-        "disttensor.mesh",
-        "disttensor.spec",
-    ],
-    ["ops"],
-    ["reshard"],
-    [
-        "disttensor.copies",
-        "disttensor.recompute",
-        "disttensor.random",
-        "disttensor.ranges",
-        "disttensor.cotangent",
-        "disttensor.plan",
-        "disttensor.strictness",
-    ],
-    [
-        "disttensor.tree",
-        "disttensor.body",
-        "disttensor.tensor",
-        "disttensor.ghost",
-        "disttensor.announce",
-        "disttensor.metadata",
-        "disttensor.quick",
-        "disttensor.outside",
-        "disttensor.watch",
-        "disttensor.rehearsal",
-        "disttensor.skip",
-        "disttensor.crossing",
-        "disttensor.checkpoint",
-        "disttensor.custom",
-        "disttensor.gradient",
-        "disttensor.lists",
-        "disttensor.sync",
-        "disttensor.window",
-        "disttensor.fallback",
-    ],
-    [
-        "disttensor.reduced",
-        "disttensor.runner",
-        "disttensor.dispatch",
-        "disttensor.explain",
-        "disttensor.values",
-        "disttensor.clip",
-        "disttensor.scaler",
-        "disttensor.methods",
-        "disttensor.nn_init",
-    ],
-    [
-        "disttensor.api",
-        "disttensor.interop",
-        "disttensor.local_map",
-        "disttensor.module",
-        "disttensor.plans",
-    ],
-    ["disttensor.pipeline"],
-    ["disttensor.parallel"],
-    ["disttensor"],  # disttensor/__init__.py only
-]
+# The rooms, from the bottom up: packages, and the modules at the root. Each may import those before it.
+ROOMS = (
+    "disttensor.errors", "disttensor.placement", "disttensor.layout", "disttensor.comm", "disttensor.mesh",
+    "disttensor.spec", "disttensor.tree", "ops", "reshard", "disttensor.autograd", "disttensor.random",
+    "disttensor.tensor", "disttensor.meta", "disttensor.dispatch", "disttensor.optim", "disttensor.create",
+    "disttensor.interop", "disttensor.local_map", "disttensor.nn", "disttensor.pipeline", "disttensor.fsdp",
+    "disttensor.parallel", "disttensor.patches", "disttensor",
+)  # fmt: skip
+
+# The families of rules, from the bottom up, above the engine at the root of ``ops``.
+FAMILIES = (
+    "ops.pointwise", "ops.reduction", "ops.shape", "ops.indexing", "ops.linalg", "ops.lead", "ops.random",
+    "ops.nn", "ops.foreach",
+)  # fmt: skip
 
 # The packages of the distribution load in one order, whichever of them is imported first: these
 # two files begin with ``import disttensor``, the one import that points up.
 FIRST_LINE = ("ops", "reshard")
 
 # Rules are pure: shapes and placements, no mesh, no communication.
-FORBIDDEN = {"ops": ("disttensor.mesh", "disttensor.comm", "torch.distributed")}
+FORBIDDEN = {"ops": ("disttensor.mesh", "disttensor.comm.collectives", "torch.distributed")}
 
 
 def module_name(file: Path) -> str:
@@ -105,14 +48,18 @@ def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def layer(module: str) -> int | None:
-    """The layer of the longest entry for ``module``; disttensor's modules are listed singly."""
-    best: tuple[int, int] | None = None
-    for number, entries in enumerate(LAYERS):
-        for entry in entries:
-            if module == entry or (entry != "disttensor" and is_in(module, entry)):
-                best = max(best or (0, 0), (len(entry), number))
-    return None if best is None else best[1]
+def room(module: str) -> int | None:
+    """The number of the room that ``module`` is in; ``disttensor`` itself is the door, on top of all."""
+    for number, name in enumerate(ROOMS):
+        if module == name or (name != "disttensor" and is_in(module, name)):
+            return number
+    return None
+
+
+def family(module: str) -> int:
+    """The number of the family of rules that ``module`` is in; the engine is below all of them."""
+    found = [n for n, name in enumerate(FAMILIES) if is_in(module, name)]
+    return found[0] if found else -1
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -156,10 +103,10 @@ def test_each_package_imports_first_in_a_fresh_interpreter(package: str) -> None
 
 @pytest.mark.parametrize("module", FILES)
 def test_imports_point_down(module: str) -> None:
-    own = layer(module)
+    own = room(module)
     assert own is not None, (
-        f"{module} has no layer: add it to LAYERS in {Path(__file__).name}, above all that it "
-        "imports and not above what imports it"
+        f"{module} is in no room: add it to ROOMS in {Path(__file__).name}, above all that it imports and below what "
+        "imports it"
     )
     file, tree, found = parse(module)
     start = first_import(tree)
@@ -168,11 +115,20 @@ def test_imports_point_down(module: str) -> None:
         if target.split(".")[0] not in PACKAGES or exempt:
             continue
         assert target in FILES, f"{file}:{line}: imports {target}, and there is no such module"
-        above = layer(target)
-        # A target without a layer is reported where it is the module under test.
+        above = room(target)
+        # A target without a room is reported where it is the module under test.
         assert above is None or above <= own, (
-            f"{file}:{line}: {module} (layer {own}) imports {target} (layer {above}) above it"
+            f"{file}:{line}: {module} (room {own}) imports {target} (room {above}) above it"
         )
+        if module != "ops" and is_in(module, "ops") and is_in(target, "ops"):
+            assert family(target) <= family(module), (
+                f"{file}:{line}: {module} imports {target}, a later family of rules"
+            )
+
+
+@pytest.mark.parametrize("room", [r for r in ROOMS if r in FILES and FILES[r].stem == "__init__"])
+def test_a_package_says_what_is_in_it(room: str) -> None:
+    assert ast.get_docstring(ast.parse(FILES[room].read_text())), f"{FILES[room]} has no docstring"
 
 
 @pytest.mark.parametrize("module", FILES)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import disttensor as dt
-from tests.pool import on_ranks
+from tests.support.pool import on_ranks
 
 
 def mesh_and_input() -> tuple[dt.ProcessMesh, dt.DistTensor]:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from disttensor import comm
+from disttensor.comm import collectives
 from disttensor.layout import layout_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
-from tests.pool import fake_world, on_ranks
+from tests.support.pool import fake_world, on_ranks
 
 R, S, P = Replicate(), Shard, Partial
 
@@ -142,9 +142,9 @@ def test_groups_follow_the_mesh():
     assert tp.ranks == tuple(mesh.mesh[i]) and tp.index == j
     assert both.ranks == (3, 1, 0, 2) and both.index == 2 * i + j and not both.straight
     assert mesh.group([0]) is dp and both.pg is dist.group.WORLD
-    rank = torch.tensor([comm.world()[0]])
+    rank = torch.tensor([collectives.world()[0]])
     for group in (dp, tp, both, mesh.group((1, 0))):
-        assert comm.all_gather(rank, group).view(-1).tolist() == list(group.ranks)
+        assert collectives.all_gather(rank, group).view(-1).tolist() == list(group.ranks)
 
 
 @on_ranks(4)
@@ -163,7 +163,7 @@ def test_device_mesh_there_and_back():
     assert mesh is ProcessMesh([[0, 1], [2, 3]], names)
     for axis in range(2):
         assert mesh.group((axis,)).pg is theirs.get_group(axis)
-    assert comm.all_reduce(torch.ones(2), "sum", mesh.group((1,))).tolist() == [2, 2]
+    assert collectives.all_reduce(torch.ones(2), "sum", mesh.group((1,))).tolist() == [2, 2]
     odd = ProcessMesh([[3, 1], [0, 2]], ("a", "b"))
     back = odd.to_device_mesh()
     assert back.mesh.tolist() == [[3, 1], [0, 2]] and back.mesh_dim_names == ("a", "b")

@@ -13,7 +13,7 @@ import torch
 
 import disttensor as dt
 from disttensor import placement
-from tests.pool import on_ranks
+from tests.support.pool import on_ranks
 
 NAMES = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group",

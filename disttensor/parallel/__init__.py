@@ -1,1 +1,4 @@
-"""Data parallelism with sharded state, and strategies that combine parallelisms: all from ``Partial``."""
+"""One switch for all parallelisms: a Strategy makes the meshes and applies pipeline, tensor and data parallelism.
+
+Not here: how each of them works (``disttensor.pipeline``, ``disttensor.nn``, ``disttensor.fsdp``).
+"""

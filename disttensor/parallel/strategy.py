@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import comm, pipeline
-from disttensor.api import init_mesh, start
+from disttensor import pipeline
+from disttensor.comm import collectives
+from disttensor.create import init_mesh, start
+from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.mesh import ProcessMesh
-from disttensor.module import shard_module, slots
+from disttensor.nn.shard_module import shard_module, slots
+from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
-from disttensor.parallel.configs import strategy_fields
 from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec, check_degree
-from disttensor.parallel.recomputed import chosen, recompute
-from disttensor.parallel.repoint import Maker, Optimizer, check_optimizer, follow
-from disttensor.parallel.segments import Segments, segments_of
-from disttensor.parallel.sharded import accumulate, shard_data_parallel
+from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, follow
+from disttensor.parallel.rematerialize import chosen, recompute
+from disttensor.parallel.sharding_configs import strategy_fields
 from disttensor.placement import Placement, Replicate, Shard
-from disttensor.scaler import shard_scaler
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -120,7 +121,7 @@ class Strategy:
         if twice:
             raise ValueError(f"from_sharding_configs: {', '.join(twice)}: said by the configs")
         strategy = cls(**fields, **more)
-        if comm.world()[1] > 1:
+        if collectives.world()[1] > 1:
             try:
                 strategy.degrees()
             except ValueError as error:
@@ -138,7 +139,7 @@ class Strategy:
         """
         if world is None:
             start(self.device_type)
-            world = comm.world()[1]
+            world = collectives.world()[1]
         given = {axis: getattr(self, axis) for axis in AXES}
         return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")
 
@@ -206,7 +207,7 @@ class Strategy:
                 f"Strategy.apply: pp={degrees.pp} stages of which layers of this {type(model).__name__}? Say in which order it runs "
                 "them: apply(..., layers=['embed', 'blocks.*', 'head'])"
             )
-        comm.create_groups(self.groups())
+        collectives.create_groups(self.groups())
         before = slots(model)
         staged = degrees.pp > 1 or layers is not None
         segments: Segments | None = self.segments

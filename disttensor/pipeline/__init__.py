@@ -1,10 +1,10 @@
 """Pipeline parallelism: schedules as values, what carries them out, and pictures of what each rank did when."""
 
-from disttensor.pipeline.builtin import gpipe, interleaved_1f1b, named, one_f_one_b
 from disttensor.pipeline.plot import plot
-from disttensor.pipeline.record import Recorder, record
+from disttensor.pipeline.recorder import Recorder, record
 from disttensor.pipeline.run import run
 from disttensor.pipeline.schedule import Action, Schedule, Tick
+from disttensor.pipeline.schedules import gpipe, interleaved_1f1b, named, one_f_one_b
 from disttensor.pipeline.split import Split, split
 from disttensor.pipeline.timeline import Event, Timeline
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from disttensor import comm, p2p
+from disttensor.autograd.accumulation import window
+from disttensor.comm import collectives, p2p
 from disttensor.mesh import ProcessMesh
-from disttensor.pipeline.builtin import NAMES, Maker, named
-from disttensor.pipeline.record import note
+from disttensor.pipeline.coroutine import Worker
+from disttensor.pipeline.recorder import note
 from disttensor.pipeline.schedule import Action, Schedule
+from disttensor.pipeline.schedules import NAMES, Maker, named
 from disttensor.pipeline.tape import Tape
-from disttensor.pipeline.worker import Worker
-from disttensor.tensor import DistTensor
-from disttensor.window import window
+from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
 Step = Callable[[Any], Any]
@@ -92,7 +92,7 @@ def _carry_out(parts: list[_Part], schedule: Any, order: Any, chunks: int) -> No
                 "later one. Use 'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
     plan = named(schedule, max(1, len(order)), len(parts), chunks)
-    rank = comm.world()[0]
+    rank = collectives.world()[0]
     mine = [s for s, mesh in enumerate(order) if rank in mesh.ranks]
     stage = mine[0] if mine else 0
     for part in parts:
@@ -182,7 +182,7 @@ class _Part:
             )
         if loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
             raise TypeError(
-                f"pipeline.run: the step gave {loss._spec!r} for micro-batch {self.number}"
+                f"pipeline.run: the step gave {loss.spec!r} for micro-batch {self.number}"
                 + ("" if loss.numel() != 1 else ", which does not require grad")
                 + ": the loss is one element that depends on parameters"
             )

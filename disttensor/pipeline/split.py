@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.api import reshard
+from disttensor.create import reshard
 from disttensor.mesh import ProcessMesh
-from disttensor.module import Plan, place, slots
-from disttensor.pipeline.layers import check_tensors, chosen, deal
+from disttensor.nn.shard_module import Plan, place, slots
+from disttensor.pipeline.partition import check_tensors, chosen, deal
 from disttensor.placement import Partial, Placement, Replicate
-from disttensor.tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -126,7 +126,7 @@ class _Borrowed:
             (owner_name, key)
             for owner_name, owner in layer.named_modules()
             for key, value in (*owner._parameters.items(), *owner._buffers.items())
-            if isinstance(value, DistTensor) and value._spec.mesh is not mesh
+            if isinstance(value, DistTensor) and value.spec.mesh is not mesh
         ]
 
     def take(self, layer: nn.Module, bring: Callable[[Tensor], Tensor]) -> None:
@@ -156,19 +156,19 @@ class _Bring:
             not kwargs and len(args) == 1 and not self.borrowed.names
         ):  # most calls: nothing to bring
             x = args[0]
-            if type(x) is DistTensor and x._spec.mesh is mesh:
+            if type(x) is DistTensor and x.spec.mesh is mesh:
                 return None
         known = dict[int, Tensor]()
 
         def bring(x: Tensor) -> Tensor:
-            if not isinstance(x, DistTensor) or x._spec.mesh is mesh:
+            if not isinstance(x, DistTensor) or x.spec.mesh is mesh:
                 return x
             if id(x) not in known:
                 known[id(x)] = reshard(x, mesh, _placements(x, mesh))
             return known[id(x)]
 
         given = flat((args, kwargs), [])
-        away = any(isinstance(x, DistTensor) and x._spec.mesh is not mesh for x in given)
+        away = any(isinstance(x, DistTensor) and x.spec.mesh is not mesh for x in given)
         if away:
             args, kwargs = substitute(args, bring), substitute(kwargs, bring)
         if self.borrowed.names:
@@ -178,6 +178,6 @@ class _Bring:
 
 def _placements(x: DistTensor, mesh: ProcessMesh) -> list[Placement] | None:
     """The same on the other mesh; what is still to be summed is summed before it goes, as several calls will read it."""
-    if mesh.ndim != x._spec.mesh.ndim:
+    if mesh.ndim != x.spec.mesh.ndim:
         return None
-    return [Replicate() if isinstance(p, Partial) else p for p in x._spec.placements]
+    return [Replicate() if isinstance(p, Partial) else p for p in x.spec.placements]

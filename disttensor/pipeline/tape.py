@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from disttensor import ghost, recompute
-from disttensor.crossing import TAPE, start_back
-from disttensor.gradient import run_backward, seed
+from disttensor.autograd import recompute, token
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
-from disttensor.tensor import DistTensor
-from reshard.crossing import Arrival
+from disttensor.tensor.cross_mesh import TAPE, start_back
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.gradient import run_backward, seed
+from reshard.cross_mesh import Arrival
 
 Tensor = torch.Tensor
 
@@ -49,7 +49,7 @@ class Crossing:
     def post(self, grad: Tensor | None) -> Arrival:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
-            grad = ghost.blank(self.dst.mesh.device, self.dst.dtype)
+            grad = token.blank(self.dst.mesh.device, self.dst.dtype)
         return start_back(grad, self.src, self.dst, self.tag)
 
 
@@ -109,7 +109,7 @@ class Tape:
     def __exit__(self, *exc: object) -> None:
         TAPE.reset(self._token)
 
-    # Forward: called by disttensor.crossing -----------------------------------------------------------
+    # Forward: called by disttensor.tensor.cross_mesh -----------------------------------------------------------
 
     def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
         """The program goes from one mesh to another, whether this rank has a part in it or not."""
@@ -138,7 +138,7 @@ class Tape:
             one.local, one.sent_in = local, self._made_in(local, self.visit - receives)
         elif local.grad_fn is not None:
             one.upstream = local
-        anchor = ghost.anchor(value.device)
+        anchor = token.anchor(value.device)
         if not receives:
             return _Sent.apply(anchor, one)
         one.received_in = self.visit
@@ -160,10 +160,10 @@ class Tape:
             grads: list[Tensor] = []
             if visit == self.visit:
                 if loss.is_initialized:
-                    roots.append(loss._local)
+                    roots.append(loss.local)
                     grads.append(seed(loss, None))
                 else:
-                    _touch(loss._local)
+                    _touch(loss.local)
             awaited = [c for c in reversed(self.crossings) if c.sent_in == visit and c.reached]
             for c in awaited:
                 c.arrival = c.arrival or c.post(None)

@@ -1,0 +1,109 @@
+"""Gradient types: what the gradient of a local means follows from its placement, per mesh axis.
+
+    placement of x                         its gradient
+    S(d)                                   S(d): the piece that belongs to this piece
+    P(sum), P(avg)                         R, each rank the whole (of an average: 1/n of it), read by varying uses
+    R, read by uses that vary              P(sum): each rank the contribution of its own piece
+    R, read by uses that do not vary       R: the same whole gradient on every rank
+
+A ``Typed`` is a spec with the axes of the third row. ``dual`` is the table; it is its own inverse. ``Move`` is the
+only autograd function of a reshard: its backward is the move between the duals, and so on for every order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import reshard
+from disttensor.autograd import recompute
+from disttensor.layout import Axes, Layout
+from disttensor.placement import Shard
+from disttensor.spec import DistSpec
+
+Tensor = torch.Tensor
+
+
+class Typed(NamedTuple):
+    """A spec, and the axes over which the replicated value is read by uses that vary."""
+
+    spec: DistSpec
+    varying: Axes = ()
+
+
+_duals: dict[Typed, tuple[Typed, float]] = {}
+
+
+def dual(t: Typed) -> tuple[Typed, float]:
+    """The type of the gradient of ``t``, and by what a pending average divides it."""
+    found = _duals.get(t)
+    if found is None:
+        layout, mesh = t.spec.layout, t.spec.mesh
+        scale = 1.0
+        for a, op in layout.partial:
+            if op not in ("sum", "avg"):
+                raise RuntimeError(
+                    f"{t.spec!r} requires grad, but a pending {op!r} has no gradient: reduce it first "
+                    "(reshard it to Replicate), or detach it"
+                )
+            scale *= mesh.shape[a] if op == "avg" else 1
+        pending = tuple((a, "sum") for a in sorted(t.varying))
+        own = tuple(
+            (a, p) for a, p in layout.own if isinstance(p, Shard)
+        )  # of users' types, those that cut stay
+        flipped = Typed(
+            t.spec.with_layout(Layout(layout.dims, pending, own)),
+            tuple(sorted(layout.partial_axes)),
+        )
+        if len(_duals) > 8192:
+            _duals.clear()
+        found = _duals[t] = (flipped, scale)
+    return found
+
+
+def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
+    """A leaf of a pending average collects the gradient of the average, not that of its own share (1/n of it)."""
+    known = hasattr(leaf, "_whole_grad") or any(
+        op not in ("sum", "avg") for _, op in spec.layout.partial
+    )
+    divided = 1.0 if known or not leaf.requires_grad else dual(Typed(spec))[1]
+    if divided != 1.0:
+        leaf.register_hook(lambda g: g * divided)
+        leaf._whole_grad = True  # type: ignore[attr-defined]
+    return leaf
+
+
+class Move(torch.autograd.Function):
+    """The local of ``src`` as the local of ``dst``. Backward: from dual(dst) to dual(src)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
+        """``held``: the result where it is known already, so that nothing is communicated again."""
+        ctx.ends = src, dst
+        recompute.hold(ctx)
+        if held is not None:
+            return held[0].view_as(held[0])
+        out = reshard.run(x, src.spec, dst.spec)
+        if out is x:
+            return x.view_as(x)
+        if out._is_view() and out.untyped_storage()._cdata != x.untyped_storage()._cdata:
+            out = (
+                out.data
+            )  # of a buffer that nobody else has: not a view, so that it may be written to
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        src, dst = ctx.ends
+        recompute.redo(ctx)
+        (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
+        if divide_src != divide_dst:
+            grad = grad * (divide_dst / divide_src)
+        if torch.is_grad_enabled():
+            return move(grad, grad_dst, grad_src, None), None, None, None
+        return reshard.run(grad, grad_dst.spec, grad_src.spec), None, None, None
+
+
+# Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
+move: Any = super(torch.autograd.Function, Move).apply

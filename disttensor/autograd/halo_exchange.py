@@ -1,0 +1,85 @@
+"""fetch: ranges of one dim from the ranks that hold them, in one all_to_all; differentiable to every order.
+
+Rank i holds the range ``src[i]`` of a dim and gets the range ``dst[i]``: at each position the sum of what the ranks hold
+there. With ``src`` disjoint that is what the one holder has. The same function with ``src`` and ``dst`` exchanged is its
+transpose, so it is its own backward: gradients go back to the holder, which adds them up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from disttensor.autograd import recompute
+from disttensor.comm import collectives
+
+Tensor = torch.Tensor
+Range = tuple[int, int]  # start and stop
+Ranges = tuple[Range, ...]
+
+
+def overlap(a: Range, b: Range) -> Range:
+    """What is in both, as (start, length); length 0 where nothing is."""
+    start = max(a[0], b[0])
+    return start, max(0, min(a[1], b[1]) - start)
+
+
+def local(src: Ranges, dst: Ranges) -> bool:
+    """Does every rank hold all that it wants?"""
+    return all(overlap(a, b)[1] == b[1] - b[0] for a, b in zip(src, dst, strict=True))
+
+
+def own(x: Tensor, dim: int, src: Range, dst: Range) -> Tensor:
+    """The range ``dst`` of a tensor that holds ``src`` around it. No communication."""
+    start, length = overlap(src, dst)
+    return x if src == dst else x.narrow(dim, start - src[0] if length else 0, length)
+
+
+def _exchanged(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group) -> Tensor:
+    me, none = group.index, x.new_empty(0)
+    shape = list(x.shape)
+    shape[dim] = dst[me][1] - dst[me][0]
+    row = math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :])
+    from_each = [overlap(src[i], dst[me]) for i in range(group.size)]
+    to_each = [overlap(src[me], dst[i]) for i in range(group.size)]
+    away = lambda i, n: n if i != me else 0  # noqa: E731
+    pieces = [
+        x.narrow(dim, start - src[me][0], n) if away(i, n) else none
+        for i, (start, n) in enumerate(to_each)
+    ]
+    got = collectives.all_to_all(
+        pieces, [away(i, n) * row for i, (_, n) in enumerate(from_each)], group
+    )
+    out = x.new_zeros(shape)
+    for i, (start, n) in enumerate(from_each):
+        if n:
+            shape[dim] = n
+            piece = x.narrow(dim, start - src[me][0], n) if i == me else got[i].view(shape)
+            out.narrow(dim, start - dst[me][0], n).add_(piece)
+    return out
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group
+    ) -> Tensor:
+        ctx.how = dim, src, dst, group
+        recompute.hold(ctx)
+        return _exchanged(x, dim, src, dst, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        recompute.redo(ctx)
+        dim, src, dst, group = ctx.how
+        return _Fetch.apply(grad, dim, dst, src, group), None, None, None, None
+
+
+def fetch(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group | None) -> Tensor:
+    """Member i of the group holds ``src[i]`` of ``dim`` and gets ``dst[i]``; nothing is sent where all have theirs."""
+    if group is None or local(src, dst):
+        i = 0 if group is None else group.index
+        return own(x, dim, src[i], dst[i])
+    return _Fetch.apply(x, dim % x.ndim, src, dst, group)

@@ -1,0 +1,74 @@
+"""Debug mode: before a collective runs, its members compare what each is about to do.
+
+The comparison goes through the store of the process group, not through the collective itself, so it works
+where ranks disagree: the error says which rank does what, and names the ranks that never came.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from disttensor.errors import MismatchError, user_line
+
+enabled = os.environ.get("DISTTENSOR_DEBUG", "") not in ("", "0")
+timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30")))
+
+
+class debug:
+    """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before it runs.
+
+    Enter and leave it on all ranks alike. Raises MismatchError, naming the ranks, where they differ.
+
+    >>> with dt.debug(seconds=10):
+    ...     dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
+    4.0
+    """
+
+    def __init__(self, seconds: float = 30.0) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> debug:
+        global enabled, timeout
+        self.before = enabled, timeout
+        enabled, timeout = True, timedelta(seconds=self.seconds)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global enabled, timeout
+        enabled, timeout = self.before
+
+
+def compare(group: Any, what: str) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    rank = group.ranks[group.index]
+    call = group.calls[0]
+    group.calls[0] += 1
+    name = (
+        f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}/{call}"
+    )
+    mine = f"{what} at {user_line()}"
+    store.set(f"disttensor/last/{rank}", f"{'+'.join(group.axes)} #{call}: {mine}")
+    store.set(f"{name}/{rank}", mine)
+    seen = {}
+    for other in group.ranks:
+        try:
+            store.wait([f"{name}/{other}"], timeout)
+        except Exception:
+            last = "nothing yet"
+            if store.check([f"disttensor/last/{other}"]):
+                last = store.get(f"disttensor/last/{other}").decode()
+            raise MismatchError(
+                f"rank {rank} is at {mine}, over {'+'.join(group.axes)} (ranks {list(group.ranks)}), but rank "
+                f"{other} did not come within {timeout.total_seconds():g} s; its last collective: {last}"
+            ) from None
+        seen[other] = store.get(f"{name}/{other}").decode()
+    kinds = {r: text.split(" at ")[0] for r, text in seen.items()}
+    if len(set(kinds.values())) > 1:
+        lines = "\n".join(f"  rank {r}: {text}" for r, text in seen.items())
+        raise MismatchError(
+            f"ranks disagree about the next collective over {'+'.join(group.axes)}:\n{lines}"
+        )

@@ -1,0 +1,274 @@
+"""Who communicates: groups of ranks and their process groups, made when first needed, or all up front."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from disttensor.comm import failures
+from disttensor.errors import CommError
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Ranks that communicate: ``ranks`` in mesh order, ``index`` of this rank among them.
+
+    >>> mesh.group((0,)), isinstance(mesh.group((0,)), dt.Group)
+    (Group(dp: ranks [0]), True)
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    axes: tuple[str, ...]
+    pg: Any
+    order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
+    straight: bool = True  # mesh order is the backend's order
+    calls: list[int] = field(default_factory=lambda: [0])
+    lane: str = ""  # see new_group
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
+
+
+_groups: dict[tuple[Any, ...], Any] = {}
+_naming = threading.Lock()
+
+
+def world() -> tuple[int, int]:
+    """(rank, size) of this process; (0, 1) where no process group was started."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
+    """The group of ``ranks``, this rank among them. Collective for its members only, and cached.
+
+    Each ``lane`` has a communicator of its own over the same ranks: what is started in one is in no order with
+    the collectives of another, so that those in the background never come between those that are waited for.
+    Raises CommError that names the ranks when they do not all arrive.
+    """
+    ranks, rank = tuple(ranks), world()[0]
+    if len(ranks) == 1:
+        return Group(ranks, 0, tuple(axes), None, (0,), lane=lane)
+    members = tuple(sorted(ranks))
+    order = tuple(members.index(r) for r in ranks)
+    return Group(
+        ranks,
+        ranks.index(rank),
+        tuple(axes),
+        process_group(members, axes, lane),
+        order,
+        order == tuple(range(len(order))),
+        lane=lane,
+    )
+
+
+def the_world() -> Group:
+    """All ranks."""
+    return new_group(range(world()[1]), ("world",))
+
+
+def process_group(
+    members: tuple[int, ...], axes: Sequence[str], lane: str = "", timeout: float | None = None
+) -> Any:
+    """torch's process group of the sorted ``members``, made once; of one rank too, which our own calls never need.
+
+    ``timeout``: seconds to wait for the others while it is made; None: as long as for any collective.
+    """
+    rank, size = world()
+    default = dist.distributed_c10d._get_default_group()
+    key = (default, members, lane)
+    if key not in _groups:
+        failures.watch()
+        for stale in [k for k in _groups if k[0] is not default]:
+            del _groups[stale]
+        try:
+            whole = members == tuple(range(size)) and not lane
+            _groups[key] = default if whole else _new_process_group(members, lane, timeout)
+        except Exception as error:
+            raise CommError(
+                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
+                f"needs ranks {list(members)} to arrive here together.{failures.first()} Backend's words: {error}"
+            ) from error
+    return _groups[key]
+
+
+def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | None) -> Any:
+    """A group that its members alone create, under a name that follows from members and lane alone. torch puts the number
+    of groups that a rank already has into the name: ranks of different meshes would wait for each other in vain."""
+    digest = hashlib.sha256(repr((members, lane)).encode()).hexdigest()[:32]
+    with _naming:
+        torchs = c10d._process_group_name
+        c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"disttensor_{digest}")
+        try:
+            limit = None if timeout is None else timedelta(seconds=timeout)
+            made = dist.new_group(members, limit, use_local_synchronization=True)
+            if limit is not None:  # of the making only
+                usual = c10d._get_default_timeout(c10d.Backend(dist.get_backend(made)))
+                c10d._set_pg_timeout(usual, made)
+            return made
+        finally:
+            c10d._process_group_name = torchs
+
+
+@atexit.register
+def _settle() -> None:
+    """Give gloo's threads a moment to let go of the last tensors. One that asks for the GIL to do so
+    while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in plain torch
+    programs too)."""
+    if _groups:
+        time.sleep(0.1)
+
+
+# All groups up front ------------------------------------------------------------------------------
+
+
+def create_groups(
+    groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float = 300.0
+) -> None:
+    """Make the process groups of all ``(ranks, axes, lane)`` in one order, so that no two ranks wait for each other in two.
+
+    Every rank of the world makes the call, with the same groups, also those that it is not in. It returns when all ranks
+    have made theirs; ``new_group`` finds them then. What needs no communicator (one rank) is left out.
+    Raises ValueError for ranks that are not in the world, and CommError that names the ranks, within ``timeout`` seconds
+    each time that it waits, where some do not come, want other groups, or cannot make one.
+    """
+    rank, size = world()
+    listed: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
+    for ranks, axes, lane in groups:
+        members = tuple(sorted(ranks))
+        if len(set(members)) != len(members) or not all(0 <= r < size for r in members):
+            raise ValueError(
+                f"create_groups: ranks {list(ranks)} of mesh axes {'+'.join(axes)} are not different ranks of the world, "
+                f"which has ranks 0 to {size - 1}"
+            )
+        if len(members) > 1:
+            axes = tuple(
+                axes
+            )  # where axes of several names have the same ranks, one name is as good
+            listed[members, lane] = min(axes, listed.get((members, lane), axes))
+    wanted = [_Wanted(*key, axes) for key, axes in sorted(listed.items())]
+    if size == 1:
+        return
+    if dist.get_backend() == "fake":  # nobody else is there
+        for g in wanted:
+            if rank in g.members:
+                process_group(g.members, g.axes, g.lane)
+        return
+    meeting = _Meeting(timeout)
+    meeting.arrive("list", range(size), wanted)
+    meeting.agree(wanted)
+    for number, g in enumerate(wanted):
+        if rank in g.members:
+            meeting.arrive(f"group{number}", g.members, [g])
+            try:
+                process_group(g.members, g.axes, g.lane, timeout)
+            except CommError as error:
+                first = meeting.tell(f"rank {rank} could not make the group {g}")
+                raise CommError(f"create_groups: {first}. On rank {rank}: {error}") from error
+    meeting.arrive("done", range(size), wanted)
+
+
+class _Wanted(NamedTuple):
+    members: tuple[int, ...]
+    lane: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lane = f" (lane {self.lane})" if self.lane else ""
+        return f"{'+'.join(self.axes)}{lane} of ranks {list(self.members)}"
+
+
+class _Meeting:
+    """Ranks wait for each other, by the store of the world: it works where there is no communicator yet, and knows who is missing."""
+
+    _held: ClassVar[dict[Any, int]] = {}  # default group -> how many meetings there were
+
+    def __init__(self, timeout: float) -> None:
+        default = c10d._get_default_group()
+        number = self._held.get(default, 0)
+        self._held.clear()
+        self._held[default] = number + 1
+        self.store = dist.PrefixStore(f"disttensor/groups{number}", c10d._get_default_store())
+        self.rank, self.size, self.timeout = *world(), timeout
+
+    def tell(self, what: str) -> str:
+        """Let all know what went wrong. Gives what was told first."""
+        return str(self.store.compare_set("failed", "", what).decode())
+
+    def arrive(self, place: str, ranks: Sequence[int], wanted: Sequence[_Wanted]) -> None:
+        """Return when all ``ranks`` are at ``place``. Raises CommError that names those that did not come."""
+        at = f"at/{place}"
+        self.store.set(f"{at}/{self.rank}", "")
+        if self.store.add(f"{at}/count", 1) == len(ranks):
+            self.store.set(f"{at}/all", "")
+        end = time.monotonic() + self.timeout
+        pause = 0.001
+        while not self.store.check([f"{at}/all"]):
+            told = self.store.check(["failed"])
+            if told or time.monotonic() > end:
+                missing = [r for r in ranks if not self.store.check([f"{at}/{r}"])]
+                if not missing:
+                    break  # the last one came just now
+                why = (
+                    f": {self.store.get('failed').decode()}"
+                    if told
+                    else f" within {self.timeout:g} s"
+                )
+                if not told:
+                    self.tell(f"rank {self.rank} waited in vain for ranks {missing}")
+                raise CommError(
+                    f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for them to make "
+                    f"{_some(wanted, missing)}. Every rank of the world calls create_groups, with the same groups."
+                    f"{failures.first()}"
+                )
+            time.sleep(pause)
+            pause = min(0.2, pause * 2)
+
+    def agree(self, wanted: Sequence[_Wanted]) -> None:
+        """Raise CommError on all ranks, naming them, unless all want the same groups."""
+        text = "\n".join(map(str, wanted))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self.store.set(f"digest/{self.rank}", digest)
+        if self.store.compare_set("digest", "", digest).decode() != digest:
+            self.store.set("differs", "")
+        self.arrive("digest", range(self.size), wanted)
+        if not self.store.check(["differs"]):
+            return
+        self.store.set(f"text/{digest}", text)
+        self.arrive("text", range(self.size), wanted)
+        camps: dict[str, list[int]] = {}
+        for r in range(self.size):
+            camps.setdefault(self.store.get(f"digest/{r}").decode(), []).append(r)
+        lists = [set(self.store.get(f"text/{d}").decode().split("\n")) for d in camps]
+        common = set.intersection(*lists)
+        lines = [
+            f"  ranks {ranks}: {_first(sorted(names - common - {''}))}"
+            for ranks, names in zip(camps.values(), lists, strict=True)
+        ]
+        raise CommError(
+            "create_groups: ranks want different groups, and would wait for each other in vain. Beyond what all want:\n"
+            + "\n".join(lines)
+        )
+
+
+def _some(wanted: Sequence[_Wanted], missing: Sequence[int]) -> str:
+    """The groups that need the missing ranks."""
+    return _first([str(g) for g in wanted if set(g.members) & set(missing)])
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return "; ".join(names[:4]) + more if names else "no more groups"

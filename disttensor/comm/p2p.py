@@ -1,0 +1,295 @@
+"""Point-to-point messages: the second leaf of the one door to torch.distributed.
+
+A message goes from one rank of the world to another, over the default process group; nobody else
+takes part. Sending returns at once, and receiving is posted now and waited for later, so that ranks
+need not meet. Messages of one pair of ranks with one tag arrive in the order in which they were sent.
+
+Note on buffers. gloo reads a message from the sender's memory when the receiver asks for it, which
+may be much later; it needs the buffer *and* the Work until then, and the Work's ``is_completed`` says
+nothing about it. So both wait in an outbox: a thread of its own waits for the Works in order and
+drops them. On CUDA, where ``is_completed`` tells the truth, the next transfer looks them through.
+
+Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program, takes
+part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers transfers on
+its own: micro-batches, which ranks may take in different order, have one each.
+
+Note on NCCL. It knows no tags: messages of a pair match by the order in which both ranks post them, so
+there both must take micro-batches in one order. The messages of a transfer are one batch, and the
+first ``next_tag`` is a barrier, because a batch of some ranks may not be the first thing in a group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from disttensor.comm import failures, log
+from disttensor.comm.collectives import CommError, _dense, _raw, world
+
+Tensor = torch.Tensor
+
+EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
+CHANNELS = 1 << 14
+_TRANSFERS = 1 << 15  # of one channel, before tags are used again
+_OURS = 1 << 30  # set in all our tags: a program's own small tags stay free
+
+
+# Tags ------------------------------------------------------------------------------------------
+
+_channel: ContextVar[int] = ContextVar("channel", default=0)
+_counts: dict[int, int] = {}
+_counted_in: list[Any] = [None]  # the process group that the counts belong to
+
+
+@contextlib.contextmanager
+def channel(number: int) -> Iterator[None]:
+    """``with channel(3):`` transfers of this thread are numbered on their own. 0 is everybody's."""
+    if not 0 <= number < CHANNELS:
+        raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
+    token = _channel.set(number)
+    try:
+        yield
+    finally:
+        _channel.reset(token)
+
+
+def next_tag() -> int:
+    """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
+    group = c10d._get_default_group() if dist.is_initialized() else None
+    if group is not _counted_in[0]:
+        _counts.clear()
+        _counted_in[0] = group
+        _meet(group)
+    number = _channel.get()
+    count = _counts.get(number, 0)
+    _counts[number] = count + 1
+    return _OURS | number << 16 | count % _TRANSFERS << 1
+
+
+def _meet(group: Any) -> None:
+    """NCCL: batched messages between some ranks are defined only after a collective of all."""
+    if group is not None and "nccl" in str(dist.get_backend_config()):
+        dist.barrier()
+
+
+# Messages --------------------------------------------------------------------------------------
+
+
+class _What(NamedTuple):
+    """A message, for people: put into words only where it failed."""
+
+    rank: int
+    verb: str
+    peer: int
+    label: object
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.verb} rank {self.peer}: {self.label}"
+
+
+class Pending:
+    """A message that is on its way to this rank; ``wait`` gives it, as often as it is asked."""
+
+    __slots__ = ("_failed", "_out", "_what", "_works", "shape")
+
+    def __init__(
+        self, out: Tensor, works: Sequence[Any], shape: Sequence[int], what: object
+    ) -> None:
+        self._out, self._works, self.shape, self._what = out, works, tuple(shape), what
+        self._failed: CommError | None = None
+
+    def wait(self) -> Tensor:
+        """The message. Raises CommError if the sender is gone or sends nothing in time."""
+        works, self._works = self._works, ()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._failed = _failure(self._what, error)
+        if self._failed is not None:
+            raise self._failed
+        return self._out.view(self.shape)
+
+    def __del__(self) -> None:  # nobody wants it, but the sender must get rid of it
+        if self._works and not sys.is_finalizing():
+            for work in self._works:
+                _outbox.put(work, self._out, self._what)
+
+
+def send(x: Tensor, to: int, tag: int, label: object = "") -> None:
+    """A copy of ``x`` goes to the global rank ``to``. Returns at once; x may be changed after."""
+    flat = _dense(x).reshape(-1)
+    transfer([(to, flat.clone())], [], x.dtype, x.device, tag, label)
+
+
+def receive(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    source: int,
+    tag: int,
+    label: object = "",
+) -> Pending:
+    """Ask for the tensor that the global rank ``source`` sends with this tag; wait for it later."""
+    (pending,) = transfer([], [(source, math.prod(shape))], dtype, device, tag, label)
+    pending.shape = tuple(shape)
+    return pending
+
+
+def transfer(
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    tag: int,
+    label: object = "",
+) -> list[Pending]:
+    """All messages of one transfer: ``(to, flat buffer)`` go out, ``(source, elements)`` come in.
+
+    Gives a Pending per receive, flat. The buffers are contiguous, and nobody's any more: they must
+    not be changed. ``label``, of which ``str`` is taken only then, says in errors what was moved.
+    Raises CommError, for an earlier message of this rank too that could not be delivered.
+    """
+    failures.watch()
+    _outbox.check()
+    me = world()[0]
+    if log.active:
+        for to, x in sends:
+            log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), dtype)
+    outs = [torch.empty(n, dtype=dtype, device=device) for _, n in receives]
+    post = _post if device.type == "cpu" else _post_batch
+    try:
+        works, sent = post(sends, [(r, o) for (r, _), o in zip(receives, outs, strict=True)], tag)
+    except RuntimeError as error:
+        peers = sorted({r for r, _ in (*sends, *receives)})
+        what = f"rank {me} exchanges messages with ranks {peers}: {label}"
+        raise _failure(what, error) from error
+    for (to, x), work in zip(sends, sent, strict=True):
+        _outbox.put(work, x, _What(me, "sends to", to, label))
+    return [
+        Pending(out, own, out.shape, _What(me, "receives from", r, label))
+        for (r, _), out, own in zip(receives, outs, works, strict=True)
+    ]
+
+
+Posted = tuple[list[list[Any]], list[Any]]  # Works per receive; one Work per send
+
+
+def _post(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+) -> Posted:
+    """gloo: every message on its own, as bytes, in any dtype."""
+    if not sends and not receives:
+        return [], []
+    group = c10d._get_default_group()
+    works = [[group.recv([x.view(torch.uint8)], source, tag)] for source, x in receives]
+    return works, [group.send([_raw(x)], to, tag) for to, x in sends]
+
+
+def _post_batch(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+) -> Posted:
+    """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each other."""
+    ops = [dist.P2POp(dist.irecv, x.view(torch.uint8), r, tag=tag) for r, x in receives]
+    ops += [dist.P2POp(dist.isend, _raw(x), r, tag=tag) for r, x in sends]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    if len(works) != len(ops):  # one Work for all
+        return [list(works) for _ in receives], [works[-1] for _ in sends]
+    return [[work] for work in works[: len(receives)]], works[len(receives) :]
+
+
+def _failure(what: object, error: Exception) -> CommError:
+    words = str(error).splitlines()
+    return CommError(
+        f"{what}. This failed: the other rank is gone, or did not come here within the time limit of the "
+        f"process group; look for the first error among the ranks.{failures.first()} Backend's words: "
+        f"{words[0] if words else error!r}"
+    )
+
+
+# What is kept until it is sent -------------------------------------------------------------------
+
+
+class Outbox:
+    """Works and buffers of messages under way."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: deque[tuple[Any, Tensor, object]] = deque()
+        self.open = 0  # messages that are not delivered yet
+        self.used = False
+        self.failed: CommError | None = None
+        self.group: Any = None  # the process group that the failure belongs to
+
+    def put(self, work: Any, buffer: Tensor, what: object) -> None:
+        with self.changed:
+            if not self.used:
+                self.used = True
+                threading.Thread(target=self._empty, name="p2p outbox", daemon=True).start()
+            self.waiting.append((work, buffer, what))
+            self.open += 1
+            self.changed.notify_all()
+
+    def _empty(self) -> None:
+        while True:
+            with self.changed:
+                while not self.waiting:
+                    self.changed.wait()
+                work, buffer, what = self.waiting.popleft()
+            try:
+                if buffer.is_cuda:
+                    while not work.is_completed():  # to wait would hold up a stream
+                        time.sleep(1e-3)
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                self.failed = self.failed or _failure(what, error)
+                self.group = c10d._get_default_group() if dist.is_initialized() else None
+            del work, buffer, what
+            with self.changed:
+                self.open -= 1
+                self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the failure of an earlier message, as long as its process group is there."""
+        if self.failed is not None:
+            if dist.is_initialized() and c10d._get_default_group() is self.group:
+                raise self.failed
+            self.failed = None
+
+    def flush(self, seconds: float | None) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.open == 0, seconds)
+
+
+_outbox = Outbox()
+
+
+def flush(seconds: float | None = None) -> None:
+    """Wait until all messages of this rank are delivered. Raises CommError where one is not."""
+    if not _outbox.flush(seconds):
+        raise CommError(
+            f"rank {world()[0]}: {_outbox.open} messages were not taken within {seconds} s by the "
+            "ranks that they were sent to"
+        )
+    _outbox.check()
+
+
+@atexit.register
+def _leave() -> None:
+    """Others may still need what this rank has sent; after an error, for a moment only."""
+    if _outbox.used:
+        _outbox.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)
+        time.sleep(0.1)  # as in comm: gloo's threads let go of the tensors

@@ -1,0 +1,433 @@
+"""What users call to make and move DistTensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import reshard as reshard_package
+from disttensor.autograd.grad_types import whole_grad
+from disttensor.comm import collectives, objects
+from disttensor.layout import Layout, layout_from_mapping, layout_of, replicated
+from disttensor.mesh import ProcessMesh
+from disttensor.meta import execute, infer
+from disttensor.placement import Placement
+from disttensor.random import state
+from disttensor.spec import DistSpec
+from disttensor.tensor.cross_mesh import cross
+from disttensor.tensor.dist_tensor import DistTensor, resharded, wrap
+
+Tensor = torch.Tensor
+
+
+def init_mesh(
+    shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
+    backend: str | None = None, timeout: float = 600.0,
+) -> ProcessMesh:  # fmt: skip
+    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment, or a world of one).
+
+    ``timeout``: seconds that a collective waits for the other ranks.
+    Raises ValueError if the shape does not hold exactly the world, RuntimeError if torchrun's environment is half set.
+
+    >>> dt.init_mesh((1, 1), ("dp", "tp"))
+    ProcessMesh(dp=1, tp=1)
+    """
+    start(device_type, backend, timeout)
+    size = collectives.world()[1]
+    if int(np.prod(tuple(shape))) != size:
+        raise ValueError(
+            f"init_mesh({tuple(shape)}): the mesh has {int(np.prod(tuple(shape)))} places, the world {size} processes; "
+            f"choose sizes whose product is {size}, or start that many processes (torchrun --nproc-per-node N)"
+        )
+    return ProcessMesh(np.arange(size).reshape(tuple(shape)), dim_names, device_type)
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(
+    device_type: str | None = None, backend: str | None = None, timeout: float = 600.0
+) -> None:
+    """The default process group, unless it is there."""
+    if dist.is_initialized():
+        return
+    there = [name for name in _TORCHRUN if name in os.environ]
+    if there and len(there) < len(_TORCHRUN):
+        missing = [name for name in _TORCHRUN if name not in os.environ]
+        raise RuntimeError(
+            f"the environment is half set for a distributed run: {', '.join(there)} is set, {', '.join(missing)} is not. Start with "
+            "torchrun, which sets all of them, or unset them to run as a world of one"
+        )
+    if there:
+        _check_numbers()
+    cuda = device_type == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    wait = timedelta(seconds=timeout)
+    if there:
+        dist.init_process_group(backend, timeout=wait)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+
+
+def _check_numbers() -> None:
+    """Raise for a rank and a world size that cannot be: joining would wait for ranks that never come."""
+    texts = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
+        raise RuntimeError(
+            "the environment does not describe a rank of a world: RANK={!r}, WORLD_SIZE={!r}, MASTER_PORT={!r}; RANK counts from "
+            "0 to WORLD_SIZE - 1. Start with torchrun, which sets all of them, or unset them to run as a world of one".format(
+                *texts
+            )
+        )
+
+
+def layout_from(
+    mesh: ProcessMesh,
+    ndim: int,
+    placements: Sequence[Placement] | None,
+    dims_mapping: Any,
+    partial_status: Any,
+) -> Layout:
+    """A layout from either of the two notations; neither means replicated."""
+    if placements is not None and (dims_mapping is not None or partial_status is not None):
+        raise ValueError("give placements, or dims_mapping and partial_status, not both")
+    if placements is not None:
+        return layout_of(placements, ndim, mesh.ndim)
+    if dims_mapping is None and partial_status is None:
+        return replicated(ndim)
+    mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
+    if len(mapping) != ndim:
+        raise ValueError(
+            f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: one per dim"
+        )
+    return layout_from_mapping(mapping, partial_status, mesh.ndim)
+
+
+def check_partial(spec: DistSpec) -> None:
+    for a, op in spec.layout.partial:
+        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
+            op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        )
+        if meaningless:
+            raise ValueError(
+                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no meaning; use "
+                + (
+                    "Partial('any') or Partial('all')"
+                    if spec.dtype == torch.bool
+                    else "Partial('sum'), or a floating dtype"
+                )
+            )
+
+
+def shard_tensor(
+    data: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None,
+    partial_status: Mapping[int, str] | None = None, dtype: torch.dtype | None = None, requires_grad: bool | None = None,
+    src_rank: int | None = None, check: bool = False,
+) -> DistTensor:  # fmt: skip
+    """``data``, the global value on every rank, as a DistTensor: each rank keeps its piece.
+
+    ``src_rank``: only this global rank's data count and are sent to the others, so that ranks cannot disagree (the others
+    give a tensor of the same shape and dtype). ``check=True`` compares the data of all ranks and names the one that differs.
+    A leaf gives a leaf; data in a graph stays in it. Neither placements nor dims_mapping: replicated.
+    A rank outside the mesh gives data of the same shape and dtype, and keeps nothing of it.
+
+    >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
+    >>> x.process_mesh, x.dims_mapping
+    (ProcessMesh(dp=1, tp=1), [0, 1])
+    """
+    if isinstance(data, DistTensor):
+        return reshard(data, mesh, placements if placements is not None else data.placements)
+    value = data if isinstance(data, Tensor) else torch.as_tensor(data)
+    if mesh.coordinate is not None:
+        value = value.to(device=mesh.device, dtype=dtype or value.dtype)
+    layout = layout_from(mesh, value.ndim, placements, dims_mapping, partial_status)
+    spec = DistSpec(mesh, layout, value.shape, dtype or value.dtype)
+    check_partial(spec)
+    full = spec.replicated()
+    if src_rank is not None and src_rank not in mesh.ranks:
+        raise ValueError(
+            f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}"
+        )
+    wants = (
+        requires_grad
+        if requires_grad is not None
+        else isinstance(data, Tensor) and data.requires_grad
+    )
+    if mesh.coordinate is None:
+        return _as_parameter(execute.stand_in(spec, wants), data, wants)
+    if src_rank is not None:
+        value = _from_source(value.detach(), spec, src_rank)
+        local = value
+    else:
+        if check:
+            _compare(value, mesh)
+        flag = value.requires_grad and not value.is_leaf
+        if flag and torch.is_grad_enabled():
+            return resharded(wrap(value, full), spec)
+        local = reshard_package.run(value.detach(), full, spec)
+    if (
+        local.untyped_storage().nbytes() > local.nbytes
+        or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    ):
+        local = local.clone(memory_format=torch.contiguous_format)
+    return _as_parameter(wrap(whole_grad(local.requires_grad_(wants), spec), spec), data, wants)
+
+
+def _as_parameter(x: DistTensor, data: Any, wants: bool) -> Any:
+    """A Parameter gives a Parameter."""
+    return torch.nn.Parameter(x, wants) if isinstance(data, torch.nn.Parameter) else x
+
+
+def _from_source(value: Tensor, spec: DistSpec, src_rank: int) -> Tensor:
+    """This rank's piece of the value that ``src_rank`` holds."""
+    mesh = spec.mesh
+    busy = tuple(range(mesh.ndim))
+    group = mesh.group(busy)
+    src = group.ranks.index(src_rank)
+    whole = spec.replicated()
+    return reshard_package.run(collectives.broadcast(value, src, group), whole, spec)
+
+
+def _compare(value: Tensor, mesh: ProcessMesh) -> None:
+    group = mesh.group(tuple(range(mesh.ndim)))
+    mine = (tuple(value.shape), str(value.dtype), digest(value))
+    everyone = collectives.gather_objects(mine, group)
+    different = [
+        r for r, theirs in zip(group.ranks, everyone, strict=True) if theirs != everyone[0]
+    ]
+    if different:
+        kind = "shape or dtype" if any(e[:2] != everyone[0][:2] for e in everyone) else "values"
+        raise ValueError(
+            f"shard_tensor(check=True): the {kind} of rank {', '.join(map(str, different))} differ from those of rank "
+            f"{group.ranks[0]}; seed all ranks alike, or pass src_rank={group.ranks[0]} to take one rank's data"
+        )
+
+
+def digest(x: Tensor) -> str:
+    """Of the bytes: NaN equals itself, -0.0 is not 0.0."""
+    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    data: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+_targets: dict[Any, DistSpec] = {}  # of reshards so far
+_MOST = 4096
+
+
+def reshard(
+    x: Any,
+    mesh: ProcessMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    dims_mapping: Any = None,
+    partial_status: Any = None,
+) -> DistTensor:
+    """``x`` in another layout, on its mesh or another one; differentiable. A plain tensor counts as replicated.
+
+    To another mesh: every rank of the world makes the call, ranks that are in neither mesh too. What a receiver lacks comes
+    from ranks that have it; the gradient goes the same way back.
+
+    >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
+    >>> dt.reshard(x, mesh, [dt.Replicate(), dt.Shard(1)]).dims_mapping
+    [-1, 1]
+    """
+    if not isinstance(x, DistTensor):
+        if mesh is None:
+            raise ValueError("reshard of a plain tensor needs a mesh")
+        return shard_tensor(
+            x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
+        )
+    mesh = mesh or x.spec.mesh
+    key: Any = None
+    if dims_mapping is None and partial_status is None:
+        if placements is None:
+            key = x.spec, mesh
+        elif all(isinstance(p, Placement) for p in placements):
+            key = x.spec, mesh, *placements
+    dst = _targets.get(key)
+    if dst is None:
+        layout = layout_from(mesh, x.ndim, placements, dims_mapping, partial_status)
+        dst = DistSpec(mesh, layout, x.spec.shape, x.spec.dtype)
+        check_partial(dst)
+        if len(_targets) >= _MOST:
+            _targets.clear()
+        if key is not None:
+            _targets[key] = dst
+    if mesh is not x.spec.mesh:
+        return cross(x, dst)
+    return resharded(x, dst, fresh=True)
+
+
+def from_local(
+    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, shape: Sequence[int] | None = None,
+    dims_mapping: Any = None, partial_status: Any = None,
+) -> DistTensor:  # fmt: skip
+    """This rank's ``local`` piece as part of a DistTensor; differentiable.
+
+    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The pieces must be those that
+    torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all ranks alike, where they are not.
+    On a rank outside the mesh only the dtype of ``local`` counts, and with ``shape=`` its requires_grad.
+
+    >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
+    torch.Size([4, 6])
+    """
+    if mesh.coordinate is None:
+        return _from_elsewhere(local, mesh, shape, placements, dims_mapping, partial_status)
+    layout = layout_from(mesh, local.ndim, placements, dims_mapping, partial_status)
+    x = from_pieces(local, mesh, layout, shape)
+    if shape is None:
+        objects.tell(mesh, tuple(x.shape))
+    return x
+
+
+def from_pieces(
+    local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
+) -> DistTensor:
+    """``from_local`` on the ranks of the mesh."""
+    coordinate = mesh.coordinate or ()
+    if shape is None:
+        everyone = collectives.gather_objects(
+            tuple(local.shape), mesh.group(tuple(range(mesh.ndim)))
+        )
+        shape = _global_shape(everyone, layout, mesh)
+        spec = DistSpec(mesh, layout, shape, local.dtype)
+        for place, sizes in zip(mesh.coordinates(), everyone, strict=True):
+            wanted = spec.box_at(place)[1]
+            if tuple(sizes) != wanted:
+                raise ValueError(
+                    f"from_local: the pieces do not make {spec!r}: rank {mesh.ranks[mesh.coordinates().index(place)]} holds {list(sizes)}, "
+                    f"its place is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as torch.chunk does"
+                )
+    spec = DistSpec(mesh, layout, shape, local.dtype)
+    check_partial(spec)
+    if tuple(local.shape) != spec.box_at(coordinate)[1]:
+        raise ValueError(
+            f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not {list(local.shape)}"
+        )
+    local = local.to(mesh.device)
+    return wrap(
+        local.view_as(local) if local.requires_grad and torch.is_grad_enabled() else local, spec
+    )
+
+
+def _from_elsewhere(local: Tensor, mesh: ProcessMesh, shape: Any, *how: Any) -> DistTensor:
+    """What ``from_local`` gives on a rank outside the mesh, which hears of the shape unless it is given."""
+    shape = tuple(objects.hear(mesh) if shape is None else shape)
+    spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
+    check_partial(spec)
+    return execute.stand_in(spec, local.requires_grad)
+
+
+def _global_shape(
+    everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh
+) -> list[int]:
+    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add up."""
+    places = mesh.coordinates()
+    origin = (0,) * mesh.ndim
+    shape = []
+    for d, axes in enumerate(layout.dims):
+        line = set(mesh.members(axes, origin)) if axes else {origin}
+        shape.append(
+            sum(sizes[d] for place, sizes in zip(places, everyone, strict=True) if place in line)
+        )
+    return shape
+
+
+def from_fn(
+    fn: Callable[..., Tensor],
+    mesh: ProcessMesh,
+    placements: Sequence[Placement] | None,
+    shape: Any,
+    *args: Any,
+    dims_mapping: Any = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> DistTensor:
+    """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of torch
+    (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw.
+
+    >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
+    36.0
+    """
+    size = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
+    layout = layout_from(mesh, len(size), placements, dims_mapping, None)
+    spec = DistSpec(mesh, layout, size, dtype or torch.get_default_dtype())
+    check_partial(spec)
+    if mesh.coordinate is None:
+        extent: Any = size[0] if fn is torch.randperm else size
+        made = infer.found(fn, (extent, *args), {**kwargs, "dtype": dtype, "device": mesh.device})
+        if made.draws:
+            state.draw(mesh, "invariant", kwargs.get("generator"))
+        return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
+    local = state.born(fn, spec, args, kwargs)
+    if local is None:
+        local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
+    if layout.partial:
+        raise ValueError(
+            "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
+        )
+    return wrap(local.requires_grad_(requires_grad), spec.with_dtype(local.dtype))
+
+
+def _factory(fn: Any) -> Callable[..., DistTensor]:
+    def make(
+        *size: Any,
+        mesh: ProcessMesh,
+        placements: Sequence[Placement] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **kwargs: Any,
+    ) -> DistTensor:
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        return from_fn(
+            fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs
+        )
+
+    make.__name__ = fn.__name__
+    make.__doc__ = f"""torch.{fn.__name__} on a mesh, born sharded: each rank makes its piece.
+
+    >>> dt.{fn.__name__}(8, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).shape
+    torch.Size([8])
+    """
+    return make
+
+
+zeros, ones, empty, rand, randn = map(
+    _factory, (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn)
+)
+randperm = _factory(torch.randperm)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: Any,
+    *,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> DistTensor:
+    """torch.full on a mesh.
+
+    >>> dt.full((2, 2), 3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
+    [[3, 3], [3, 3]]
+    """
+    return from_fn(
+        torch.full,
+        mesh,
+        placements,
+        size,
+        fill_value,
+        dtype=dtype or torch.tensor(fill_value).dtype,
+        requires_grad=requires_grad,
+    )

@@ -1,0 +1,211 @@
+"""Completes DistTensor: every attribute and method of Tensor that is answered here rather than by a rule."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from disttensor.dispatch.dispatch import HANDLERS, handler
+from disttensor.dispatch.fallback import gathered
+from disttensor.tensor import gradient, values
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+
+Tensor = torch.Tensor
+
+
+def _set_requires_grad(x: DistTensor, flag: bool) -> None:
+    x.requires_grad_(flag)
+
+
+_class: Any = DistTensor
+_class.requires_grad = property(lambda x: x.local.requires_grad, _set_requires_grad)
+_class.grad = property(gradient.get_grad, gradient.set_grad, lambda x: gradient.set_grad(x, None))
+_class.data = property(gradient.get_data, gradient.set_data)
+_class.grad_fn = property(lambda x: x.local.grad_fn)
+_class.is_leaf = property(lambda x: x.local.is_leaf)
+_class.retains_grad = property(lambda x: x.local.retains_grad)
+_class.T = property(lambda x: x.permute(*range(x.ndim - 1, -1, -1)))
+_class.mT = property(lambda x: torch.transpose(x, -2, -1))
+_class.H = property(lambda x: torch.transpose(x, 0, 1).conj() if x.ndim else x.conj())
+_class.mH = property(lambda x: torch.transpose(x, -2, -1).conj())
+_class.real = property(lambda x: torch.real(x) if x.is_complex() else x)
+_class.imag = property(lambda x: torch.imag(x))
+for name in (
+    "backward",
+    "requires_grad_",
+    "detach",
+    "detach_",
+    "retain_grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+):
+    setattr(DistTensor, name, getattr(gradient, name))
+for name in (
+    "full_tensor", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__", "__complex__",
+    "__contains__", "__iter__", "__format__", "__repr__", "__deepcopy__", "__reduce_ex__",
+):  # fmt: skip
+    setattr(DistTensor, name, getattr(values, name))
+del name
+
+# The same as functions --------------------------------------------------------------------------------------
+
+HANDLERS[torch.autograd.grad] = gradient.autograd_grad
+HANDLERS[torch.autograd.backward] = gradient.autograd_backward
+HANDLERS[torch.detach] = lambda input: input.detach()
+HANDLERS[torch.detach_] = lambda input: input.detach_()
+HANDLERS[torch.is_complex] = lambda input: input.spec.dtype.is_complex
+HANDLERS[torch.is_floating_point] = lambda input: input.spec.dtype.is_floating_point
+HANDLERS[torch.numel] = lambda input: input.numel()
+
+
+def _of_proto(func: Any) -> None:
+    """Functions that ask for shape and dtype only: answered by a plain stand-in of the global shape."""
+
+    def stand_in(v: Any) -> Any:
+        return v.spec.proto if type(v) is DistTensor else v
+
+    HANDLERS[func] = lambda *args, **kwargs: func(
+        *map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()}
+    )
+
+
+for _func in (
+    torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
+    Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg, torch.is_inference, Tensor.is_inference,
+    Tensor.get_device, Tensor.dim_order,
+):  # fmt: skip
+    _of_proto(_func)
+
+
+def _of_local(func: Any) -> None:
+    """Questions about storage and device: answered for the piece of this rank."""
+    HANDLERS[func] = lambda x, *args, **kwargs: func(x.local, *args, **kwargs)
+
+
+def _local_attribute(x: DistTensor, name: str) -> Any:
+    return getattr(x.local, name)
+
+
+for _name in (
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_mtia", "is_nested",
+    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "names", "_base", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "volatile",
+):  # fmt: skip
+    if hasattr(Tensor, _name):  # a property: without it each question would be a full dispatch
+        setattr(DistTensor, _name, property(partial(_local_attribute, name=_name)))
+for _method in (
+    Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
+    Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,
+):  # fmt: skip
+    _of_local(_method)
+
+
+@handler(Tensor.type)
+def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        return x.spec.proto.type()
+    if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor", torch.FloatTensor
+        dtype = torch.empty(0).type(dtype).dtype
+    return x.to(dtype, non_blocking=non_blocking)
+
+
+@handler(torch._has_compatible_shallow_copy_type)
+def _same_kind(x: Any, other: Any) -> bool:
+    """``nn.Module.to``: may the data of the one be replaced by that of the other?"""
+    return type(x) is type(other)
+
+
+@handler(Tensor.is_set_to)
+def _is_set_to(x: Any, other: Any) -> bool:
+    return bool(getattr(x, "local", x).is_set_to(getattr(other, "local", other)))
+
+
+def _view_in_place(name: str) -> None:
+    """``x.t_()`` and its like: x becomes the view."""
+    view = getattr(Tensor, name.removesuffix("_"))
+    HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: gradient.become(
+        x, view(x, *args, **kwargs)
+    )
+
+
+for _name in (
+    "t_",
+    "transpose_",
+    "swapdims_",
+    "swapaxes_",
+    "squeeze_",
+    "unsqueeze_",
+    "as_strided_",
+):
+    _view_in_place(_name)
+
+
+@handler(Tensor.resize_, Tensor.resize_as_)
+def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+    """As it is where the size stays; memory of another size would need another layout."""
+    like = args[0] if args else None
+    shape = (
+        tuple(like.shape)
+        if isinstance(like, Tensor)
+        else like
+        if isinstance(like, (tuple, list))
+        else args
+    )
+    if tuple(shape) != tuple(x.spec.shape) or (
+        isinstance(like, Tensor) and type(like) is not DistTensor
+    ):
+        raise RuntimeError(
+            f"{x.spec!r}: a DistTensor is not resized, nor given other memory; make a new one, or assign to its .data"
+        )
+    return x
+
+
+_strided = gathered(torch.as_strided, "it reads the memory of one process")
+
+
+@handler(torch.as_strided, Tensor.as_strided)
+def _as_strided(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
+    if x.spec is not x.spec.replicated() and not x.is_contiguous():
+        raise RuntimeError(
+            f"as_strided of {x.spec!r}: strides are those of the memory of one process, which a split tensor has only "
+            "where it is contiguous; call contiguous() first, or use views that name dims"
+        )
+    return _strided((x, *args), kwargs)
+
+
+@handler(Tensor.__dlpack__)
+def _dlpack(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
+    return values.full_tensor(x).__dlpack__(*args, **kwargs)
+
+
+@handler(Tensor.pin_memory)
+def _place(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
+    return wrap(x.local.pin_memory(*args, **kwargs), x.spec)
+
+
+@handler(Tensor.share_memory_)
+def _share(x: DistTensor) -> DistTensor:
+    x.local.share_memory_()
+    return x
+
+
+# Python values of whole tensors --------------------------------------------------------------------------------
+
+
+@handler(torch.is_nonzero, Tensor.is_nonzero)
+def _is_nonzero(input: DistTensor) -> bool:
+    return bool(values.item(input))
+
+
+@handler(torch.equal, Tensor.equal)
+def _equal(input: Any, other: Any) -> bool:
+    return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())
+
+
+@handler(torch.allclose, Tensor.allclose)
+def _allclose(
+    input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())

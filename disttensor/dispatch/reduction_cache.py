@@ -1,0 +1,143 @@
+"""A pending sum that one call reduces is reduced for the calls after it: ``x.relu() + x.sigmoid()`` sends x once.
+
+The tensor keeps its placement and its local; beside it is kept what the reduction gave. A later call that could use the
+pending value reads that instead, unless the tensor was written to since, or is now in another region of activation
+checkpointing (a recomputation must make the calls that its forward made). Ranks outside the mesh take the same decision,
+without values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor.dispatch import strict
+from disttensor.dispatch.plan import decided
+from disttensor.layout import Layout
+from disttensor.mesh import ProcessMesh
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor, relabels, resharded, wrap
+from disttensor.tree import flat, substitute
+
+Tensor = torch.Tensor
+Runner = Callable[[Sequence[Any], Any], Any]
+
+_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Reduced(NamedTuple):
+    """source, version: what was reduced; value: to what; grad: was a graph made; region: (weak) the hook on top of the
+    stack of saved-tensors hooks then, which tells regions apart."""
+
+    source: Tensor
+    version: int
+    value: DistTensor
+    grad: bool
+    region: Any
+
+
+def _region() -> Any:
+    top = _top(True)
+    return None if top is None else weakref.ref(top[0])
+
+
+def _grad(x: DistTensor) -> bool:
+    return x.local.requires_grad and torch.is_grad_enabled()
+
+
+def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
+    """Reduce ``x`` to ``dst``, and keep that beside it."""
+    local = x.local
+    value = wrap(
+        resharded(x, dst).local, dst
+    )  # without what leads back to x, which would be a circle
+    version = local._version if x.is_initialized and not local.is_inference() else -1
+    x._reduced = Reduced(local, version, value, _grad(x), _region())
+    return value
+
+
+def known(x: DistTensor) -> DistTensor | None:
+    """The value of ``x`` as an earlier call has reduced it, or None."""
+    kept = x._reduced
+    if kept is None or kept.grad is not _grad(x) or kept.region != _region():
+        return None
+    if not x.is_initialized:
+        return resharded(x, kept.value.spec)
+    local = x.local
+    if kept.source is not local or (kept.version >= 0 and kept.version != local._version):
+        return remember(x, kept.value.spec)  # written to past this object, by way of a view
+    value: DistTensor = kept.value
+    return value
+
+
+def settles(src: DistSpec, want: Layout) -> bool:
+    """Is ``want`` the layout of ``src`` with all its pending sums reduced, and nothing else changed?"""
+    layout = src.layout
+    return (
+        bool(layout.partial)
+        and want == Layout(layout.dims)
+        and all(op == "sum" for _, op in layout.partial)
+        and not relabels(src, src.with_layout(want))
+    )
+
+
+def shared(
+    run: Runner,
+    func: Callable[..., Any],
+    specs: Sequence[DistSpec],
+    asked: tuple[Sequence[Any], dict[str, Any]],
+    mesh: ProcessMesh,
+) -> Runner:
+    """``run``, for calls with these specs that write nothing, such that pending arguments are reduced once.
+
+    ``asked``: the arguments with an Arg for each tensor.
+    """
+    pending = [bool(s.layout.partial) for s in specs]
+    if not any(pending):
+        return run
+    _, factors, decision = decided(func, *asked, mesh)
+    if factors.view or decision is None:
+        return run
+    now = [settles(s, w) for s, w in zip(specs, decision.wants, strict=True)]
+    reduces = any(now)
+
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        if not reduces and not kwargs and len(args) < 3:  # most calls, quickly
+            for a in args:
+                if (type(a) is DistTensor and a._reduced is not None) or type(a) in (list, tuple):
+                    break
+            else:
+                return run(args, kwargs)
+        tensors = flat((args, kwargs or {}), [])
+        found: dict[int, DistTensor] = {}
+        left = False  # P + P costs nothing, with one of them reduced the other would have to be
+        for t, waits, reduced in zip(tensors, pending, now, strict=True):
+            if not waits or type(t) is not DistTensor or id(t) in found:
+                continue
+            if t._owner is not None:
+                left = True
+                continue
+            value = known(t)
+            if value is None and reduced and not strict.level:
+                value = remember(t, t.spec.with_layout(Layout(t.spec.layout.dims)))
+            if value is not None:
+                found[id(t)] = value
+            left = left or value is None
+        if not found or (left and not reduces):
+            return run(args, kwargs)
+
+        def put(t: Tensor) -> Tensor:
+            return found.get(id(t), t)
+
+        out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
+        for t in tensors:
+            if (
+                found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized
+            ):  # else a stand-in for a new tensor
+                return t
+        return out
+
+    return call

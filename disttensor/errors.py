@@ -1,0 +1,95 @@
+"""The errors and warnings that users meet, and what their texts are made of: the user's line, a function's name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import resolve_name
+
+_ROOT = Path(__file__).parents[1]
+
+
+_OURS = tuple(str(_ROOT / name) + "/" for name in ("disttensor", "ops", "reshard"))
+
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+
+
+def user_line() -> str:
+    """``file.py:12`` of the innermost frame that is neither ours nor torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and not name.startswith(_TORCH) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "(autograd thread)"
+
+
+class StrictError(RuntimeError):
+    """Inside strict(): a call that would communicate without being asked, or has no rule.
+
+    >>> try:
+    ...     with dt.strict():
+    ...         y = dt.ones(4, 4, mesh=mesh).relu()
+    ... except dt.StrictError as error:
+    ...     print("would communicate:", error)
+    """
+
+
+class FallbackWarning(UserWarning):
+    """A function without a rule ran on gathered tensors: right, and slow.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", dt.FallbackWarning)
+    """
+
+
+def name_of(func: Any) -> str:
+    """``torch.add``, ``torch.Tensor.add_``: the name under which a user finds the function."""
+    name = resolve_name(func) or getattr(
+        func, "__qualname__", getattr(func, "__name__", repr(func))
+    )
+    return name.removesuffix(".__get__").replace("_VariableFunctionsClass", "torch")
+
+
+class MismatchError(RuntimeError):
+    """Ranks disagree about the next collective.
+
+    >>> try:
+    ...     with dt.debug():
+    ...         total = dt.ones(4, mesh=mesh).sum().item()
+    ... except dt.MismatchError as error:
+    ...     print("which rank does what:", error)
+    """
+
+
+class CommError(RuntimeError):
+    """A collective failed or could not start; the message names the group and its ranks.
+
+    >>> issubclass(dt.CommError, RuntimeError)
+    True
+    """
+
+
+class CustomFunctionError(RuntimeError):
+    """A custom autograd.Function was applied to a DistTensor that requires grad.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, a):
+    ...         return a * 2
+    ...     @staticmethod
+    ...     def backward(ctx, g):
+    ...         return g * 2
+    >>> x = dt.ones(3, mesh=mesh, requires_grad=True)
+    >>> try:
+    ...     Double.apply(x)
+    ... except dt.CustomFunctionError:
+    ...     y = dt.local_map(Double.apply, out_placements=x.placements)(x)
+    >>> y.tolist()
+    [2.0, 2.0, 2.0]
+    """

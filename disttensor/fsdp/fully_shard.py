@@ -1,0 +1,243 @@
+"""shard_data_parallel: the state of a module spread over the ranks of a mesh axis, in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import reshard
+from disttensor.autograd.accumulation import Window
+from disttensor.fsdp.engine import Engine
+from disttensor.fsdp.off_mesh import Elsewhere
+from disttensor.fsdp.param import Twin
+from disttensor.fsdp.replicas import broadcast_replicas
+from disttensor.fsdp.segment import Segment
+from disttensor.fsdp.segment_policy import Cut, SegmentBySize, Segments, segments_of
+from disttensor.layout import Layout
+from disttensor.mesh import ProcessMesh
+from disttensor.meta import execute
+from disttensor.nn.shard_module import Slot, shard_module, slots
+from disttensor.placement import Replicate, Shard
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+
+SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(25.0)  # unless segments are given
+_ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
+
+
+def shard_data_parallel(
+    module: nn.Module, mesh: ProcessMesh | None = None, shard_axis: str | None = "fsdp", replicate_axis: str | None = None,
+    stage: int = 3, segments: Segments | None = None, reshard_after_forward: bool = True, prefetch: int = 1,
+    param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, offload: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the module back.
+
+    Every parameter becomes a DistTensor cut along dim 0 over the axis (beside what tensor parallelism has cut): this is what
+    the optimizer, built after this call, and ``state_dict`` see. While a forward or backward of its segment runs, the module
+    holds it whole. Values are taken from the first rank of the mesh.
+
+    ``stage`` 1: optimizer state is spread; whole parameters are kept, gradients all-reduced. 2: gradients too
+    (reduce-scattered, half the bytes). 3: parameters too: gathered per segment before use, freed after the forward (unless
+    ``reshard_after_forward`` is False), gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
+    ``segments``: what is gathered and reduced at once: SegmentBySize (without it 32 MiB, 25 where nothing is cut),
+    SegmentByAnchors, or names of modules.
+    ``mesh``: where plain parameters go; None if all are DistTensors, each on its own mesh (of a pipeline stage).
+    ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are summed over all axes over
+    which they are contributions, whatever these are called. ``shard_axis=None``: nothing is cut; gradients are reduced in
+    segments during the backward.
+    ``param_dtype``: of the whole copies and of floating arguments of the modules; the parameters keep theirs.
+    ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up in the dtype of the parameters.
+
+    Raises ValueError for an axis, a stage, or segments that do not fit, before anything is changed.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> model = dt.shard_data_parallel(model, mesh, shard_axis="dp", stage=3)
+    >>> model[0].weight.placements
+    (Shard(0), Replicate())
+    """
+    if segments is None:
+        segments = REPLICAS if shard_axis is None else SHARDS
+    cuts = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
+    _check_dtypes(param_dtype, reduce_dtype)
+    if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
+        raise NotImplementedError(
+            "shard_data_parallel(offload=True): shards in the memory of the host beside a mesh of accelerators are not built; "
+            "on a CPU mesh they are there already"
+        )
+    names = {id(p): name for name, p in module.named_parameters()}
+    if mesh is not None:
+        _place(module, mesh, shard_axis)
+    own = slots(module)
+    broadcast_replicas(s.value for s in own if isinstance(s.value, DistTensor))
+    held = _cut_all(module, own, shard_axis)
+    places: dict[int, list[Slot]] = {}
+    for slot in slots(module):
+        places.setdefault(id(slot.value), []).append(slot)
+    built = []
+    for cut in cuts:
+        twins = []
+        for before in cut.params:
+            p = held[names[id(before)]]
+            axis = None if shard_axis is None else p.spec.mesh.axis(shard_axis)
+            floating = p.dtype.is_floating_point and param_dtype is not None
+            dtype: Any = param_dtype if floating else p.dtype
+            twins.append(Twin(names[id(before)], p, places[id(p)], axis, dtype))
+        if not twins[0].held.is_initialized:
+            away = Elsewhere(cut.modules, twins, param_dtype)
+            module.register_forward_hook(away.root_ends, always_call=True)
+            continue
+        # A backward can enter a module that several stages run in at any of its nodes: there is no moment to gather.
+        persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in cut.modules)
+        free = not persist and reshard_after_forward and module not in cut.modules
+        built.append(
+            Segment(cut.name, cut.modules, twins, persist=persist, free_after_forward=free)
+        )
+    module.__dict__[_ENGINE] = Engine(
+        module, built, scatter=stage > 1, prefetch=prefetch, compute=param_dtype, wire=reduce_dtype
+    )
+    return module
+
+
+def _checked(
+    module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None, stage: int,
+    segments: Segments, prefetch: int,
+) -> list[Cut]:  # fmt: skip
+    """The segments, after all checks."""
+    who = "shard_data_parallel"
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{who}: a module is expected, not {type(module).__name__}")
+    if mesh is not None and not isinstance(mesh, ProcessMesh):
+        raise TypeError(f"{who}: mesh={mesh!r}: a ProcessMesh is expected")
+    if stage not in (1, 2, 3) or type(stage) is not int:
+        raise ValueError(
+            f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters too"
+        )
+    if type(prefetch) is not int or prefetch < 0:
+        raise ValueError(f"{who}: prefetch={prefetch!r}: a number of segments, 0 for none")
+    if any(_ENGINE in m.__dict__ for m in module.modules()):
+        raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
+    if shard_axis is not None and shard_axis == replicate_axis:
+        raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
+    params = dict(module.named_parameters())
+    if not params:
+        raise ValueError(f"{who}: the module {type(module).__name__} has no parameters")
+    plain = [name for name, p in params.items() if not isinstance(p, DistTensor)]
+    if mesh is None and plain:
+        raise ValueError(
+            f"{who}: parameter {plain[0]!r} is a plain tensor: give the mesh on which it is to lie"
+        )
+    for m in _meshes(module, mesh):
+        for axis in (shard_axis, replicate_axis):
+            if axis is not None:
+                m.axis(axis)
+    for name, p in params.items():
+        if p.grad is not None:
+            raise ValueError(f"{who}: parameter {name!r} has a gradient: zero_grad() first")
+        if not isinstance(p, DistTensor):
+            continue
+        split = p.spec.layout.varies()
+        if shard_axis is not None and p.spec.mesh.axis(shard_axis) in split:
+            raise ValueError(
+                f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already"
+            )
+        if p.spec.layout.own:
+            raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")
+    return segments_of(module, segments)
+
+
+def _check_dtypes(*dtypes: torch.dtype | None) -> None:
+    for dtype in dtypes:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"shard_data_parallel: {dtype!r} is no floating dtype of torch")
+
+
+def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
+    own = [p.spec.mesh for p in module.parameters() if isinstance(p, DistTensor)]
+    return list(dict.fromkeys([*own, *([mesh] if mesh is not None else [])]))
+
+
+def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None:
+    """Plain parameters and buffers become DistTensors; those on the meta device are born as shards."""
+    plan: dict[Any, Any] = {}
+    if shard_axis is not None:
+        for name, p in module.named_parameters():
+            if p.is_meta and p.ndim and not isinstance(p, DistTensor):
+                split = mesh.axis(shard_axis)
+                plan[name] = [Shard(0) if a == split else Replicate() for a in range(mesh.ndim)]
+    if any(not isinstance(s.value, DistTensor) for s in slots(module)):
+        shard_module(module, mesh, plan)
+
+
+def _cut_all(
+    module: nn.Module, own: Iterable[Slot], shard_axis: str | None
+) -> dict[str, DistTensor]:
+    """name -> parameter, cut over the axis, in all its slots."""
+    made: dict[int, DistTensor] = {}
+    held: dict[str, DistTensor] = {}
+    for slot in own:
+        if slot.table is not slot.owner._parameters:
+            continue
+        p: Any = slot.value
+        if id(p) not in made:
+            made[id(p)] = p if shard_axis is None else _cut(p, p.spec.mesh.axis(shard_axis))
+            if made[id(p)] is not p:
+                p._replaced = "shard_data_parallel cut them into shards"
+        slot.table[slot.key] = held[slot.name] = made[id(p)]
+    return held
+
+
+def _cut(p: DistTensor, axis: int) -> DistTensor:
+    """``p`` cut along dim 0 by one more mesh axis, the minor one there."""
+    spec = p.spec
+    if not spec.ndim or not math.prod(spec.shape) or axis in spec.layout.sharded:
+        return p
+    dims = ((*spec.layout.dims[0], axis), *spec.layout.dims[1:])
+    dst: DistSpec = spec.with_layout(Layout(dims, spec.layout.partial))
+    if not p.is_initialized:
+        new = execute.stand_in(dst, p.requires_grad)
+    else:
+        local = reshard.run(p.local.detach(), spec, dst).clone()
+        new = wrap(local.requires_grad_(p.requires_grad), dst)
+    new._is_param = True
+    return new
+
+
+@contextmanager
+def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterator[None]:
+    """For the backward of one of several micro-batches, whose gradients add up until ``last``.
+
+    ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum; only the last reduces over
+    all other axes, after adding. ``"none"``: nothing is communicated until the last, and whole gradients are kept, not yet in
+    ``p.grad``. zero_grad drops all of it; an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without
+    this context every backward reduces completely. Raises RuntimeError, in the backward, for a micro-batch that reaches other
+    parameters than the one before.
+
+    >>> model = dt.shard_data_parallel(torch.nn.Linear(4, 1), mesh, shard_axis="dp")
+    >>> for i, batch in enumerate(torch.ones(2, 3, 4)):
+    ...     with dt.accumulate(model, last=i == 1):
+    ...         model(dt.shard_tensor(batch, mesh, [dt.Shard(0), dt.Replicate()])).sum().backward()
+    >>> model.bias.grad.item()
+    6.0
+    """
+    if reduce not in ("scatter", "none"):
+        raise ValueError(
+            f'accumulate: reduce={reduce!r}: "scatter" (to shards each time) or "none" (all at the last)'
+        )
+    engines = [m.__dict__[_ENGINE] for m in module.modules() if _ENGINE in m.__dict__]
+    if not engines and not any(isinstance(p, DistTensor) for p in module.parameters()):
+        raise ValueError(
+            f"accumulate: {type(module).__name__} holds no DistTensor: give the module that shard_data_parallel gave"
+        )
+    before = [engine.window for engine in engines]
+    for engine in engines:
+        engine.window = Window(bool(last), reduce, counted=True)
+    try:
+        yield
+    finally:
+        for engine, window in zip(engines, before, strict=True):
+            engine.window = window

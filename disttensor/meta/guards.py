@@ -1,0 +1,164 @@
+"""A module and all modules in it, and whether anything of them has changed that its forward could depend on.
+
+Changes are told by what makes them, so that to ask costs nothing. When the first module is watched, those methods of
+``nn.Module`` are wrapped that assign attributes (``train()`` and ``eval()`` do) or register hooks; the tables of parameters and
+buffers of a watched module tell too; and ``ghost.remade`` counts what happens to the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from disttensor.autograd import token
+from disttensor.tensor.dist_tensor import DistTensor
+
+
+class Watcher(Protocol):
+    def changed(self, name: str) -> None: ...
+
+
+_watchers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_global_hooks: tuple[Any, ...] = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+_TELLING = (
+    "__setattr__", "__delattr__", "add_module", "register_forward_hook", "register_forward_pre_hook",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
+)  # fmt: skip
+_wrapped: list[str] = []
+
+
+class Subtree:
+    """What ``module`` and the modules in it were made of when this was made."""
+
+    def __init__(self, module: nn.Module, watcher: Watcher) -> None:
+        self.modules = list(module.modules())
+        _wrap()
+        for m in self.modules:
+            if m not in _watchers:
+                _watchers[m] = weakref.WeakSet()
+                for name in ("_parameters", "_buffers"):
+                    m.__dict__[name] = _Table.of(m, m.__dict__[name])
+            _watchers[m].add(watcher)
+        self._hooks = [*_global_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
+        self.hooked = _any(self._hooks)
+        tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
+        self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
+        self._remade = token.remade[0]
+        self.elsewhere = all(
+            isinstance(p, DistTensor) and not p.is_initialized for p in self.tensors
+        )
+        self._specs = [p.spec for p in self.tensors] if self.elsewhere else []
+        self._locals = [p.local for p in self.tensors] if self.elsewhere else []
+        self.attached = [  # DistTensors that are attributes, not parameters or buffers
+            (m.__dict__, name)
+            for m in self.modules
+            for name, value in m.__dict__.items()
+            if isinstance(value, DistTensor)
+        ]
+
+    def unchanged(self) -> bool:
+        """Are hooks and tensors as they were? Changes of attributes and tables are told to the watcher."""
+        if self.hooked:
+            return _any(self._hooks)
+        return not any(_global_hooks) and (self._remade == token.remade[0] or self._as_they_were())
+
+    def _as_they_were(self) -> bool:
+        self._remade = token.remade[0]
+        return all(map(is_, [p.spec for p in self.tensors], self._specs)) and all(
+            map(is_, [p.local for p in self.tensors], self._locals)
+        )
+
+    def attributes(self) -> list[int]:
+        """What the modules' attributes are, and what lies in those that are lists, dicts and sets: equal while nothing is
+        assigned or put there."""
+        out: list[int] = []
+        for m in self.modules:
+            for name, value in m.__dict__.items():
+                out += (id(name), id(value))
+                if isinstance(value, dict):
+                    out += (len(value), *map(id, value), *map(id, value.values()))
+                elif isinstance(value, (list, set)):
+                    out += (len(value), *map(id, value))
+        return out
+
+
+def _hooks_of(m: nn.Module) -> list[Any]:
+    return [m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks]
+
+
+def _any(tables: list[Any]) -> bool:
+    """Is there a hook that has to run in each call? One that says it is harmless need not."""
+    return any(not getattr(hook, "harmless", False) for t in tables for hook in t.values())
+
+
+def _tell(module: Any, name: Any) -> None:
+    for watcher in _watchers.get(module, ()):
+        watcher.changed(name)
+
+
+class _Table(dict[str, Any]):
+    """The parameters or buffers of a watched module. Copied and pickled as a dict."""
+
+    owner: weakref.ref[nn.Module]
+
+    @classmethod
+    def of(cls, owner: nn.Module, table: dict[str, Any]) -> _Table:
+        new = cls(table)
+        new.owner = weakref.ref(owner)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    def change(self: _Table, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        owner = self.owner()
+        if owner is not None:
+            _tell(owner, name)
+        return result
+
+    return change
+
+
+for _name in (
+    "__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update",
+):  # fmt: skip
+    setattr(_Table, _name, _changing(_name))
+
+
+def _wrap() -> None:
+    """Once: what changes modules tells their watchers."""
+    if _wrapped:
+        return
+    for name in _TELLING:
+        _wrapped.append(name)
+        setattr(nn.Module, name, _telling(getattr(nn.Module, name)))
+
+
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if self in _watchers:
+            _tell(self, args[0] if args else "")
+        return result
+
+    return wrapper

@@ -1,0 +1,195 @@
+"""What a call gives, without computing it: the function runs once on fake tensors of the global shapes.
+
+Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it says which arguments each result depends on
+(so that gradients find their way), whether the call draws random numbers (which all ranks count), and what it views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependent
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disttensor.errors import name_of
+from disttensor.tree import flat, rebuilt, substitute
+
+__all__ = ["DataDependent", "Dynamic", "Found", "Out", "dynamic", "found"]
+
+Tensor = torch.Tensor
+
+
+class Dynamic(Exception):
+    """The shape of the result depends on data."""
+
+
+class Out(NamedTuple):
+    """A tensor of the result. ``sources``: the tensor arguments it depends on, by number; ``same``: it is that argument
+    itself; ``viewed``: it shares the memory of that argument."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    sources: tuple[int, ...]
+    same: int | None
+    viewed: int | None
+
+
+class Found(NamedTuple):
+    """``result``: what the call returns, with an Out for each tensor, which ``outs`` lists in order."""
+
+    result: Any
+    outs: list[Out]
+    draws: bool
+
+
+class _Seeded(TorchDispatchMode):
+    """Notes whether anything draws random numbers."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+_DYNAMIC = (
+    "nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave", "one_hot", "combinations",
+)  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+@cache
+def fake_mode() -> FakeTensorMode:
+    """Made when it is first needed: torch imports its compiler for it, which takes longer than to import all that is ours."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
+    """Run ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype and device).
+
+    Raises Dynamic where the shape depends on data, and what the function raises for such arguments.
+    """
+    tensors = flat((tuple(args), kwargs), [])
+    every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
+    try:
+        return _run(func, args, kwargs, every)
+    except DataDependent:
+        if named_dynamic(func):  # asks for the data to know the shape, as one_hot does
+            raise Dynamic(name_of(func)) from None
+        raise
+    except Dynamic:
+        raise
+    except (
+        Exception
+    ):  # it refuses some that require grad (running statistics), or all: then it gives none that do
+        bare = _run(func, args, kwargs, ())
+        taken = [i for i in every if _takes(func, args, kwargs, i)]
+        return _run(func, args, kwargs, taken) if taken else bare
+
+
+def _takes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], i: int) -> bool:
+    """Can tensor ``i`` require grad?"""
+    try:
+        _run(func, args, kwargs, (i,))
+    except Exception:
+        return False
+    return True
+
+
+def _hidden() -> Any:
+    """Hooks of a checkpoint around this call are not for what the fakes save."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequence[int]) -> Found:
+    """``needing``: the tensors that require grad, by number."""
+    seeded = _Seeded()
+    leaves: list[Tensor] = []
+    fakes: list[Tensor] = []
+
+    def fake(t: Tensor) -> Any:
+        leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device)
+        differentiable = len(leaves) in needing
+        leaves.append(leaf.requires_grad_(differentiable))
+        number = leaves[1:] and t.ndim == 0 and func in _INDEXING
+        if number and not t.dtype.is_floating_point and t.dtype not in _MASKS:
+            fakes.append(leaf)
+            return 0  # torch would ask for the number, on which nothing here depends
+        fakes.append(leaf.clone() if differentiable else leaf)  # not a leaf: it may be written to
+        return fakes[-1]
+
+    try:
+        with fake_mode(), seeded, torch.set_grad_enabled(bool(needing)), _hidden():
+            call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
+            result = func(*call[0], **call[1])
+    except DynamicOutputShapeException:
+        raise Dynamic(name_of(func)) from None
+    outs: list[Out] = []
+    owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(fakes)))}
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            same = next((i for i, t in enumerate(fakes) if t is value), None)
+            if any(not isinstance(n, int) for n in value.shape):
+                raise Dynamic(name_of(func))
+            outs.append(
+                Out(
+                    len(outs),
+                    value.shape,
+                    value.dtype,
+                    _reached(value, leaves),
+                    same,
+                    owners.get(value.untyped_storage()._cdata),
+                )
+            )
+            return outs[-1]
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return rebuilt(value, [describe(v) for v in value])
+        return value
+
+    return Found(describe(result), outs, seeded.drew)
+
+
+def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
+    """The numbers of the leaves from which ``value`` was made differentiably."""
+    if not value.requires_grad:
+        return ()
+    numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    queue: list[Any] = [value.grad_fn] if value.grad_fn is not None else []
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(numbers[id(leaf)])
+        queue += [next_node for next_node, _ in node.next_functions]
+    return tuple(sorted(found))
+
+
+def named_dynamic(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "").strip("_").startswith(_DYNAMIC)
+
+
+def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
+    """Does the shape of the result depend on data? Only functions of such names are asked: a run costs time."""
+    name = getattr(func, "__name__", "").strip("_")
+    masks = name == "getitem" and any(t.dtype in _MASKS for t in flat(args[1:], []))
+    if not masks and not named_dynamic(func):
+        return False
+    try:
+        found(func, args, kwargs or {})
+    except Dynamic:
+        return True
+    except Exception:
+        return False
+    return False

@@ -1,0 +1,221 @@
+"""Modules that lie elsewhere are skipped whole: their results follow from the metadata of their inputs.
+
+On a rank outside the mesh of its parameters a module gets a Skip as its ``forward``. The first call of a kind runs the real
+forward on ghosts (``disttensor.meta.trace``) and notes what it gives; the next ones are one look-up. Where a forward does what
+a skipped call would miss, it runs as ever, call by call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from disttensor.meta.guards import Subtree
+from disttensor.meta.trace import CONSTANTS, Case, rehearse
+from disttensor.tensor.dist_tensor import DistTensor
+
+_Module = TypeVar("_Module", bound=nn.Module)
+_autocast: Any = torch._C._is_any_autocast_enabled
+_grad: Any = torch.is_grad_enabled
+_modes: Any = torch._C._len_torch_function_stack
+_task: Any = torch._C._current_graph_task_id
+_MOST = 64  # kinds of calls that are kept of a module
+_TRIALS = 16  # rehearsals beyond the number of calls that they have saved
+
+
+class _Rehearsing(threading.local):
+    now = False
+
+
+class _NoKey(Exception):
+    """The call has an argument whose value may matter in other ways."""
+
+
+_rehearsing = _Rehearsing()
+
+
+def never_skip(module: _Module) -> _Module:
+    """The forward of ``module``, and of what holds it, runs on every rank, whatever mesh its parameters are on.
+
+    For a forward that does what cannot be seen from outside: it prints, counts in a global, or depends on values that change
+    without an assignment to the module. Gives the module back. Say it on all ranks alike.
+
+    >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
+    >>> model = dt.shard_module(model, mesh)
+    """
+    module._never_skip = True  # type: ignore[assignment]
+    return module
+
+
+def attach(module: nn.Module) -> None:
+    """Make ``module``, or what is skipped in it with profit, skip its forward. Nothing happens where a parameter is here."""
+    for m in module.modules():
+        worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
+        callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
+        if worth and callable_ and _lies_elsewhere(m):
+            m.__dict__["forward"] = Skip(m)
+
+
+def _lies_elsewhere(m: nn.Module) -> bool:
+    tensors = [*m.parameters(), *m.buffers()]
+    return bool(tensors) and all(
+        isinstance(p, DistTensor) and not p.is_initialized for p in tensors
+    )
+
+
+class Skip:
+    """The ``forward`` of one module on a rank outside. Copied and pickled with it, without what it has noted."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__setstate__({"module": module})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module: nn.Module = state["module"]
+        self._cases: dict[Any, Case | str] = {}
+        self._subtree: Subtree | None = None
+        self._flags: tuple[bool, ...] | None = None
+        self._changes = self._trials = self._hits = 0
+        self._why = ""  # this module is never skipped
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def changed(self, name: str) -> None:
+        """Somebody assigned to an attribute of the module or of one in it."""
+        self._changes += 1
+        self._flags = None
+        if name != "training":
+            self._subtree = None
+
+    def why(self) -> list[str]:
+        """Why calls so far are not skipped: for people."""
+        reasons = [self._why, *(c for c in self._cases.values() if isinstance(c, str))]
+        return sorted({reason for reason in reasons if reason})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._why or _rehearsing.now or _modes():
+            return self._run(args, kwargs)
+        subtree = self._subtree
+        if subtree is None or not subtree.unchanged():
+            subtree = self._look()
+            if subtree is None:
+                return self._run(args, kwargs)
+        if not subtree.elsewhere:
+            return self._run(args, kwargs)
+        try:
+            key, inputs = self._key(args, kwargs)
+        except _NoKey:
+            return self._run(args, kwargs)
+        case = self._cases.get(key)
+        if case is None:
+            return self._rehearse(subtree, key, inputs, args, kwargs)
+        if type(case) is str:
+            return self._run(args, kwargs)
+        self._hits += 1
+        return case.give(inputs)  # type: ignore[union-attr]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _look(self) -> Subtree | None:
+        """Look the module through anew. None: it is not to be skipped as it is."""
+        if not self._may_try():
+            return None
+        self._cases.clear()
+        self._flags = None
+        self._subtree = subtree = Subtree(self.module, self)
+        if any(
+            getattr(type(m), "_never_skip", False) or "_never_skip" in m.__dict__
+            for m in subtree.modules
+        ):
+            self._why = "never_skip"
+        elif any(
+            m.__dict__.get("forward") is not None and type(m.__dict__["forward"]) is not Skip
+            for m in subtree.modules
+        ):
+            self._why = "a forward that was put on an instance"
+        return None if self._why else subtree
+
+    def _may_try(self) -> bool:
+        self._trials += 1
+        if self._trials > _TRIALS + self._hits:
+            self._why = "it changes too often"
+        return not self._why
+
+    def _rehearse(
+        self, subtree: Subtree, key: Any, inputs: list[DistTensor], args: Any, kwargs: Any
+    ) -> Any:
+        if _task() != -1 or not inputs:  # what a backward computes again shows no random calls
+            return self._run(args, kwargs)
+        if subtree.hooked or any(x.is_initialized for x in inputs):
+            self._cases[key] = "hooks in it, or inputs on this rank"
+            return self._run(args, kwargs)
+        if not self._may_try():
+            return self._run(args, kwargs)
+        _rehearsing.now = True
+        try:
+            result, case = rehearse(
+                lambda: self._run(args, kwargs), inputs, subtree, lambda: self._changes
+            )
+        finally:
+            _rehearsing.now = False
+        if case == "it assigns to attributes":
+            self._why = case
+        if not isinstance(case, str) and not self._same_key(key, args, kwargs):
+            case = "it changes its arguments"
+        if len(self._cases) >= _MOST:
+            self._cases.clear()
+        self._cases[key] = case
+        return result
+
+    def _same_key(self, key: Any, args: Any, kwargs: Any) -> bool:
+        try:
+            return bool(self._key(args, kwargs)[0] == key)
+        except _NoKey:
+            return False
+
+    def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
+        """What the metadata of the results depends on; and the tensors among the arguments."""
+        parts: list[Any] = []
+        inputs: list[DistTensor] = []
+        for a in args:
+            if type(a) is DistTensor:
+                inputs.append(a)
+                parts += (a.spec, a.local.requires_grad)
+            else:
+                parts.append(_part(a, inputs))
+        if kwargs:
+            for name, a in kwargs.items():
+                parts += (name, _part(a, inputs))
+        subtree: Any = self._subtree
+        for attributes, name in subtree.attached:
+            parts.append(_part(attributes.get(name), inputs))
+        if self._flags is None:
+            self._flags = tuple([m.training for m in subtree.modules])
+        parts += (self._flags, _grad(), torch.get_default_dtype())
+        if _autocast():
+            device = inputs[0].device.type if inputs else "cpu"
+            parts += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return tuple(parts), inputs
+
+
+def _part(value: Any, inputs: list[DistTensor]) -> Any:
+    kind = type(value)
+    if kind is DistTensor:
+        inputs.append(value)
+        return value.spec, value.local.requires_grad
+    if kind in CONSTANTS:
+        return kind, value
+    if kind is list or kind is tuple or kind is torch.Size:
+        return kind, tuple([_part(v, inputs) for v in value])
+    if kind is dict:
+        return kind, tuple([(_part(k, inputs), _part(v, inputs)) for k, v in value.items()])
+    raise _NoKey

@@ -1,0 +1,245 @@
+"""shard_module: the parameters and buffers of an ordinary module become DistTensors, by a plan of names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from disttensor.create import shard_tensor
+from disttensor.layout import layout_of, replicated
+from disttensor.mesh import ProcessMesh
+from disttensor.meta import execute, skip
+from disttensor.placement import Placement
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+
+Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: ProcessMesh,
+    plan: Plan = None,
+    *,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, in place; gives the module back.
+
+    ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or a compiled regex) to
+    placements; the first entry that matches counts, exact names before patterns. Or it is a function (name, module, mesh)
+    that is called for each submodule and shards what it likes with ``shard_tensor``. What is not named is replicated.
+    Tied parameters stay tied. On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device are made shard by shard and initialized by ``init(submodule)``, or
+    without it by the submodule's own ``reset_parameters``, inner modules first, with the bits that one process draws.
+    Raises ValueError for a plan that does not fit and for meta tensors that nothing would initialize, before anything is changed.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> column, row = [dt.Replicate(), dt.Shard(0)], [dt.Replicate(), dt.Shard(1)]
+    >>> model = dt.shard_module(model, mesh, {"0.*": column, "2.weight": row})
+    >>> model[0].weight.dims_mapping, model[2].weight.dims_mapping
+    ([1, -1], [-1, 1])
+    """
+    before = slots(module)
+    if callable(plan):
+        for name, child in module.named_modules():
+            plan(name, child, mesh)
+        plan = None
+    place(module, before, lambda value: mesh, plan, init)
+    return module
+
+
+class Slot(NamedTuple):
+    """Where a module holds a parameter or buffer; a tied one has several."""
+
+    name: str
+    owner: nn.Module
+    table: dict[str, Any]
+    key: str
+    value: torch.Tensor
+
+
+def slots(module: nn.Module) -> list[Slot]:
+    return [
+        Slot(f"{prefix}.{key}" if prefix else key, owner, table, key, value)
+        for prefix, owner in module.named_modules()
+        for table in (owner._parameters, owner._buffers)
+        for key, value in table.items()
+        if value is not None
+    ]
+
+
+def place(
+    module: nn.Module,
+    before: list[Slot],
+    mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
+    plan: Mapping[Any, Sequence[Placement]] | None,
+    init: Callable[[nn.Module], Any] | None,
+) -> None:
+    """``shard_module`` where each tensor has its own mesh, or None: then it stays as it is.
+
+    ``before``: the slots as they were; what somebody has placed since then is placed in all its other slots too.
+    """
+    chosen = _choose(module, mesh_of, plan)
+    if init is None:
+        _check_meta(module, mesh_of)
+    made = {
+        id(slot.value): slot.table[slot.key]
+        for slot in before
+        if slot.value is not slot.table.get(slot.key)
+        and isinstance(slot.table.get(slot.key), DistTensor)
+    }
+    fresh: set[nn.Module] = set()
+    for name, owner, table, key, value in slots(module):
+        mesh = None if isinstance(value, DistTensor) else mesh_of(value)
+        if id(value) not in made and mesh is not None:
+            made[id(value)] = _place(value, mesh, chosen.get(name))
+            if value.is_meta:
+                fresh.add(owner)
+        table[key] = made.get(id(value), value)
+    for slot in before:  # an optimizer that still has the old one is told so: sync.check_fresh
+        now: Any = slot.table.get(slot.key)
+        if now is not slot.value and isinstance(now, DistTensor):
+            slot.value._replaced = f"{slot.name!r} became {now.spec!r}"  # type: ignore[attr-defined]
+    for child in inner_first(module):
+        if child in fresh:
+            (init or _initializer)(child)
+    skip.attach(module)
+
+
+def _initializer(module: nn.Module) -> Any:
+    """Call what initializes the parameters of this module itself."""
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(
+        module, "_reset_parameters", None
+    )
+    return reset()
+
+
+def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
+    """Raise for a tensor on the meta device, of those to be placed, in a module that cannot initialize it."""
+    for prefix, child in module.named_modules():
+        if callable(
+            getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
+        ):
+            continue
+        for key, value in (*child._parameters.items(), *child._buffers.items()):
+            if (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, DistTensor)
+                and value.is_meta
+                and mesh_of(value) is not None
+            ):
+                raise ValueError(
+                    f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, and its module "
+                    f"{type(child).__name__} has no reset_parameters, so nothing would give it values. Pass init=function(module), "
+                    "give the module a reset_parameters, or make this tensor on a real device"
+                )
+
+
+def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """Submodules before what holds them: the order in which constructors initialize."""
+    seen = set() if seen is None else seen
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from inner_first(child, seen)
+    yield module
+
+
+def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None) -> Any:
+    layout = (
+        replicated(value.ndim)
+        if placements is None
+        else layout_of(placements, value.ndim, mesh.ndim)
+    )
+    spec = DistSpec(mesh, layout, value.shape, value.dtype)
+    if mesh.coordinate is None:
+        out: Any = execute.stand_in(spec, value.requires_grad)
+    elif value.is_meta:
+        local = torch.empty(spec.local_shape, dtype=value.dtype, device=mesh.device)
+        out = wrap(local.requires_grad_(value.requires_grad), spec)
+    else:
+        out = shard_tensor(value.detach(), mesh, spec.placements, requires_grad=value.requires_grad)
+    if isinstance(value, nn.Parameter):
+        out._is_param = True
+    return out
+
+
+def _choose(
+    module: nn.Module,
+    mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
+    plan: Mapping[Any, Sequence[Placement]] | None,
+) -> dict[str, Sequence[Placement]]:
+    """name of each tensor -> placements. Checks the whole plan."""
+    everything = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    tensors = {name: value for name, value in everything if mesh_of(value) is not None}
+    modules = {name for name, _ in module.named_modules()}
+    chosen: dict[str, Sequence[Placement]] = {}
+    for exact in (True, False):
+        for pattern, placements in (plan or {}).items():
+            if not isinstance(pattern, (str, re.Pattern)):
+                raise TypeError(
+                    f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) or a compiled regex"
+                )
+            literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
+            if literal is not exact:
+                continue
+            hits = [name for name in tensors if _matches(pattern, name, modules)]
+            if not hits:
+                close = ", ".join(list(tensors)[:8])
+                raise ValueError(
+                    f"shard_module: {pattern!r} matches no parameter, buffer or module; there are {close}, ..."
+                )
+            for name in hits:
+                mesh = mesh_of(tensors[name])
+                if name not in chosen and mesh is not None:
+                    _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
+                    chosen[name] = placements
+    by_tensor: dict[int, str] = {}
+    for name, value in tensors.items():  # a tied parameter has one layout under all its names
+        first = by_tensor.setdefault(id(value), name)
+        if first != name:
+            one, other = chosen.get(first), chosen.get(name)
+            if one is not None and other is not None and tuple(one) != tuple(other):
+                raise ValueError(
+                    f"shard_module: {first!r} and {name!r} are one tied tensor, but the plan places them differently"
+                )
+            if one is None and other is not None:
+                chosen[first] = other
+    return chosen
+
+
+def _check_placements(
+    pattern: Any, name: str, placements: Any, ndim: int, mesh: ProcessMesh
+) -> None:
+    """Raise where these placements do not fit the tensor ``name``."""
+    try:
+        layout = layout_of(placements, ndim, mesh.ndim)
+        if layout.partial:
+            raise ValueError(
+                "Partial is for values that are still to be reduced; parameters and buffers are split or replicated"
+            )
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
+
+
+def alike(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Do the parts of a module's name match those of a glob, in which ``*`` stands for one part or some of one?"""
+    return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
+
+
+def _matches(pattern: Any, name: str, modules: set[str]) -> bool:
+    owners = [name]
+    while "." in owners[-1]:
+        owners.append(owners[-1].rsplit(".", 1)[0])
+    if isinstance(pattern, re.Pattern):
+        return any(pattern.fullmatch(o) for o in owners)
+    if pattern in modules and pattern:
+        return name == pattern or name.startswith(pattern + ".")
+    return any(o == pattern or fnmatchcase(o, pattern) for o in owners)

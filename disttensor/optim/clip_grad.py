@@ -1,0 +1,302 @@
+"""Gradient clipping by one norm over all parameters, whatever their layouts and meshes.
+
+``torch.nn.utils.clip_grad_norm_`` comes here when DistTensors are among the parameters. Each piece of a gradient is
+counted by one of the ranks that hold it, and one small reduction puts the pieces, parameters and meshes together.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad as torchs
+
+from disttensor.comm import collectives
+from disttensor.layout import Axes
+from disttensor.mesh import ProcessMesh
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad_sync import check_fresh, sync_gradients
+
+Tensor = torch.Tensor
+Parameters = Tensor | Iterable[Tensor]
+Shares = dict[ProcessMesh | None, list[Tensor]]
+
+_clip_norm: Callable[..., Any] = torchs.clip_grad_norm_
+_total_norm: Callable[..., Any] = torchs._get_total_norm
+
+
+def clip_grad_norm_(
+    parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Scale the gradients down so that their norm, taken over all parameters of all meshes, is at most ``max_norm``.
+
+    Every rank of the world makes the call, with the same parameters. Gives the norm before clipping, a plain tensor that is
+    the same on all ranks, for one all-reduce of a few numbers over the axes that split gradients. Pending gradients are
+    reduced first; a replicated one counts once; plain tensors count as replicated. Raises RuntimeError for a norm that
+    is not finite if ``error_if_nonfinite``, before anything is scaled.
+
+    >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
+    >>> (w * 3).sum().backward()
+    >>> dt.clip_grad_norm_([w], max_norm=1.0)
+    tensor(6.)
+    >>> round(w.grad.square().sum().item(), 3)
+    1.0
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    check_fresh(params, "clip_grad_norm_")
+    sync_gradients(params)
+    shares = by_mesh(params)
+    if not shares.keys() - {None}:
+        plain: Tensor = _clip_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        return plain
+    total = _norm(shares, float(norm_type), foreach)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} over {len(params)} parameters on {len(shares.keys() - {None})} meshes is "
+            f"{total.item()}, so the gradients cannot be clipped. To scale them by it anyway: error_if_nonfinite=False"
+        )
+    for share in shares.values():
+        torchs._clip_grads_with_norm_(share, max_norm, total, foreach)
+    return total
+
+
+# Who has what -------------------------------------------------------------------------------------------
+
+
+def by_mesh(params: Iterable[Tensor]) -> Shares:
+    """The parameters of each mesh, in the order of all; None: plain tensors."""
+    shares: Shares = {}
+    for p in params:
+        shares.setdefault(p.spec.mesh if isinstance(p, DistTensor) else None, []).append(p)
+    return shares
+
+
+def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
+    """Is every rank of the world in each of them?"""
+    size = collectives.world()[1]
+    return all(mesh.size == size for mesh in meshes)
+
+
+def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
+    """The axes of ``mesh`` by which some of these parameters, or of their gradients, are split."""
+    found: set[int] = set()
+    for p in params:
+        for x in (p, p.grad):
+            if isinstance(x, DistTensor):
+                found |= x.spec.layout.sharded
+    return tuple(a for a in sorted(found) if mesh.shape[a] > 1)
+
+
+def meeting(shares: Shares) -> collectives.Group | None:
+    """The ranks that must put their numbers together so that all know those of the whole; None: each knows them."""
+    meshes = [mesh for mesh in shares if mesh is not None]
+    if not everywhere(meshes) or None in shares:
+        return collectives.the_world()
+    split = {mesh: split_by(mesh, shares[mesh]) for mesh in meshes}
+    if not any(split.values()):
+        return None
+    mesh = meshes[0]
+    if len(meshes) == 1 and mesh.ranks == tuple(sorted(mesh.ranks)):
+        return mesh.group(split[mesh])
+    return (
+        collectives.the_world()
+    )  # rows of a mesh in another order might add up in different orders
+
+
+def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
+    """Of the ranks that hold the same piece of what is ``split`` by these axes: is this one the first ``among`` them?"""
+    alike = [a for a in range(mesh.ndim) if a not in split]
+    ranks = mesh.mesh
+    holders = (int(ranks[c]) for c in mesh.members(alike, mesh.coordinate or ()))
+    return collectives.world()[0] == next(r for r in holders if r in among)
+
+
+# The norm -----------------------------------------------------------------------------------------------
+
+
+def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
+    """The norm of all gradients, as torch takes it: that of the norms of each."""
+    group = meeting(shares)
+    meshes = [mesh for mesh in shares if mesh is not None]
+    device = meshes[0].device
+    pieces, number, flags = _mine(shares, group)
+    count = sum(map(len, shares.values()))
+    norms, number = _norms(pieces, number, order, foreach, device)
+    found = _number(norms, number, order, count)
+    if group is not None:
+        told = torch.tensor(flags, dtype=found.dtype, device=device)
+        found = collectives.all_reduce(
+            torch.cat([found, told]), "max" if math.isinf(order) else "sum", group
+        )
+        found, told = found.split([len(found) - len(flags), len(flags)])
+        if None in shares or not everywhere(meshes):  # else each rank knows
+            flags = told.tolist()
+    dtype = _dtype(shares, flags)
+    return _total(found, order).to(dtype) if dtype else torch.tensor(0.0, device=device)
+
+
+def _mine(
+    shares: Shares, group: collectives.Group | None
+) -> tuple[list[Tensor], list[int], list[float]]:
+    """The pieces that this rank brings in, and the numbers of their parameters; for each mesh (has a rank of it
+    gradients, has one none)."""
+    pieces: list[Tensor] = []
+    number: list[int] = []
+    flags: list[float] = []
+    among = (collectives.world()[0],) if group is None else group.ranks
+    first = 0
+    for mesh, share in shares.items():
+        held: dict[int, Any] = {i: p.grad for i, p in enumerate(share, first) if p.grad is not None}
+        first += len(share)
+        bring: dict[Any, bool] = {
+            None: collectives.world()[0] == among[0]
+        }  # by the axes that split it
+        for i, g in held.items():
+            local, split = (g.local, g.spec.layout.sharded) if mesh is not None else (g, None)
+            if mesh is not None and split is not None and split not in bring:
+                bring[split] = brings_in(mesh, split, among)
+            if bring[split]:
+                pieces.append(local)
+                number.append(i)
+        inside = mesh is None or mesh.coordinate is not None
+        flags += [float(inside and bool(held)), float(inside and not held)]
+    return pieces, number, flags
+
+
+def _norms(
+    pieces: Sequence[Tensor], number: Sequence[int], order: float, foreach: bool | None, device: torch.device
+) -> tuple[Tensor, list[int]]:  # fmt: skip
+    """The norms of the pieces that are not empty, taken in float32 at least; and whose each is."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(pieces):
+        if x.numel():
+            alike.setdefault((x.dtype, x.device), []).append(i)
+    found = [torch.zeros(0, dtype=torch.float64, device=device)]
+    for (dtype, _), members in alike.items():
+        wide = torch.float32 if dtype.itemsize < 4 else None  # squares of small floats overflow
+        some = [pieces[i].detach() for i in members]
+        if foreach is False:
+            norms: Any = [torch.linalg.vector_norm(x, order, dtype=wide) for x in some]
+        else:
+            norms = torch._foreach_norm(some, order, dtype=wide)
+        found.append(torch.stack(norms).to(device, torch.float64))
+    return torch.cat(found), [number[i] for members in alike.values() for i in members]
+
+
+def _number(values: Tensor, number: Sequence[int], order: float, count: int) -> Tensor:
+    """What the norms of pieces say of the whole, in numbers that ranks add up, or of which they take the largest.
+
+    Of finite order the sum of powers; of order 0 the number of elements that are not zero, for each of ``count``
+    parameters; of an infinite one the largest (or minus the smallest), and whether any is nan: the maximum of a backend
+    may lose it."""
+    if order == 0:
+        out = values.new_zeros(count)
+        return out.index_add_(
+            0, torch.tensor(number, dtype=torch.long, device=values.device), values
+        )
+    if not math.isinf(order):
+        return (values**order).sum().reshape(1)
+    lost = values.isnan()
+    values = torch.where(lost, -math.inf, values if order > 0 else -values)
+    edge = values.new_full((1,), -math.inf)
+    return torch.stack([torch.cat([values, edge]).amax(), lost.any().to(values.dtype)])
+
+
+def _total(numbers: Tensor, order: float) -> Tensor:
+    """The norm, from the numbers of all ranks."""
+    if order == 0:
+        return (numbers != 0).sum()
+    if not math.isinf(order):
+        return numbers[0] ** (1 / order)
+    largest, lost = numbers
+    return torch.where(lost != 0, math.nan, largest.clamp(min=0) if order > 0 else -largest)
+
+
+def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
+    """The dtype of the norm; None where there are no gradients. Raises where some ranks of a mesh have some."""
+    found: torch.dtype | None = None
+    for i, (mesh, share) in enumerate(shares.items()):
+        some, none = flags[2 * i : 2 * i + 2]
+        if some and none:
+            where = "plain tensors" if mesh is None else f"{len(share)} parameters on {mesh!r}"
+            raise RuntimeError(
+                f"clip_grad_norm_: of {where}, some ranks have gradients and others none, so the norm would depend on the rank. "
+                "Every rank runs the same program; a plain tensor counts as replicated, or make it a DistTensor: "
+                "shard_tensor(x, mesh)"
+            )
+        for p in ([p for p in share if p.requires_grad] or share) if some else ():
+            dtype = p.dtype.to_real()
+            found = dtype if found is None else torch.promote_types(found, dtype)
+    return found
+
+
+# torch's own names --------------------------------------------------------------------------------------
+
+
+@wraps(_clip_norm)
+def _either(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(parameters, types.GeneratorType):
+        params = list(parameters)
+        parameters = params or iter_of_none()  # torch warns of a generator of nothing
+    elif isinstance(parameters, Tensor):
+        params = [parameters]
+    else:
+        params = parameters = list(parameters)
+    if any(isinstance(p, DistTensor) for p in params):
+        return clip_grad_norm_(parameters, *args, **kwargs)
+    check_fresh(params, "clip_grad_norm_")
+    return _clip_norm(parameters, *args, **kwargs)
+
+
+def iter_of_none() -> Generator[Any, None, None]:
+    yield from ()
+
+
+@wraps(_total_norm)
+def _total_on_world(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """The norm of tensors that lie on one mesh is that on all ranks only if all ranks are in it."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for t in tensors:
+        if isinstance(t, DistTensor) and not everywhere([t.spec.mesh]):
+            raise RuntimeError(
+                f"get_total_norm: a tensor on {t.spec.mesh!r}, which is not the whole world of {collectives.world()[1]} ranks: the norm "
+                "would be that of one mesh, and unknown elsewhere. Give the parameters to dt.clip_grad_norm_(params, max_norm) or "
+                "torch.nn.utils.clip_grad_norm_ (looked up after disttensor was imported), which put all meshes together"
+            )
+    return _total_norm(tensors, *args, **kwargs)
+
+
+def _each_mesh(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func(parameters, ...)`` for the parameters of each mesh on its own."""
+
+    @wraps(func)
+    def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        shares = by_mesh(params)
+        if not shares.keys() - {None}:
+            return func(params, *args, **kwargs)
+        for share in shares.values():
+            if any(p.grad is not None for p in share):
+                func(share, *args, **kwargs)
+        return None
+
+    return run
+
+
+_NEW: dict[str, Callable[..., Any]] = {
+    "clip_grad_norm_": _either,
+    "_get_total_norm": _total_on_world,
+    "get_total_norm": _total_on_world,
+    "_clip_grads_with_norm_": _each_mesh(torchs._clip_grads_with_norm_),
+    "clip_grads_with_norm_": _each_mesh(torchs._clip_grads_with_norm_),
+    "clip_grad_value_": _each_mesh(torchs.clip_grad_value_),
+}
+for _module in (torchs, torch.nn.utils):
+    for _name, _new in _NEW.items():
+        if hasattr(_module, _name):
+            setattr(_module, _name, _new)

@@ -1,0 +1,122 @@
+"""GradScaler across meshes: whether a gradient is infinite is one decision of the whole world.
+
+``torch.amp.GradScaler`` stays as it is; the look at the gradients of one optimizer, which all its methods share, is done
+here when DistTensors are among its parameters, or where ``shard_scaler`` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from disttensor.comm import collectives
+from disttensor.optim.clip_grad import by_mesh, meeting
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad_sync import check_fresh, sync_gradients
+
+Tensor = torch.Tensor
+_unscale: Any = GradScaler._unscale_grads_
+
+
+def shard_scaler(scaler: GradScaler) -> GradScaler:
+    """Let the whole world decide with ``scaler`` whether a step is skipped; gives the scaler back.
+
+    Every rank of the world makes this call, and from then on ``unscale_`` and ``step`` for as many optimizers in the same
+    order, also one whose optimizer has only parameters of other stages, plain ones, or none at all on this rank. Without it
+    that is so only for optimizers that have DistTensors on every rank. Each costs one all-reduce of a number; pending
+    gradients are reduced first. The scale stays the same on all ranks. Raises TypeError for anything but a GradScaler,
+    ValueError if the ranks give scalers of different settings.
+
+    >>> scaler = dt.shard_scaler(torch.amp.GradScaler("cpu", init_scale=4.0))
+    >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
+    >>> sgd = torch.optim.SGD([w], lr=1.0)
+    >>> scaler.scale((w * float("inf")).sum()).backward()
+    >>> scaler.step(sgd), scaler.update()
+    (None, None)
+    >>> w.tolist(), scaler.get_scale()
+    ([1.0, 1.0, 1.0], 2.0)
+    """
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"shard_scaler: a torch.amp.GradScaler is expected, not {type(scaler).__name__}"
+        )
+    mine = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
+    everyone = collectives.gather_objects(mine, collectives.the_world())
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ValueError(
+                f"shard_scaler: rank 0 has a scaler of {everyone[0]}, rank {rank} one of {other}: gradients would be scaled "
+                "differently. Make it with the same arguments on all ranks, or load the same state"
+            )
+    scaler._whole_world = True  # type: ignore[attr-defined]
+    return scaler
+
+
+@wraps(_unscale)
+def _unscale_grads_(
+    self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+) -> dict[torch.device, Tensor]:
+    """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every rank of the world calls
+    this, those without a gradient too."""
+    listed = (p for group in optimizer.param_groups for p in group["params"])
+    params = list({id(p): p for p in listed}.values())
+    check_fresh(params, f"GradScaler with {type(optimizer).__name__}")
+    ours = any(isinstance(p, DistTensor) for p in params)
+    whole = getattr(self, "_whole_world", False)
+    if not ours and not whole:
+        plainly: dict[torch.device, Tensor]
+        plainly = _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        return plainly
+    sync_gradients(params)  # a sum may be infinite where no share of it is
+    found, refused = found_inf.clone(), None
+    plain = _Share([p for p in params if not isinstance(p, DistTensor)])
+    try:
+        for there in _unscale(self, plain, inv_scale, found_inf, allow_fp16).values():
+            found = torch.maximum(found, there.to(found.device))
+        _unscale_pieces(
+            [p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16
+        )
+    except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
+        refused = error
+        found.fill_(1.0)
+    group = collectives.the_world() if whole else meeting(by_mesh(params))
+    if group is not None:
+        found = collectives.all_reduce(found, "max", group)
+    if refused is not None:
+        raise refused
+    return {found.device: found}
+
+
+class _Share:
+    """Some parameters of an optimizer, as the part of it that the scaler looks at."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def _unscale_pieces(
+    params: Iterable[DistTensor], inv_scale: Tensor, found: Tensor, allow_fp16: bool
+) -> None:
+    """What torch does with gradients, for what this rank holds of them; ``found`` becomes 1.0 where one is infinite."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for p in params:
+        grad: Any = p.grad
+        if grad is None:
+            continue
+        if grad.dtype is torch.float16 and not allow_fp16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        alike.setdefault(grad.dtype, []).append(grad.local)
+        grad.forget_uses()
+    with torch.no_grad():
+        for pieces in alike.values():
+            device = pieces[0].device
+            there = found.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(pieces, there, inv_scale.to(device))
+            found.copy_(there)
+
+
+GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]

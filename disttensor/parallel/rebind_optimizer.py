@@ -1,0 +1,57 @@
+"""An optimizer that was built before its parameters were placed: it is given what they have become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor.nn.shard_module import Slot, slots
+
+Optimizer = torch.optim.Optimizer
+Maker = Callable[[Iterable[torch.Tensor]], Optimizer]
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise for what ``follow`` cannot do: called before anything is changed."""
+    if not isinstance(optimizer, Optimizer):
+        if optimizer is not None and not callable(optimizer):
+            raise TypeError(
+                f"Strategy.apply: the optimizer is {optimizer!r}; give an optimizer of the model's parameters, or a function that makes "
+                "one: lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
+        return
+    name = type(optimizer).__name__
+    if any(optimizer.state.values()):
+        raise ValueError(
+            f"Strategy.apply: this {name} has state already, for parameters as they were before they were placed. Apply the "
+            "strategy before the first step, and load a state_dict after it"
+        )
+    here = {id(p) for p in model.parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in here:
+                raise ValueError(
+                    f"Strategy.apply: parameter {i} of group {g} of this {name}, {tuple(p.shape)}, is no parameter of the model: it "
+                    "would never get a gradient. Build the optimizer from model.parameters() as they are now, or give a function: "
+                    "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+                )
+
+
+def follow(
+    optimizer: Optimizer | Maker | None, model: nn.Module, before: list[Slot]
+) -> Optimizer | None:
+    """The optimizer on the parameters that ``model`` has now in place of those of ``before``; made now if it is a function.
+    Groups keep their options and their order."""
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, Optimizer):
+        return optimizer(list(model.parameters()))
+    now = {slot.name: slot.value for slot in slots(model)}
+    become = {id(slot.value): now[slot.name] for slot in before}
+    for group in optimizer.param_groups:
+        group["params"][:] = [become[id(p)] for p in group["params"]]
+    optimizer.state.clear()
+    return optimizer

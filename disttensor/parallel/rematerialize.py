@@ -1,0 +1,69 @@
+"""Modules whose forward is computed again in the backward instead of kept: chosen by name, wrapped in place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from disttensor.meta.skip import Skip
+from disttensor.pipeline.partition import named_like
+
+_NO_FORWARD = nn.Module.forward
+
+
+class Recomputed:
+    """The ``forward`` of one module, under torch.utils.checkpoint. Copied and pickled with it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        return checkpoint(forward, self.module, *args, use_reentrant=False, **kwargs)
+
+
+def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules that ``names`` mean: exact, or globs in which ``*`` stands for one part of a name, as "blocks.*"; the
+    elements in place of a ModuleList. Raises ValueError for a name that means none, and for what cannot be wrapped."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for pattern in names:
+        hits = named_like(pattern, model)
+        if not hits:
+            there = [name for name, _ in model.named_modules() if name]
+            close = get_close_matches(pattern, there, 3, 0.5) or there[:8]
+            raise ValueError(
+                f"Strategy: recompute={pattern!r} matches no module of {type(model).__name__}; there are {', '.join(close)}, ..."
+            )
+        found.update({id(module): (name, module) for name, module in hits})
+    for name, module in found.values():
+        if type(module).forward is _NO_FORWARD or not isinstance(
+            module.__dict__.get("forward"), (Skip, type(None))
+        ):
+            raise ValueError(
+                f"Strategy: recompute={name!r}: this {type(module).__name__} has "
+                + ("no forward" if type(module).forward is _NO_FORWARD else "a forward of its own already")
+                + ", so there is nothing that could be wrapped; name the modules in it that are called"
+            )  # fmt: skip
+    return [module for _, module in found.values()]
+
+
+def recompute(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Wrap the forwards of ``modules``. What lies on other ranks and is skipped here keeps no activations: it stays."""
+    elsewhere = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module.__dict__.get("forward"), Skip)
+        for child in module.modules()
+    }
+    for module in modules:
+        if id(module) not in elsewhere:
+            module.__dict__["forward"] = Recomputed(module)

@@ -1,0 +1,111 @@
+"""The vocabulary of sharding configurations: a dict of degrees and segments, as fields of a Strategy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
+
+_MB, _ANCHORS = "segment_broadcast_MB", "segment_anchors"
+DEFAULT_MB = 32.0
+
+# key -> (types, what that is in words). None is the same as leaving a key out.
+KEYS: dict[str, tuple[tuple[type, ...], str]] = {
+    "sharding_segment_strategy": ((str,), f"{_MB!r} or {_ANCHORS!r}"),
+    _MB: ((int, float), "a number of megabytes"),
+    _ANCHORS: ((list, tuple), "a list of names of modules"),
+    "sharding_degree": ((int,), "a whole number"),
+    "mp_degree": ((int,), "a whole number"),
+    "dp_degree": ((int,), "a whole number"),
+    "pp_degree": ((int,), "a whole number"),
+    "hybrid_dp": ((bool,), "True or False"),
+    "gradient_merge_acc_step": ((int,), "a whole number"),
+    "optimize_offload": ((bool,), "True or False"),
+}
+
+
+def strategy_fields(configs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Strategy that ``configs`` say. Raises TypeError and ValueError for keys that are not known, values of
+    another type, and keys that contradict each other.
+
+    ``mp_degree`` and ``pp_degree`` are 1 unless given; ``sharding_degree`` is what the others leave; ``dp_degree`` is 1, and
+    with ``hybrid_dp`` what the others leave.
+    """
+    given = _checked(configs)
+    sharding, dp = given.get("sharding_degree"), given.get("dp_degree")
+    hybrid = given.get("hybrid_dp", dp is not None and dp > 1)
+    if dp is not None and (dp > 1) is not hybrid:
+        raise ValueError(
+            f"sharding configs: hybrid_dp={hybrid} and dp_degree={dp} contradict each other: with hybrid_dp, dp_degree groups hold "
+            "the same shards, so it is 2 or more. Leave one of them out"
+        )
+    if hybrid and dp is None and sharding is None:
+        raise ValueError(
+            "sharding configs: hybrid_dp=True without sharding_degree and dp_degree: how many shards, and how many replicas of "
+            "them? Give one of the two; the other takes what is left"
+        )
+    return {
+        "pp": given.get("pp_degree", 1),
+        "dp": dp if hybrid else 1,
+        "sharding": sharding,
+        "cp": 1,
+        "tp": given.get("mp_degree", 1),
+        "segments": _segments(given),
+        "accumulate_steps": given.get("gradient_merge_acc_step", 1),
+        "offload": given.get("optimize_offload", False),
+    }
+
+
+def _checked(configs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given and is not None."""
+    if not isinstance(configs, Mapping):
+        raise TypeError(
+            f"sharding configs: a dict is expected, as {{'sharding_degree': 8}}; got {configs!r}"
+        )
+    for key, value in configs.items():
+        if key not in KEYS:
+            close = get_close_matches(str(key), KEYS, 3, 0.4)
+            raise ValueError(
+                f"sharding configs: there is no key {key!r}"
+                + (
+                    f"; close to it are {', '.join(close)}"
+                    if close
+                    else f"; there are {', '.join(KEYS)}"
+                )
+            )
+        types, words = KEYS[key]
+        if value is not None and (
+            not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+        ):
+            raise TypeError(f"sharding configs: {key}={value!r}: {words} is expected")
+        if isinstance(value, (int, float)) and int in types and not value > 0:
+            raise ValueError(f"sharding configs: {key}={value!r}: {words} above 0 is expected")
+    return {key: value for key, value in configs.items() if value is not None}
+
+
+def _segments(given: Mapping[str, Any]) -> SegmentBySize | SegmentByAnchors:
+    how = given.get("sharding_segment_strategy", _MB)
+    size: float = given.get(_MB, DEFAULT_MB)
+    anchors: Sequence[str] = given.get(_ANCHORS, ())
+    if how not in (_MB, _ANCHORS):
+        close = get_close_matches(how, (_MB, _ANCHORS), 1, 0.3) or [_MB]
+        raise ValueError(
+            f"sharding configs: sharding_segment_strategy={how!r}: it is {_MB!r} or {_ANCHORS!r}; did you mean {close[0]!r}?"
+        )
+    if how == _MB and anchors:
+        raise ValueError(
+            f"sharding configs: segment_anchors={list(anchors)} have no meaning for sharding_segment_strategy={how!r}: set that to "
+            f"{_ANCHORS!r}, or leave the anchors out"
+        )
+    if how == _ANCHORS and not anchors:
+        raise ValueError(
+            f"sharding configs: sharding_segment_strategy={how!r} needs segment_anchors, the names of the modules that begin a segment"
+        )
+    if how == _ANCHORS and size != DEFAULT_MB:
+        raise ValueError(
+            f"sharding configs: segment_broadcast_MB={size} has no meaning for sharding_segment_strategy={how!r}: leave it out, or set "
+            f"the strategy to {_MB!r}"
+        )
+    return SegmentByAnchors(tuple(anchors)) if how == _ANCHORS else SegmentBySize(size)

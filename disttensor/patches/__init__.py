@@ -1,0 +1,4 @@
+"""Every change that disttensor makes to torch.
+
+Not here: anything that works without a change to torch.
+"""

@@ -1,0 +1,145 @@
+"""Which modules are the layers of a model, and how many of them each stage gets. Nothing here changes a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from disttensor.mesh import ProcessMesh
+from disttensor.nn.shard_module import Slot, alike
+from disttensor.tensor.dist_tensor import DistTensor
+
+Layers = list[tuple[str, nn.Module]]
+_NO_FORWARD = nn.Module.forward
+
+
+def chosen(
+    modules: nn.Module | str | Iterable[nn.Module | str], of: nn.Module | None
+) -> tuple[nn.Module, Layers]:
+    """The module in which names count, and (name, layer) in order. Raises TypeError and ValueError as ``split`` says."""
+    if isinstance(modules, (nn.Sequential, nn.ModuleList)):
+        entries: list[Any] = list(modules)
+        root = modules if of is None else of
+    elif isinstance(modules, nn.Module):
+        raise TypeError(
+            f"pipeline.split: the order in which {type(modules).__name__} runs its layers is not known. Give a Sequential, a "
+            "ModuleList, or the names of the layers in order with of=model"
+        )
+    else:
+        entries = [modules] if isinstance(modules, str) else list(modules)
+        for entry in entries:
+            if not isinstance(entry, (nn.Module, str)):
+                raise TypeError(f"pipeline.split: {entry!r} is neither a module nor a name of one")
+            if of is None and isinstance(entry, str):
+                raise TypeError(
+                    f"pipeline.split: {entry!r} is a name in which model? Give of=model"
+                )
+        root = nn.ModuleList(entries) if of is None else of
+    names = {id(module): name for name, module in root.named_modules()}
+    layers: Layers = []
+    for entry in entries:
+        if isinstance(entry, str):
+            layers += _named(entry, root)
+        elif id(entry) in names:
+            layers.append((names[id(entry)], entry))
+        else:
+            raise ValueError(
+                f"pipeline.split: a listed {type(entry).__name__} is not part of the model"
+            )
+    _check_layers(layers)
+    return root, layers
+
+
+def named_like(pattern: str, root: nn.Module) -> Layers:
+    """The modules whose names match, part by part; in place of a ModuleList its elements."""
+    parts = pattern.split(".")
+    found: Layers = []
+    for name, module in root.named_modules():
+        if name and alike(name.split("."), parts):
+            if type(module).forward is _NO_FORWARD and isinstance(module, nn.ModuleList):
+                found += [(f"{name}.{key}", child) for key, child in module.named_children()]
+            else:
+                found.append((name, module))
+    return found
+
+
+def _named(pattern: str, root: nn.Module) -> Layers:
+    found = named_like(pattern, root)
+    if not found:
+        close = ", ".join(name for name, _ in root.named_children())
+        raise ValueError(
+            f"pipeline.split: {pattern!r} matches no module of {type(root).__name__}; there are {close}"
+        )
+    return found
+
+
+def _check_layers(layers: Layers) -> None:
+    names: dict[int, str] = {}
+    for name, layer in layers:
+        if id(layer) in names:
+            raise ValueError(
+                f"pipeline.split: {name!r} is listed twice"
+                + (f", first as {names[id(layer)]!r}" if names[id(layer)] != name else "")
+                + "; a layer lies on one stage, however often the model calls it"
+            )
+        if type(layer).forward is _NO_FORWARD:
+            raise ValueError(
+                f"pipeline.split: {name!r}, a {type(layer).__name__}, has no forward, so nothing could be brought to it: list the "
+                "modules in it that are called"
+            )
+        names[id(layer)] = name
+    for name, layer in layers:
+        for part in layer.modules():
+            if part is not layer and id(part) in names:
+                raise ValueError(
+                    f"pipeline.split: {names[id(part)]!r} is listed, and is a part of {name!r}, which is listed too: one or the other"
+                )
+
+
+def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None) -> list[int]:
+    """How many of ``count`` layers each stage gets; the first ones one more where that does not divide.
+
+    >>> deal(5, [mesh, mesh], None)
+    [3, 2]
+    """
+    for mesh in stages:
+        if not isinstance(mesh, ProcessMesh):
+            raise TypeError(
+                f"pipeline.split: stages are meshes, one for each visit, as [mesh[0], mesh[1]]; got {mesh!r}"
+            )
+    number = len(stages)
+    if counts is not None:
+        if len(counts) != number or sum(counts) != count or min(counts, default=0) < 1:
+            raise ValueError(
+                f"pipeline.split: counts={list(counts)}: one number from 1 up for each of {number} stages, {count} together, as there "
+                f"are {count} layers"
+            )
+        return list(counts)
+    if not 0 < number <= count:
+        raise ValueError(
+            f"pipeline.split: {count} layers on {number} stages: each stage needs one at least. Name smaller parts of the model, or "
+            "give fewer stages"
+        )
+    return [count // number + (stage < count % number) for stage in range(number)]
+
+
+def check_tensors(slots: Iterable[Slot], home: Mapping[int, ProcessMesh]) -> None:
+    """Raise for tensors that lie on another mesh than ``home`` says, and for parameters that would stay plain."""
+    plain = []
+    for name, owner, _, key, value in slots:
+        mesh = home.get(id(value))
+        if isinstance(value, DistTensor):
+            if mesh is not None and value.spec.mesh is not mesh:
+                raise ValueError(
+                    f"pipeline.split: {name!r} lies on {value.spec.mesh!r} already, and its stage is {mesh!r}: split the model before "
+                    "anything else is done with its parameters"
+                )
+        elif mesh is None and (key in owner._parameters or value.is_meta):
+            plain.append(name)
+    if plain:
+        raise ValueError(
+            f"pipeline.split: {', '.join(plain[:5])}{', ...' if len(plain) > 5 else ''}: in no layer that is listed, so on no stage. "
+            "List the modules, or place the parameters first: nn.Parameter(dt.shard_tensor(value, mesh))"
+        )

@@ -1,0 +1,56 @@
+"""Recording what this rank does when, for ``plot`` and the bubble."""
+
+from __future__ import annotations
+
+import time
+
+from disttensor.comm import collectives
+from disttensor.pipeline.timeline import Event, Timeline
+
+_open: list[Recorder] = []
+
+
+class Recorder:
+    """The events of this rank; ``timeline()`` puts those of all ranks together.
+
+    >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
+    >>> with pipeline.record() as recorded:
+    ...     losses = pipeline.run(lambda x: (w * x).sum(), [1.0, 2.0])
+    >>> recorded.timeline().ranks, [str(e.action) for e in recorded.events]
+    ([0], ['F0', 'F1', 'B0', 'B1'])
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __enter__(self) -> Recorder:
+        _open.append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _open.remove(self)
+
+    def timeline(self) -> Timeline:
+        """Of all ranks of the world, which all make this call. One clock: the processes of one machine."""
+        everyone = collectives.gather_objects(self.events, collectives.the_world())
+        return Timeline([event for events in everyone for event in events])
+
+
+def record() -> Recorder:
+    """``with pipeline.record() as recorded:`` notes what the runs inside do; see Recorder.
+
+    >>> with pipeline.record() as recorded:
+    ...     pass
+    >>> recorded.events
+    []
+    """
+    return Recorder()
+
+
+def note(kind: str, stage: int, micro_batch: int, chunk: int, start: float) -> None:
+    """A forward, a backward or a wait that began at ``start`` and ends now."""
+    if _open:
+        end = time.perf_counter()
+        event = Event(collectives.world()[0], stage, kind, micro_batch, chunk, start, end)
+        for recorder in _open:
+            recorder.events.append(event)

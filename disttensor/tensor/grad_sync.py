@@ -1,0 +1,191 @@
+"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: flat collectives, each for
+all that wait on the same axes, in buckets of at most BUCKET_BYTES."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._foreach_utils import _foreach_supported_types as clip_types
+
+from disttensor.comm import collectives, desync
+from disttensor.layout import Axes
+from disttensor.mesh import ProcessMesh
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.gradient import settled
+
+Tensor = torch.Tensor
+
+BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
+
+
+# Called with the parameters whose gradients are about to be read, or to be dropped by zero_grad.
+BEFORE_SYNC: list[Callable[[list[Any]], None]] = []
+BEFORE_ZERO: list[Callable[[list[Any]], None]] = []
+
+
+class Pending(NamedTuple):
+    """A parameter (its number in the call), its gradient that waits to be reduced, and how many elements that takes of
+    a flat tensor: those of the largest piece of any rank. So all ranks lay out their flat tensors alike, and replicas
+    are summed in one order, whatever else lies beside them."""
+
+    number: int
+    param: DistTensor
+    grad: DistTensor
+    slot: int
+
+
+def sync_gradients(*params: Any) -> None:
+    """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
+
+    One flat all-reduce for each bucket of gradients that wait on the same mesh axes; nothing is sent where nothing is
+    pending, so a second call costs nothing. Plain tensors are passed by. Optimizers, ``clip_grad_norm_`` and GradScaler
+    do this themselves.
+
+    >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
+    >>> (w * 2).sum().backward()
+    >>> dt.sync_gradients([w])
+    >>> w.grad.tolist()
+    [2.0, 2.0, 2.0, 2.0]
+    """
+    given = [p for some in params for p in tensors_of(some)]
+    for run in BEFORE_SYNC:
+        run(given)
+    for members in buckets(given):
+        _reduce(members)
+
+
+def tensors_of(params: Any) -> Iterable[Any]:
+    """The tensors of a module, of an iterable, or the one that was given."""
+    if isinstance(params, torch.nn.Module):
+        return params.parameters()
+    return (params,) if isinstance(params, Tensor) else params
+
+
+def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
+    """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike on all ranks."""
+    waiting: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
+    seen: set[int] = set()
+    for number, p in enumerate(params):
+        if type(p) is not DistTensor or id(p) in seen:
+            continue
+        seen.add(id(p))
+        grad: Any = p.grad
+        if grad is not None and grad.spec.layout.partial:
+            spec = grad.spec
+            busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+            slot = math.prod(spec.box_at((0,) * spec.mesh.ndim)[1])
+            waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(
+                Pending(number, p, grad, slot)
+            )
+    for (_, _, dtype), members in waiting.items():
+        bucket: list[Pending] = []
+        size = 0
+        for member in members:
+            bytes_here = member.slot * dtype.itemsize
+            if bucket and size + bytes_here > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(member)
+            size += bytes_here
+        yield bucket
+
+
+def _reduce(members: list[Pending]) -> None:
+    """One all-reduce of all members' gradients, over the axes that they all wait on."""
+    spec = members[0].grad.spec
+    busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+    totals = [m.grad.local.detach() for m in members]
+    if busy:
+        if desync.enabled:  # flat tensors of other gradients may have one size
+            names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
+            desync.compare(spec.mesh.group(busy), f"sync_gradients of {names}")
+        flat = collectives.all_reduce(_flat(totals, members), "sum", spec.mesh.group(busy))
+        slots = flat.split([m.slot for m in members])
+        totals = [s[: t.numel()].view(t.shape) for s, t in zip(slots, totals, strict=True)]
+    for m, total in zip(members, totals, strict=True):
+        settled(m.param, m.grad, total)
+
+
+def _flat(pieces: list[Tensor], members: list[Pending]) -> Tensor:
+    """All pieces, each in its slot."""
+    parts: list[Tensor] = []
+    for piece, member in zip(pieces, members, strict=True):
+        parts.append(piece.reshape(-1))
+        if piece.numel() < member.slot:
+            parts.append(piece.new_zeros(member.slot - piece.numel()))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# Optimizers ---------------------------------------------------------------------------------------------
+
+
+def check_fresh(params: Iterable[Any], who: str) -> None:
+    """Raise RuntimeError where a module holds other tensors by now in place of some of ``params``.
+
+    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has become of it.
+    """
+    stale = [what for p in params if (what := getattr(p, "_replaced", None))]
+    if stale:
+        raise RuntimeError(
+            f"{who}: {len(stale)} of its parameters are no longer those of the model, so it would change tensors that nothing "
+            f"uses: {stale[0]} after the parameters were taken. Build the optimizer after sharding the model (and take "
+            "model.parameters() again), or let strategy.apply(model, optimizer) do both"
+        )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Runs before every optimizer step; a closure is followed by its own reduction."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    check_fresh(params, type(optimizer).__name__)
+    sync_gradients(params)
+
+    def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            sync_gradients(params)
+            return loss
+
+        return run
+
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], then_sync(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": then_sync(kwargs["closure"])}
+    return None
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+def _zeroing(zero_grad: Any) -> Any:
+    """zero_grad of a module or an optimizer, which looks at ``p.grad`` alone, and has no hooks."""
+
+    @wraps(zero_grad)
+    def zero_grad_(self: Any, *args: Any, **kwargs: Any) -> None:
+        if BEFORE_ZERO:
+            held = (
+                self.parameters()
+                if isinstance(self, torch.nn.Module)
+                else (p for group in self.param_groups for p in group["params"])
+            )
+            params = list(held)
+            for run in BEFORE_ZERO:
+                run(params)
+        zero_grad(self, *args, **kwargs)
+
+    return zero_grad_
+
+
+torch.nn.Module.zero_grad = _zeroing(torch.nn.Module.zero_grad)  # type: ignore[method-assign]
+torch.optim.Optimizer.zero_grad = _zeroing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
+
+# torch chooses its functions on lists for the types that it lists here (as DTensor enters itself).
+for _types in (optimizer_types, clip_types):
+    if DistTensor not in _types:
+        _types.append(DistTensor)

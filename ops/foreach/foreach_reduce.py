@@ -1,0 +1,185 @@
+"""Reductions of each tensor of a list to a number: _foreach_norm, _foreach_powsum, _foreach_max.
+
+Pieces are brought together by one all-reduce for all tensors that are split by the same axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttensor.layout import Axes
+from ops.factors import Arg, Factors, Letter
+from ops.foreach.foreach import grouped, lists_of
+from ops.infer import NoRule
+from ops.registry import rule
+
+Local = Callable[..., Sequence[Tensor]]
+Groups = dict[Axes, list[int]]
+
+
+def each_to_number(tensors: Sequence[Arg], local: Callable[[Any], Local]) -> Factors:
+    """Factors of a reduction of every tensor over all its dims; ``local`` brings pieces together."""
+
+    def one(members: Sequence[Arg]) -> Factors:
+        dims = tuple(range(members[0].ndim))
+        sizes: dict[Letter, int] = dict(enumerate(members[0].shape))
+        return Factors((dims,), ((),), sizes, reduced=dict.fromkeys(dims, "inner"))
+
+    return grouped(*lists_of([tensors]), one).but(local=local)
+
+
+def by_axes(call: Any) -> Groups:
+    """Numbers of the tensors that are split, by the axes that split them."""
+    groups: Groups = {}
+    for i, piece in enumerate(call.inputs):
+        axes = tuple(sorted(piece.layout.sharded))
+        if axes:
+            groups.setdefault(axes, []).append(i)
+    return groups
+
+
+def together(call: Any, values: Sequence[Tensor], op: str, groups: Groups) -> list[Tensor]:
+    """The values of split tensors, reduced over their axes."""
+    out = list(values)
+    for axes, members in groups.items():
+        for dtype in dict.fromkeys(values[i].dtype for i in members):
+            alike = [i for i in members if values[i].dtype == dtype]
+            done = call.reach.all_reduce(torch.stack([values[i] for i in alike]), op, axes)
+            for i, value in zip(alike, done.unbind(), strict=True):
+                out[i] = value
+    return out
+
+
+# Norms --------------------------------------------------------------------------------------------
+
+
+@rule(torch._foreach_norm, exact=True, floats=True)
+def foreach_norm(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> Factors:
+    """each tensor to its norm"""
+    if ord in (math.inf, -math.inf):
+        refuse_nothing(input)
+        return each_to_number(input, extreme_sizes)
+    if ord < 0:
+        raise NoRule(f"a norm of order {ord}")
+    return each_to_number(input, norms)
+
+
+def norms(call: Any) -> Local:
+    """Norms of the pieces to the power of the order, added up, and its root."""
+    groups = by_axes(call)
+    split = [i for members in groups.values() for i in members]
+
+    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
+        given = [dtype or x.dtype for x in input]
+        small = [d.itemsize < 4 for d in given]  # squares of small floats overflow
+        if all(small):
+            dtype = torch.float32
+        elif any(small):
+            input = [x.float() if s else x for x, s in zip(input, small, strict=True)]
+        out = list(torch._foreach_norm(list(input), ord, dtype=dtype))
+        for i in split:
+            out[i] = out[i] ** ord if ord else out[i]
+        out = together(call, out, "sum", groups)
+        for i in split:
+            out[i] = root(out[i], ord) if ord else out[i]
+        return tuple([x.to(d) if s else x for x, d, s in zip(out, given, small, strict=True)])
+
+    return run if groups else torch._foreach_norm
+
+
+def root(x: Tensor, order: float) -> Tensor:
+    """x to the power of 1/order; its gradient at 0 is 0, as that of a norm."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x) ** (1 / order))
+
+
+@rule(torch._foreach_powsum, exact=True, floats=True)
+def foreach_powsum(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> Factors:
+    """each tensor to the sum of its powers"""
+    if not 0 <= ord < math.inf:
+        raise NoRule(f"powers of order {ord}")
+
+    def local(call: Any) -> Local:
+        groups = by_axes(call)
+
+        def run(input: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            sums = torch._foreach_powsum(list(input), *args, **kwargs)
+            return tuple(together(call, sums, "sum", groups))
+
+        return run
+
+    return each_to_number(input, local)
+
+
+# Largest elements ---------------------------------------------------------------------------------
+
+
+def refuse_nothing(tensors: Sequence[Arg]) -> None:
+    if any(not t.numel() for t in tensors):
+        raise NoRule("no element is the largest of none")
+
+
+def extreme_sizes(call: Any) -> Local:
+    """The largest or smallest absolute value of each tensor."""
+    groups = by_axes(call)
+
+    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
+        sizes = [x.abs() if dtype is None else x.abs().to(dtype) for x in input]
+        return extremes(call, sizes, ord > 0, groups)
+
+    return run
+
+
+@rule(torch._foreach_max, exact=True)
+def foreach_max(input: Sequence[Arg]) -> Factors:
+    """each tensor to its largest element"""
+    refuse_nothing(input)
+
+    def local(call: Any) -> Local:
+        groups = by_axes(call)
+        return lambda input: extremes(call, input, True, groups)
+
+    return each_to_number(input, local)
+
+
+def extremes(
+    call: Any, tensors: Sequence[Tensor], largest: bool, groups: Groups
+) -> tuple[Tensor, ...]:
+    """The largest (smallest) element of each tensor, of which each rank has a piece."""
+    op = "max" if largest else "min"
+    found = together(call, [extreme(x.detach(), largest) for x in tensors], op, groups)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return tuple(found)
+    hits = [(x == m) | (x.isnan() & m.isnan()) for x, m in zip(tensors, found, strict=True)]
+    mine = [hit.sum().to(m.dtype) for hit, m in zip(hits, found, strict=True)]
+    counts = together(call, mine, "sum", groups)
+    return tuple(_Extreme.apply(*each) for each in zip(tensors, found, hits, counts, strict=True))
+
+
+def extreme(x: Tensor, largest: bool) -> Tensor:
+    """amax or amin; of nothing, what any element beats."""
+    if x.numel():
+        return x.amax() if largest else x.amin()
+    if x.is_floating_point():
+        return x.new_full((), -math.inf if largest else math.inf)
+    info = torch.iinfo(x.dtype)
+    return x.new_full((), info.min if largest else info.max)
+
+
+class _Extreme(torch.autograd.Function):
+    """``best``, as a function of x; all ``count`` elements that equal it share the gradient evenly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, best: Tensor, hits: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(hits, count)
+        return best.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hits, count = ctx.saved_tensors
+        return torch.where(hits, grad / count, 0), None, None, None

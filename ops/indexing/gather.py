@@ -1,0 +1,168 @@
+"""Picking along a dim: select, narrow, index_select, gather and their kin.
+
+Where the dim is split, the owner of a row gives it and the others give zeros (pending sum); the
+input is not moved. The dims of the index pass through. Not so for select and narrow, whose results are
+views: writing to one has to write to the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ops.dims import ONE, front, letters_of, moved, named
+from ops.factors import Arg, Factors, Letter
+from ops.indexing.vocab_shard import Owned
+from ops.infer import NoRule
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def summable(input: Arg) -> bool:
+    """May rows be found by adding zeros?"""
+    return input.dtype is not torch.bool
+
+
+@rule(*named("select"), exact=True)
+def select(input: Arg, dim: int, index: int) -> Factors:
+    """the dim is whole"""
+    if not isinstance(index, int):
+        raise NoRule("select by a tensor")
+    at = front(dim, input.ndim)
+    size = input.shape[at] if input.ndim else 0
+    if not -size <= index < size:
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {list(input.shape)} at "
+            f"dimension {at}"
+        )
+    dims = letters_of(input)
+    return moved(input, (*dims[:at], *dims[at + 1 :]), view=True)
+
+
+@rule(*named("narrow", "narrow_copy"), exact=True)
+def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
+    """the dim is whole, unless all of it is taken"""
+    at = front(dim, input.ndim)
+    if length == input.shape[at]:
+        size = input.shape[at]
+
+        def local(call: Any) -> Callable[..., Tensor]:
+            mine = call.inputs[0].local_shape[at]
+            return lambda input, *more, **words: input.narrow(at, 0, mine)
+
+        if start in (0, -size):
+            return moved(input, letters_of(input), view=True, local=local)
+    if not isinstance(start, int):
+        raise NoRule("narrow by a tensor")
+    dims: tuple[Letter, ...] = letters_of(input)
+    return moved(input, (*dims[:at], "taken", *dims[at + 1 :]), {"taken": length}, view=True)
+
+
+@rule(*named("index_select"), exact=True)
+def index_select(input: Arg, dim: int, index: Arg) -> Factors:
+    """rows of a split dim come from their owners: P(sum); the index may be split"""
+    if not input.ndim:
+        raise NoRule("index_select of a number")
+    at = front(dim, input.ndim)
+    dims: tuple[Letter, ...] = letters_of(input)
+    which: Letter = "index" if index.ndim else None
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "index": index.numel()}
+
+    def local(call: Any) -> Callable[..., Tensor]:
+        if not call.axes(at):
+            return call.func
+        piece = call.inputs[0]
+        owned = Owned(piece.local_offset[at], piece.local_shape[at], input.shape[at])
+        tail = (1,) * (input.ndim - at - 1)
+
+        def run(input: Tensor, dim: int, index: Tensor) -> Tensor:
+            here, others = owned.find(index)
+            out = owned.rows(input, at).index_select(at, here)
+            return out.masked_fill(others.reshape(-1, *tail), 0)
+
+        return run
+
+    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
+    return Factors(
+        (dims, (which,) * index.ndim), ((*dims[:at], which, *dims[at + 1 :]),), sizes, reduced,
+        terms=ONE, local=local,
+    )  # fmt: skip
+
+
+def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
+    """Factors of gather and take_along_dim (which broadcasts)."""
+    at = front(dim, input.ndim)
+    mine: list[Letter] = []
+    theirs: list[Letter] = []
+    out: list[Letter] = []
+    sizes: dict[Letter, int] = {}
+    shape: list[int] = []
+    for d, (s, n) in enumerate(zip(input.shape, index.shape, strict=True)):
+        if d == at:
+            mine.append(d)
+            theirs.append("index")
+            out.append("index")
+            sizes.update({d: s, "index": n})
+            shape.append(n)
+            continue
+        wide = max(s, n) if broadcast and 1 in (s, n) and 0 not in (s, n) else n
+        if broadcast and 0 in (s, n):
+            wide = 0
+        same = s == n
+        mine.append(d if same or (broadcast and s == wide) else None)
+        theirs.append(d if same or (broadcast and n == wide) else f"short{d}")
+        out.append(d if same or broadcast else f"short{d}")
+        sizes[d] = wide if broadcast else s
+        sizes[f"short{d}"] = n
+        shape.append(wide)
+    terms = ONE if not index.index or index.index > input.index else (frozenset({input.index}),)
+
+    def local(call: Any) -> Callable[..., Tensor]:
+        if not call.axes(at):
+            return call.func
+        piece = call.inputs[0]
+        owned = Owned(piece.local_offset[at], piece.local_shape[at], input.shape[at])
+
+        def run(input: Tensor, *more: Any, **words: Any) -> Tensor:
+            index: Any = next(a for a in (*more, *words.values()) if isinstance(a, Tensor))
+            here, others = owned.find(index, negative=broadcast)
+            rows = owned.rows(input, at)
+            out = torch.take_along_dim(rows, here, at) if broadcast else rows.gather(at, here)
+            return out.masked_fill(others, 0)
+
+        return run
+
+    short = frozenset(x for x in theirs if isinstance(x, str) and x != "index")
+    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
+    return Factors(
+        (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, terms=terms,
+        shapes=(tuple(shape),), local=local,
+    )  # fmt: skip
+
+
+@rule(*named("gather"), exact=True)
+def gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> Factors:
+    """elements of a split dim come from their owners: P(sum); the index's dims pass through"""
+    if sparse_grad or not input.ndim or input.ndim != index.ndim:
+        raise NoRule("gather of a number, or with a sparse gradient")
+    return _gathered(input, dim, index, False)
+
+
+@rule(*named("take_along_dim"), exact=True)
+def take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Factors:
+    """as gather, broadcast"""
+    if dim is None or input.ndim != indices.ndim:
+        raise NoRule("take_along_dim of the flat tensor")
+    return _gathered(input, dim, indices, True)
+
+
+@rule(*named("take"), exact=True)
+def take(input: Arg, index: Arg) -> Factors:
+    """the input is whole, the index's dims pass through"""
+    ins = tuple(f"input{d}" for d in range(input.ndim))
+    return Factors(
+        (ins, letters_of(index)), (letters_of(index),), dict(enumerate(index.shape)), terms=ONE
+    )

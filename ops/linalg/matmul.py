@@ -1,0 +1,221 @@
+"""Matrix products: batch and outer dims pass through, the contracted dim is reduced
+(Partial(sum))."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.empty_pieces import or_zeros
+from ops.factors import Arg, Factors, Letter, letters
+from ops.infer import NoRule
+from ops.registry import rule
+
+SUM_K: dict[Letter, str] = {"k": "sum"}
+PRODUCT = (frozenset({0, 1}),)
+
+
+def fit(name: str, a: Arg, i: int, b: Arg, j: int) -> None:
+    """Are the multiplied dims equally long? Raises RuntimeError on every rank alike, before any
+    computes."""
+    if a.shape[i] != b.shape[j]:
+        raise RuntimeError(
+            f"{name}: shapes {list(a.shape)} and {list(b.shape)} do not fit: "
+            f"dims of {a.shape[i]} and {b.shape[j]} would be multiplied and summed"
+        )
+
+
+def _product(name: str, input: Arg, other: Arg) -> Factors:
+    """... m k, ... k n -> ... m n; vectors lose their dim"""
+    if not input.ndim or not other.ndim:
+        raise RuntimeError(
+            f"{name}: both arguments need at least one dim, got {input.ndim} and {other.ndim}"
+        )
+    fit(name, input, -1, other, -2 if other.ndim > 1 else 0)
+    left = "... m k" if input.ndim > 2 else "m k" if input.ndim == 2 else "k"
+    right = "... k n" if other.ndim > 2 else "k n" if other.ndim == 2 else "k"
+    out = " ".join(
+        word
+        for word, there in (
+            ("...", max(input.ndim, other.ndim) > 2),
+            ("m", input.ndim > 1),
+            ("n", other.ndim > 1),
+        )
+        if there
+    )
+    return letters(f"{left}, {right} -> {out}", input, other, reduced=SUM_K, terms=PRODUCT)
+
+
+@rule(torch.matmul, torch.linalg.matmul)
+def matmul(input: Arg, other: Arg, out: None = None) -> Factors:
+    """... m k, ... k n -> ... m n; vectors lose their dim"""
+    return _product("matmul", input, other)
+
+
+@rule(torch.Tensor.__rmatmul__, exact=True)
+def rmatmul(input: Arg, other: Arg) -> Factors:
+    """other @ input: the tensors come in the opposite order"""
+    f = _product("matmul", other, input)
+    return f.but(inputs=f.inputs[::-1])
+
+
+def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> None:
+    """A product of two tensors of fixed ndims; ``check``: the dims that are multiplied."""
+    name = funcs[0].__name__
+    ndims = [len(t.split()) for t in pattern.split("->")[0].split(",")]
+
+    def factors(input: Arg, other: Arg, *rest: Any, **options: Any) -> Factors:
+        if [input.ndim, other.ndim] != ndims:
+            raise RuntimeError(
+                f"{name}: expects tensors of {ndims[0]} and {ndims[1]} dims, "
+                f"got {list(input.shape)} and {list(other.shape)}"
+            )
+        if check:
+            fit(name, input, check[0], other, check[1])
+        if name == "bmm":
+            fit(name, input, 0, other, 0)
+        return letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
+
+    factors.__name__, factors.__doc__ = name, pattern
+    rule(*funcs)(factors)
+
+
+_fixed(torch.mm, pattern="m k, k n -> m n", check=(1, 0))
+_fixed(torch.bmm, pattern="b m k, b k n -> b m n", check=(2, 1))
+_fixed(torch.mv, pattern="m k, k -> m", check=(1, 0))
+_fixed(torch.dot, torch.vdot, pattern="k, k -> ", check=(0, 0))
+_fixed(torch.outer, torch.ger, pattern="m, n -> m n")
+
+
+@rule(torch.inner)
+def inner(input: Arg, other: Arg) -> Factors:
+    """m... k, n... k -> m... n...; with a 0-d tensor a plain product"""
+    if not input.ndim or not other.ndim:
+        dims = tuple(range(max(input.ndim, other.ndim)))
+        scalar = (dims[: input.ndim], dims[: other.ndim])
+        sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
+        return Factors(scalar, (dims,), sizes, terms=PRODUCT)
+    fit("inner", input, -1, other, -1)
+    left: tuple[Any, ...] = tuple(f"m{i}" for i in range(input.ndim - 1))
+    right: tuple[Any, ...] = tuple(f"n{i}" for i in range(other.ndim - 1))
+    sizes = dict(zip((*left, "k"), input.shape, strict=True))
+    sizes.update(zip(right, other.shape, strict=False))
+    ins = ((*left, "k"), (*right, "k"))
+    return Factors(ins, ((*left, *right),), sizes, reduced=SUM_K, terms=PRODUCT)
+
+
+@rule(torch.linalg.vecdot)
+def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factors:
+    """the sum of products over one dim of two tensors that broadcast"""
+    if input.ndim != other.ndim or input.shape != other.shape:
+        raise NoRule("vecdot of shapes that broadcast")
+    dims = tuple(range(input.ndim))
+    gone = dim % input.ndim
+    out_dims = tuple(d for d in dims if d != gone)
+    return Factors(
+        (dims, dims),
+        (out_dims,),
+        dict(enumerate(input.shape)),
+        reduced={gone: "sum"},
+        terms=PRODUCT,
+    )
+
+
+def _sum_and_product(
+    func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...], reduced: dict[Letter, str]
+) -> None:
+    """beta * input + alpha * (a product of two): input broadcasts to the result and joins a pending
+    sum once."""
+    name = func.__name__
+
+    def factors(input: Arg, first: Arg, second: Arg, *, beta: Any = 1, alpha: Any = 1) -> Factors:
+        for i, j in fits:
+            fit(name, first, i, second, j)
+        words = out.split()
+        if input.ndim > len(words):
+            raise RuntimeError(
+                f"{name}: input of shape {list(input.shape)} has more dims than the result"
+            )
+        own = " ".join(words[len(words) - input.ndim :])
+        # the product first, so that its sizes count, then back in the call's order
+        f = letters(f"{pattern}, {own} -> {out}", first, second, input, reduced=reduced)
+        for letter, size in zip(f.inputs[2], input.shape, strict=True):
+            if letter is not None and f.sizes[letter] != size:
+                raise RuntimeError(
+                    f"{name}: input of shape {list(input.shape)} does not broadcast to the product"
+                )
+        return f.but(
+            inputs=(f.inputs[2], f.inputs[0], f.inputs[1]),
+            terms=(frozenset({0}), frozenset({1, 2})),
+        )
+
+    factors.__name__, factors.__doc__ = name, f"input + ({pattern} -> {out})"
+    rule(func, numbers="type")(factors)
+
+
+_sum_and_product(torch.addmm, "m k, k n", "m n", ((1, 0),), SUM_K)
+_sum_and_product(torch.addmv, "m k, k", "m", ((1, 0),), SUM_K)
+_sum_and_product(torch.baddbmm, "b m k, b k n", "b m n", ((0, 0), (2, 1)), SUM_K)
+_sum_and_product(torch.addbmm, "b m k, b k n", "m n", ((0, 0), (2, 1)), {"b": "sum", "k": "sum"})
+_sum_and_product(torch.addr, "m, n", "m n", (), {})
+
+
+@rule(F.linear)
+def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
+    """... k, n k -> ... n; the bias joins a pending sum once"""
+    fit("linear", input, -1, weight, -1)
+    out = "... n" if weight.ndim == 2 else "..."
+    w = "n k" if weight.ndim == 2 else "k"
+    if bias is None:
+        return letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, terms=PRODUCT)
+    if bias.ndim > 1 or bias.numel() != (weight.shape[0] if weight.ndim == 2 and bias.ndim else 1):
+        raise NoRule("linear with a bias that is no vector of the outputs")
+    b = "n" if bias.ndim else ""
+    terms = (*PRODUCT, frozenset({2}))
+    return letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)
+
+
+@rule(torch.bilinear)
+def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Any = None) -> Factors:
+    """... i, ... j, o i j -> ... o"""
+    fit("bilinear", input1, -1, weight, 1)
+    fit("bilinear", input2, -1, weight, 2)
+    options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": or_zeros}
+    product = frozenset({0, 1, 2})
+    if bias is None:
+        pattern = "... i, ... j, o i j -> ... o"
+        return letters(pattern, input1, input2, weight, terms=(product,), **options)
+    pattern = "... i, ... j, o i j, o -> ... o"
+    return letters(
+        pattern, input1, input2, weight, bias, terms=(product, frozenset({3})), **options
+    )
+
+
+@rule(torch.tensordot)
+def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
+    """the named dims of a and b are multiplied and summed; what is left of a, then of b"""
+    if isinstance(dims, int):
+        left, right = tuple(range(a.ndim - dims, a.ndim)), tuple(range(dims))
+    elif isinstance(dims, (list, tuple)) and len(dims) == 2:
+        pairs = [(d,) if isinstance(d, int) else tuple(d) for d in dims]
+        left, right = tuple(d % a.ndim for d in pairs[0]), tuple(d % b.ndim for d in pairs[1])
+    else:
+        raise NoRule("tensordot: dims as a tensor")
+    sizes: dict[Any, int] = {}
+    names_a: list[Any] = [f"a{i}" for i in range(a.ndim)]
+    names_b: list[Any] = [f"b{i}" for i in range(b.ndim)]
+    for n, (i, j) in enumerate(zip(left, right, strict=True)):
+        if a.shape[i] != b.shape[j]:  # size 1 is summed on its own
+            raise NoRule("tensordot of dims that differ")
+        names_a[i] = names_b[j] = f"k{n}"
+    sizes.update(zip(names_a, a.shape, strict=True))
+    sizes.update(zip(names_b, b.shape, strict=True))
+    kept = [x for i, x in enumerate(names_a) if i not in left] + [
+        x for i, x in enumerate(names_b) if i not in right
+    ]
+    reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
+    return Factors(
+        (tuple(names_a), tuple(names_b)), (tuple(kept),), sizes, reduced=reduced, terms=PRODUCT
+    )

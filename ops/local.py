@@ -1,0 +1,87 @@
+"""Call: what a local function may know of its call, and the communication it may do.
+
+``ops`` itself never communicates: the dispatcher hands in a ``Reach`` bound to the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from disttensor.layout import Axes
+from ops.factors import Letter
+
+
+class Piece(Protocol):
+    """A tensor of the call on this rank: global shape and layout, and this rank's box."""
+
+    shape: Any
+    layout: Any
+    local_shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+
+
+class Draw(Protocol):
+    """The random numbers of one call: replicas get the same, shards different ones, every call fresh ones."""
+
+    invariant: bool  # by global position (``numbers``); else by torch's own generator (``seeded``)
+
+    def numbers(self, kind: str, piece: Any, dtype: Any, device: Any, **options: Any) -> Any:
+        """This rank's piece of a tensor of random numbers. ``piece``: shape, local_offset, local_shape;
+        ``kind``: "uniform", "normal", "bernoulli", ...: a function of disttensor.random.philox, with its options."""
+
+    def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:
+        """Inside, torch's generator draws alike on ranks that have one place on ``axes``; then it is as before."""
+
+
+class Reach(Protocol):
+    """Collectives for local functions, over mesh axes, differentiable where it says so."""
+
+    def all_reduce(self, x: Any, op: str, axes: Axes) -> Any:
+        """The reduction on every rank. "sum" is differentiable (the gradient of x is that of the result)."""
+
+    def all_gather(self, x: Any, axes: Axes) -> Any:
+        """[n, *x.shape], members in order of the axes (major first). Not differentiable."""
+
+    def fetch(
+        self,
+        x: Any,
+        dim: int,
+        have: tuple[tuple[int, int], ...],
+        want: tuple[tuple[int, int], ...],
+        axes: Axes,
+    ) -> Any:
+        """The range (start, stop) ``want[i]`` of ``dim`` on member i of the axes (major first), each of which holds its
+        ``have[i]``; these cover all that is wanted, once. Differentiable to every order."""
+
+    def draw(self, default: str, generator: Any = None) -> Draw:
+        """Random numbers for the call that now runs: once in each, on all ranks. ``default``: "invariant" or "fast"."""
+
+
+@dataclass(slots=True)
+class Call:
+    """inputs, outputs: the pieces as wanted and given (dtype of outputs is not known yet); split: letter -> axes."""
+
+    func: Callable[..., Any]
+    inputs: Sequence[Piece]
+    outputs: Sequence[Piece]
+    split: dict[Letter, Axes]
+    mesh_shape: Axes
+    coordinate: Axes
+    reach: Reach
+
+    def axes(self, *split_letters: Letter) -> Axes:
+        """The mesh axes that split these letters."""
+        return tuple(a for letter in split_letters for a in self.split.get(letter, ()))
+
+    def count(self, axes: Axes) -> int:
+        n = 1
+        for a in axes:
+            n *= self.mesh_shape[a]
+        return n
+
+    def first(self, axes: Axes) -> bool:
+        """Is this rank the first one of the axes?"""
+        return all(self.coordinate[a] == 0 for a in axes)

@@ -1,0 +1,119 @@
+"""scaled_dot_product_attention: batch, heads, queries and the width of values pass through. Where queries are split and
+attention is causal, a rank takes the keys up to its last query."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.empty_pieces import or_zeros
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.local import Call, Draw
+from ops.random.fill import box, drawing
+from ops.registry import rule
+
+
+@rule(F.scaled_dot_product_attention, floats=True)
+def scaled_dot_product_attention(
+    query: Arg, key: Arg, value: Arg, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> Factors:  # fmt: skip
+    """... h l e, ... h s e, ... h s v -> ... h l v; the keys' dim s and e stay whole"""
+    ndim = query.ndim
+    if not ndim == key.ndim == value.ndim or ndim < 2:
+        raise NoRule("scaled_dot_product_attention of tensors that broadcast")
+    lead: list[Any] = [f".{i}" for i in range(ndim - 2)]
+    grouped = enable_gqa and ndim > 2 and query.shape[-3] != key.shape[-3]
+    named = {name: (*lead, *last) for name, last in (("q", "le"), ("k", "se"), ("v", "sv"))}
+    sizes: dict[Any, int] = {}
+    for name, arg in (("v", value), ("k", key), ("q", query)):
+        sizes.update(zip(named[name], arg.shape, strict=True))
+    even: frozenset[Any] = frozenset()
+    if grouped:  # head i of the queries uses head i // r of the keys
+        heads, shared = query.shape[-3], key.shape[-3]
+        if shared != value.shape[-3] or heads % shared:
+            raise NoRule("scaled_dot_product_attention with odd groups of heads")
+        sizes.update({lead[-1]: shared, "r": heads // shared})
+        named["q"] = (*lead[:-1], (lead[-1], "r"), "l", "e")
+        even = frozenset({lead[-1]})
+    for name, arg in (("k", key), ("v", value)):
+        for letter, size in zip(named[name], arg.shape, strict=True):
+            if sizes[letter] != size:
+                raise NoRule("scaled_dot_product_attention of shapes that broadcast")
+    out = (*named["q"][:-1], "v")
+    inputs = [named["q"], named["k"], named["v"]]
+    if isinstance(attn_mask, Arg):
+        scores = (*named["q"][:-1], "s")
+        last = scores[ndim - attn_mask.ndim :]
+        inputs.append(
+            tuple(None if s == 1 else x for x, s in zip(last, attn_mask.shape, strict=True))
+        )
+    return Factors(
+        tuple(inputs),
+        (out,),
+        sizes,
+        whole=frozenset({"s", "e"}),
+        even=even,
+        terms=(frozenset({2}),),
+        local=with_dropout if dropout_p else causal if is_causal else or_zeros,
+    )
+
+
+def causal(call: Call) -> Callable[..., Any]:
+    """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to each."""
+    plain, out = or_zeros(call), call.outputs[0]
+    count, first = out.local_shape[-2], out.local_offset[-2]
+    if not call.axes("l") or not math.prod(out.local_shape):
+        return plain
+
+    def from_there(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        key, value = key[..., : first + count, :], value[..., : first + count, :]
+        words = {"scale": scale, "enable_gqa": enable_gqa}
+        if not first:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **words)
+        past = torch.ones(count, key.shape[-2], dtype=torch.bool, device=query.device).tril_(first)
+        return plain(query, key, value, past, dropout_p, False, **words)
+
+    return from_there
+
+
+def with_dropout(call: Call) -> Callable[..., Any]:
+    """scaled_dot_product_attention with dropout: of the weights [..., l, s], a number each. The width of the values
+    may be split: those ranks share the mask."""
+    out, keys = call.outputs[0], call.inputs[1]
+    size = keys.shape[-2]
+    mask = box((*out.shape[:-1], size), (*out.local_shape[:-1], size), (*out.local_offset[:-1], 0))
+    place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
+    plain, first = or_zeros(call), out.local_offset[-2]
+
+    def by_position(
+        draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if enable_gqa:
+            each = query.shape[-3] // max(1, key.shape[-3])
+            key, value = key.repeat_interleave(each, -3), value.repeat_interleave(each, -3)
+        scores = query @ key.transpose(-2, -1) * (scale or 1.0 / math.sqrt(query.shape[-1]))
+        if is_causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            future.triu_(1 + first)
+            scores = scores.masked_fill(future, -math.inf)
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+        keep = draw.numbers("bernoulli", mask, query.dtype, query.device, p=1.0 - dropout_p)
+        weights = torch.softmax(scores, -1) * (
+            keep.div_(1.0 - dropout_p) if dropout_p < 1.0 else keep
+        )
+        return weights @ value
+
+    return drawing(call, "fast", by_position, place, plain)

@@ -1,0 +1,223 @@
+"""Convolutions: batch and output channels pass through, input channels are reduced, groups stay
+together.
+
+A dim that the window slides over stays split where its halo, there and back, is no more than a gather
+of the input: each rank fetches it for its piece (ops/nn/halo.py). The dims of a transposed convolution stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ops.empty_pieces import is_empty, or_zeros
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.local import Call
+from ops.nn.halo import Window, halo
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def tuple_of(value: Any, n: int) -> tuple[int, ...]:
+    """A number or a list of one as n numbers."""
+    if isinstance(value, int):
+        return (value,) * n
+    return tuple(value) * (n if len(value) == 1 else 1)
+
+
+def _windows(
+    sizes: Sequence[int], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
+) -> tuple[Window, ...]:
+    """How each dim of the output reads that of the input. "same": of odd zeros, one more at the end."""
+    n = len(sizes)
+    steps, holes = tuple_of(stride, n), tuple_of(dilation, n)
+    reach = [d * (k - 1) + 1 for d, k in zip(holes, kernel, strict=True)]
+    if padding == "same":
+        pads, after = tuple((r - 1) // 2 for r in reach), tuple(r // 2 for r in reach)
+        made = tuple(sizes)
+    else:
+        pads = after = (0,) * n if padding == "valid" else tuple_of(padding, n)
+        rows = zip(sizes, pads, reach, steps, strict=True)
+        made = tuple((size + 2 * p - r) // max(s, 1) + 1 for size, p, r, s in rows)
+    if min(*steps, *holes, *reach) < 1 or min(pads) < 0 or (padding == "same" and max(steps) > 1):
+        raise NoRule(f"stride {stride}, padding {padding}, dilation {dilation} of kernel {kernel}")
+    return tuple(map(Window, sizes, made, steps, reach, pads, after))
+
+
+def _transposed_sizes(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Any,
+    padding: Any,
+    extra: Any,
+    dilation: Any,
+) -> tuple[int, ...]:
+    n = len(sizes)
+    options = [tuple_of(v, n) for v in (stride, padding, extra, dilation)]
+    return tuple(
+        (size - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for size, k, s, p, e, d in zip(sizes, kernel, *options, strict=True)
+    )
+
+
+def _factors(
+    name: str, n: int, input: Arg, weight: Arg, bias: Any, groups: int, out: tuple[int, ...],
+    windows: tuple[Window, ...], local: Any,
+) -> Factors:  # fmt: skip
+    """``windows``: one for each dim that slides; none of a transposed convolution."""
+    transposed = not windows
+    lead: tuple[Any, ...] = ("n",) * (input.ndim - n - 1)
+    slide = tuple(f"in{i}" for i in range(n))
+    taps = tuple(f"k{i}" for i in range(n))
+    made = tuple(f"out{i}" for i in range(n)) if transposed else slide
+    into, outof = ("c", "o") if groups == 1 else (("g", "c"), ("g", "o"))
+    if transposed:
+        weights: tuple[Any, ...] = (into, "o", *taps)
+        c, o = weight.shape[0] // groups, weight.shape[1]
+        outs = o * groups
+    else:
+        weights = (outof, "c", *taps)
+        c, o, outs = weight.shape[1], weight.shape[0] // groups, weight.shape[0]
+    if (c * groups, o * groups) != (input.shape[len(lead)], outs) or min(out, default=1) < 1:
+        raise NoRule(
+            f"{name}: input {list(input.shape)} and weight {list(weight.shape)} do not fit"
+        )
+    sizes: dict[Any, int] = {"g": groups, "c": c, "o": o}
+    for names, values in (
+        (lead, input.shape), (made, out), (slide, input.shape[-n:]), (taps, weight.shape[2:])
+    ):  # fmt: skip
+        sizes.update(zip(names, values, strict=False))
+    inputs: list[tuple[Any, ...]] = [(*lead, into, *slide), weights]
+    terms = [frozenset({0, 1})]
+    if isinstance(bias, Arg):
+        inputs.append((outof,))
+        terms.append(frozenset({2}))
+    shape = (*input.shape[: len(lead)], o * groups, *out)
+    return Factors(
+        tuple(inputs), ((*lead, outof, *made),), sizes, terms=tuple(terms), local=local,
+        reduced={"c": "sum"} if groups == 1 else {}, even=frozenset({"g"}),
+        whole=frozenset((*slide, *taps) if transposed else taps), shapes=(shape,),
+        halo={letter: _cost(input, w) for letter, w in zip(slide, windows, strict=False)},
+    )  # fmt: skip
+
+
+def _cost(input: Arg, window: Window) -> Callable[[int], float]:
+    """There, and as much back with the gradients, while the gradient of a gather is a cut of what is there."""
+    return lambda parts: 2 * input.nbytes * window.lacking(parts)
+
+
+def _check(name: str, n: int, input: Arg, weight: Arg) -> None:
+    if input.ndim not in (n + 1, n + 2) or weight.ndim != n + 2:
+        raise NoRule(f"{name} of {list(input.shape)} with {list(weight.shape)}")
+
+
+def _with_halo(
+    call: Call, n: int, windows: Sequence[Window], split: Sequence[int], parts: int
+) -> Any:
+    """The convolution of a piece: for each dim that is split it fetches, pads, and runs without padding."""
+    halos = [halo(call, i - n, call.axes(f"in{i}"), windows[i]) for i in split]
+    pads = [w.before for w in windows]
+    zeros_at = [(0, w.after - w.before) for w in windows]  # of padding="same"
+    for i, one in zip(split, halos, strict=True):
+        pads[i], zeros_at[i] = 0, one.zeros
+    around = [z for pair in reversed(zeros_at) for z in pair]
+    shape = call.outputs[0].local_shape
+    nothing = 0 in (*shape, *call.inputs[1].local_shape)
+
+    def conv(
+        input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1,
+    ) -> Tensor:  # fmt: skip
+        for one in halos:
+            input = one.fetch(input)
+        if nothing:
+            # A product all the same: autocast sees one, and the gradients' gradients fetch on this rank too.
+            out = (input.reshape(-1)[:0] @ weight.reshape(-1)[:0]).expand(shape).clone()
+            return out if bias is None else out + bias.to(out.dtype).view(-1, *(1,) * n)
+        if any(around):
+            input = torch.nn.functional.pad(input, around)
+        return call.func(input, weight, bias, stride, tuple(pads), dilation, groups // parts)
+
+    return conv
+
+
+def _conv(func: Any, n: int) -> None:
+    name = func.__name__
+
+    def factors(
+        input: Arg, weight: Arg, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1,
+    ) -> Factors:  # fmt: skip
+        _check(name, n, input, weight)
+
+        def local(call: Call) -> Any:
+            parts = call.count(call.axes("g"))
+            split = [i for i in range(n) if call.count(call.axes(f"in{i}")) > 1]
+            if split:
+                return _with_halo(call, n, windows, split, parts)
+            if is_empty(call):
+                return or_zeros(call, bias_dim=-n - 1)
+            if parts == 1:
+                return call.func
+
+            def conv(
+                input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
+                dilation: Any = 1, groups: int = 1,
+            ) -> Tensor:  # fmt: skip
+                return func(input, weight, bias, stride, padding, dilation, groups // parts)
+
+            return conv
+
+        windows = _windows(input.shape[-n:], weight.shape[2:], stride, padding, dilation)
+        out = tuple(w.made for w in windows)
+        return _factors(name, n, input, weight, bias, groups, out, windows, local)
+
+    factors.__name__ = name
+    factors.__doc__ = "input channels: P(sum); groups stay together; a halo where the window slides"
+    rule(func)(factors)
+
+
+def _conv_transpose(func: Any, n: int) -> None:
+    name = func.__name__
+
+    def factors(
+        input: Arg, weight: Arg, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+    ) -> Factors:  # fmt: skip
+        _check(name, n, input, weight)
+
+        def local(call: Call) -> Any:
+            parts = call.count(call.axes("g"))
+            if is_empty(call):
+                return or_zeros(call, bias_dim=-n - 1)
+            if parts == 1:
+                return call.func
+
+            def conv(
+                input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
+                output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+            ) -> Tensor:  # fmt: skip
+                fewer = groups // parts
+                return func(input, weight, bias, stride, padding, output_padding, fewer, dilation)
+
+            return conv
+
+        out = _transposed_sizes(
+            input.shape[-n:], weight.shape[2:], stride, padding, output_padding, dilation
+        )
+        return _factors(name, n, input, weight, bias, groups, out, (), local)
+
+    factors.__name__, factors.__doc__ = name, "input channels: P(sum); groups stay together"
+    rule(func)(factors)
+
+
+_conv(torch.conv1d, 1)
+_conv(torch.conv2d, 2)
+_conv(torch.conv3d, 3)
+_conv_transpose(torch.conv_transpose1d, 1)
+_conv_transpose(torch.conv_transpose2d, 2)
+_conv_transpose(torch.conv_transpose3d, 3)

@@ -1,0 +1,226 @@
+"""cross_entropy and nll_loss: batch, sequence and classes may be split; logits are never gathered.
+
+With the classes split, a rank sends two messages for its targets: its largest logits, and then its
+part of the sums (of exponentials, of the targets' logits, ...). The result is whole on those axes.
+With the batch split, "mean" divides by the global count (or weight) of the targets that count: a
+pending sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from disttensor.layout import Axes
+from ops.factors import Arg, Factors, Letter
+from ops.indexing.vocab_shard import Owned
+from ops.infer import NoRule
+from ops.nn.loss import modern, total
+from ops.registry import rule
+
+Tensor = torch.Tensor
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Options:
+    """How a call is to be computed; ``classes``: the dim of classes."""
+
+    classes: int
+    dense: bool
+    logits: bool
+    owned: Owned
+    class_axes: Axes
+    batch_axes: Axes
+    reach: Any
+
+
+def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits: bool) -> Factors:
+    """[C] or [N, C, ...] with class numbers [] or [N, ...], or probabilities of the same shape."""
+    reduction = modern(words)
+    if not input.ndim:
+        raise NoRule("a number")
+    at = 0 if input.ndim == 1 else 1
+    batch = (*input.shape[:at], *input.shape[at + 1 :])
+    dense = logits and input.shape == target.shape
+    if not dense and target.shape != batch:
+        raise NoRule("shapes that do not fit")  # torch says what is wrong
+    dims: list[Letter] = [d for d in range(input.ndim) if d != at]
+    every: list[Letter] = [*dims[:at], "c", *dims[at:]]
+    ins = [tuple(every), tuple(every) if dense else tuple(dims)]
+    if isinstance(weight, Arg):
+        ins.append(("c",))
+    sizes: dict[Letter, int] = dict(zip(every, input.shape, strict=True))
+    reduced: dict[Letter, str] = {"c": "inner"}
+    out: tuple[Letter, ...] = tuple(dims)
+    if reduction != "none":
+        reduced.update(dict.fromkeys(dims, "sum"))
+        out = ()
+
+    def local(call: Any) -> Callable[..., Tensor]:
+        if not call.split:
+            return call.func
+        piece = call.inputs[0]
+        owned = Owned(piece.local_offset[at], piece.local_shape[at], piece.shape[at])
+        options = Options(at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.reach)
+        return _local(call.func, options)
+
+    return Factors(tuple(ins), (out,), sizes, reduced, shapes=None, local=local)
+
+
+@rule(F.cross_entropy, exact=True)
+def cross_entropy(
+    input: Arg, target: Arg, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Factors:  # fmt: skip
+    """N.. c, N.. -> N..; batch dims give P(sum), classes are reduced within"""
+    words = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+    return _factors(input, target, weight, words, True)
+
+
+@rule(F.nll_loss, exact=True)
+def nll_loss(
+    input: Arg, target: Arg, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean",
+) -> Factors:  # fmt: skip
+    """as cross_entropy, of log-probabilities"""
+    words = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+    return _factors(input, target, weight, words, False)
+
+
+def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
+    def run(
+        input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        weights = None
+        if o.class_axes:
+            if not o.dense and weight is not None and weight.requires_grad:
+                raise RuntimeError(
+                    "cross_entropy has no gradient for weight, as in torch: give weight.detach()"
+                )
+            dtype = _result_dtype(o, input, target)
+            x = input.to(torch.float32 if dtype in HALF else dtype)
+            if o.dense:
+                losses = _dense_losses(o, x, target, weight, label_smoothing)
+            else:
+                losses, weights = _losses(o, x, target, weight, ignore_index, label_smoothing)
+        else:
+            words: dict[str, Any] = {"label_smoothing": label_smoothing} if o.logits else {}
+            losses = func(
+                input, target, weight, ignore_index=ignore_index, reduction="none", **words
+            )
+            dtype = losses.dtype
+            if reduction == "mean" and not o.dense:
+                weights = _weights(target, weight, ignore_index)
+        if reduction == "none":
+            return losses.to(dtype)
+        if reduction == "sum":
+            return total(losses).to(dtype)
+        return total(losses, _count(o, losses, target, weights)).to(dtype)
+
+    return run
+
+
+def _result_dtype(o: Options, input: Tensor, target: Tensor) -> torch.dtype:
+    """What torch gives: autocast computes losses in single precision."""
+    dtype = torch.result_type(input, target) if o.dense else input.dtype
+    autocast = dtype in HALF and torch.is_autocast_enabled(input.device.type)
+    return torch.float32 if autocast else dtype
+
+
+def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
+    """What the mean divides by: the number or weight of the targets that count, on all ranks."""
+    wide = torch.float32 if losses.dtype in HALF else losses.dtype
+    if weights is None:
+        mine = torch.full((), losses.numel(), dtype=wide, device=losses.device)
+    else:
+        mine = weights.detach().sum(dtype=wide)
+    return o.reach.all_reduce(mine, "sum", o.batch_axes)
+
+
+def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The weight of each target: that of its class, 0 where it is ignored."""
+    ignored = target == ignore_index
+    if weight is None:
+        return ~ignored
+    return weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+
+
+def _largest(o: Options, x: Tensor) -> Tensor:
+    """The largest logit of each row over all ranks, without a gradient."""
+    shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
+    mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
+    largest = o.reach.all_reduce(mine, "max", o.class_axes)
+    return largest.masked_fill(largest == -torch.inf, 0)
+
+
+def _sums(o: Options, parts: list[Tensor]) -> tuple[Tensor, ...]:
+    """The parts, each summed over all ranks, in one collective."""
+    return tuple(o.reach.all_reduce(torch.stack(parts), "sum", o.class_axes).unbind(0))
+
+
+def _along(o: Options, x: Tensor, weight: Tensor | None) -> Tensor | None:
+    """The class weights, shaped to multiply logits."""
+    return (
+        None if weight is None else weight.reshape(-1, *(1,) * (x.ndim - o.classes - 1)).to(x.dtype)
+    )
+
+
+def _losses(
+    o: Options,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """Loss and weight of each target from this rank's classes: log sum exp - logit, smoothed."""
+    ignored = target == ignore_index
+    here, others = o.owned.find(target.masked_fill(ignored, 0))
+    rows = o.owned.rows(x, o.classes)
+    hit = rows.gather(o.classes, here.unsqueeze(o.classes)).squeeze(o.classes)
+    w = _along(o, x, weight)
+    parts = [hit.masked_fill(others, 0)]
+    largest = None
+    if o.logits:
+        largest = _largest(o, x)
+        parts.append((x - largest.unsqueeze(o.classes)).exp().sum(o.classes))
+    if weight is not None:
+        parts.append(o.owned.rows(weight)[here].masked_fill(others, 0).to(x.dtype))
+    if smoothing:
+        parts.append((x if w is None else x * w).sum(o.classes))
+        if weight is not None:
+            parts.append(weight.sum().to(x.dtype).expand(target.shape))
+    sums = iter(_sums(o, parts))
+    logit = next(sums)
+    logsumexp = next(sums).log() + largest if largest is not None else torch.zeros_like(logit)
+    weights = next(sums) if weight is not None else torch.ones_like(logit)
+    losses = (logsumexp - logit) * weights
+    if smoothing:
+        dot = next(sums)
+        mass = next(sums) if weight is not None else o.owned.total
+        smooth = logsumexp * mass - dot
+        losses = losses * (1 - smoothing) + smooth * (smoothing / o.owned.total)
+    return losses.masked_fill(ignored, 0), weights.masked_fill(ignored, 0)
+
+
+def _dense_losses(
+    o: Options, x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """Loss of each row for probabilities: the sum over classes of w t (log sum exp - x)."""
+    t = target.to(x.dtype)
+    if smoothing:
+        t = t * (1 - smoothing) + smoothing / o.owned.total
+    w = _along(o, x, weight)
+    if w is not None:
+        t = t * w
+    largest = _largest(o, x)
+    powers = (x - largest.unsqueeze(o.classes)).exp()
+    dot, mass, power = _sums(o, [(t * x).sum(o.classes), t.sum(o.classes), powers.sum(o.classes)])
+    return (power.log() + largest) * mass - dot

@@ -1,0 +1,113 @@
+"""Embedding: the ids' dims and the embedding dim pass through; a split vocabulary gives P(sum).
+
+Each rank looks up the ids that it owns and gives zeros for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.dims import letters_of
+from ops.empty_pieces import is_empty, zero_of
+from ops.factors import Arg, Factors, Letter
+from ops.indexing.vocab_shard import Owned
+from ops.infer import NoRule
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def _local(call: Any) -> Callable[..., Tensor]:
+    run = _lookup(call)
+    if not is_empty(call):
+        return run
+    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
+
+    def embedding(input: Tensor, weight: Tensor, *more: Any, **words: Any) -> Tensor:
+        # torch's backward of no ids is not differentiable: one is looked up, and cut off again
+        ids = input.new_zeros([max(n, 1) for n in input.shape]) if not input.numel() else input
+        return run(ids, weight, *more, **words)[kept]
+
+    return embedding
+
+
+def _lookup(call: Any) -> Callable[..., Tensor]:
+    if not call.axes("v"):
+        return F.embedding
+    table = call.inputs[1]
+    owned = Owned(table.local_offset[0], table.local_shape[0], table.shape[0])
+
+    def embedding(
+        input: Tensor, weight: Tensor, padding_idx: Any = None, *more: Any, **words: Any
+    ) -> Tensor:
+        here, others = owned.find(input)
+        if padding_idx is not None:
+            padding_idx = padding_idx % owned.total - owned.offset
+            if not 0 <= padding_idx < owned.size:
+                padding_idx = None
+        out = F.embedding(here, owned.rows(weight), padding_idx)
+        return out.masked_fill(others.unsqueeze(-1), 0)
+
+    return embedding
+
+
+@rule(F.embedding, exact=True)
+def embedding(
+    input: Arg, weight: Arg, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Factors:  # fmt: skip
+    """..., v d -> ... d; v gives P(sum)"""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
+    v, d = weight.shape
+    if padding_idx is not None and not -v <= padding_idx < v:
+        raise AssertionError("Padding_idx must be within num_embeddings")
+    ids: tuple[Letter, ...] = letters_of(input)
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": d}
+    terms = (frozenset({weight.index}),)
+    return Factors(
+        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
+        again=math.prod(input.shape) >= v,  # else the gradient of the result is the smaller one to sum
+    )  # fmt: skip
+
+
+@rule(F.embedding_bag, exact=True)
+def embedding_bag(
+    input: Arg, weight: Arg, offsets: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
+    include_last_offset: bool = False, padding_idx: Any = None,
+) -> Factors:  # fmt: skip
+    """bags n, v d -> bags d: bags of equal length may be split; the table is whole but for d"""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
+    if 0 in (*input.shape, *weight.shape) or (input.ndim == 1 and offsets is None):
+        raise NoRule("no bags")
+    rows: Letter = "bags" if input.ndim == 2 else None
+    bags = input.shape[0] if input.ndim == 2 else offsets.shape[0] - include_last_offset
+    each: tuple[Letter, ...] = (rows, None)[: input.ndim]
+    found: dict[int, tuple[Letter, ...]] = {input.index: each, weight.index: (None, "d")}
+    linear = {weight.index}
+    if per_sample_weights is not None:
+        found[per_sample_weights.index] = each
+        linear.add(per_sample_weights.index)
+    if isinstance(offsets, Arg):
+        found[offsets.index] = (None,)
+    sizes: dict[Letter, int] = {"bags": bags, "d": weight.shape[1]}
+    terms = (frozenset(linear),) if mode in ("sum", "mean") else ()
+    return Factors(
+        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms, shapes=((bags, weight.shape[1]),),
+        local=_bags,
+    )  # fmt: skip
+
+
+def _bags(call: Any) -> Callable[..., Tensor]:
+    """Ranks without bags, or without columns, give zeros in the graph."""
+    if not is_empty(call):
+        return F.embedding_bag
+    shape = call.outputs[0].local_shape
+    return lambda *args, **words: zero_of(*args[1:], *words.values()).expand(shape).clone()

@@ -1,0 +1,82 @@
+"""Halo: a dim that a window slides over stays split, each rank fetches what its windows read of others.
+
+Input and output are both cut as torch.chunk cuts them, each by its own size. The windows of a piece of
+the output read one range of the input: what of it other ranks hold is the halo. A large window, or
+pieces that do not lie over each other, may take it from several ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from disttensor.layout import Axes, box, chunk
+from ops.local import Call
+
+Range = tuple[int, int]  # start and stop
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Output i of ``made`` reads the inputs from ``i * stride - before`` on, ``reach`` positions
+    (holes included); the input has ``before`` and ``after`` zeros around its ``size``."""
+
+    size: int
+    made: int
+    stride: int
+    reach: int
+    before: int
+    after: int
+
+    def reads(self, start: int, length: int) -> Range:
+        """What outputs ``start`` to ``start + length`` read, zeros outside included."""
+        if not length:
+            return (0, 0)
+        first = start * self.stride - self.before
+        return first, first + (length - 1) * self.stride + self.reach
+
+    def within(self, reads: Range) -> Range:
+        """The positions of ``reads`` that there are."""
+        return min(max(reads[0], 0), self.size), min(max(reads[1], 0), self.size)
+
+    def padding(self, reads: Range) -> tuple[int, int]:
+        """How many zeros ``reads`` has before and after the positions that there are."""
+        start, stop = reads
+        return max(0, min(stop, 0) - start), max(0, stop - max(start, self.size))
+
+    def lacking(self, parts: int) -> float:
+        """The largest share of the input that a rank has to fetch when it is cut into ``parts``."""
+        most = 0
+        for i in range(parts):
+            start, stop = self.within(self.reads(*chunk(self.made, parts, i)))
+            offset, length = chunk(self.size, parts, i)
+            held = max(0, min(stop, offset + length) - max(start, offset))
+            most = max(most, stop - start - held)
+        return most / max(1, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """What this rank does to its piece of an input dim: fetch, then ``zeros`` before and after."""
+
+    fetch: Callable[[Any], Any]
+    zeros: tuple[int, int]
+
+
+def halo(call: Call, dim: int, axes: Axes, window: Window) -> Halo:
+    """The plan for ``dim`` (of the first input and the first result) that ``axes`` split."""
+
+    def cut(size: int, place: tuple[int, ...]) -> Range:
+        at = dict(zip(axes, place, strict=True))
+        coordinate = tuple(at.get(a, 0) for a in range(len(call.mesh_shape)))
+        (offset,), (length,) = box((size,), (axes,), call.mesh_shape, coordinate)
+        return offset, length
+
+    places = list(itertools.product(*(range(call.mesh_shape[a]) for a in axes)))
+    have = tuple((o, o + n) for o, n in (cut(window.size, p) for p in places))
+    reads = [window.reads(*cut(window.made, p)) for p in places]
+    want = tuple(window.within(r) for r in reads)
+    mine = reads[places.index(tuple(call.coordinate[a] for a in axes))]
+    return Halo(lambda x: call.reach.fetch(x, dim, have, want, axes), window.padding(mine))

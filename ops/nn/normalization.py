@@ -1,0 +1,179 @@
+"""Normalizations: normalized dims stay whole, all others pass through; batch_norm reduces over
+ranks inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from disttensor.layout import Axes
+from ops.empty_pieces import is_empty
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.inner import spread
+from ops.local import Call
+from ops.reduction.var_std import moments, widened
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def empty_or_plain(call: Call) -> Any:
+    """The torch function; an empty piece is given a row of ones, which is cut off again: so its
+    graph is that of the other ranks, to every order."""
+    if not is_empty(call):
+        return call.func
+    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        words = {k: grown(v) for k, v in kwargs.items()}
+        return call.func(*[grown(a) for a in args], **words)[kept]
+
+    return run
+
+
+def grown(x: Any) -> Any:
+    """A tensor's dims of size 0 as dims of size 1, filled with ones."""
+    if not isinstance(x, Tensor) or x.numel():
+        return x
+    return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=1.0)
+
+
+def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
+    n = 1 if isinstance(shape, int) else len(shape)
+    wanted = (shape,) if isinstance(shape, int) else tuple(shape)
+    if input.shape[input.ndim - n :] != wanted or n > input.ndim:
+        raise RuntimeError(
+            f"{name}: normalized_shape {list(wanted)} is not the end of the input's {list(input.shape)}"
+        )
+    dims = tuple(range(input.ndim))
+    last = dims[input.ndim - n :]
+    inputs = (dims, *(last for o in others if isinstance(o, Arg)))
+    sizes: dict[Any, int] = dict(enumerate(input.shape))
+    return Factors(inputs, (dims,), sizes, whole=frozenset(last), local=empty_or_plain)
+
+
+@rule(F.layer_norm)
+def layer_norm(
+    input: Arg, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Factors:
+    """the last dims stay whole"""
+    return _last_dims("layer_norm", input, normalized_shape, weight, bias)
+
+
+@rule(torch.layer_norm)
+def torch_layer_norm(
+    input: Arg, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Factors:  # fmt: skip
+    """the last dims stay whole"""
+    return _last_dims("layer_norm", input, normalized_shape, weight, bias)
+
+
+@rule(F.rms_norm, torch.rms_norm)
+def rms_norm(input: Arg, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Factors:
+    """the last dims stay whole"""
+    return _last_dims("rms_norm", input, normalized_shape, weight)
+
+
+@rule(F.group_norm, torch.group_norm)
+def group_norm(
+    input: Arg, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Factors:  # fmt: skip
+    """batch and whole groups may be split; the rest of the channels and all that follows stay
+    whole"""
+    channels = input.shape[1]
+    if channels % num_groups:
+        raise RuntimeError(f"group_norm: {channels} channels do not make {num_groups} groups")
+    dims = ("n", ("g", "c"), *range(input.ndim - 2))
+    sizes: dict[Any, int] = {"n": input.shape[0], "g": num_groups, "c": channels // num_groups}
+    sizes.update(zip(dims[2:], input.shape[2:], strict=True))
+    inputs = (dims, *((("g", "c"),) for o in (weight, bias) if isinstance(o, Arg)))
+
+    def local(call: Call) -> Any:
+        if is_empty(call):
+            return empty_or_plain(call)
+        parts = call.count(call.axes("g"))
+        if parts == 1:
+            return call.func
+
+        def group_norm(x: Tensor, groups: int, *args: Any, **kwargs: Any) -> Tensor:
+            return call.func(x, groups // parts, *args, **kwargs)
+
+        return group_norm
+
+    return Factors(
+        inputs, (dims,), sizes, whole=frozenset(dims[2:]), even=frozenset({"g"}), local=local
+    )
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    input: Arg, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Factors:  # fmt: skip
+    """batch and channels pass through; what follows stays whole"""
+    if running_mean is not None or running_var is not None or input.ndim < 3:
+        raise NoRule("instance_norm with running statistics, or of a single image")
+    dims = tuple(range(input.ndim))
+    inputs = (dims, *((1,) for o in (weight, bias) if isinstance(o, Arg)))
+    sizes: dict[Any, int] = dict(enumerate(input.shape))
+    whole = frozenset(dims[2:])
+    return Factors(inputs, (dims,), sizes, whole=whole, local=empty_or_plain)
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    input: Arg, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Factors:  # fmt: skip
+    """per channel; in training the statistics are those of the whole batch, reduced inside"""
+    dims = tuple(range(input.ndim))
+    rest = [o for o in (running_mean, running_var, weight, bias) if isinstance(o, Arg)]
+    inputs = (dims, *((1,) for _ in rest))
+    sizes: dict[Any, int] = dict(enumerate(input.shape))
+    if not training:
+        return Factors(inputs, (dims,), sizes, local=empty_or_plain)
+    stats = [o for o in (running_mean, running_var) if isinstance(o, Arg)]
+    if any(o.layout.varies() for o in stats):
+        raise NoRule("batch_norm that writes running statistics which are not replicated")
+    # the running statistics are written: they must be the tensors themselves, not pieces of them
+    whole = frozenset({1}) if stats else frozenset()
+    gone = tuple(d for d in dims if d != 1)
+
+    def local(call: Call) -> Any:
+        axes = tuple(sorted(call.axes(*gone)))
+        return _batch_norm(call, gone, axes) if axes or is_empty(call) else call.func
+
+    return Factors(inputs, (dims,), sizes, whole=whole, local=local)
+
+
+def _batch_norm(call: Call, gone: tuple[int, ...], axes: Axes) -> Any:
+    n = 1
+    for d in gone:
+        n *= call.inputs[0].shape[d]
+
+    def batch_norm(
+        input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+        training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        x = widened(input)
+        var, mean = moments(call, x, gone, axes, n, 0)
+        along = mean.shape
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.lerp_(mean.view(-1).to(running_mean.dtype), momentum)
+            if running_var is not None:
+                unbiased = var.view(-1) * (n / max(n - 1, 1))
+                running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        out = (x - spread(call, mean, axes)) * spread(call, (var + eps).rsqrt(), axes)
+        if weight is not None:
+            out = out * weight.view(along)
+        if bias is not None:
+            out = out + bias.view(along)
+        return out.to(input.dtype)
+
+    return batch_norm

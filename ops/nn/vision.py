@@ -1,0 +1,104 @@
+"""Images: pixels rearranged, windows taken out, values looked up by place. Batch passes through, mostly channels too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.batching import batched_factors, or_zero
+from ops.dims import ONE
+from ops.factors import Arg, Factors, Letter
+from ops.infer import NoRule
+from ops.lead import shaped, without
+from ops.registry import Function, rule
+
+
+def _images(func: Function, last: int) -> None:
+    """``last`` dims stay whole."""
+
+    def factors(input: Arg, *args: Any, **words: Any) -> Factors:
+        if input.ndim < last or 0 in input.shape:
+            raise NoRule("not a batch of images")
+        return batched_factors(
+            func, (input, *args), words, [input], [last], terms=ONE, local=or_zero
+        )
+
+    factors.__name__ = func.__name__
+    factors.__doc__ = f"linear; the last {last} dims are whole, those before pass through"
+    rule(func, exact=True)(factors)
+
+
+_images(F.pixel_shuffle, 3)
+_images(F.pixel_unshuffle, 3)
+
+
+@rule(F.channel_shuffle, exact=True)
+def channel_shuffle(input: Arg, groups: int) -> Factors:
+    """the channels are whole"""
+    dims = without(input, [1])
+    return shaped(torch.channel_shuffle, (input, groups), {}, [dims], dims, terms=ONE)
+
+
+@rule(F.local_response_norm, exact=True)
+def local_response_norm(input: Arg, size: int, *args: Any, **words: Any) -> Factors:
+    """the channels are whole"""
+    if input.ndim < 3:
+        raise NoRule("local_response_norm of fewer than 3 dims")
+    dims = without(input, [1])
+    sizes: dict[Letter, int] = {d: s for d, s in enumerate(input.shape) if d != 1}
+    return Factors((dims,), (dims,), sizes, shapes=(input.shape,), local=or_zero)
+
+
+def _windows(func: Function, core: int) -> None:
+    def factors(input: Arg, *args: Any, **words: Any) -> Factors:
+        if input.ndim <= core or 0 in input.shape:
+            raise NoRule(f"{func.__name__} of one image")
+        return batched_factors(
+            func, (input, *args), words, [input], [core], terms=ONE, local=or_zero
+        )
+
+    factors.__name__, factors.__doc__ = func.__name__, "linear; the batch passes through"
+    rule(func, exact=True)(factors)
+
+
+_windows(F.unfold, 3)
+_windows(F.fold, 2)
+
+
+def _unpool(func: Function, n: int) -> None:
+    def factors(input: Arg, indices: Arg, *args: Any, **words: Any) -> Factors:
+        if input.shape != indices.shape or input.ndim < n or 0 in input.shape:
+            raise NoRule("indices of another shape")
+        return batched_factors(
+            func, (input, indices, *args), words, [input, indices], [n, n], terms=ONE, local=or_zero
+        )
+
+    factors.__name__, factors.__doc__ = func.__name__, "linear; batch and channels pass through"
+    rule(func, exact=True)(factors)
+
+
+for _n in (1, 2, 3):
+    _unpool(getattr(F, f"max_unpool{_n}d"), _n)
+
+
+@rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, exact=True)
+def grid_sample(input: Arg, grid: Arg, *args: Any, **words: Any) -> Factors:
+    """n c ..., n points 2 -> n c points: linear in the image, which is whole; points may be split"""
+    n, points = input.ndim - 2, grid.shape[1:-1]
+    if n < 2 or grid.ndim != input.ndim or input.shape[0] != grid.shape[0] or 0 in input.shape:
+        raise NoRule("an image and a grid that do not fit")
+    spots = tuple(f"p{i}" for i in range(n))
+    sizes: dict[Letter, int] = {
+        "n": input.shape[0],
+        "c": input.shape[1],
+        **dict(zip(spots, points, strict=True)),
+    }
+    return Factors(
+        (("n", "c", *(None,) * n), ("n", *spots, None)),
+        (("n", "c", *spots),),
+        sizes,
+        terms=ONE,
+        local=or_zero,
+    )

@@ -1,0 +1,145 @@
+"""Copies and casts: the same elements, perhaps in another dtype; and what a tensor is filled with.
+
+A cast between floating dtypes is linear. A cast to integers or bool rounds each addend, and one from
+integers rounds what an integer sum keeps: both are not, so a Partial is reduced first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.infer import NoRule
+from ops.pointwise.elementwise import enter
+from ops.registry import Rule, register, rule
+
+FIRST = (frozenset({0}),)
+
+ALIASES = "positive resolve_conj resolve_neg cpu cuda pin_memory __pos__"
+PARTS = "real imag conj"
+DTYPES = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16, "cfloat": torch.complex64, "cdouble": torch.complex128,
+    "chalf": torch.complex32, "bool": torch.bool, "byte": torch.uint8, "char": torch.int8,
+    "short": torch.int16, "int": torch.int32, "long": torch.int64,
+}  # fmt: skip
+
+
+def smooth(dtype: Any) -> bool:
+    """A dtype of real or complex numbers, of at least 16 bits."""
+    return dtype is None or ((dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1)
+
+
+def cast(input: Arg, dtype: Any) -> Factors:
+    """elementwise; any Partial passes where the dtype stays, a sum where both are floating"""
+    if dtype is None or dtype == (input.dtype or torch.float32):
+        return alias(input)
+    linear = smooth(input.dtype) and smooth(dtype)
+    return pointwise_factors([input], terms=FIRST if linear else ())
+
+
+def alias(input: Arg, *args: Any, **kwargs: Any) -> Factors:
+    """elementwise; any Partial passes; may share memory"""
+    return pointwise_factors([input], terms=FIRST, moves=True, view=True)
+
+
+def part_of_complex(input: Arg, **kwargs: Any) -> Factors:
+    """elementwise; linear; shares memory"""
+    return pointwise_factors([input], terms=FIRST, view=True)
+
+
+enter(ALIASES, Rule("alias", alias, pattern="elementwise, any Partial passes"))
+enter(PARTS, Rule("part_of_complex", part_of_complex, pattern="elementwise, linear, a view"))
+for _part in (torch.Tensor.real, torch.Tensor.imag):
+    rule(_part.__get__, exact=True)(part_of_complex)  # type: ignore[attr-defined]
+
+
+def cast_to(dtype: torch.dtype) -> Callable[..., Factors]:
+    def factors(input: Arg, memory_format: Any = None) -> Factors:
+        return cast(input, dtype)
+
+    return factors
+
+
+for _name, _dtype in DTYPES.items():
+    _rule = Rule(_name, cast_to(_dtype), pattern="elementwise; linear between floating dtypes")
+    register(_rule, getattr(torch.Tensor, _name), exact=True)
+
+
+@rule(torch.Tensor.to, torch.Tensor.type_as, exact=True)
+def to(input: Arg, *args: Any, **kwargs: Any) -> Factors:
+    """to(dtype), to(device), to(device, dtype), to(other): elementwise"""
+    values = (*args, *kwargs.values())
+    other = next((v for v in values if isinstance(v, Arg)), None)
+    if other is None:
+        return cast(input, next((v for v in values if isinstance(v, torch.dtype)), None))
+    f = cast(input, other.dtype or torch.float32)
+    inputs = (*f.inputs, (None,) * other.ndim)
+    return f.but(inputs=inputs, ignored=frozenset({1}), moves=False)
+
+
+@rule(torch.Tensor.type, exact=True)
+def type_(input: Arg, dtype: Any = None, non_blocking: bool = False) -> Factors:
+    """type(dtype): a cast; the dtype may have an old name (torch.FloatTensor)"""
+    if dtype is None:
+        raise NoRule("type() is a string")
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.rsplit(".", 1)[-1])
+    return cast(input, dtype if isinstance(dtype, torch.dtype) else dtype.dtype)
+
+
+@rule(torch.view_as_real)
+def view_as_real(input: Arg) -> Factors:
+    """... -> ... 2"""
+    dims = tuple(range(input.ndim))
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "two": 2}
+    return Factors(
+        (dims,), ((*dims, "two"),), sizes, whole=frozenset({"two"}), terms=FIRST, view=True
+    )
+
+
+@rule(torch.view_as_complex)
+def view_as_complex(input: Arg) -> Factors:
+    """... 2 -> ..."""
+    dims = tuple(range(input.ndim))
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
+    return Factors((dims,), (dims[:-1],), sizes, terms=FIRST, view=True)
+
+
+@rule(torch.Tensor.copy_)
+def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
+    """the target is only written; linear in what is copied"""
+    if not isinstance(src, Arg):
+        return fill_(input, src)
+    linear = (smooth(input.dtype) and smooth(src.dtype)) or input.dtype == src.dtype
+    terms = (frozenset({1}),) if linear else ()
+    return pointwise_factors([input, src], terms=terms, ignored=frozenset({0}))
+
+
+@rule(torch.zero_)
+def zero_(input: Arg) -> Factors:
+    """the target is only written; zero is zero in every piece, whatever is pending"""
+    return pointwise_factors([input], terms=FIRST, moves=True)
+
+
+@rule(torch.fill_, numbers="type")
+def fill_(input: Arg, value: Any) -> Factors:
+    """the target is only written; of a pending sum the first rank has the value, the others zero"""
+    if isinstance(value, Arg):
+        return copy_(input, value)
+
+    def local(call: Any) -> Any:
+        pending = tuple(a for a, op in call.outputs[0].layout.partial if op == "sum")
+        return torch.fill_ if call.first(pending) else lambda input, value: input.zero_()
+
+    return pointwise_factors([input], terms=FIRST, local=local)
+
+
+@rule(torch.fill, exact=True, numbers="type")
+def fill(input: Arg, value: Any) -> Factors:
+    """elementwise; only the input's shape matters"""
+    tensors = [input, value] if isinstance(value, Arg) else [input]
+    return pointwise_factors(tensors, ignored=frozenset({0}))

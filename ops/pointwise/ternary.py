@@ -1,0 +1,54 @@
+"""Elementwise functions of three tensors, and those that pair a tensor with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, pointwise_factors
+from ops.infer import NoRule
+from ops.pointwise.elementwise import Terms, each, enter, operands, tensors_of
+from ops.registry import Rule, rule
+
+
+def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | None]) -> None:
+    """Enter an elementwise function of three arguments; ``terms`` gets them in order."""
+    names = arguments.split()
+
+    def factors(*args: Any, **kwargs: Any) -> Factors:
+        x, y, z = operands(args, kwargs, *names)
+        return pointwise_factors(tensors_of(args, kwargs), terms=terms(x, y, z) or ())
+
+    enter(name, Rule(name, factors, numbers="type", pattern="elementwise, a sum of products"))
+
+
+ternary("addcmul", "input tensor1 tensor2", lambda x, y, z: each(x, (y, z)))
+ternary("addcdiv", "input tensor1 tensor2", lambda x, y, z: each(x, y))
+ternary("lerp", "input end weight", lambda x, end, weight: each(x, end))
+
+
+@rule(torch.where, exact=True, numbers="type")
+def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
+    """elementwise; linear in both choices together"""
+    if input is None or other is None:
+        raise NoRule("where(condition) is nonzero: its shape depends on data")
+    tensors = tensors_of((condition, input, other), {})
+    return pointwise_factors(tensors, terms=each(input, other) or ())
+
+
+@rule(torch.Tensor.where, exact=True, numbers="type")
+def tensor_where(input: Any, condition: Any, other: Any) -> Factors:
+    """elementwise; linear in both choices together"""
+    return pointwise_factors(
+        tensors_of((input, condition, other), {}), terms=each(input, other) or ()
+    )
+
+
+@rule(torch.prelu)
+def prelu(input: Arg, weight: Arg) -> Factors:
+    """n c ..., c -> n c ...: a weight for each channel, or one for all"""
+    dims = tuple(range(input.ndim))
+    channel = 1 if input.ndim > 1 and weight.numel() > 1 else None
+    return Factors((dims, (channel,) * weight.ndim), (dims,), dict(enumerate(input.shape)))

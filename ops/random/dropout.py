@@ -1,0 +1,165 @@
+"""Dropout in all its forms. The mask is replicated where the input is, also where a sum is pending: dropout is linear
+in its input, for one mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.factors import Arg, Factors, pointwise_factors
+from ops.infer import NoRule
+from ops.local import Call, Draw
+from ops.random.fill import FIRST, box, drawing
+from ops.registry import Function, Rule, register, rule
+
+LINEAR: list[Function] = [
+    torch.dropout,
+    torch.dropout_,
+    F.dropout,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+]
+AFFINE: list[Function] = [
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    F.alpha_dropout,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+]
+ALPHA = 1.7580993408473766  # of SELU: what it tends to at minus infinity
+
+
+def alias(call: Call) -> Callable[..., Any]:
+    """The input itself, as a tensor of its own in the graph."""
+    return lambda input, *args, **kwargs: input.view_as(input)
+
+
+def masked(call: Call) -> Callable[..., Any]:
+    """Elements (or whole channels) are zeroed with probability p; the rest keeps the mean (alpha: and the variance)."""
+    name = call.func.__name__
+    inplace, alpha, feature = name.endswith("_"), "alpha" in name, "feature" in name
+    out = call.outputs[0]
+    place = call.axes(0, 1) if feature else None
+    if feature:  # one number for a channel
+        rest = (1,) * (len(out.shape) - 2)
+        mask = box(
+            (*out.shape[:2], *rest),
+            (*out.local_shape[:2], *rest),
+            (*out.local_offset[:2], *[0 for _ in rest]),
+        )
+    else:
+        mask = out
+
+    def by_position(draw: Draw, input: Tensor, p: float) -> Tensor:
+        keep = draw.numbers("bernoulli", mask, input.dtype, input.device, p=1.0 - p)
+        if not alpha:
+            return _times(input, keep.div_(1.0 - p) if p < 1.0 else keep)
+        a = 1.0 / math.sqrt((ALPHA * ALPHA * p + 1.0) * (1.0 - p)) if p < 1.0 else 0.0
+        shift = (keep - 1.0).mul_(ALPHA * a).add_(ALPHA * a * p)
+        kept = _times(input, keep.mul_(a))
+        return kept.add_(shift) if inplace else kept + shift
+
+    def _times(input: Tensor, noise: Tensor) -> Tensor:
+        return input.mul_(noise) if inplace else input * noise
+
+    core = CORES[name]
+    draws = drawing(call, "fast", by_position, place, lambda input, p: core(input, p, True))
+
+    def run(input: Tensor, p: float = 0.5, *flags: Any, **named: Any) -> Tensor:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        result = input if p == 0.0 else draws(input, p)
+        return result.view_as(result) if result is input and not inplace else result
+
+    return run
+
+
+CORES = {
+    f.__name__: f for f in (*LINEAR, *AFFINE) if f is not F.dropout and f is not F.alpha_dropout
+}
+
+
+def dropout(linear: bool) -> Callable[..., Factors]:
+    def factors(input: Arg, p: float = 0.5, *flags: bool, **named: bool) -> Factors:
+        """elementwise; a pending sum passes through unless alpha"""
+        train = named.get("train", named.get("training", flags[0] if flags else True))
+        if named.get("inplace", len(flags) > 1 and flags[1]):
+            raise NoRule("inplace=True is the function with _ at its end")
+        if not train:
+            return pointwise_factors([input], moves=True, view=True, local=alias)
+        return pointwise_factors([input], terms=FIRST if linear else (), local=masked)
+
+    return factors
+
+
+for _funcs in (LINEAR, AFFINE):
+    for _f in _funcs:
+        _rule = Rule(
+            "dropout",
+            dropout(_funcs is LINEAR),
+            _f.__name__.endswith("_"),
+            "value",
+            False,
+            "elementwise",
+        )
+        register(_rule, _f, exact=True)
+
+
+def with_mask(call: Call) -> Callable[..., Any]:
+    """native_dropout: the result and the mask."""
+    out = call.outputs[0]
+
+    def by_position(
+        draw: Draw, input: Tensor, p: float, train: Any = True
+    ) -> tuple[Tensor, Tensor]:
+        keep = draw.numbers("bernoulli", out, torch.bool, input.device, p=1.0 - p)
+        return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
+
+    return drawing(call, "fast", by_position)
+
+
+@rule(torch.native_dropout, exact=True)
+def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
+    """elementwise, two results"""
+    f = pointwise_factors([input])
+    return f.but(outputs=f.outputs * 2, local=with_mask if train or train is None else None)
+
+
+# Leaky ReLU with a random slope ---------------------------------------------------------------------------
+
+
+def sloped(call: Call) -> Callable[..., Any]:
+    """Below zero times a number of its own from [lower, upper)."""
+    out, inplace = call.outputs[0], call.func is torch.rrelu_
+
+    def by_position(
+        draw: Draw,
+        input: Tensor,
+        lower: float = 0.125,
+        upper: float = 1 / 3,
+        *flags: Any,
+        **named: Any,
+    ) -> Tensor:
+        slope = draw.numbers("uniform", out, input.dtype, input.device, low=lower, high=upper)
+        slope.masked_fill_(input.detach() > 0, 1.0)
+        return input.mul_(slope) if inplace else input * slope
+
+    return drawing(call, "fast", by_position)
+
+
+@rule(F.rrelu, torch.rrelu, exact=True, numbers="type")
+def rrelu(
+    input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: bool = False, generator: Any = None,
+) -> Factors:  # fmt: skip
+    """elementwise"""
+    if inplace:
+        raise NoRule("inplace=True is the function with _ at its end")
+    return pointwise_factors([input], local=sloped if training else None)
+
+
+register(Rule("rrelu", rrelu, True, "type", False, "elementwise"), torch.rrelu_, exact=True)

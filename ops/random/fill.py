@@ -1,0 +1,169 @@
+"""Tensors filled with random numbers, and those drawn in the likeness of another.
+
+A rule decides as for any elementwise function. Its local function asks ``call.reach`` for the numbers of this one call
+(``ops.local.Draw``): by global position, or torch's own function seeded for this rank's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.factors import Arg, Factors, pointwise_factors
+from ops.infer import NoRule
+from ops.local import Call, Draw
+from ops.registry import rule
+
+ByPosition = Callable[..., Any]  # (draw, *args, **kwargs of the torch function) -> result
+Kind = tuple[str, dict[str, Any]]  # a distribution and its options
+FIRST = (frozenset({0}),)
+
+
+def drawing(
+    call: Call,
+    default: str,
+    by_position: ByPosition,
+    place: tuple[int, ...] | None = None,
+    func: Any = None,
+) -> Callable[..., Any]:
+    """The local function of a random call: ``by_position``, or ``func`` (the torch function) seeded for this rank's place
+    on the axes ``place`` (those that split the result)."""
+    run_fast = func or call.func
+    reach = call.reach
+    axes = tuple(sorted(call.outputs[0].layout.sharded)) if place is None else place
+
+    def run(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        draw = reach.draw(default, generator)
+        if draw.invariant:
+            return by_position(draw, *args, **kwargs)
+        first = args[0] if args and isinstance(args[0], Tensor) else _tensor_of(args, kwargs)
+        with draw.seeded(axes, first.device):
+            return run_fast(*args, **kwargs)
+
+    return run
+
+
+def _tensor_of(args: Any, kwargs: Any) -> Tensor:
+    return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+
+
+def box(shape: Any, local_shape: Any, local_offset: Any) -> Any:
+    """A piece of a tensor that is none of the call's own."""
+    return SimpleNamespace(
+        shape=tuple(shape), local_shape=tuple(local_shape), local_offset=tuple(local_offset)
+    )
+
+
+def whole_float(dtype: torch.dtype) -> int:
+    """The largest n such that dtype holds all integers up to n, or of an integer dtype its largest value."""
+    if dtype == torch.bool:
+        return 1
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return torch.iinfo(dtype).max
+
+
+# In place -------------------------------------------------------------------------------------------------
+
+
+def _normal(dtype: Any, mean: float = 0.0, std: float = 1.0) -> Kind:
+    return "normal", {"mean": mean, "std": std}
+
+
+def _uniform(dtype: Any, low: float = 0.0, high: float = 1.0, **named: float) -> Kind:
+    return "uniform", {"low": named.get("from", low), "high": named.get("to", high)}
+
+
+def _exponential(dtype: Any, lambd: float = 1.0) -> Kind:
+    return "exponential", {"rate": lambd}
+
+
+def _log_normal(dtype: Any, mean: float = 1.0, std: float = 2.0) -> Kind:
+    return "log_normal", {"mean": mean, "std": std}
+
+
+def _cauchy(dtype: Any, median: float = 0.0, sigma: float = 1.0) -> Kind:
+    return "cauchy", {"median": median, "sigma": sigma}
+
+
+def _geometric(dtype: Any, p: float) -> Kind:
+    return "geometric", {"p": p}
+
+
+def _integers(dtype: Any, *bounds: int, **named: int) -> Kind:
+    """random_(), random_(to), random_(from, to)"""
+    low, high = (0, *bounds)[-2:] if bounds else (0, whole_float(dtype) + 1)
+    return "integers", {"low": named.get("from", low), "high": named.get("to", high)}
+
+
+def _bernoulli(dtype: Any, p: Any = 0.5) -> Kind:
+    return "bernoulli", {"p": p}
+
+
+FILLS: dict[Any, Callable[..., Kind]] = {
+    Tensor.normal_: _normal, Tensor.uniform_: _uniform, Tensor.exponential_: _exponential, Tensor.log_normal_: _log_normal,
+    Tensor.cauchy_: _cauchy, Tensor.geometric_: _geometric, Tensor.random_: _integers, Tensor.bernoulli_: _bernoulli,
+}  # fmt: skip
+
+
+def filled(call: Call) -> Callable[..., Any]:
+    """Fill this rank's piece. Of a pending sum or product the first rank has the numbers, the others 0 or 1."""
+    kind_of, func, target = FILLS[call.func], call.func, call.outputs[0]
+    ops = dict(target.layout.partial)
+    mute = [op for a, op in ops.items() if op in ("sum", "prod") and call.coordinate[a]]
+    neutral = 0 if "sum" in mute else 1
+
+    def by_position(draw: Draw, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kind, options = kind_of(input.dtype, *args, **kwargs)
+        if isinstance(options.get("p"), Tensor):
+            options["p"] = options["p"].expand(input.shape)
+        return input.copy_(draw.numbers(kind, target, input.dtype, input.device, **options))
+
+    run = drawing(call, "invariant", by_position, func=func)
+    return (
+        run
+        if not mute
+        else lambda input, *args, **kwargs: run(input, *args, **kwargs).fill_(neutral)
+    )
+
+
+@rule(*FILLS, exact=True, numbers="type")
+def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
+    """the target is only written"""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
+    return pointwise_factors([input, *tensors], terms=FIRST, moves=True, local=filled)
+
+
+# In the likeness of another -------------------------------------------------------------------------------
+
+
+def likeness(call: Call) -> Callable[..., Any]:
+    """rand_like, randn_like, randint_like of this rank's piece."""
+    kind, target = LIKES[call.func], call.outputs[0]
+
+    def by_position(draw: Draw, input: Tensor, *bounds: Any, **kwargs: Any) -> Tensor:
+        options = {}
+        if kind == "integers":
+            low, high = (0, *bounds)[-2:] if bounds else (0, 0)
+            options = {"low": kwargs.pop("low", low), "high": kwargs.pop("high", high)}
+        out = torch.empty_like(input, **kwargs)
+        numbers = draw.numbers(kind, target, out.dtype, out.device, **options)
+        out.detach().copy_(numbers)
+        return out
+
+    return drawing(call, "invariant", by_position)
+
+
+LIKES = {torch.rand_like: "uniform", torch.randn_like: "normal", torch.randint_like: "integers"}
+
+
+@rule(*LIKES, exact=True, numbers="type")
+def random_like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
+    """lies as the input; only shape and dtype matter"""
+    if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):
+        raise NoRule("bounds that are tensors")
+    return pointwise_factors([input], ignored=frozenset({0}), local=likeness)

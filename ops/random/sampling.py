@@ -1,0 +1,113 @@
+"""Samples from tensors of probabilities, means, deviations and weights: bernoulli, normal, multinomial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.empty_pieces import zero_of
+from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.local import Call, Draw
+from ops.random.fill import drawing
+from ops.registry import rule
+
+
+def tossed(call: Call) -> Callable[..., Any]:
+    """bernoulli(p), bernoulli(input, p): 1 with probability p."""
+    target = call.outputs[0]
+
+    def by_position(draw: Draw, input: Tensor, p: Any = None) -> Tensor:
+        odds = input if p is None else p
+        out = draw.numbers("bernoulli", target, input.dtype, input.device, p=odds)
+        return out + zero_of(input) if input.requires_grad else out
+
+    return drawing(call, "invariant", by_position)
+
+
+@rule(torch.bernoulli, Tensor.bernoulli, exact=True, numbers="type")
+def bernoulli(input: Arg, p: Any = None, **kwargs: Any) -> Factors:
+    """elementwise"""
+    tensors = [a for a in (input, p) if isinstance(a, Arg)]
+    return pointwise_factors(tensors, local=tossed)
+
+
+def scattered(call: Call) -> Callable[..., Any]:
+    """normal(mean, std): standard numbers, scaled and shifted."""
+    target = call.outputs[0]
+
+    def by_position(draw: Draw, mean: Any, std: Any = 1.0) -> Tensor:
+        like = mean if isinstance(mean, Tensor) else std
+        if bool((torch.as_tensor(std) < 0).any()):
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+        wide = torch.float64 if not like.is_complex() else torch.complex128
+        out = draw.numbers("normal", target, wide, like.device).mul_(std).add_(mean)
+        graded = [v for v in (mean, std) if isinstance(v, Tensor) and v.requires_grad]
+        return out.detach().to(like.dtype) + zero_of(*graded) if graded else out.to(like.dtype)
+
+    return drawing(call, "invariant", by_position)
+
+
+@rule(torch.normal, exact=True, numbers="type")
+def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
+    """elementwise"""
+    return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=scattered)
+
+
+# Choices --------------------------------------------------------------------------------------------------
+
+
+def chosen(call: Call) -> Callable[..., Any]:
+    """Rows of weights to numbers of columns. Without replacement: the largest of weight / exponential number (of all
+    columns, by position); with: where a uniform number falls in the running sum of the weights."""
+    weights, out = call.inputs[0], call.outputs[0]
+
+    def by_position(
+        draw: Draw, input: Tensor, num_samples: int, replacement: bool = False
+    ) -> Tensor:
+        check(input)
+        wide = input.detach().to(torch.float64)
+        if not replacement:
+            race = draw.numbers("exponential", weights, torch.float64, input.device)
+            return (wide / race).topk(num_samples, dim=-1).indices
+        edges = wide.cumsum(-1)
+        total = edges[..., -1:]
+        where = draw.numbers("uniform", out, torch.float64, input.device) * total
+        where = torch.minimum(where, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(edges, where.contiguous(), right=True)
+
+    return drawing(call, "invariant", by_position)
+
+
+def check(weights: Tensor) -> None:
+    """Raises RuntimeError for what torch.multinomial refuses."""
+    if not bool((weights >= 0).logical_and(weights < float("inf")).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    if not bool((weights.sum(-1) > 0).all()):
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+
+
+@rule(torch.multinomial, Tensor.multinomial, exact=True)
+def multinomial(input: Arg, num_samples: int, replacement: bool = False, **kwargs: Any) -> Factors:
+    """m n -> m s: rows pass through, all columns are needed"""
+    if not input.dtype.is_floating_point:
+        raise RuntimeError(
+            f"multinomial: weights of a floating dtype are expected, not {input.dtype}"
+        )
+    if (
+        not 1 <= input.ndim <= 2
+        or num_samples < 1
+        or (num_samples > input.shape[-1] and not replacement)
+    ):
+        raise RuntimeError(
+            f"multinomial: {num_samples} samples {'with' if replacement else 'without'} replacement of weights of shape "
+            f"{list(input.shape)}: weights have 1 or 2 dims, and as many columns as samples are taken without replacement"
+        )
+    rows = tuple(range(input.ndim - 1))
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape[:-1])), "n": input.shape[-1]}
+    sizes["s"] = num_samples
+    return Factors(
+        ((*rows, "n"),), ((*rows, "s"),), sizes, whole=frozenset({"n", "s"}), local=chosen
+    )

@@ -1,0 +1,137 @@
+"""Norms of vectors: powers are summed over all ranks, or their maximum taken, where a reduced dim
+is split."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from disttensor.layout import Axes
+from ops.batching import or_zero
+from ops.dims import fronts
+from ops.empty_pieces import zero_of
+from ops.factors import Arg, Dims, Factors
+from ops.infer import NoRule
+from ops.inner import spread, total
+from ops.local import Call
+from ops.reduction.max_min import best_of
+from ops.reduction.sum import inner, reduced_dims, reduction
+from ops.reduction.var_std import safe_root, widened
+from ops.registry import rule
+
+Tensor = torch.Tensor
+
+
+def p_norm(call: Call, x: Tensor, p: float, gone: tuple[int, ...], axes: Axes) -> Tensor:
+    """The p-norm over the reduced dims (kept) of all ranks, shared. Gradients at 0 as torch's:
+    0."""
+    if math.isinf(p):
+        return best_of(call, x.abs(), gone, p > 0, axes)
+    if p == 0:
+        counts = total(call, (x != 0).sum(gone, True).to(x.dtype), axes)
+        return counts + zero_of(x)
+    if p == 1:
+        return total(call, x.abs().sum(gone, True), axes)
+    if p == 2:
+        return safe_root(total(call, x.square().sum(gone, True), axes))
+    size = x.abs()
+    at_zero = size == 0
+    powers = size.masked_fill(at_zero, 1).pow(p).masked_fill(at_zero, 0).sum(gone, True)
+    powers = total(call, powers, axes)
+    at_zero = powers == 0
+    return powers.masked_fill(at_zero, 1).pow(1 / p).masked_fill(at_zero, 0)
+
+
+def _norm(input: Arg, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Factors:
+    gone = reduced_dims(input, dim)
+    if input.dtype is not None and not input.dtype.is_floating_point:
+        raise NoRule("norm of a tensor that is not real")
+    if not isinstance(p, (int, float)) or (p < 0 and not math.isinf(p)):
+        raise NoRule(f"norm of order {p!r}")
+    if math.isinf(p) and any(input.shape[d] == 0 for d in gone):
+        raise NoRule("the largest of nothing")
+
+    def make(call: Call, axes: Axes) -> Any:
+        shape = call.outputs[0].local_shape
+
+        def norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            to = dtype or x.dtype
+            return p_norm(call, widened(x.to(to)), p, gone, axes).reshape(shape).to(to)
+
+        return norm
+
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
+
+
+@rule(torch.linalg.vector_norm, floats=True)
+def vector_norm(
+    input: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None,
+    out: None = None,
+) -> Factors:  # fmt: skip
+    """reduced inside, for every order"""
+    return _norm(input, ord, dim, keepdim, dtype)
+
+
+@rule(torch.norm, floats=True)
+def norm(
+    input: Arg, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None,
+    dtype: Any = None,
+) -> Factors:  # fmt: skip
+    """reduced inside, for every order of vectors and for "fro" """
+    if p == "fro" or p is None:
+        p = 2.0
+    return _norm(input, p, dim, keepdim, dtype)
+
+
+@rule(torch.linalg.norm, floats=True)
+def linalg_norm(
+    A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: None = None,
+    dtype: Any = None,
+) -> Factors:  # fmt: skip
+    """norms of vectors, and the Frobenius norm; other norms of matrices have no rule"""
+    dims = len(reduced_dims(A, dim)) if dim is not None else A.ndim
+    if ord is None:
+        return _norm(A, 2.0, dim, keepdim, dtype)
+    if dims == 2 and ord == "fro":
+        return _norm(A, 2.0, dim, keepdim, dtype)
+    if dims != 1:
+        raise NoRule(f"matrix norm of order {ord!r}")
+    return _norm(A, ord, dim, keepdim, dtype)
+
+
+@rule(torch.linalg.matrix_norm)
+def matrix_norm(
+    A: Arg, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None,
+    out: None = None,
+) -> Factors:  # fmt: skip
+    """the Frobenius norm is reduced; for the others matrices are whole"""
+    if ord != "fro":
+        gone = fronts(dim, A.ndim)
+        dims: Dims = tuple(None if d in gone else d for d in range(A.ndim))
+        left = dims if keepdim else tuple(d for d in dims if d is not None)
+        sizes: dict[Any, int] = {d: s for d, s in enumerate(A.shape) if d not in gone}
+        return Factors((dims,), (left,), sizes, local=or_zero)
+    return _norm(A, 2.0, dim, keepdim, dtype)
+
+
+@rule(F.normalize, floats=True)
+def normalize(
+    input: Arg, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
+) -> Factors:
+    """x / max(norm, eps): pass-through; the norm over a split dim is reduced inside"""
+    _norm(input, p, dim, True, None)  # refuses what it refuses
+    gone = reduced_dims(input, dim)
+    dims = tuple(range(input.ndim))
+
+    def make(call: Call, axes: Axes) -> Any:
+        def normalize(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            size = p_norm(call, widened(x), p, gone, axes).to(x.dtype)
+            return x / spread(call, size.clamp_min(eps), axes)
+
+        return normalize
+
+    sizes: dict[Any, int] = dict(enumerate(input.shape))
+    return Factors((dims,), (dims,), sizes, local=inner(gone, make))

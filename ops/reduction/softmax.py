@@ -1,0 +1,109 @@
+"""softmax and logsumexp. Over a split dim the maximum and the sum of exponentials are reduced
+inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from disttensor.layout import Axes
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.inner import spread, total
+from ops.local import Call
+from ops.reduction.max_min import local_extreme
+from ops.reduction.sum import inner, reduced_dims, reduction
+from ops.registry import rule
+
+Tensor = torch.Tensor
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def maximum(call: Call, x: Tensor, gone: tuple[int, ...], axes: Axes) -> Tensor:
+    """The maximum over all ranks, reduced dims kept, no gradient: what is subtracted before exp. A
+    NaN may be lost here, but not in the sum that follows."""
+    return call.reach.all_reduce(local_extreme(x.detach(), gone, True), "max", axes)
+
+
+def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
+    name = funcs[0].__name__
+
+    def factors(
+        input: Arg, dim: Any = None, third: Any = None, dtype: Any = None, _stacklevel: int = 3
+    ) -> Factors:
+        if dim is None:
+            raise NoRule(f"{name} without a dim")
+        gone = reduced_dims(input, dim)
+        dims = tuple(range(input.ndim))
+        to = (
+            third if isinstance(third, torch.dtype) else dtype
+        )  # F.softmax: the third is _stacklevel
+
+        def make(call: Call, axes: Axes) -> Any:
+            def softmax(x: Tensor, *_: Any, **__: Any) -> Tensor:
+                given = to or x.dtype
+                x = x.to(torch.float32 if given in HALVES else given)
+                x = x if sign > 0 else -x
+                x = x - maximum(call, x, gone, axes)
+                e = x.exp()
+                s = spread(call, total(call, e.sum(gone, True), axes), axes)
+                return (x - s.log() if log else e / s).to(given)
+
+            return softmax
+
+        sizes: dict[Any, int] = dict(enumerate(input.shape))
+        return Factors((dims,), (dims,), sizes, local=inner(gone, make))
+
+    factors.__name__, factors.__doc__ = name, "pass-through; the named dim by inner reductions"
+    rule(*funcs)(factors)
+
+
+_softmax(F.softmax, torch.softmax, torch.special.softmax, log=False)
+_softmax(F.log_softmax, torch.log_softmax, torch.special.log_softmax, log=True)
+_softmax(F.softmin, log=False, sign=-1)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """``y`` as a function of x: dy/dx = exp(x - y)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, call: Call, axes: Axes) -> Tensor:
+        y = y.clone()
+        ctx.save_for_backward(x, y)
+        ctx.with_ = call, axes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        call, axes = ctx.with_
+        y = spread(call, y, axes)
+        return spread(call, grad, axes) * (x - y).exp(), None, None, None
+
+
+@rule(torch.logsumexp, torch.special.logsumexp)
+def logsumexp(input: Arg, dim: Any, keepdim: bool = False, *, out: None = None) -> Factors:
+    """reduced inside: the maximum, then the sum of exponentials"""
+    gone = reduced_dims(input, dim)
+    if input.dtype is not None and not input.dtype.is_floating_point:
+        raise NoRule("logsumexp of integers")
+
+    def make(call: Call, axes: Axes) -> Any:
+        shape = call.outputs[0].local_shape
+
+        def logsumexp(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            wide = x.to(torch.float32 if x.dtype in HALVES else x.dtype)
+            data = wide.detach()
+            m = maximum(call, data, gone, axes)
+            m = m.masked_fill(m.abs() == torch.inf, 0)
+            s = call.reach.all_reduce((data - m).exp().sum(gone, True), "sum", axes)
+            y = s.log() + m
+            if x.requires_grad:
+                y = _LogSumExp.apply(wide, y, call, axes)
+            return y.reshape(shape).to(x.dtype)
+
+        return logsumexp
+
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))

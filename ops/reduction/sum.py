@@ -1,0 +1,172 @@
+"""Reductions over dims: sums are pending where a reduced dim is split; mean, prod, any, all,
+counts.
+
+``max``, ``argmax`` and their like are in ``ops.reduction.max_min``, ``var`` and norms in ``ops.reduction.var_std`` and
+``ops.reduction.norm``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ops.factors import Arg, Factors, Letter, LocalMaker
+from ops.infer import NoRule
+from ops.inner import collect, total
+from ops.local import Call
+from ops.registry import rule
+
+LINEAR = (frozenset({0}),)
+
+
+def linear_in(input: Arg, dtype: Any) -> tuple[frozenset[int], ...]:
+    """The terms of a sum: linear, unless a cast to or from narrow integers comes between."""
+    wide = input.dtype is None or input.dtype.is_floating_point or input.dtype.is_complex
+    to_float = dtype is None or dtype.is_floating_point or dtype.is_complex
+    if (wide and to_float) or (input.dtype == torch.int64 and dtype in (None, torch.int64)):
+        return LINEAR
+    return ()
+
+
+def reduced_dims(input: Arg, dim: Any) -> tuple[int, ...]:
+    """The dims that ``dim`` (None, a number, a list) names, counted from the front."""
+    if dim is None or (isinstance(dim, (list, tuple)) and not len(dim)):
+        return tuple(range(input.ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    limit = max(input.ndim, 1)
+    for d in dims:
+        if not isinstance(d, int):
+            raise NoRule(f"a dim that is no number: {d!r}")
+        if not -limit <= d < limit:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of "
+                f"[{-limit}, {limit - 1}], but got {d})"
+            )
+    return tuple(d % input.ndim for d in dims) if input.ndim else ()
+
+
+def reduction(
+    input: Arg, dim: Any, keepdim: bool, kind: str | None, results: int = 1, **options: Any
+) -> Factors:
+    """Factors of a reduction of the kept letters 0..n-1. ``kind``: what is pending, "inner" (the
+    local function reduces), or None (the reduced dims stay whole)."""
+    gone = reduced_dims(input, dim)
+    dims = tuple(range(input.ndim))
+    kept: tuple[Any, ...] = tuple(d for d in dims if d not in gone)
+    if keepdim:
+        kept = tuple(None if d in gone else d for d in dims)
+    reduced: dict[Letter, str] = {} if kind is None else dict.fromkeys(gone, kind)
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
+    return Factors((dims,), (kept,) * results, sizes, reduced=reduced, **options)
+
+
+def split_axes(call: Call, gone: tuple[int, ...]) -> tuple[int, ...]:
+    """The mesh axes that split the reduced dims, in mesh order."""
+    return tuple(sorted(call.axes(*gone)))
+
+
+def sizes_of(call: Call, gone: tuple[int, ...]) -> tuple[int, int]:
+    """Elements reduced into one: on this rank, and in all."""
+    here = there = 1
+    for d in gone:
+        here *= call.inputs[0].local_shape[d]
+        there *= call.inputs[0].shape[d]
+    return here, there
+
+
+def inner(gone: tuple[int, ...], make: Any) -> LocalMaker:
+    """The torch function where the reduced dims are whole, else ``make(call, axes that split
+    them)``."""
+
+    def local(call: Call) -> Any:
+        axes = split_axes(call, gone)
+        return make(call, axes) if axes else call.func
+
+    return local
+
+
+@rule(torch.sum)
+def sum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
+    """reduced dims: P(sum)"""
+    return reduction(input, dim, keepdim, "sum", terms=linear_in(input, dtype))
+
+
+@rule(torch.mean)
+def mean(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: None = None
+) -> Factors:
+    """reduced dims: P(sum) of this rank's share: its mean, times its part of the elements"""
+    gone = reduced_dims(input, dim)
+
+    def make(call: Call, axes: Any) -> Any:
+        here, there = sizes_of(call, gone)
+        func = call.func if here or not there else torch.sum  # of nothing at all: nan
+        share = here / there if there else 1.0
+
+        def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return func(*args, **kwargs) * share
+
+        return mean
+
+    return reduction(
+        input, dim, keepdim, "sum", terms=linear_in(input, dtype), local=inner(gone, make)
+    )
+
+
+@rule(torch.nansum)
+def nansum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
+    """reduced dims: P(sum); not linear, NaN counts as 0"""
+    return reduction(input, dim, keepdim, "sum")
+
+
+@rule(torch.nanmean)
+def nanmean(
+    input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: None = None
+) -> Factors:
+    """the sum and the count of what is not NaN, each reduced inside"""
+    gone = reduced_dims(input, dim)
+
+    def make(call: Call, axes: Any) -> Any:
+        def nanmean(x: torch.Tensor, *_: Any, dtype: Any = None, **__: Any) -> torch.Tensor:
+            sums = torch.nansum(x, gone, keepdim, dtype=dtype)
+            counts = torch.isnan(x).logical_not().sum(gone, keepdim)
+            return total(call, sums, axes) / total(call, counts, axes)
+
+        return nanmean
+
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
+
+
+@rule(torch.count_nonzero)
+def count_nonzero(input: Arg, dim: Any = None) -> Factors:
+    """reduced dims: P(sum) of counts"""
+    return reduction(input, dim, False, "sum")
+
+
+@rule(torch.any)
+def any(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
+    """reduced dims: P(any)"""
+    return reduction(input, dim, keepdim, "any")
+
+
+@rule(torch.all)
+def all(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
+    """reduced dims: P(all)"""
+    return reduction(input, dim, keepdim, "all")
+
+
+@rule(torch.prod)
+def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
+    """the ranks' products, collected and multiplied inside, so that the gradient is right at zeros
+    too"""
+    gone = reduced_dims(input, dim)
+
+    def make(call: Call, axes: Any) -> Any:
+        def prod(*args: Any, **kwargs: Any) -> torch.Tensor:
+            mine: torch.Tensor = call.func(*args, **kwargs)
+            return collect(call, mine, axes).prod(0, dtype=mine.dtype)
+
+        return prod
+
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))

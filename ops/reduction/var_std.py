@@ -1,0 +1,90 @@
+"""var and std. Over split dims: the mean of all ranks first, then the squared distances from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttensor.layout import Axes
+from ops.empty_pieces import is_empty
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.inner import spread, total
+from ops.local import Call
+from ops.reduction.sum import reduced_dims, reduction, sizes_of, split_axes
+from ops.registry import rule
+
+Tensor = torch.Tensor
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Half precision as float32, in which torch accumulates too."""
+    return x.to(torch.float32) if x.dtype in HALVES else x
+
+
+def safe_root(x: Tensor) -> Tensor:
+    """sqrt whose gradient is 0 at 0, as that of torch's std and norm."""
+    at_zero = x == 0
+    return x.masked_fill(at_zero, 1).sqrt().masked_fill(at_zero, 0)
+
+
+def moments(
+    call: Call, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float
+) -> tuple[Tensor, Tensor]:
+    """(variance, mean) over all ranks, reduced dims kept, shared. ``n``: elements in all."""
+    mean = total(call, x.sum(gone, True), axes) / n
+    squares = (x - spread(call, mean, axes)).square().sum(gone, True)
+    return total(call, squares, axes) / max(n - correction, 0), mean
+
+
+def _options(dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[Any, float]:
+    """(dim, correction) out of torch's overloads: var(x, False), var(x, 0, False), var(x, dim=0,
+    correction=2)."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if unbiased is not None:
+        correction = 1 if unbiased else 0
+    return dim, 1 if correction is None else correction
+
+
+def _moment(func: Any, root: bool, with_mean: bool) -> None:
+    name = func.__name__
+
+    def factors(
+        input: Arg, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
+        correction: Any = None, out: None = None,
+    ) -> Factors:  # fmt: skip
+        dim, less = _options(dim, unbiased, keepdim, correction)
+        gone = reduced_dims(input, dim)
+        if input.dtype is not None and not input.dtype.is_floating_point:
+            raise NoRule(f"{name} of {input.dtype}")
+
+        def make(call: Call, axes: Axes) -> Any:
+            n = sizes_of(call, gone)[1]
+            shape = call.outputs[0].local_shape
+
+            def moment(x: Tensor, *_: Any, **__: Any) -> Any:
+                var, mean = moments(call, widened(x), gone, axes, n, less)
+                first = (safe_root(var) if root else var).reshape(shape).to(x.dtype)
+                return (first, mean.reshape(shape).to(x.dtype)) if with_mean else first
+
+            return moment
+
+        def local(call: Call) -> Any:
+            axes = split_axes(call, gone)
+            return (
+                make(call, axes) if axes or is_empty(call) else call.func
+            )  # torch warns of nothing
+
+        return reduction(input, dim, keepdim, "inner", 1 + with_mean, local=local)
+
+    factors.__name__, factors.__doc__ = name, "reduced inside: the mean, then squared distances"
+    rule(func, floats=True)(factors)
+
+
+_moment(torch.var, root=False, with_mean=False)
+_moment(torch.std, root=True, with_mean=False)
+_moment(torch.var_mean, root=False, with_mean=True)
+_moment(torch.std_mean, root=True, with_mean=True)

@@ -1,0 +1,37 @@
+"""Padding and interpolation: batch and channels pass through, what is padded or resized stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+
+from ops.batching import batched_factors, or_zero, results_of
+from ops.dims import ONE
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.registry import rule
+
+
+def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
+    """Padding with what is there (reflect, replicate, circular): linear, padded dims stay whole."""
+    gone = {input.ndim - 1 - i // 2 for i, n in enumerate(sizes) if n}
+    (shape,) = results_of(F.pad, (input, sizes, mode), {})
+    kept: dict[Any, int] = {i: s for i, s in enumerate(input.shape) if i not in gone}
+    dims = tuple(i if i in kept else None for i in range(input.ndim))
+    return Factors((dims,), (dims,), kept, terms=ONE, shapes=(shape,), local=or_zero)
+
+
+@rule(F.interpolate, exact=True, floats=True)
+def interpolate(
+    input: Arg, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: Any = None,
+    recompute_scale_factor: Any = None, antialias: bool = False,
+) -> Factors:  # fmt: skip
+    """linear; batch and channels pass through"""
+    args = (input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    if input.ndim < 3 or 0 in input.shape:
+        raise NoRule("interpolate wants batch, channels and at least one more dim")
+    return batched_factors(
+        F.interpolate, args, {}, [input], [input.ndim - 2], terms=ONE, local=or_zero
+    )

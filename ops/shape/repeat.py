@@ -1,0 +1,99 @@
+"""Repeating and padding: the dims that grow are whole, but for repeat_interleave; meshgrid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops.dims import front, letters_of, moved, named, numbers
+from ops.factors import Arg, Factors, Letter
+from ops.infer import NoRule
+from ops.registry import rule
+from ops.shape.pad import padded
+
+
+def _repeated(input: Arg, times: tuple[int, ...]) -> Factors:
+    new = len(times) - input.ndim
+    if new < 0:
+        raise RuntimeError(
+            f"Number of dimensions of repeat dims {list(times)} can not be smaller than number of "
+            f"dimensions of tensor {list(input.shape)}"
+        )
+    out: list[Letter] = [f"times{i}" for i in range(new)]
+    sizes: dict[Letter, int] = {f"times{i}": times[i] for i in range(new)}
+    for d, n in enumerate(times[new:]):
+        out.append(d if n == 1 else f"long{d}")
+        sizes[f"long{d}"] = n * input.shape[d]
+    return moved(input, tuple(out), sizes)
+
+
+@rule(*named("repeat"), exact=True)
+def repeat(input: Arg, *repeats: Any, **words: Any) -> Factors:
+    """repeated dims are whole"""
+    return _repeated(input, numbers(repeats, words.get("repeats")))
+
+
+@rule(*named("tile"), exact=True)
+def tile(input: Arg, *dims: Any, **words: Any) -> Factors:
+    """repeated dims are whole"""
+    times = numbers(dims, words.get("dims"))
+    return _repeated(input, (1,) * (input.ndim - len(times)) + times)
+
+
+@rule(*named("repeat_interleave"), exact=True)
+def repeat_interleave(
+    input: Arg, repeats: Any = None, dim: Any = None, *, output_size: Any = None
+) -> Factors:
+    """the dim may stay split evenly: each piece is repeated where it is"""
+    if not isinstance(repeats, int):
+        raise NoRule("numbers of repeats given by a tensor")
+    if dim is None:
+        return moved(input, ("long",), {"long": input.numel() * repeats})
+    at = front(dim, input.ndim)
+    if not input.ndim:
+        return moved(input, ("long",), {"long": repeats})
+    if output_size is not None or repeats == 0:
+        raise NoRule("output_size")
+    dims: tuple[Letter, ...] = letters_of(input)
+    out = (*dims[:at], (at, "repeats"), *dims[at + 1 :])
+    return moved(input, out, {"repeats": repeats}, even=frozenset({at}))
+
+
+@rule(F.pad)
+def padded_with(
+    input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None
+) -> Factors:
+    """padded dims are whole"""
+    out: list[Letter] = list(letters_of(input))
+    sizes: dict[Letter, int] = {}
+    if mode != "constant":
+        return padded(input, pad, mode)
+    for i in range(len(pad) // 2):
+        d = input.ndim - 1 - i
+        if pad[2 * i] or pad[2 * i + 1]:
+            out[d] = f"padded{d}"
+            sizes[f"padded{d}"] = input.shape[d] + pad[2 * i] + pad[2 * i + 1]
+    zero = value is None or (isinstance(value, int) and value == 0)  # (a float counts by type)
+    return moved(input, tuple(out), sizes, moves=zero)  # zeros stay zeros in any reduction
+
+
+@rule(torch.constant_pad_nd, exact=True)
+def constant_pad_nd(input: Arg, pad: Sequence[int], value: Any = 0) -> Factors:
+    """padded dims are whole"""
+    return padded_with(input, pad, "constant", value)
+
+
+@rule(torch.meshgrid)
+def meshgrid(*tensors: Any, indexing: Any = None) -> Factors:
+    """each vector is a dim of every result"""
+    given: Sequence[Arg] = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+    order: list[int] = list(range(len(given)))
+    if indexing == "xy" and len(given) > 1:
+        order[:2] = order[1], order[0]
+    sizes: dict[Letter, int] = {i: t.numel() for i, t in enumerate(given)}
+    ins = tuple((i,) if t.ndim else () for i, t in enumerate(given))
+    outs = (tuple(order),) * len(given)
+    return Factors(ins, outs, sizes, moves=True)

@@ -1,0 +1,213 @@
+"""Views: dims are split, merged, renamed, added or dropped; nothing is computed.
+
+view of a local: where torch may view the global tensor, it may view a piece of it with the same
+strides, as only major dims of a merged group are split. A local with other strides (out of a
+collective, say) is copied, with a warning, rather than refused: the strides may differ between
+ranks, and an error on some of them would be a hang. What is lost then is that writes in place
+through the view reach the base.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ops.dims import front, fronts, letters_of, moved, named, numbers
+from ops.factors import Arg, Factors
+from ops.infer import NoRule
+from ops.registry import rule
+from ops.shape.regroup import regrouped, resolve
+from ops.shape.strides import apart
+
+Tensor = torch.Tensor
+Local = Callable[..., Any]
+
+
+def needed(call: Any) -> bool:
+    """May the sizes of the pieces differ from those that the call gives?"""
+    return bool(call.split) or len(call.inputs) > 1
+
+
+def local_view(call: Any) -> Local:
+    """The view with the sizes of this rank's piece."""
+    shape = call.outputs[0].local_shape
+
+    def view(input: Tensor, *sizes: Any, **words: Any) -> Tensor:
+        try:
+            return input.view(shape)
+        except RuntimeError:
+            warnings.warn(
+                f"view: a local of strides {input.stride()} cannot be viewed as {list(shape)} and "
+                "is copied; writes in place through the result do not reach what it was taken from",
+                stacklevel=2,
+            )
+            return input.reshape(shape)
+
+    return view if call.split else call.func
+
+
+def local_reshape(call: Any) -> Local:
+    """The reshape with the sizes of this rank's piece."""
+    shape = call.outputs[0].local_shape
+    run = (lambda input, *sizes, **words: input.reshape(shape)) if needed(call) else call.func
+    return apart(call, run)
+
+
+def local_expand(call: Any) -> Local:
+    """The expand with the sizes of this rank's piece."""
+    shape = call.outputs[0].local_shape
+    return (lambda input, *sizes, **words: input.expand(shape)) if needed(call) else call.func
+
+
+@rule(torch.Tensor.view, exact=True)
+def view(input: Arg, *shape: Any, size: Any = None, dtype: Any = None) -> Factors:
+    """dims are split and merged; a split major dim stays split where the pieces are whole rows"""
+    kind = dtype if dtype is not None else shape[0] if shape else None
+    if isinstance(kind, torch.dtype):
+        if input.dtype is None or kind.itemsize != input.dtype.itemsize:
+            raise NoRule("view as a dtype of another size")
+        return moved(input, letters_of(input), moves=False, view=True)
+    return regrouped(input, numbers(shape, size), local=local_view)
+
+
+@rule(*named("reshape"), exact=True)
+def reshape(input: Arg, *shape: Any, **words: Any) -> Factors:
+    """as view"""
+    return regrouped(input, numbers(shape, words.get("shape")), local=local_reshape)
+
+
+@rule(*named("view_as", "reshape_as"), exact=True)
+def reshape_as(input: Arg, other: Arg) -> Factors:
+    """as view, with the shape of ``other``"""
+    f = regrouped(input, other.shape, local=local_reshape)
+    return f.but(
+        inputs=(*f.inputs, (None,) * other.ndim),
+        ignored=frozenset({1}),
+        moves=False,
+        terms=(frozenset({0}),),
+    )
+
+
+@rule(*named("flatten"), exact=True)
+def flatten(input: Arg, start_dim: int = 0, end_dim: int = -1) -> Factors:
+    """as view"""
+    a, b = front(start_dim, input.ndim), front(end_dim, input.ndim)
+    shape = input.shape or (1,)
+    merged = 1
+    for s in shape[a : b + 1]:
+        merged *= s
+    return regrouped(input, (*shape[:a], merged, *shape[b + 1 :]), local=local_reshape)
+
+
+@rule(*named("ravel"), exact=True)
+def ravel(input: Arg) -> Factors:
+    """as view(-1)"""
+    return regrouped(input, (input.numel(),), local=local_reshape)
+
+
+@rule(*named("unflatten"), exact=True)
+def unflatten(input: Arg, dim: int, sizes: Any) -> Factors:
+    """as view"""
+    if not isinstance(dim, int):
+        raise NoRule("unflatten by name")
+    at = front(dim, input.ndim)
+    parts = resolve(input.shape[at : at + 1], tuple(sizes))
+    return regrouped(
+        input, (*input.shape[:at], *parts, *input.shape[at + 1 :]), local=local_reshape
+    )
+
+
+@rule(*named("squeeze"), exact=True)
+def squeeze(input: Arg, *dim: Any, **words: Any) -> Factors:
+    """dims of global size 1 go; a dim that is 1 on this rank only stays"""
+    if "dim" in words:
+        dim = (words["dim"],)
+    asked = range(input.ndim) if not dim or dim[0] is None else fronts(numbers(dim), input.ndim)
+    gone = tuple(d for d in asked if d < input.ndim and input.shape[d] == 1)
+    ins = tuple(None if d in gone else d for d in range(input.ndim))
+    out = tuple(d for d in range(input.ndim) if d not in gone)
+    sizes: dict[Any, int] = dict(enumerate(input.shape))
+
+    def local(call: Any) -> Local:
+        return (lambda input, *dim, **words: input.squeeze(gone)) if needed(call) else call.func
+
+    return Factors((ins,), (out,), sizes, moves=True, view=True, local=local)
+
+
+@rule(*named("unsqueeze"), exact=True)
+def unsqueeze(input: Arg, dim: int) -> Factors:
+    """a new dim of size 1"""
+    at = front(dim, input.ndim + 1)
+    dims = letters_of(input)
+    return moved(input, (*dims[:at], None, *dims[at:]), view=True)
+
+
+def expanded(input: Arg, sizes: tuple[int, ...]) -> Factors:
+    """Factors of a broadcast to ``sizes`` (-1 keeps a size)."""
+    new = len(sizes) - input.ndim
+    if new < 0:
+        raise RuntimeError(f"expand: {len(sizes)} sizes for a tensor of {input.ndim} dims")
+    shape = tuple(input.shape[d - new] if s == -1 and d >= new else s for d, s in enumerate(sizes))
+    ins, out = [], []
+    for d, s in enumerate(shape):
+        kept = d >= new and input.shape[d - new] == s and s != 1
+        if d >= new:
+            if not kept and input.shape[d - new] != 1:
+                raise RuntimeError(
+                    f"expand: size {input.shape[d - new]} of dim {d - new} does not become {s}"
+                )
+            ins.append(d if kept else None)
+        out.append(d if kept else None)
+    return Factors(
+        (tuple(ins),),
+        (tuple(out),),
+        dict(enumerate(shape)),
+        moves=True,
+        shapes=(shape,),
+        local=local_expand,
+        view=True,
+    )
+
+
+@rule(*named("expand", "broadcast_to"), exact=True)
+def expand(input: Arg, *size: Any, implicit: bool = False, **words: Any) -> Factors:
+    """dims of size 1 are repeated without a copy, new dims come in front"""
+    return expanded(input, numbers(size, words.get("size")))
+
+
+@rule(*named("expand_as"), exact=True)
+def expand_as(input: Arg, other: Arg) -> Factors:
+    """as expand, with the shape of ``other``"""
+    f = expanded(input, other.shape)
+    return f.but(
+        inputs=(*f.inputs, (None,) * other.ndim),
+        ignored=frozenset({1}),
+        moves=False,
+        terms=(frozenset({0}),),
+    )
+
+
+@rule(torch.Tensor.contiguous, exact=True)
+def contiguous(input: Arg, memory_format: Any = torch.contiguous_format) -> Factors:
+    """every dim passes through; the result is the argument itself, or a copy"""
+
+    def local(call: Any) -> Local:
+        plain = memory_format is torch.contiguous_format
+        return apart(call, call.func, always=True) if plain else call.func
+
+    return moved(input, letters_of(input), view=True, local=local)
+
+
+@rule(*named("detach", "alias"), exact=True)
+def same(input: Arg, **words: Any) -> Factors:
+    """every dim passes through; the result shares the memory"""
+    return moved(input, letters_of(input), view=True)
+
+
+@rule(*named("clone", "detach_copy"), exact=True)
+def clone(input: Arg, **words: Any) -> Factors:
+    """every dim passes through"""
+    return moved(input, letters_of(input))

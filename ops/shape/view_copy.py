@@ -1,0 +1,87 @@
+"""The ``_copy`` forms of views: placed as the view is, in memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ops.dims import letters_of, moved, named
+from ops.factors import Arg, Factors, pointwise_factors
+from ops.infer import NoRule
+from ops.local import Call
+from ops.registry import RULES, Function, Rule, register, rule
+from ops.shape import (
+    permute,
+    view,
+)
+
+VIEWS = "expand diagonal permute split_with_sizes unbind unfold squeeze unsqueeze transpose t"
+
+
+def _copied(seen: Callable[..., Factors]) -> Callable[..., Factors]:
+    """Factors of the copy of what ``seen`` describes."""
+
+    def factors(*args: Any, **kwargs: Any) -> Factors:
+        f = seen(*args, **kwargs)
+        inner = f.local
+
+        def local(call: Call) -> Any:
+            run = call.func if inner is None else inner(call)
+            return lambda *args, **kwargs: _own(run(*args, **kwargs))
+
+        return f.but(view=False, local=local)
+
+    return factors
+
+
+def _own(value: Any) -> Any:
+    """Tensors in memory of their own."""
+    if isinstance(value, torch.Tensor):
+        return value.clone(memory_format=torch.contiguous_format)
+    return type(value)(map(_own, value))
+
+
+def _of(name: str) -> Function:
+    """The view of which ``name`` is the copy."""
+    found: Function = getattr(torch, name, None) or getattr(torch.Tensor, name)
+    return found
+
+
+for _name in VIEWS.split():
+    _rule = Rule(_name + "_copy", _copied(RULES[_of(_name)].factors), pattern=f"as {_name}")
+    register(_rule, *named(_name + "_copy"), exact=True)
+register(Rule("alias_copy", _copied(view.same), pattern="as detach"), torch.alias_copy, exact=True)
+
+
+def _at_least(n: int) -> Callable[..., Factors]:
+    def factors(*tensors: Any) -> Factors:
+        if len(tensors) != 1 or not isinstance(tensors[0], Arg):
+            raise NoRule("several tensors")
+        input = tensors[0]
+        dims: tuple[Any, ...] = letters_of(input)
+        if input.ndim < n:
+            dims = (None, *dims) if n > 1 and input.ndim == 1 else dims
+            dims = (*dims, *(None,) * (n - len(dims)))
+        return moved(input, dims, view=True)
+
+    return factors
+
+
+for _n in (1, 2, 3):
+    rule(getattr(torch, f"atleast_{_n}d"), exact=True)(_at_least(_n))
+
+
+@rule(torch.broadcast_tensors, exact=True)
+def broadcast_tensors(*tensors: Any) -> Factors:
+    """every dim passes through"""
+    given = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+    f = pointwise_factors(given)
+    return f.but(outputs=f.outputs * len(given))
+
+
+@rule(torch.linalg.diagonal, exact=True)
+def linalg_diagonal(A: Arg, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Factors:
+    """as diagonal"""
+    return permute.diagonal(A, offset, dim1, dim2)

@@ -1,0 +1,168 @@
+"""From one mesh to another: reduce what must be, send each rank just what it lacks, fill in the rest.
+
+Nothing here is collective but what ``choose`` does on a mesh: sending returns at once, receives are
+posted before anything is sent, and only the receiver waits, where it asks for the result. What is
+sent to whom is planned in ``crossing_plan`` and ``routing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from disttensor.comm import collectives, p2p
+from disttensor.spec import DistSpec
+from reshard import planner
+from reshard.box import Box, cut, numel
+from reshard.cross_mesh_plan import Crossing, plan_crossing
+from reshard.planner import Step
+from reshard.registry import Axes, Tensor
+from reshard.routing import Routes
+from reshard.to_partial import neutral
+
+
+class Arrival:
+    """A crossing under way. ``wait`` gives this rank's local of ``dst``."""
+
+    __slots__ = ("_done", "_finish")
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._done: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The local of dst; an empty tensor on ranks outside its mesh, at once."""
+        if self._finish is not None:
+            self._done = self._finish()
+            self._finish = None
+        assert self._done is not None
+        return self._done
+
+
+def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
+    """Post and send what this rank has to; called on every rank of either mesh, or on all.
+
+    ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
+    result is a view of it only where the whole crossing moves nothing, on any rank. ``tag``:
+    ``p2p.next_tag()``, which every rank of the world must call. Not differentiable.
+    """
+    crossing = plan_crossing(src, dst)
+    if src.mesh.coordinate is not None:
+        if local.shape != src.local_shape:
+            raise ValueError(
+                f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece of "
+                f"{src!r} is {src.local_shape}; nothing was moved"
+            )
+        local = planner.run(local, src, crossing.before)
+    elif dst.mesh.coordinate is None:
+        return Arrival(lambda: _empty(dst))
+    arrived = send_recv(local, crossing, tag)
+    if dst.mesh.coordinate is None:
+        return Arrival(arrived)
+    return Arrival(lambda: planner.run(arrived(), crossing.after, dst))
+
+
+def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
+    """The messages of a crossing: from the local of ``before`` to (when called) that of ``after``."""
+    rank = collectives.world()[0]
+    how, after = _routes(crossing, rank), crossing.after
+    dtype, device = after.dtype, after.mesh.device
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    x = x.detach()
+    sends = [(to, packed(x, how.source, boxes)) for to, boxes in how.sends]
+    receives = [(source, sum(map(numel, boxes))) for source, boxes in how.receives]
+    pending = p2p.transfer(sends, receives, dtype, device, tag, crossing)
+    place = after.mesh.coordinate
+    if place is None:
+        return lambda: _empty(after)
+    if how.target is None:
+        return lambda: fill(_empty(after), place, crossing)
+    target = how.target
+    if how.source and how.kept == target and not (crossing.once or crossing.routing.messages):
+        whole = cut(x, how.source, target)
+        return lambda: whole
+    if len(pending) == 1 and how.receives[0][1] == (target,):
+        return lambda: fill(pending[0].wait().view(target[1]), place, crossing)
+    out = torch.empty(target[1], dtype=dtype, device=device)
+    if how.source and how.kept:
+        cut(out, target, how.kept).copy_(cut(x, how.source, how.kept))
+
+    def assembled() -> Tensor:
+        for message, (_, boxes) in zip(pending, how.receives, strict=True):
+            for piece, box in zip(message.wait().split([*map(numel, boxes)]), boxes, strict=True):
+                cut(out, target, box).copy_(piece.view(box[1]))
+        return fill(out, place, crossing)
+
+    return assembled
+
+
+@lru_cache(maxsize=1024)
+def _routes(crossing: Crossing, rank: int) -> Routes:
+    return crossing.routes(rank)
+
+
+def packed(x: Tensor, outer: Box | None, boxes: Sequence[Box]) -> Tensor:
+    """The boxes of x, flat and one after the other, in memory of their own."""
+    assert outer is not None
+    return torch.cat([cut(x, outer, box).reshape(-1) for box in boxes])
+
+
+def _empty(spec: DistSpec) -> Tensor:
+    return torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device)
+
+
+def fill(x: Tensor, place: Axes, crossing: Crossing) -> Tensor:
+    """Reductions made on arrival at ``place``: the first rank of an axis has the value, the others
+    what changes nothing. Of several axes the last is reduced first."""
+    for axis, op in crossing.once:
+        if place[axis]:
+            x = torch.full_like(x, neutral(op, x.dtype), memory_format=torch.contiguous_format)
+        elif op == "avg":
+            x = x * crossing.after.mesh.shape[axis]
+    return x
+
+
+# Within one mesh or between two -------------------------------------------------------------------
+
+
+def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
+    """The steps that ``reshard`` will take, without taking them. Empty if nothing changes.
+
+    Between two meshes one of them is a "send_recv": its ``bytes`` are those that the rank which
+    sends most sends. Raises ValueError for specs that do not fit, and TypeError for a reduction that
+    has no meaning for the dtype.
+    """
+    return planner.choose(src, dst) if src.mesh is dst.mesh else _across(src, dst)
+
+
+@lru_cache(maxsize=1024)
+def _across(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
+    crossing = plan_crossing(src, dst)
+    before, after = crossing.before, crossing.after
+    names = ("+".join(spec.mesh.dim_names) for spec in (src, dst))
+
+    def move(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+        return send_recv(x, crossing, p2p.next_tag())()
+
+    step = Step("send_recv", " -> ".join(names), (), crossing.most, before, after, move)
+    return (*planner.choose(src, before), step, *planner.choose(after, dst))
+
+
+def cost(src: DistSpec, dst: DistSpec) -> float:
+    """Bytes that one rank sends in the chosen steps."""
+    return float(sum(step.bytes for step in choose(src, dst)))
+
+
+def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
+    """This rank's local of ``dst``, from its local of ``src``. Collective wherever a step is.
+
+    Between two meshes it is called on every rank of the world. Not differentiable. ``local`` is
+    never changed; the result may be ``local`` itself or a view of it where nothing is sent. On ranks
+    outside the mesh of ``dst`` the result is an empty tensor.
+    """
+    if src.mesh is dst.mesh:
+        return planner.run(local, src, dst)
+    return start(local, src, dst, p2p.next_tag()).wait()

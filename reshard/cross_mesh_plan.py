@@ -1,0 +1,122 @@
+"""How a tensor gets to another mesh: what it is brought to before, who sends what, what arrives.
+
+    src --choose, on its mesh--> before --messages--> after --local, on the other mesh--> dst
+
+Pure, the same on every rank. Messages are counted once for the whole world, so reductions are done
+where the sum over all ranks is least: nearly always before, on the mesh of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from disttensor.layout import Layout
+from disttensor.spec import DistSpec
+from reshard import planner
+from reshard.graph import _KINDS
+from reshard.registry import Axes
+from reshard.routing import Routes, Routing, routing
+from reshard.validate import check
+
+Reductions = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Crossing:
+    """How a tensor goes from ``src`` to ``dst`` on another mesh.
+
+    ``before``: what src is brought to on its own mesh. ``after``: what arrives: of a reduction that
+    dst has and before has not, only the first rank of each axis in ``once`` gets the value, and the
+    others take the neutral element. ``routing``: the messages between.
+    """
+
+    src: DistSpec
+    dst: DistSpec
+    before: DistSpec
+    after: DistSpec
+    once: Reductions
+    routing: Routing
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages together."""
+        return self.routing.elements * self.src.dtype.itemsize
+
+    @property
+    def most(self) -> int:
+        """Bytes that the rank which sends most sends."""
+        return max(self.routing.sent.values()) * self.src.dtype.itemsize
+
+    def routes(self, rank: int) -> Routes:
+        """What ``rank`` sends, receives and keeps."""
+        return self.routing.of(rank)
+
+    def __str__(self) -> str:
+        return f"{self.src!r} on {self.src.mesh!r} -> {self.dst!r} on {self.dst.mesh!r}"
+
+
+@lru_cache(maxsize=1024)
+def plan_crossing(src: DistSpec, dst: DistSpec) -> Crossing:
+    """The cheapest crossing: fewest bytes on the wire, then fewest messages.
+
+    Raises ValueError for specs that do not fit, TypeError for a reduction that has no meaning.
+    """
+    check(src, dst)
+    after, made = _arriving(dst)
+    best: tuple[float, int, Crossing] | None = None
+    for kept in dict.fromkeys((_staying(src, dst, made), ())):
+        once = tuple(entry for entry in made if entry not in kept)
+        for before in _ready(src, kept):
+            routes = routing(before, after, _axes(kept), _axes(once))
+            one = Crossing(src, dst, before, after, once, routes)
+            price = planner.cost(src, before) * src.mesh.size + one.nbytes
+            if best is None or (price, len(routes.messages)) < best[:2]:
+                best = price, len(routes.messages), one
+    assert best is not None
+    return best[2]
+
+
+def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
+    """What arrives: dst without placements of users' own types; and the reductions in it."""
+    _, partial, own = planner.state_of(dst)
+    theirs = set(_axes(own))
+    made = tuple(entry for entry in partial if entry[0] not in theirs)
+    dims = tuple(_until(axes, theirs) for axes in dst.layout.dims)
+    return dst.with_layout(Layout(dims, made)), made
+
+
+def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
+    """The reductions that can travel as they are: on equal meshes, and if order does not matter."""
+    _, partial, own = planner.state_of(src)
+    if src.mesh.shape != dst.mesh.shape:
+        return ()
+    mine = set(_axes(own))
+    both = tuple(entry for entry in partial if entry in made and entry[0] not in mine)
+    one_kind = len({_KINDS[op] for _, op in (*partial, *made)}) == 1
+    return both if one_kind or partial == made == both else ()
+
+
+def _axes(entries: Sequence[tuple[int, object]]) -> Axes:
+    return tuple(axis for axis, _ in entries)
+
+
+def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
+    """What src may be brought to: no reduction waits but the ``kept`` ones."""
+    _, partial, own = planner.state_of(src)
+    dims = tuple(_until(axes, set(_axes(own))) for axes in src.layout.dims)
+    waiting = tuple(a for a, op in partial if (a, op) not in kept)
+    out = [src.with_layout(Layout(dims, kept))]
+    for d in range(src.ndim if waiting else 0):
+        split = (*dims[:d], dims[d] + waiting, *dims[d + 1 :])
+        out.append(src.with_layout(Layout(split, kept)))
+    return out
+
+
+def _until(axes: Axes, stop: set[int]) -> Axes:
+    """The leading axes, up to the first that is in ``stop``."""
+    for i, a in enumerate(axes):
+        if a in stop:
+            return axes[:i]
+    return axes

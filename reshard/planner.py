@@ -1,0 +1,137 @@
+"""The planner: the cheapest steps from one spec to another on its mesh. Pure: all ranks find the same.
+
+A shortest-path search over layouts. An edge is one registered move (see search.py); its length is
+the bytes that a rank sends, plus a constant per collective, so that equal collectives become one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from disttensor.layout import Layout
+from disttensor.spec import DistSpec
+from reshard import all_gather, all_reduce, all_to_all, reduce_scatter, slice, to_partial
+from reshard.graph import Edge, State, cheapest
+from reshard.registry import Axes, MoveFn, Tensor
+from reshard.validate import check
+
+# Importing them registers the moves; the search finds them in the registry.
+MOVES = (all_gather, all_reduce, all_to_all, reduce_scatter, slice, to_partial)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One movement of a reshard.
+
+    ``kind``: "all_gather", "all_reduce", "reduce_scatter", "all_to_all" (the names that
+    ``record_comms`` uses), or "slice", "to_partial", "local", which send nothing; "send_recv", from
+    one mesh to another, is recorded as a "send" for each message. ``axis``: the names of ``axes``, as
+    "dp+tp". ``bytes``: what one rank sends (of uneven shards: the first, which holds most; of a
+    send_recv: the rank that sends most).
+    """
+
+    kind: str
+    axis: str
+    axes: Axes
+    bytes: int
+    src: DistSpec
+    dst: DistSpec
+    fn: MoveFn
+
+    def __str__(self) -> str:
+        price = f"{self.bytes:,} bytes" if self.bytes else "local"
+        over = f" over {self.axis}" if self.axis else ""
+        return f"{self.kind}{over}: {self.src!r} -> {self.dst!r} ({price})"
+
+
+def stay(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """Only mesh axes of size 1 differ, or the tensor has no elements: nothing to move."""
+    return x if x.shape == dst.local_shape else x.new_empty(dst.local_shape)
+
+
+@lru_cache(maxsize=4096)
+def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
+    """``reshard.choose`` within one mesh."""
+    assert src.mesh is dst.mesh
+    if src is dst:
+        return ()
+    check(src, dst)
+    mesh = src.mesh
+    start, goal = state_of(src), state_of(dst)
+    if start == goal or not src.shape.numel():
+        changed = differing(src, dst)
+        return (Step("local", name_of(src, changed), changed, 0, src, dst, stay),)
+    path = merged(cheapest(start, goal, mesh.shape, tuple(src.shape), src.dtype.itemsize))
+    steps: list[Step] = []
+    here = src
+    for i, edge in enumerate(path):
+        last = i == len(path) - 1
+        there = dst if last else src.with_layout(Layout(*edge.to))
+        steps.append(
+            Step(
+                edge.kind,
+                name_of(src, edge.axes),
+                edge.axes,
+                round(edge.bytes),
+                here,
+                there,
+                edge.fn,
+            )
+        )
+        here = there
+    return tuple(steps)
+
+
+def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
+    """``reshard.run`` within one mesh."""
+    if src is dst:
+        return local
+    if src.mesh.coordinate is None:
+        return local.new_empty(dst.local_shape)
+    if local.shape != src.local_shape:
+        raise ValueError(
+            f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece of "
+            f"{src!r} is {src.local_shape}; nothing was moved"
+        )
+    steps = choose(src, dst)
+    for step in steps:
+        local = step.fn(local, step.src, step.dst, step.axes)
+    return local if len(steps) == 1 else local.contiguous()
+
+
+def cost(src: DistSpec, dst: DistSpec) -> float:
+    """Bytes that one rank sends in the chosen steps."""
+    return float(sum(step.bytes for step in choose(src, dst)))
+
+
+def state_of(spec: DistSpec) -> State:
+    """The layout without mesh axes of size 1, which mean nothing to the data."""
+    sizes, layout = spec.mesh.shape, spec.layout
+    return (
+        tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims),
+        tuple(entry for entry in layout.partial if sizes[entry[0]] > 1),
+        tuple(entry for entry in layout.own if sizes[entry[0]] > 1),
+    )
+
+
+def differing(src: DistSpec, dst: DistSpec) -> Axes:
+    pairs = zip(src.placements, dst.placements, strict=True)
+    return tuple(a for a, (before, after) in enumerate(pairs) if before != after)
+
+
+def name_of(spec: DistSpec, axes: Axes) -> str:
+    return "+".join(spec.mesh.dim_names[a] for a in axes)
+
+
+def merged(path: list[Edge]) -> list[Edge]:
+    """Neighbouring local steps that one function can do at once, as one."""
+    out: list[Edge] = []
+    for edge in path:
+        before = out[-1] if out else None
+        if before and before.merge and before.merge == edge.merge:
+            axes = tuple(sorted(before.axes + edge.axes))
+            out[-1] = Edge(edge.kind, edge.fn, axes, 0.0, edge.to, edge.merge)
+        else:
+            out.append(edge)
+    return out

@@ -1,0 +1,226 @@
+"""Messages between two ranks: contents, order, tags, what is recorded, and what happens when nobody comes."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from disttensor.comm import p2p
+from tests.support.pool import fake_world, on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool,
+    torch.uint8, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def exchange(x, tag):
+    """x of the other rank of two."""
+    other = 1 - dist.get_rank()
+    pending = p2p.receive(x.shape, x.dtype, CPU, other, tag, "a test")
+    p2p.send(x, other, tag, "a test")
+    return pending.wait()
+
+
+@on_ranks(2)
+def test_every_dtype_arrives_bit_for_bit():
+    for dtype in DTYPES:
+        for shape in [(), (3,), (2, 5)]:
+            both = [(torch.arange(10)[: max(1, torch.Size(shape).numel())] + r) for r in range(2)]
+            x, y = (t.reshape(shape).to(dtype) for t in both)
+            mine, want = (x, y) if dist.get_rank() == 0 else (y, x)
+            got = exchange(mine, p2p.next_tag())
+            assert got.shape == want.shape and got.dtype == dtype
+            assert torch.equal(
+                got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
+            )
+
+
+@on_ranks(2)
+def test_what_is_sent_is_a_copy_of_what_the_tensor_means():
+    z = torch.complex(torch.arange(4.0), torch.ones(4))
+    for x in (torch.arange(6.0).reshape(2, 3).t(), z.conj(), z.conj().imag):
+        assert torch.equal(exchange(x, p2p.next_tag()), x)
+    tag, rank = p2p.next_tag(), dist.get_rank()
+    if rank == 0:
+        x = torch.ones(1 << 18, requires_grad=True)
+        p2p.send(x, 1, tag)
+        with torch.no_grad():
+            x.zero_()  # the other rank has not even asked for it
+    dist.barrier()
+    if rank == 1:
+        got = p2p.receive((1 << 18,), torch.float32, CPU, 0, tag).wait()
+        assert torch.equal(got, torch.ones(1 << 18)) and not got.requires_grad
+    p2p.flush(30)
+
+
+@on_ranks(2)
+def test_sending_does_not_wait_and_tags_keep_messages_apart():
+    tags = [p2p.next_tag() for _ in range(5)]
+    if dist.get_rank() == 0:
+        for tag in tags:
+            p2p.send(torch.full((1 << 16,), tag), 1, tag)
+            p2p.send(torch.full((3,), -tag), 1, tag)
+            p2p.send(torch.full((2,), tag + 1), 1, tag + 1)
+        gc.collect()
+    dist.barrier()  # all of it has been sent before any of it is asked for
+    if dist.get_rank() == 1:
+        for tag in reversed(tags):
+            back = p2p.receive((2,), torch.int64, CPU, 0, tag + 1)
+            first = p2p.receive((1 << 16,), torch.int64, CPU, 0, tag)
+            second = p2p.receive((3,), torch.int64, CPU, 0, tag)
+            assert second.wait().tolist() == [-tag] * 3  # in the order of one tag
+            assert (first.wait() == tag).all() and back.wait().tolist() == [tag + 1] * 2
+            assert first.wait() is not None  # as often as one likes
+    p2p.flush(30)
+
+
+@on_ranks(2)
+def test_a_message_that_nobody_waits_for_is_taken():
+    tag = p2p.next_tag()
+    if dist.get_rank() == 0:
+        p2p.send(torch.ones(1 << 16), 1, tag)
+    else:
+        p2p.receive((1 << 16,), torch.float32, CPU, 0, tag)  # and dropped
+    gc.collect()
+    p2p.flush(30)
+    assert exchange(torch.ones(2), p2p.next_tag()).tolist() == [1, 1]
+
+
+@on_ranks(2)
+def test_a_message_is_recorded_once_by_its_sender():
+    tag = p2p.next_tag()
+    with dt.record_comms() as log:
+        exchange(torch.zeros(3, 5, dtype=torch.bfloat16), tag)
+    (entry,) = log
+    rank = dist.get_rank()
+    assert (entry.kind, entry.axis, entry.bytes) == ("send", f"{rank} -> {1 - rank}", 30)
+
+
+# Tags --------------------------------------------------------------------------------------------
+
+
+def test_tags_count_by_channel():
+    with fake_world(2):
+        a, b = p2p.next_tag(), p2p.next_tag()
+        with p2p.channel(3):
+            c = p2p.next_tag()
+            seen = []
+            thread = threading.Thread(target=lambda: seen.append(p2p.next_tag()))
+            thread.start()
+            thread.join()  # a new thread is on everybody's channel
+        with p2p.channel(p2p.CHANNELS - 1):
+            last = p2p.next_tag()
+        d = p2p.next_tag()
+        tags = [a, b, c, last, d, *seen]
+        assert len(set(tags)) == 6 and all(t % 2 == 0 and 2**30 <= t < 2**31 for t in tags)
+        assert seen[0] - a == 4 and d - a == 6
+    with fake_world(2):
+        assert p2p.next_tag() == a  # another process group counts anew
+    for bad in (-1, p2p.CHANNELS):
+        with pytest.raises(ValueError, match="0 to 16383"), p2p.channel(bad):
+            pass
+
+
+def test_tags_wrap_within_an_int(monkeypatch):
+    with fake_world(2), p2p.channel(p2p.CHANNELS - 1):
+        first = p2p.next_tag()
+        p2p._counts[p2p.CHANNELS - 1] = p2p._TRANSFERS - 1
+        assert p2p.next_tag() == 2**31 - 2
+        assert p2p.next_tag() == first
+
+
+# Failures ----------------------------------------------------------------------------------------
+
+
+def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
+    """(exit code, stderr) of two processes that run ``body``, with a time limit of 3 s for messages."""
+    head = """
+        import sys, time, datetime, torch, torch.distributed as dist
+        from disttensor import p2p, CommError
+        rank = int(sys.argv[1])
+        store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2,
+                                timeout=datetime.timedelta(seconds=3))
+        dist.barrier()
+        cpu = torch.device("cpu")
+    """
+    code = textwrap.dedent(head) + textwrap.dedent(body)
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-W", "error", "-c", code]
+    started = [
+        subprocess.Popen([*command, str(r), str(store.port)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]  # fmt: skip
+    try:
+        return [(p.returncode, err) for p in started for err in [p.communicate(timeout=seconds)[1]]]
+    finally:
+        for p in started:
+            p.kill()
+
+
+def test_a_process_stays_until_its_messages_are_taken():
+    """Rank 0 ends its program at once; rank 1 asks a second later."""
+    ended = ranks("""
+        if rank == 0:
+            p2p.send(torch.ones(1 << 20), 1, p2p.next_tag())
+            try:
+                p2p.flush(0.1)
+            except CommError as error:
+                print(error, file=sys.stderr)
+        else:
+            time.sleep(1)
+            got = p2p.receive((1 << 20,), torch.float32, cpu, 0, p2p.next_tag()).wait()
+            assert (got == 1).all()
+    """)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "rank 0: 1 messages were not taken within 0.1 s" in ended[0][1]
+
+
+def test_a_rank_that_is_gone_is_named():
+    ended = ranks("""
+        tag = p2p.next_tag()
+        if rank == 1:
+            raise KeyError("rank 1 has an error of its own")
+        pending = p2p.receive((4,), torch.float32, cpu, 1, tag, "f32[4] on A -> f32[4] on B")
+        for attempt in range(2):  # the second time it says the same, and gives no rubbish
+            try:
+                pending.wait()
+                sys.exit(5)
+            except CommError as error:
+                print(error, file=sys.stderr)
+        p2p.flush(3)
+    """)
+    assert ended[0][0] == 0 and ended[1][0] == 1, ended
+    words = "rank 0 receives from rank 1: f32[4] on A -> f32[4] on B. This failed"
+    assert ended[0][1].count(words) == 2, ended
+
+
+def test_a_message_that_is_not_taken_in_time_is_an_error_of_the_next():
+    ended = ranks("""
+        tag = p2p.next_tag()
+        if rank == 0:
+            p2p.send(torch.ones(1 << 20), 1, tag, "the lost one")
+            time.sleep(4)
+            for attempt in range(2):
+                try:
+                    p2p.send(torch.ones(2), 1, tag + 2, "the next one")
+                    sys.exit(5)
+                except CommError as error:
+                    print(error, file=sys.stderr)
+        else:
+            time.sleep(6)
+    """)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert ended[0][1].count("rank 0 sends to rank 1: the lost one. This failed") == 2, ended

@@ -1,0 +1,131 @@
+"""Sums and averages near the limits of a dtype, and by what factors fp16 stays between them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from disttensor.comm import collectives
+from disttensor.mesh import ProcessMesh
+from tests.support.pool import fake_world, on_ranks
+
+HALF = torch.float16
+LARGEST, TINIEST = 65504.0, 2.0**-24
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_fp16_factors_are_powers_of_two_near_the_root_of_n(op):
+    for n in range(1, 4097):
+        before, after = collectives.factors(op, n, HALF)
+        if op == "avg":  # the rest of the division comes after, too
+            assert before * after == pytest.approx(1 / n, rel=1e-15)
+        else:
+            assert before * after == 1
+        assert math.frexp(before)[0] == 0.5, "not a power of two"
+        assert 2**-0.5 - 1e-9 <= before * math.sqrt(n) <= 2**0.5 + 1e-9, n
+
+
+def test_other_dtypes_need_no_factor_before():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert collectives.factors("sum", 48, dtype) == (1, 1)
+        assert collectives.factors("avg", 48, dtype) == (1, 1 / 48)
+
+
+def reduced(x, op, group):
+    """The same reduction by all four ways; x is [n] and the part of this rank is [1]."""
+    part, total = torch.empty(1, dtype=x.dtype), x.clone()
+    collectives.start_reduce_scatter(x, part, op, group).wait()
+    collectives.start_all_reduce(total, op, group).wait()
+    return (
+        collectives.all_reduce(x, op, group),
+        total,
+        collectives.reduce_scatter(x, op, group),
+        part,
+    )
+
+
+# One row for each rank. The exact results are representable in fp16, and are what is wanted.
+CASES = {
+    "cancel": [[60000, 65504], [60000, 65504], [-60000, -65504], [-60000, 1]],
+    "cancel in another order": [[-60000, 0], [60000, 60000], [-60000, 60000], [60000, -60000]],
+    "small beside large": [[1, 0], [0, 2], [60000, 60000], [0, 2]],
+    "tiny": [[2 * TINIEST, 4 * TINIEST]] * 4,
+    "tiny, with signs": [[2 * TINIEST, 6 * TINIEST], [-4 * TINIEST, 0], [6 * TINIEST, 0], [0, -2 * TINIEST]],
+}  # fmt: skip
+AVERAGES = {
+    "large": [[32000, -32000], [32000, -32752], [32000, -32000], [32000, -32000]],
+    "largest": [[LARGEST, -LARGEST], [LARGEST, -LARGEST], [0, 0], [0, 0]],
+}
+
+
+def check(rows, op, ranks):
+    group = ProcessMesh(ranks, ("dp",)).group((0,))
+    columns = torch.tensor(rows, dtype=torch.float64).repeat(1, 2)  # [rank, slot]
+    want = columns.sum(0) / (4 if op == "avg" else 1)
+    assert torch.isfinite(want.to(HALF)).all()
+    whole, total, *parts = reduced(columns[group.index].to(HALF), op, group)
+    assert whole.tolist() == total.tolist() == want.to(HALF).tolist()
+    assert [p.item() for p in parts] == [want.to(HALF)[group.index].item()] * 2
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(4)
+def test_fp16_near_its_limits(case, op):
+    for ranks in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        check(CASES[case], op, ranks)
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+@on_ranks(4)
+def test_fp16_averages_of_large_values(case):
+    check(AVERAGES[case], "avg", [0, 1, 2, 3])
+
+
+@on_ranks(2)
+def test_two_ranks_add_fp16_without_a_loss():
+    group = ProcessMesh([0, 1], ("dp",)).group((0,))
+    for x in ([TINIEST, 3 * TINIEST], [30000.0, 32752.0], [-TINIEST, LARGEST / 2]):
+        for out in reduced(torch.tensor(x, dtype=HALF), "sum", group)[:2]:
+            assert out.tolist() == [2 * v for v in x]
+    large = torch.tensor([LARGEST, 60000.0], dtype=HALF)
+    for out in reduced(large, "avg", group)[:2]:
+        assert out.tolist() == large.tolist()
+
+
+@on_ranks(4)
+def test_three_ranks_average_in_every_float():
+    if ProcessMesh([2, 0, 1], ("dp",)).coordinate is None:
+        return
+    group = ProcessMesh([2, 0, 1], ("dp",)).group((0,))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, HALF):
+        x = torch.tensor([1.0, 7.0, 100.0]).to(dtype)
+        for out in reduced(x, "avg", group)[:2]:
+            assert torch.equal(out, x)  # the average of equal values is that value
+        for out in reduced(x, "avg", group)[2:]:
+            assert torch.equal(out.view(-1), x[group.index : group.index + 1])
+
+
+def test_the_backend_is_asked_for_an_average_where_it_has_one():
+    with fake_world(4):
+        group = ProcessMesh(range(4), ("dp",)).group((0,))
+        x = torch.ones(4)
+        assert collectives._scaled("avg", x, group) == (
+            "sum",
+            1,
+            1 / 4,
+        )  # the fake backend has none
+        assert collectives._scaled("avg", x.half(), group) == ("sum", 1 / 2, 2 / 4)
+        assert collectives._scaled("sum", x, group) == ("sum", 1, 1)
+        assert collectives._scaled("max", x.half(), group) == ("max", 1, 1)
+    gloo_has_it()
+
+
+@on_ranks(2)
+def gloo_has_it():
+    group = ProcessMesh([0, 1], ("dp",)).group((0,))
+    if "gloo" in collectives._AVERAGE:
+        assert collectives._scaled("avg", torch.ones(4), group) == ("avg", 1, 1)
+        assert collectives._scaled("avg", torch.ones(4).bfloat16(), group) == ("avg", 1, 1)

@@ -1,0 +1,143 @@
+"""The path of one call: what a plan depends on, how warm a call gets, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.dispatch import dispatch
+from disttensor.dispatch.plan import key_of
+from tests.support.pool import fake_world
+
+
+@pytest.fixture
+def mesh() -> Iterator[dt.ProcessMesh]:
+    """A mesh of 2 x 4 in a world whose communication is faked: this process is rank 0."""
+    with fake_world(8):
+        yield dt.ProcessMesh([[0, 1, 2, 3], [4, 5, 6, 7]], ("dp", "tp"))
+
+
+def sharded(mesh: dt.ProcessMesh, *shape: int) -> dt.DistTensor:
+    return dt.from_local(
+        torch.ones(shape), mesh, [dt.Shard(0), dt.Replicate()], shape=(shape[0] * 2, *shape[1:])
+    )
+
+
+def python_calls(f: Callable[[], Any]) -> list[str]:
+    """Names of the Python functions that a call of ``f`` enters, itself left out."""
+    seen: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return seen[1:]
+
+
+def test_a_warm_pointwise_call_enters_two_python_functions(mesh: dt.ProcessMesh) -> None:
+    x, y = sharded(mesh, 3, 4), sharded(mesh, 3, 4)
+    x + y
+    assert python_calls(lambda: x + y) == ["dispatch", "run"]
+
+
+def test_a_warm_use_of_a_parameter_enters_few(mesh: dt.ProcessMesh) -> None:
+    x = sharded(mesh, 3, 4)
+    w = torch.nn.Parameter(dt.shard_tensor(torch.ones(5, 4), mesh))
+    torch.nn.functional.linear(x, w)
+    assert len(python_calls(lambda: torch.nn.functional.linear(x, w))) <= 6
+
+
+@pytest.mark.parametrize(
+    "pair", [(1, True), (1, 1.0), (0, False), (0.0, False), ("1", 1)], ids=repr
+)
+def test_equal_constants_of_two_types_have_two_keys(pair: tuple[Any, Any]) -> None:
+    one, other = pair
+    assert key_of(one) != key_of(other)
+    assert key_of([one]) != key_of([other])
+
+
+def test_constants_promote_by_their_type(mesh: dt.ProcessMesh) -> None:
+    x = dt.shard_tensor(torch.arange(4), mesh)
+    assert [(x * c).dtype for c in (2, 2.0, True)] == [torch.int64, torch.float32, torch.int64]
+
+
+def test_floats_do_not_fill_the_plans(mesh: dt.ProcessMesh) -> None:
+    x = sharded(mesh, 3, 4)
+    x * 0.5
+    before = len(dispatch.PLANS)
+    for i in range(100):
+        x * (i / 7)
+    assert len(dispatch.PLANS) == before
+
+
+def test_plans_are_bounded(mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_MOST", len(dispatch.PLANS) + 5)
+    for n in range(1, 20):
+        x = sharded(mesh, n, 2)
+        assert (x + x).shape == (2 * n, 2)
+    assert len(dispatch.PLANS) <= dispatch._MOST
+
+
+def test_the_order_of_a_norm_counts_by_value(mesh: dt.ProcessMesh) -> None:
+    x = dt.shard_tensor(torch.tensor([3.0, -4.0]), mesh)
+    got = [torch.linalg.vector_norm(x, p).item() for p in (2.0, 1.0, float("inf"), 2.0)]
+    assert got == [5.0, 7.0, 4.0, 5.0]
+
+
+def test_autocast_is_seen_by_a_warm_plan(mesh: dt.ProcessMesh) -> None:
+    x, w = sharded(mesh, 3, 4), dt.shard_tensor(torch.ones(5, 4), mesh)
+    linear = torch.nn.functional.linear
+    dtypes = [linear(x, w).dtype]
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes += [linear(x, w).dtype, linear(x, w).dtype]
+    dtypes.append(linear(x, w).dtype)
+    assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_a_rule_that_lies_is_caught(mesh: dt.ProcessMesh) -> None:
+    import ops
+
+    def twice(x: Any) -> Any:
+        return torch.cat([x, x])
+
+    made = ops.Rule("twice", lambda input: ops.pointwise_factors([input]))
+    ops.replace_rule(
+        torch.erfinv,
+        ops.Rule("liar", lambda input: ops.pointwise_factors([input], local=lambda call: twice)),
+    )
+    try:
+        with pytest.raises(RuntimeError, match=r"rule liar says .* \[3, 4\].* gave \[6, 4\]"):
+            torch.erfinv(sharded(mesh, 3, 4))
+    finally:
+        ops.replace_rule(torch.erfinv, made)
+
+
+def test_two_meshes_are_an_error_that_names_both(mesh: dt.ProcessMesh) -> None:
+    other = dt.ProcessMesh([0, 1], ("x",))
+    with pytest.raises(ValueError, match=r"two meshes.*dp=2, tp=4.*x=2.*reshard"):
+        sharded(mesh, 3, 4) + dt.shard_tensor(torch.ones(6, 4), other)
+
+
+@pytest.mark.parametrize("world", [32, 4096])
+def test_a_program_runs_in_a_large_world(world: int) -> None:
+    with fake_world(world):
+        mesh = dt.init_mesh((world // 8, 8), ("dp", "tp"))
+        w = torch.nn.Parameter(
+            dt.zeros(4096, 64, mesh=mesh, placements=[dt.Replicate(), dt.Shard(0)])
+        )
+        x = dt.ones(world, 64, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+        loss = torch.nn.functional.linear(x, w).relu().sum()
+        loss.backward()
+        assert w.grad is not None
+        assert w.grad.partial_status == {0: "sum"}
+        assert w.grad.to_local().shape == (512, 64)

@@ -1,0 +1,382 @@
+"""Gradients of several micro-batches add up: sharded, or whole, with reductions each time or at the last one only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import disttensor as dt
+from disttensor.comm import collectives
+from disttensor.fsdp.reduce import reductions
+from tests.support.micro import STEPS, batch_of, meshes, net, shard, step_of, values
+from tests.support.pool import on_ranks
+
+MODES = ["scatter", "none", None]
+
+
+def train(mesh: Any, reduce: Any, **options: Any) -> list[Tensor]:
+    """Losses, gradients and parameters of some steps."""
+    model = net()
+    if mesh is not None:
+        model = shard(model, mesh, **options)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    out: list[Any] = []
+    for step in range(STEPS):
+        adam.zero_grad(set_to_none=step % 2 == 0)
+        out += values(step_of(model, mesh, step, reduce))
+        out += values([p.grad for p in model.parameters()])
+        adam.step()
+        out += values(list(model.parameters()))
+    return out
+
+
+def check(**options: Any) -> None:
+    plain = train(None, None)
+    for mesh in meshes().values():
+        for reduce in MODES:
+            got = train(mesh, reduce, **options)
+            for i, (a, b) in enumerate(zip(got, plain, strict=True)):
+                torch.testing.assert_close(
+                    a,
+                    b,
+                    rtol=1e-11,
+                    atol=1e-12,
+                    msg=lambda m, i=i, r=reduce, n=mesh: f"{n} {r} {i}: {m}",
+                )
+
+
+OPTIONS = [
+    {"stage": 3}, {"stage": 3, "reshard_after_forward": False}, {"stage": 2}, {"stage": 1}, {"shard_axis": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_two_ranks_train_as_one(options: dict[str, Any]) -> None:
+    check(**options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4)
+def test_four_ranks_train_as_one(options: dict[str, Any]) -> None:
+    check(**options)
+
+
+# What is communicated --------------------------------------------------------------------------------
+
+
+def expected(
+    options: dict[str, Any], reduce: Any, m: int, k: int, replicas: bool
+) -> dict[str, int]:
+    """Collectives of a step: M blocks, each a segment, and the segment of the root; K micro-batches.
+
+    all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the backward; FSDP2: 2(M + 1) K),
+                    without reshard_after_forward (M + 1) K, as FSDP2
+                    stages 1, 2: M + 1, whatever K is: the parameters change once per step
+    reduce_scatter  (M + 1) K, with reduce="none" M + 1: as FSDP2
+    all_reduce      over the replicas (M + 1) K, with accumulate in either way M + 1: as FSDP2
+    stage 1         has one all-reduce over all axes in place of the last two; so has shard_axis=None, which gathers nothing
+    """
+    all_segments = m + 1
+    stage = options.get("stage", 3)
+    cut = options.get("shard_axis", "fsdp") is not None
+    kept = not options.get("reshard_after_forward", True)
+    gathers = all_segments if stage < 3 else all_segments * k if kept else (2 * m + 1) * k
+    scatters = all_segments * (1 if reduce == "none" else k)
+    reduces = all_segments * (1 if reduce else k)
+    if not cut:
+        counts = {"all_reduce": reduces}
+    elif stage == 1:
+        counts = {"all_gather": gathers, "all_reduce": reduces}
+    else:
+        counts = {
+            "all_gather": gathers,
+            "reduce_scatter": scatters,
+            "all_reduce": reduces * replicas,
+        }
+    return {kind: n for kind, n in counts.items() if n}
+
+
+def communicated(blocks: int, micro: int, mesh: Any, reduce: Any, options: Any) -> dict[str, int]:
+    model = shard(net(blocks=blocks), mesh, **options)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):  # the first learns in which order segments are used
+        with dt.record_comms() as log:
+            step_of(model, mesh, step, reduce, micro)
+            sgd.step()
+        sgd.zero_grad()
+    return log.counts()
+
+
+def check_counts(options: dict[str, Any], m: int, k: int) -> None:
+    for mesh in meshes().values():
+        for reduce in MODES:
+            want = expected(options, reduce, m, k, mesh.ndim == 2)
+            got = communicated(m, k, mesh, reduce, options)
+            assert got == want, (mesh, reduce, m, k, got, want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_collectives_of_a_step(options: dict[str, Any]) -> None:
+    check_counts(options, 2, 3)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4)
+def test_collectives_of_a_step_with_replicas(options: dict[str, Any]) -> None:
+    check_counts(options, 3, 2)
+
+
+# Between micro-batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_gradients_wait_for_the_replicas_until_the_last(stage: int) -> None:
+    mesh = meshes()["dp x fsdp"]
+    model = shard(net(), mesh, stage=stage)
+    seen: list[Any] = []
+    look = lambda _: seen.append([p.grad.partial_status for p in model.parameters()])  # noqa: E731
+    step_of(model, mesh, 0, "scatter", each=look)
+    count = len(list(model.parameters()))
+    assert seen == [[{0: "sum"}] * count] * 2 + [[{}] * count], seen
+    assert all(p.grad.placements[1] == dt.Shard(0) for p in model.parameters())
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@on_ranks(4)
+def test_sums_of_replicas_are_taken_after_adding(reduce: str) -> None:
+    """Every rank ends with 1/n of all it is given, of both micro-batches: 1/4 here, for 2 x 2 ranks. Had the first been added
+    after the all-reduce of the second, its part would be 1/2, and that of this rank's own replica only."""
+    mesh = meshes()["dp x fsdp"]
+    model: Any = torch.nn.Linear(1, 4, bias=False).double()
+    model = dt.shard_data_parallel(model, mesh, replicate_axis="dp")
+    batches = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 128.0]]).double()
+    for i, batch in enumerate(batches):
+        with dt.accumulate(model, last=i == 1, reduce=reduce):
+            x = dt.shard_tensor(batch.view(4, 1), mesh, [dt.Shard(0), dt.Shard(0)])
+            (model(x).sum() / 4).backward()
+    whole = model.weight.grad.full_tensor()
+    assert whole.tolist() == [[255 / 4]] * 4, whole
+
+
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_zero_grad_drops_what_was_collected(options: dict[str, Any], none: bool) -> None:
+    mesh = meshes()["fsdp"]
+    for zero_of in ("module", "optimizer"):
+        for reduce in ("scatter", "none"):
+            model, plain = shard(net(), mesh, **options), net()
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(2):  # the second time gradients are there from the first
+                with dt.accumulate(model, last=False, reduce=reduce):
+                    model(batch_of(mesh, 7)).sum().backward()
+                (model if zero_of == "module" else sgd).zero_grad(set_to_none=none)
+                plain.zero_grad()
+                step_of(model, mesh, 0, reduce)
+                step_of(plain, None, 0, None)
+                got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4)
+def test_a_step_without_a_last_micro_batch(options: dict[str, Any]) -> None:
+    """The optimizer, and sync_gradients, read complete gradients."""
+    for mesh in meshes().values():
+        for reduce in ("scatter", "none"):
+            for how in ("step", "sync"):
+                model, plain = shard(net(), mesh, **options), net()
+                for m in (model, plain):
+                    for i in range(2):
+                        with dt.accumulate(model, last=False, reduce=reduce):
+                            m(batch_of(mesh if m is model else None, i)).sum().backward()
+                if how == "sync":
+                    dt.sync_gradients(model)
+                    assert not any(p.grad.partial_status for p in model.parameters())
+                    got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+                else:
+                    for m in (model, plain):
+                        torch.optim.SGD(m.parameters(), lr=0.1).step()
+                    got, want = (values(list(m.parameters())) for m in (model, plain))
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+# Mistakes ----------------------------------------------------------------------------------------------
+
+
+class Choosing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Linear(5, 3).double() for _ in range(2))
+
+    def forward(self, x: Any, which: str) -> Any:
+        return self.one(x) if which == "one" else self.two(x)
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_micro_batches_that_reach_other_parameters(options: dict[str, Any], reduce: str) -> None:
+    mesh = meshes()["fsdp"]
+    torch.manual_seed(0)
+    model, plain = Choosing(), Choosing()
+    plain.load_state_dict(model.state_dict())
+    model = dt.shard_data_parallel(model, mesh, segments=["one", "two"], **options)
+    for last in (False, True):
+        with dt.accumulate(model, last=False, reduce=reduce):
+            model(batch_of(mesh, 0), "one").sum().backward()
+        with (
+            pytest.raises(
+                RuntimeError,
+                match=r"other parameters than the first.*two\.(weight|bias).*only here.*one\.",
+            ),
+            dt.accumulate(model, last=last, reduce=reduce),
+        ):
+            model(batch_of(mesh, 1), "two").sum().backward()
+        model.zero_grad()
+    for i, which in enumerate(("one", "two")):  # without accumulate anything goes
+        for m in (model, plain):
+            m(batch_of(mesh if m is model else None, i), which).sum().backward()
+    got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@on_ranks(2)
+def test_an_accumulation_given_up_and_begun_anew() -> None:
+    """zero_grad ends it: what comes after may reach other parameters."""
+    mesh = meshes()["fsdp"]
+    model = dt.shard_data_parallel(Choosing(), mesh, segments=["one", "two"])
+    with dt.accumulate(model, last=False):
+        model(batch_of(mesh, 0), "one").sum().backward()
+    model.zero_grad()
+    for last in (False, True):
+        with dt.accumulate(model, last=last):
+            model(batch_of(mesh, 0), "two").sum().backward()
+    assert model.one.weight.grad is None and model.two.weight.grad is not None
+
+
+def test_arguments_that_have_no_meaning(mesh_of_one: Any) -> None:
+    model = dt.shard_data_parallel(torch.nn.Linear(2, 2), mesh_of_one)
+    with (
+        pytest.raises(ValueError, match=r"reduce='x'.*scatter.*none"),
+        dt.accumulate(model, True, "x"),
+    ):
+        pass
+    plain = dt.accumulate(torch.nn.Linear(2, 2), True)
+    with pytest.raises(ValueError, match="Linear holds no DistTensor"), plain:
+        pass
+
+
+@pytest.fixture
+def mesh_of_one() -> Any:
+    return dt.ProcessMesh([0], ("fsdp",))
+
+
+@on_ranks(2)
+def test_the_window_ends_with_the_context() -> None:
+    """Also where an error leaves it: the next backward reduces completely."""
+    mesh = meshes()["fsdp"]
+    model = shard(net(), mesh, shard_axis=None)
+    with pytest.raises(ZeroDivisionError), dt.accumulate(model, last=False):
+        _ = 1 / 0
+    model(batch_of(mesh, 0)).sum().backward()
+    assert not any(p.grad.partial_status for p in model.parameters())
+
+
+# 4 x 8, simulated: the reductions of 32 ranks, step by step ---------------------------------------------
+
+REPLICAS, SHARDS = 4, 8
+
+
+class Waiting(NamedTuple):
+    """A collective that one rank has come to."""
+
+    given: Tensor
+    taken: Tensor
+    ranks: tuple[int, ...]
+
+
+class Alone:
+    """What a reduction needs of a twin: gradients of 16 elements, an element pair per shard."""
+
+    name, axis, even = "w", 1, True
+
+    def __init__(self, rank: int) -> None:
+        r, s = self.at = divmod(rank, SHARDS)
+        columns = tuple(range(s, REPLICAS * SHARDS, SHARDS))
+        rows = tuple(range(r * SHARDS, (r + 1) * SHARDS))
+        mesh = SimpleNamespace(
+            shape=(REPLICAS, SHARDS), ndim=2, coordinate=self.at, group=lambda axes, _: rows if axes == (1,) else columns
+        )  # fmt: skip
+        self.spec = SimpleNamespace(mesh=mesh, local_shape=(16,), dtype=torch.float64)
+        self.held = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
+        self.pending: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.complete: Tensor | None = None
+
+    def axes(self) -> tuple[int, ...]:
+        return 0, 1
+
+    def take(self) -> tuple[Tensor | None, None]:
+        return self.pending, None
+
+    def stashed(self, axes: Any) -> Tensor | None:
+        assert axes == (0,)
+        earlier, self.partial = self.partial, None
+        return earlier
+
+    def give(self, grad: Tensor, axes: Any) -> None:
+        if axes:
+            self.partial = grad if self.partial is None else self.partial + grad
+        else:
+            self.complete = grad if self.complete is None else self.complete + grad
+
+
+def advance(runs: list[Any]) -> None:
+    """All ranks to the end: each round is one collective, over groups that agree."""
+    while True:
+        waits = [next(run, None) for run in runs]
+        if waits[0] is None:
+            assert waits == [None] * len(runs)
+            return
+        sent = [w.given.clone() for w in waits]
+        for rank, w in enumerate(waits):
+            total = torch.stack([sent[other] for other in w.ranks]).sum(0)
+            if len(total) != len(w.taken):  # reduce-scatter
+                total = total.view(len(w.ranks), -1)[w.ranks.index(rank)]
+            w.taken.copy_(total)
+
+
+def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After micro-batches 1 and 2 every rank holds (1/32) sum(g1 + g2) of its shard. Added after the all-reduce, the first
+    would count with the ranks of one replica only: (1/8) of them, were each sum divided by what it was over."""
+    monkeypatch.setattr(
+        collectives, "start_reduce_scatter", lambda x, out, op, ranks: Waiting(x, out, ranks)
+    )
+    monkeypatch.setattr(collectives, "start_all_reduce", lambda x, op, ranks: Waiting(x, x, ranks))
+    world = [Alone(rank) for rank in range(REPLICAS * SHARDS)]
+    g = torch.randn(2, len(world), 16, generator=torch.Generator().manual_seed(0)).double()
+    for micro in range(2):
+        for twin, grad in zip(world, g[micro] / len(world), strict=True):  # the loss divides
+            twin.pending = grad
+        steps = [reductions([t], scatter=True, last=micro == 1, dtype=None)[0] for t in world]  # type: ignore[list-item]
+        advance(steps)
+        if micro == 0:
+            assert all(t.complete is None and t.partial is not None for t in world)
+    mean = (g[0] + g[1]).sum(0) / len(world)
+    wrong = g[0].view(REPLICAS, SHARDS, 16).sum(1) / SHARDS + g[1].sum(0) / len(world)
+    for twin in world:
+        r, s = twin.at
+        shard = slice(2 * s, 2 * s + 2)
+        torch.testing.assert_close(twin.complete, mean[shard], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(twin.complete, wrong[r, shard], rtol=1e-3)

@@ -1,0 +1,40 @@
+"""Programs of fixed seeds on real ranks. ``tests.fuzz.fuzz_programs.main`` runs others, and makes failures small."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.fuzz import fuzz_programs
+from tests.support import pool
+
+PART = 50  # programs in one test
+
+
+SHAPES = {(2, 2): 150, (2,): 100}  # programs on meshes of these shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "first"), [(s, first) for s, n in SHAPES.items() for first in range(0, n, PART)]
+)
+def test_programs_match_plain_torch(shape, first):
+    programs = [fuzz_programs.make(seed, len(shape)) for seed in range(first, first + PART)]
+    reports = pool.run_on_ranks(math.prod(shape), fuzz_programs.run, programs, shape)[0]
+    assert not reports, "\n" + "\n".join(reports)
+
+
+def test_a_wrong_number_is_found():
+    program = fuzz_programs.make(0, 1)
+    reports = pool.run_on_ranks(2, broken, program)
+    assert all("off by" in text for text in reports), reports
+
+
+def broken(program):
+    """The report of a program in a world whose leaves are not those of the plain run."""
+    place = fuzz_programs.oracle.place
+    fuzz_programs.oracle.place = lambda full, mesh, where: place(full + 0.1, mesh, where)
+    try:
+        return "\n".join(fuzz_programs.run([program], (2,)))
+    finally:
+        fuzz_programs.oracle.place = place

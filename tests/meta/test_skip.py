@@ -1,0 +1,441 @@
+"""Modules that lie elsewhere are skipped whole, with the same values and gradients; those that must not be are not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import disttensor as dt
+from disttensor.meta.skip import Skip
+from tests.support.oracle import randn
+from tests.support.pool import fake_world, on_ranks
+from tests.support.stages import Stages, check_stages, stage_meshes
+
+CALLS = {"inner": 0, "outer": 0}
+
+
+class Inner(nn.Linear):
+    """Counts its forwards where nobody who skips it looks."""
+
+    def forward(self, x):
+        CALLS["inner"] += 1
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    def __init__(self, n: int = 5, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = Inner(n, 2 * n), Inner(2 * n, n)
+        self.norm, self.drop = nn.LayerNorm(n), nn.Dropout(p)
+
+    def forward(self, x):
+        CALLS["outer"] += 1
+        return x + self.drop(self.second(torch.relu(self.first(self.norm(x)))))
+
+
+def on_stage(on: Stages, module: nn.Module, stage: int) -> nn.Module:
+    """``module`` in float64 with its parameters among the leaves."""
+    module = module.double()
+    if on.meshes is not None:
+        dt.shard_module(module, on.mesh(stage))
+    on.leaves += module.parameters()
+    return module
+
+
+def elsewhere(make, rank: int = 1, **kwargs):
+    """A module on rank 0 of a fake world in which this process is rank 1; and the mesh."""
+    mesh = dt.ProcessMesh([0], ("x",))
+    return dt.shard_module(make(**kwargs), mesh), mesh
+
+
+def count(f, *args, of="inner") -> int:
+    """How often these forwards run in a call of ``f``."""
+    before = CALLS[of]
+    f(*args)
+    return CALLS[of] - before
+
+
+def value(mesh, *shape, requires_grad=False):
+    return dt.shard_tensor(torch.ones(*shape), mesh, requires_grad=requires_grad)
+
+
+# Values, gradients, random numbers ------------------------------------------------------------------------
+
+
+def three_times(block, forward=lambda block, x: block(x)):
+    def program(on: Stages):
+        torch.manual_seed(1)
+        blocks = [on_stage(on, block(), stage) for stage in (0, 1)]
+        total = 0.0
+        for i in range(3):
+            x = on.value(randn(4, 5, seed=i), 0)
+            x = forward(blocks[0], x)
+            x = forward(blocks[1], on.to(x, 1, whole=True))
+            total = total + x.pow(2).mean()
+        return total
+
+    return program
+
+
+class Pairs(nn.Module):
+    """Each output depends on inputs and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, y=None):
+        y = x * 2 if y is None else y
+        return {"a": self.block(x), "b": (y * 3, y.sum() > 0, [x.sum().shape, "text"])}
+
+
+class Writing(Pairs):
+    def forward(self, x, y):
+        x.mul_(y)
+        return self.block(x)
+
+
+def pairs(on: Stages):
+    torch.manual_seed(1)
+    modules = [on_stage(on, Pairs(), stage) for stage in (0, 1)]
+    total = 0.0
+    for i in range(3):
+        x, y = on.value(randn(4, 5, seed=i), 0), on.value(randn(4, 5, seed=9 + i), 0)
+        first = modules[0](x, y=y)
+        y = on.to(first["b"][0], 1, whole=True)
+        second = modules[1](on.to(first["a"], 1, whole=True), y)
+        total = total + second["a"].sum() * second["b"][0].mean()
+        assert second["b"][1].dtype is torch.bool and second["b"][2] == [torch.Size([]), "text"]
+    return total
+
+
+def back_and_forth(on: Stages):
+    """A module of which one result depends on what another rank sent, and one does not."""
+    torch.manual_seed(1)
+    here, there = on_stage(on, Block(), 0), on_stage(on, Pairs(), 1)
+    total = 0.0
+    for i in range(3):
+        x = here(on.value(randn(4, 5, seed=i), 0))
+        out = there(on.to(x, 1, whole=True), on.value(randn(4, 5, seed=i), 1))
+        total = total + on.to(out["a"].sum() + out["b"][0].sum(), 0, whole=True) * here(x).sum()
+    return total
+
+
+def shapes(on: Stages):
+    torch.manual_seed(1)
+    block = on_stage(on, Block(), 1)
+    total = 0.0
+    for n in (1, 4, 3, 4, 1, 3):
+        total = total + block(on.value(randn(n, 5, seed=n), 1)).sum()
+    return on.to(total, 0, whole=True)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(x))
+
+
+def batch_norm(on: Stages):
+    modules = [on_stage(on, Norm(), stage) for stage in (0, 1)]
+    total = 0.0
+    for training in (True, True, False, False, True):
+        for m in modules:
+            m.train(training)
+        x = modules[0](on.value(randn(4, 5), 0))
+        total = total + modules[1](on.to(x, 1, whole=True)).pow(3).sum()
+    return total
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        three_times(Block),
+        three_times(Block, lambda b, x: checkpoint(b, x, use_reentrant=False)),
+        pairs, back_and_forth, shapes, batch_norm,
+    ],
+    ids=["blocks", "checkpoint", "pairs", "back_and_forth", "shapes", "batch_norm"],
+)  # fmt: skip
+@on_ranks(2)
+def test_values_and_gradients_as_in_one_process(program):
+    check_stages(program, stage_meshes())
+
+
+@on_ranks(2)
+def test_forwards_run_on_their_own_ranks_only():
+    """In the first of three rounds everywhere, then not."""
+    rank = torch.distributed.get_rank()
+    blocks = [dt.shard_module(Block(), mesh) for mesh in stage_meshes()]
+    for i in range(3):
+        x = value(stage_meshes()[0], 4, 5)
+        for stage, block in enumerate(blocks):
+            x = dt.reshard(x, stage_meshes()[stage])
+            before = CALLS["inner"]
+            x = block(x)
+            assert CALLS["inner"] - before == (2 if i == 0 or rank == stage else 0)
+        x.sum().backward()
+
+
+@on_ranks(2)
+def test_random_numbers_go_on_behind_a_skipped_module():
+    def draws(meshes):
+        dt.manual_seed(3)
+        block = Block(p=0.5)
+        if meshes:
+            dt.shard_module(block, meshes[0])
+        for training in (True, True, True, False, True):
+            block.train(training)
+            block(value(meshes[0], 4, 5))
+        x = dt.rand(8, mesh=meshes[1])
+        return x.full_tensor(everywhere=True)
+
+    both = dt.ProcessMesh([0, 1], ("x",))
+    torch.testing.assert_close(draws(stage_meshes()), draws([both, both]))
+
+
+# What is skipped ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world():
+    with fake_world(2, rank=1):
+        yield
+
+
+def test_skipped_from_the_second_call_on(world):
+    block, mesh = elsewhere(Block)
+    assert [count(block, value(mesh, 4, 5)) for _ in range(3)] == [2, 0, 0]
+    assert [count(block, value(mesh, 7, 5)) for _ in range(2)] == [2, 0]
+    assert [count(block, value(mesh, 4, 5, requires_grad=True)) for _ in range(2)] == [2, 0]
+    with torch.no_grad():
+        assert [count(block, value(mesh, 4, 5)) for _ in range(2)] == [2, 0]
+
+
+def test_result_is_that_of_a_run(world):
+    block, mesh = elsewhere(Block)
+    first, second = block(value(mesh, 4, 5)), block(value(mesh, 4, 5))
+    assert second.spec is first.spec and second.requires_grad and not second.is_leaf
+    with torch.no_grad():
+        assert not block(value(mesh, 4, 5)).requires_grad
+        assert not block(value(mesh, 4, 5)).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [block.second(block.first(value(mesh, 4, 5))) for _ in range(2)]
+        assert [block(value(mesh, 4, 5)).dtype for _ in range(2)] == [torch.float32] * 2
+        assert outs[0].dtype == torch.bfloat16
+    assert block(value(mesh, 4, 5)).dtype == torch.float32
+    block.to(torch.float64)
+    assert block(value(mesh, 4, 5).double()).dtype == torch.float64
+
+
+def test_autocast_is_another_kind_of_call(world):
+    seq, mesh = elsewhere(lambda: nn.Sequential(Inner(5, 5), Inner(5, 5)))
+    dtypes = []
+    for on in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            dtypes.append(seq(value(mesh, 4, 5)).dtype)
+    assert dtypes == [torch.float32, torch.bfloat16] * 2
+
+
+def test_frozen_parameters_are_seen(world):
+    block, mesh = elsewhere(Block)
+    x = value(mesh, 4, 5)
+    assert block(x).requires_grad and block(x).requires_grad
+    block.requires_grad_(False)
+    assert not block(x).requires_grad and not block(x).requires_grad
+    block.second.weight.requires_grad_(True)
+    assert block(x).requires_grad
+
+
+def test_a_replaced_parameter_is_seen(world):
+    seq, mesh = elsewhere(lambda: nn.Sequential(Inner(5, 5, bias=False)))
+    x = value(mesh, 4, 5)
+    assert [tuple(seq(x).shape) for _ in range(2)] == [(4, 5)] * 2
+    seq[0].weight = nn.Parameter(value(mesh, 3, 5))
+    assert [tuple(seq(x).shape) for _ in range(2)] == [(4, 3)] * 2
+    seq[0]._parameters["weight"] = nn.Parameter(value(mesh, 2, 5))
+    assert [tuple(seq(x).shape) for _ in range(2)] == [(4, 2)] * 2
+    seq[0].register_parameter("weight", nn.Parameter(value(mesh, 6, 5)))
+    assert [tuple(seq(x).shape) for _ in range(2)] == [(4, 6)] * 2
+    seq[0].weight.data = value(mesh, 7, 5)
+    assert [tuple(seq(x).shape) for _ in range(2)] == [(4, 7)] * 2
+
+
+def test_functional_call_is_seen(world):
+    seq, mesh = elsewhere(lambda: nn.Sequential(Inner(5, 5, bias=False)))
+    x = value(mesh, 4, 5)
+    seq(x), seq(x)
+    out = torch.func.functional_call(seq, {"0.weight": value(mesh, 3, 5)}, (x,))
+    assert tuple(out.shape) == (4, 3) and tuple(seq(x).shape) == (4, 5)
+
+
+def test_hooks_on_inner_modules_are_called(world):
+    block, mesh = elsewhere(Block)
+    x, seen = value(mesh, 4, 5), []
+    block(x), block(x)
+    handle = block.first.register_forward_hook(lambda *a: seen.append(1))
+    block(x), block(x)
+    assert len(seen) == 2
+    handle.remove()
+    block(x)
+    assert [count(block, x) for _ in range(2)] == [0, 0] and len(seen) == 2
+    block.norm.register_forward_pre_hook(lambda *a: seen.append(2))
+    block(x)
+    assert seen[2:] == [2]
+
+
+def test_hooks_on_the_module_itself_are_called(world):
+    block, mesh = elsewhere(Block)
+    seen = []
+    block.register_forward_hook(lambda *a: seen.append(1))
+    assert [count(block, value(mesh, 4, 5)) for _ in range(3)] == [2, 0, 0] and len(seen) == 3
+
+
+def test_attributes_are_seen(world):
+    block, mesh = elsewhere(Block, p=0.5)
+    x = value(mesh, 4, 5)
+
+    def draws():
+        before = dt.random._State.calls
+        block(x)
+        return dt.random._State.calls - before
+
+    assert [draws() for _ in range(3)] == [1, 1, 1]
+    block.eval()
+    assert [draws() for _ in range(3)] == [0, 0, 0]
+    block.train()
+    assert draws() == 1 and count(block, x) == 0  # known from before
+    block.drop.p = 0.0
+    block.first = Inner(5, 10)
+    block.first = dt.shard_module(Inner(5, 10), mesh)
+    assert count(block, x) == 2
+
+
+class Plain(nn.Module):
+    """One line of the forward is given."""
+
+    def __init__(self, body) -> None:
+        super().__init__()
+        self.inner, self.body = Inner(5, 5), body
+        self.seen, self.n = [], 0
+        self.constant = (torch.ones(5),)
+
+    def forward(self, x):
+        CALLS["outer"] += 1
+        return self.body(self, self.inner(x), x)
+
+
+def counted(self, y, x):
+    self.n += 1
+    return y
+
+
+def kept(self, y, x):
+    self.seen.append(y.shape)
+    return y
+
+
+def in_place(self, y, x):
+    x.add_(y)
+    return x
+
+
+def random_way(self, y, x):
+    return y * 2 if torch.rand(()) < 0.5 else y
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        counted, kept, in_place, random_way,
+        lambda self, y, x: y * self.constant[0],
+        lambda self, y, x: (y, object()),
+        lambda self, y, x: (y, self.inner.weight),
+        lambda self, y, x: dt.reshard(y, dt.ProcessMesh([1], ("x",))),
+        lambda self, y, x: (y, torch.ones(3)),
+        lambda self, y, x: torch.rand(5) + y,
+    ],
+    ids=["counter", "list", "in_place", "rand", "constant", "object", "weight", "crossing", "plain", "noise"],
+)  # fmt: skip
+def test_not_skipped(world, body):
+    module, mesh = elsewhere(Plain, body=body)
+    runs = [count(module, value(mesh, 4, 5) * 1.0, of="outer") for _ in range(4)]
+    assert runs == [1, 1, 1, 1] and module.forward.why()
+
+
+def test_an_input_that_is_written_to_depends_on_what_was_written(world):
+    module, mesh = elsewhere(Writing)
+    mine = dt.ProcessMesh([1], ("x",))
+    for _ in range(3):
+        x, y = (dt.reshard(value(mine, 4, 5, requires_grad=True) * 1.0, mesh) for _ in range(2))
+        before = x.local
+        module(x, y)
+        assert x.local is not before and x.local is not y.local
+
+
+def test_results_depend_on_the_inputs_that_they_are_made_of(world):
+    """On a rank that sent x and y: the backward of a result waits for the gradients of its own inputs only."""
+    module, mesh = elsewhere(Pairs)
+    mine = dt.ProcessMesh([1], ("x",))
+    for i in range(3):
+        x, y = (dt.reshard(value(mine, 4, 5, requires_grad=True) * 1.0, mesh) for _ in range(2))
+        out = module(x, y=y)
+        if i == 0:
+            module(x)
+            continue
+        assert not module.forward.why()
+        assert out["a"].local is x.local and out["b"][0].local is y.local
+        assert not out["b"][1].requires_grad
+        out = module(x)
+        assert out["b"][0].local is x.local
+
+
+def test_never_skip(world):
+    block, mesh = elsewhere(Block)
+    assert [count(block, value(mesh, 4, 5)) for _ in range(2)] == [2, 0]
+    assert dt.never_skip(block.norm) is block.norm
+    assert [count(block, value(mesh, 4, 5), of="outer") for _ in range(3)] == [1, 1, 1]
+    assert [count(copy.deepcopy(block), value(mesh, 4, 5), of="outer") for _ in range(2)] == [1, 1]
+
+
+def test_plain_inputs_run_the_forward(world):
+    module, _ = elsewhere(Plain, body=lambda self, y, x: y)
+    assert [count(module, torch.ones(4, 5), of="outer") for _ in range(3)] == [1, 1, 1]
+
+
+def test_copies_and_pickles(world):
+    block, mesh = elsewhere(Block)
+    block(value(mesh, 4, 5))
+    assert "forward" not in block.state_dict()
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert isinstance(other.forward, Skip) and other.forward.module is other
+        assert [count(other, value(mesh, 4, 5)) for _ in range(2)] == [2, 0]
+    assert [count(block, value(mesh, 4, 5)) for _ in range(2)] == [0, 0]
+
+
+def test_an_input_that_is_given_back_is_itself(world):
+    module, mesh = elsewhere(Plain, body=lambda self, y, x: (x, y, x.view(20)))
+    for _ in range(3):
+        x = value(mesh, 4, 5)
+        same, _, view = module(x)
+        assert same is x and view._viewed is x
+
+
+def test_shapes_that_always_change_end_the_trials(world):
+    block, mesh = elsewhere(Block)
+    for n in range(1, 40):
+        assert tuple(block(value(mesh, n, 5)).shape) == (n, 5)
+    assert block.forward.why() == ["it changes too often"]
+
+
+def test_ranks_inside_run_as_ever():
+    with fake_world(2, rank=0):
+        block = dt.shard_module(Block(), dt.ProcessMesh([0], ("x",)))
+        assert "forward" not in block.__dict__

@@ -1,0 +1,148 @@
+"""Models of Hugging Face transformers, unmodified: loss and all gradients on a mesh are those of one process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import disttensor as dt
+from disttensor import Replicate, Shard
+from tests.parallel.test_train_gpt import finished
+from tests.support.models.case import Case, check
+from tests.support.pool import on_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+# A router's choice has shapes that depend on data: what says who goes where is gathered.
+MIXTRAL = [
+    pytest.param(name, marks=pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning"))
+    for name in ("mixtral", "mixtral, grouped")
+]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = ["gpt2", "llama", "bert", "t5", *MIXTRAL, "vit", "uneven llama"]
+
+
+def case(name: str) -> Case:
+    """On the ranks only: importing transformers takes seconds."""
+    models = importlib.import_module("tests.support.models.huggingface")
+    return next(c for c in [*models.CASES, models.GROUPED, models.UNEVEN] if c.name == name)
+
+
+def pair(axis: str) -> dt.ProcessMesh:
+    return dt.ProcessMesh([0, 1], (axis,))
+
+
+def square() -> dt.ProcessMesh:
+    return dt.ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+@on_ranks(2, timeout=120)
+def test_two_ranks(name: str, axis: str) -> None:
+    check(case(name), pair(axis))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(4, timeout=120)
+def test_dp_x_tp(name: str) -> None:
+    check(case(name), square())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, timeout=120)
+def test_two_ranks_with_sharded_state(name: str) -> None:
+    check(case(name), pair("dp"), stage=3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@on_ranks(4, timeout=120)
+def test_dp_x_tp_with_sharded_state(name: str) -> None:
+    check(case(name), square(), stage=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, timeout=120)
+def test_the_proposed_plan(name: str) -> None:
+    made = case(name)
+    plan = dt.plans.megatron(made.model(), "tp", pair("tp"))
+    assert any(isinstance(p, Shard) for placements in plan.values() for p in placements)
+    check(made, pair("tp"), plan)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@on_ranks(4, timeout=120)
+def test_the_proposed_plan_on_dp_x_tp(name: str) -> None:
+    made = case(name)
+    check(made, square(), dt.plans.megatron(made.model(), "tp", square()))
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+def test_the_example_has_the_same_losses_on_one_process_and_on_four(tmp_path: Path) -> None:
+    launch = [sys.executable, str(EXAMPLES / "launch.py"), "4"]
+    script = str(EXAMPLES / "llama.py")
+    losses = []
+    for command in ([sys.executable, script], [*launch, script]):
+        status, out, err = finished(command, tmp_path)
+        assert status == 0, err
+        assert "model.layers.*.self_attn.q_proj.weight" in out
+        losses.append([float(line.split()[3]) for line in out.splitlines() if line[:4] == "step"])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
+    assert losses[0][-1] < losses[0][0] - 1.0
+
+
+# What a model with two layers sends over tp. Each way, on activations [batch, time, width]: one for each place where a
+# split layer ends (forward) or begins (backward); and what the loss over a split vocabulary needs, per token.
+WIDE, LOSS = [4, 7, 16], [[28], [2, 28]]
+EXPECTED: dict[str, dict[str, list[Any]]] = {
+    # embedding, attention and MLP of both layers; attention and MLP of both layers, head
+    "llama": {"forward": [WIDE] * 5 + LOSS, "backward": [WIDE] * 5},
+    # as above; attention has q, k and v in one matrix and is whole
+    "gpt2": {"forward": [WIDE] * 3 + LOSS, "backward": [WIDE] * 3},
+}
+
+
+@pytest.mark.parametrize("proposed", [False, True])
+@pytest.mark.parametrize("name", EXPECTED)
+@on_ranks(2, timeout=120)
+def test_megatrons_all_reduces_and_nothing_else(name: str, proposed: bool) -> None:
+    made = case(name)
+    plan = dt.plans.megatron(made.model(), 0) if proposed else None
+    log = check(made, pair("tp"), plan)
+    assert {r.kind for r in log} == {"all_reduce"}, str(log)
+    for phase, shapes in EXPECTED[name].items():
+        assert [list(r.shape) for r in log if r.phase == phase] == shapes, str(log)
+
+
+def layouts(plan: dt.plans.Proposal) -> dict[str, int]:
+    """name -> the dim that is split"""
+    return {
+        name: p.dim for name, placements in plan.items() for p in placements if isinstance(p, Shard)
+    }
+
+
+def test_a_proposal_for_llama_is_the_plan_that_a_person_writes() -> None:
+    plan = dt.plans.megatron(case("llama").build())
+    want = {"model.embed_tokens.weight": 0, "lm_head.weight": 0}
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        want.update({f"{layer}.self_attn.{k}_proj.weight": 0 for k in "qkv"})
+        want.update({f"{layer}.mlp.{k}_proj.weight": 0 for k in ("gate", "up")})
+        want.update({f"{layer}.{k}_proj.weight": 1 for k in ("self_attn.o", "mlp.down")})
+    assert layouts(plan) == want
+    assert set(plan) == set(plan.why) == {n for n, _ in case("llama").build().named_parameters()}
+
+
+def test_a_proposal_says_what_it_left_whole_and_why() -> None:
+    gpt2 = dt.plans.megatron(case("gpt2").build())
+    assert "q, k and v are one matrix" in gpt2.why["transformer.h.0.attn.c_attn.weight"]
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] == [Replicate(), Replicate()]
+    mixtral = dt.plans.megatron(case("mixtral").build())
+    assert "experts" in mixtral.why["model.layers.0.mlp.experts.gate_up_proj"]

@@ -1,0 +1,99 @@
+"""Normalizations, attention and convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from disttensor.placement import Partial, Replicate, Shard
+from ops import Arg, infer
+from tests.support.simulate import check_rule
+
+S0, S1, S2, R, P = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
+
+
+def t(*shape: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=seed)
+
+
+def check(*args: Any, **kwargs: Any) -> None:
+    """On 2x2, and on four ranks of which the last has nothing of 5."""
+    assert check_rule(*args, **{"atol": 1e-8, **kwargs})
+    assert check_rule(*args, mesh_shape=(4,), tries=8, seed=1, **{"atol": 1e-8, **kwargs})
+
+
+NORMS: list[tuple[Any, ...]] = [
+    (F.layer_norm, t(5, 3, 6), (6,)),
+    (F.layer_norm, t(5, 3, 6), (6,), t(6), t(6) + 1),
+    (F.layer_norm, t(5, 3, 6), (3, 6), t(3, 6)),
+    (torch.layer_norm, t(5, 6), (6,), t(6)),
+    (F.rms_norm, t(5, 3, 6), (6,), t(6)),
+    (F.rms_norm, t(5, 3, 6), (6,)),
+    (F.group_norm, t(5, 4, 3), 2, t(4), t(4) + 1),
+    (F.group_norm, t(5, 6, 3, 2), 3),
+    (F.instance_norm, t(5, 6, 3, 2), None, None, t(6), t(6) + 1),
+    (F.batch_norm, t(5, 6, 3), t(6), t(6).exp(), t(6), t(6) + 1),
+    (F.batch_norm, t(5, 6), t(6), t(6).exp()),
+]
+
+
+@pytest.mark.parametrize("case", NORMS, ids=lambda c: f"{c[0].__name__}{list(c[1].shape)}")
+def test_normalizations(case: Any) -> None:
+    check(*case, frozen=(1, 2) if case[0] is F.batch_norm else ())
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 3), (5, 6), (5, 6, 2, 3)], ids=str)
+def test_batch_norm_in_training_uses_the_whole_batch(shape: Any) -> None:
+    check(F.batch_norm, t(*shape), None, None, t(6), t(6) + 1, True)
+
+
+def test_batch_norm_writes_the_same_running_statistics_on_every_rank() -> None:
+    x, w, b = t(5, 6, 3), t(6), t(6)
+    mean, var = torch.zeros_like(w), torch.ones_like(w)
+    placed = [[S0, S2], [R, R], [R, R], [S0, R], [R, R]]
+    (got,) = check_rule(
+        F.batch_norm, x, mean, var, w, b, True, 0.3, layouts=placed, atol=1e-8, frozen=(1, 2)
+    )
+    F.batch_norm(x, mean, var, w, b, True, 0.3)
+    for _, mine, mine_too, *_ in got.arguments.values():
+        torch.testing.assert_close(mine, mean)
+        torch.testing.assert_close(mine_too, var)
+
+
+ATTENTION: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((t(5, 4, 3, 6), t(5, 4, 7, 6), t(5, 4, 7, 2)), {}),
+    ((t(5, 4, 3, 6), t(5, 4, 3, 6), t(5, 4, 3, 6)), {"is_causal": True}),
+    ((t(5, 3, 6), t(5, 3, 6), t(5, 3, 6)), {"scale": 0.3}),
+    ((t(5, 4, 3, 6), t(5, 2, 3, 6), t(5, 2, 3, 6)), {"enable_gqa": True, "is_causal": True}),
+    ((t(5, 4, 3, 6), t(5, 4, 7, 6), t(5, 4, 7, 2), t(3, 7) > 0), {}),
+    ((t(5, 4, 3, 6), t(5, 4, 7, 6), t(5, 4, 7, 2), t(5, 1, 3, 7)), {}),
+    ((t(5, 4, 3, 6), t(5, 2, 7, 6), t(5, 2, 7, 2), t(4, 1, 7)), {"enable_gqa": True}),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: f"{list(c[0][1].shape)}{c[1]}")
+def test_attention(case: Any) -> None:
+    check(F.scaled_dot_product_attention, *case[0], **case[1])
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "out"),
+    [
+        (F.layer_norm, (Arg((4, 3, 6), [S0, S2]), (6,), Arg((6,), [R, R])), (S0, R)),
+        (F.group_norm, (Arg((4, 6, 3), [S0, S1]), 3), (S0, S1)),
+        (F.group_norm, (Arg((4, 6, 3), [S0, S1]), 2), (S0, R)),
+        (F.scaled_dot_product_attention, (Arg((4, 6, 3, 8), [S0, S1]),) * 3, (S0, S1)),
+    ],
+)
+def test_placements(func: Any, args: Any, out: Any) -> None:
+    assert infer(func, *args).outputs == (out,)
+
+
+def test_query_length_may_be_split_causal_or_not() -> None:
+    q, kv = Arg((2, 2, 8, 4), [S2, R]), Arg((2, 2, 8, 4), [R, R])
+    assert infer(F.scaled_dot_product_attention, q, kv, kv).outputs == ((S2, R),)
+    assert infer(F.scaled_dot_product_attention, q, kv, kv, is_causal=True).outputs == ((S2, R),)

@@ -1,0 +1,98 @@
+"""Reductions: uneven and empty pieces, integers and bools, ties, NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from disttensor.placement import Partial, Replicate, Shard
+from ops import Arg, infer
+from tests.support.simulate import check_rule
+
+S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
+DIMS: list[Any] = [None, 0, -1, (0, 2), (0, 1, 2), ()]
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def check(*args: Any, **kwargs: Any) -> None:
+    """On 2x2, and on four ranks of which the last has nothing of 5."""
+    assert check_rule(*args, **kwargs)
+    assert check_rule(*args, mesh_shape=(4,), tries=8, seed=1, **kwargs)
+
+
+X = randn(5, 6, 3)
+WITH_ZEROS = X.clone()
+WITH_ZEROS[1:3, 2, 0] = 0
+WITH_NAN = X.clone()
+WITH_NAN[1, 2] = WITH_NAN[4, :, 1] = math.nan
+TIES = torch.randint(0, 3, (5, 6, 3), generator=torch.Generator().manual_seed(3)).double()
+
+
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("func", [torch.sum, torch.mean, torch.nansum])
+def test_sums_match_plain(func: Any, dim: Any, keepdim: bool) -> None:
+    check(func, X, dim, keepdim)
+
+
+@pytest.mark.parametrize("func", [torch.nansum, torch.nanmean, torch.sum, torch.mean])
+@pytest.mark.parametrize("dim", [None, 1, (0, 2)])
+def test_nan_counts_as_in_torch(func: Any, dim: Any) -> None:
+    check(func, WITH_NAN, dim, grad=func in (torch.nansum, torch.nanmean))
+
+
+@pytest.mark.parametrize("args", [(), (0,), (-1, True)])
+@pytest.mark.parametrize("x", [X, WITH_ZEROS], ids=["plain", "zeros"])
+def test_prod_matches_plain(x: torch.Tensor, args: Any) -> None:
+    check(torch.prod, x, *args)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("func", [torch.sum, torch.prod, torch.any, torch.all, torch.count_nonzero])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_integers_and_bools(func: Any, dim: Any, dtype: Any) -> None:
+    args = () if dim is None else (dim,)
+    check(func, TIES.abs().to(dtype), *args)
+
+
+def test_the_mean_of_half_precision_does_not_overflow() -> None:
+    check(torch.mean, torch.full((5, 4), 60000.0, dtype=torch.float16), rtol=1e-3)
+
+
+@pytest.mark.parametrize("func", [torch.sum, torch.mean])
+def test_a_dtype_for_the_result(func: Any) -> None:
+    check(func, TIES.int(), 1, dtype=torch.float32, rtol=1e-6)
+
+
+def test_empty_and_0d_tensors() -> None:
+    check(torch.sum, randn(0, 3))
+    check(torch.sum, randn(0, 3), 0)
+    check(torch.mean, randn(0, 3), 1)
+    check(torch.prod, randn(0, 3), 0)
+    check(torch.sum, randn())
+    check(torch.mean, randn(), 0)
+    check(torch.any, torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "out"),
+    [
+        (torch.sum, (Arg((5, 6), [S0, S1]), 1), (S0, P)),
+        (torch.sum, (Arg((5, 6), [S0, S1]),), (P, P)),
+        (torch.sum, (Arg((5, 6), [P, S1]), 0), (P, S0)),
+        (torch.mean, (Arg((5, 6), [S0, R]), [0]), (P, R)),
+        (torch.mean, (Arg((5, 6), [P, R]), 0), (P, R)),
+        (torch.prod, (Arg((5, 6), [S0, R]), 0), (R, R)),
+        (torch.any, (Arg((5, 6), [S0, R]), 0), (Partial("any"), R)),
+        (torch.all, (Arg((5, 6), [S0, R]), 1, True), (S0, R)),
+        (torch.nansum, (Arg((5, 6), [P, S0]), 1), (R, S0)),
+    ],
+)
+def test_placements_of_reductions(func: Any, args: Any, out: Any) -> None:
+    assert infer(func, *args).outputs == (out,)

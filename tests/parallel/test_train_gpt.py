@@ -1,0 +1,320 @@
+"""examples/train_gpt.py as users run it: the same losses on any mesh, and a quick clear end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import disttensor as dt
+from tests.support.pool import run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+ONE = [sys.executable, SCRIPT]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LAUNCH = [sys.executable, str(ROOT / "examples" / "launch.py"), "4", SCRIPT, "--pp=2", "--tp=2"]
+TINY = ["--layers=2", "--width=32", "--heads=4", "--context=16", "--batch=4", "--bytes=200000"]
+
+Trained = Callable[[str], tuple[list[float], str]]
+
+PATIENCE = 100.0  # seconds for a job that is not stuck
+SECONDS = 10.0  # "within seconds"
+
+
+@contextlib.contextmanager
+def job(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running job. However the block ends, no process of it is left."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            ranks = ranks_of(process.pid)
+            process.kill()
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def finished(command: list[str], cwd: Path) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr)"""
+    with job(command, cwd) as process:
+        out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that ``launcher`` has started, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def example(name: str) -> ModuleType:
+    """A module of examples/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def trained(command: list[str], model: str, folder: Path) -> tuple[list[float], str]:
+    """The losses of 30 steps with those of the validation behind them, and what the model writes."""
+    status, out, err = finished(
+        [*command, *TINY, *model.split(), "--steps=30", "--sample=8", "--losses=losses.json"],
+        folder,
+    )
+    assert status == 0, err
+    assert "Warning" not in err, err
+    assert "30/30" in out and "tokens/s" in out and "validation loss" in out, out
+    assert "loss curve" in out, out
+    written = json.loads((folder / "losses.json").read_text())
+    assert (len(written["losses"]), len(written["validation"])) == (30, 8)
+    return [*written["losses"], *written["validation"]], out.partition(" a prompt ")[2]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """``trained`` of one process; each model once."""
+
+    @functools.cache
+    def known(model: str) -> tuple[list[float], str]:
+        losses, text = trained(ONE, model, tmp_path_factory.mktemp("one"))
+        assert losses[29] < losses[0] - 0.5
+        return losses, text
+
+    return known
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    ("processes", "mesh", "model"),
+    [
+        (4, "--dp=2 --tp=2", "--dtype=float32"),
+        (4, "--sharding=4 --zero=3 --accumulate=2", "--dtype=float64"),
+    ],
+)
+def test_any_mesh_has_the_losses_of_one_process(
+    processes: int, mesh: str, model: str, one_process: Trained, tmp_path: Path
+) -> None:
+    command = [*TORCHRUN, f"--nproc-per-node={processes}", SCRIPT, *mesh.split()]
+    losses, text = trained(command, model, tmp_path)
+    expected, its_text = one_process(model)
+    exact = "float64" in model
+    assert losses == pytest.approx(expected, rel=0, abs=1e-10 if exact else 1e-3)
+    assert text == its_text or not exact  # what the model writes
+
+
+# On the workers of tests/support/pool.py: what takes long is to start processes ---------------------------------
+
+
+def short_run(options: str, folder: str) -> tuple[list[float], str]:
+    """On a rank of a running world: the losses, the validation's behind them, and what the model writes."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    before = sys.argv, torch.get_default_dtype(), dict(os.environ)
+    file = Path(folder, f"{time.monotonic_ns()}-{os.getpid()}.json")
+    sys.modules.setdefault("matplotlib.figure", None)  # type: ignore[arg-type]  # no curve
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = [SCRIPT, *TINY, "--steps=2", "--checks=1", "--sample=2", "--plot=", *options.split()]
+    os.environ["WORLD_SIZE"] = str(world)
+    try:
+        train = example("train_gpt")
+        train.FIRST = True  # each rank says what it has
+        sys.argv.append(f"--losses={file}")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train.main()
+    finally:
+        sys.argv, dtype, environment = before
+        torch.set_default_dtype(dtype)
+        sys.path.remove(str(ROOT / "examples"))
+        os.environ.clear()
+        os.environ.update(environment)
+    written = json.loads(file.read_text())
+    return [*written["losses"], *written["validation"]], out.getvalue().partition(" a prompt ")[2]
+
+
+@functools.cache
+def short_run_of_one(options: str, folder: str) -> tuple[list[float], str]:
+    return run_on_ranks(1, short_run, options, folder, timeout=PATIENCE)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("short"))
+
+
+EXACT = "--dtype=float64 --batch=8"
+HALF = {"bf16": 1e-3, "fp16": 2e-4}  # of losses of 5.5; measured: 2e-4 and 4e-5
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        ("--dp=4 --accumulate=2 --segment-mb=0.02 --recompute", "--dtype=float64 --batch=6"),
+        ("--sharding=4 --zero=1", EXACT),
+        ("--sharding=4 --zero=2 --segment-mb=0.02 --accumulate=2", EXACT),
+        ("--sharding=4 --anchors blocks.1 norm --accumulate=2", "--dtype=float64 --batch=6"),
+        ("--sharding=2 --dp=2 --accumulate=2 --segment-mb=0.02", EXACT),
+        ("--sharding=2 --tp=2 --zero=3 --recompute", f"{EXACT} --tie"),
+        ("--sharding=2 --cp=2 --zero=2", EXACT),
+        ("--pp=4", EXACT),
+        ("--pp=2 --dp=2 --schedule=gpipe --accumulate=2", EXACT),
+        ("--pp=2 --tp=2 --recompute", f"{EXACT} --tie"),
+        ("--pp=2 --sharding=2", f"{EXACT} --tie"),
+        ("--pp=2 --sharding=2 --zero=1 --segment-mb=0.01", EXACT),
+        ("--pp=2 --sharding=2 --zero=2 --schedule=interleaved_1f1b --recompute", EXACT),
+        ("--dp=2 --sharding=2 --accumulate=2", "--amp=bf16 --batch=8"),
+        ("--sharding=2 --tp=2 --zero=2", "--amp=fp16 --batch=8"),
+        ("--pp=2 --sharding=2 --recompute", "--amp=fp16 --batch=8"),
+    ],
+)
+def test_any_strategy_has_the_losses_of_one_process(mesh: str, model: str, folder: str) -> None:
+    expected, its_text = short_run_of_one(model, folder)
+    ranks = run_on_ranks(4, short_run, f"{mesh} {model}", folder, timeout=PATIENCE)
+    losses, text = ranks[0]
+    assert len(losses) == 3 and len(set(losses)) == 3
+    assert all(other == ranks[0] for other in ranks)
+    amp = next((name for name in HALF if name in model), None)
+    assert losses == pytest.approx(expected, rel=0, abs=HALF[amp] if amp else 1e-12)
+    assert text == its_text or amp
+
+
+@pytest.mark.slow
+@pytest.mark.limit(180)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+@pytest.mark.parametrize(
+    ("victim", "by", "message"),
+    [
+        ("rank 2", signal.SIGKILL, "was killed by SIGKILL"),
+        ("launcher", signal.SIGINT, "interrupted: all 4 processes have ended"),
+    ],
+    ids=["killed rank", "ctrl-c"],
+)
+def test_all_ranks_end_within_seconds_with_one_line(
+    victim: str, by: signal.Signals, message: str, tmp_path: Path
+) -> None:
+    with job([*LAUNCH, *TINY, "--steps=100000"], tmp_path) as process:
+        assert process.stdout is not None
+        seen = ""
+        for line in process.stdout:
+            seen += line
+            if "tokens/s" in line:
+                break
+        else:
+            assert process.stderr is not None
+            pytest.fail(seen + process.stderr.read())
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 4
+        os.kill(process.pid if victim == "launcher" else ranks[2], by)
+        killed = time.monotonic()
+        _, err = process.communicate(timeout=PATIENCE)
+        took = time.monotonic() - killed
+    assert took < SECONDS
+    assert process.returncode not in (0, None)
+    assert message in err
+    assert len(err.split("\n")) <= 3, err  # an empty line, the message, its end
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--batch=6 --accumulate=4", "--batch 6 is not a multiple of --accumulate 4"),
+        ("--width=30 --heads=4", "--width 30 is not a multiple of --heads 4"),
+        ("--schedule=2f2b", "invalid choice: '2f2b'"),
+        ("--pp=2", "pp=2 needs a multiple of 2 processes, and the world has 1. Start 2, or"),
+        ("--dp=2 --tp=3", "dp=2 x tp=3"),
+        ("--zero=4", "--zero: invalid choice: 4"),
+        ("--zero=2 --sharding=1", "--zero 2 splits over --sharding, which is 1"),
+        ("--segment-mb=8 --anchors blocks.1", "--anchors: not allowed with argument --segment-mb"),
+        ("--segment-mb=0", "a segment has a positive size"),
+        ("--anchors blocks.6", "--anchors blocks.6: the layers are tok, pos, blocks.0"),
+        ("--anchors norm norm", "twice"),
+        ("--amp=fp16 --dtype=float64", "--amp fp16 and --dtype float64 exclude each other"),
+        ("--pp=8 --layers=2", "--layers 2 are too few for --pp 8"),
+    ],
+)
+def test_options_that_do_not_fit(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options.split()])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        example("options").parse_args()
+
+
+def test_options_are_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "--pp=2 --dp=3 --sharding=4 --cp=1 --tp=2 --zero=2 --segment-mb=8 --amp=bf16 --recompute"
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *said.split()])
+    monkeypatch.setenv("WORLD_SIZE", "48")
+    args = example("options").parse_args()
+    assert (args.accumulate, args.visits) == (4, 1)
+    assert args.strategy == dt.Strategy(
+        pp=2, dp=3, sharding=4, cp=1, tp=2, zero_stage=2, segments=dt.SegmentBySize(8.0),
+        accumulate_steps=4, amp="bf16", recompute=["blocks.*"],
+    )  # fmt: skip
+    other = "--anchors blocks.1 norm --accumulate=2"
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *other.split()])
+    assert example("options").parse_args().strategy == dt.Strategy(
+        pp=1, segments=dt.SegmentByAnchors(["blocks.1", "norm"]), accumulate_steps=2
+    )
+
+
+def test_a_batch_depends_on_seed_and_step_only(tmp_path: Path) -> None:
+    text = example("text")
+    (tmp_path / "a").write_bytes(bytes(range(200)))
+    data = text.read_text([tmp_path / "a"])
+    inputs, targets = text.sample_batch(data, 3, 5, seed=1, step=7)
+    again, _ = text.sample_batch(data, 3, 5, seed=1, step=7)
+    other, _ = text.sample_batch(data, 3, 5, seed=1, step=8)
+    assert inputs.shape == targets.shape == (3, 5)
+    assert inputs.equal(again) and not inputs.equal(other)
+    assert targets.equal(inputs + 1)  # in this text each byte is one more than the one before
+
+
+def test_text_that_is_too_short_is_refused_with_the_length_it_needs() -> None:
+    text = example("text")
+    with pytest.raises(SystemExit, match=r"has 100 bytes, and with a context of 64 .* 130"):
+        text.split(text.torch.zeros(100, dtype=text.torch.uint8), context=64)
+
+
+def test_help_lists_the_options(tmp_path: Path) -> None:
+    status, out, err = finished([*ONE, "--help"], tmp_path)
+    assert status == 0, err
+    for option in (
+        "--pp",
+        "--dp",
+        "--sharding",
+        "--zero",
+        "--segment-mb",
+        "--anchors",
+        "--accumulate",
+        "--amp",
+        "--recompute",
+        "--tp",
+        "--schedule",
+        "--layers",
+        "--data",
+        "--steps",
+        "--dtype",
+        "--losses",
+    ):
+        assert option in out

@@ -1,0 +1,208 @@
+"""pipeline.run: gradients as by plain accumulation, for every schedule; what is live when; errors before anything is sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import pipeline
+from tests.support.oracle import randn
+from tests.support.pool import on_ranks
+from tests.support.stages import Stages, check_stages, stage_meshes
+
+SCHEDULES = ["gpipe", "1f1b"]
+
+
+def batches(count, even=False):
+    """Micro-batches of different numbers of rows."""
+    return [randn(3 if even else 2 + i % 3, 6, seed=i) for i in range(count)]
+
+
+def deep(visits, tie=False, skip=False):
+    """A program of ``visits`` stages on micro-batches; parameters are made once, before."""
+
+    def program(on: Stages, count, schedule, stages=None):
+        widths = [6, *[5] * visits]
+        params = [
+            (on.leaf(randn(widths[s + 1], widths[s], seed=s), s), on.leaf(randn(5, seed=s + 1), s))
+            for s in range(visits)
+        ]
+
+        def step(batch):
+            x = first = on.value(batch, 0)
+            for s, (w, b) in enumerate(params):
+                x = torch.tanh(torch.nn.functional.linear(on.to(x, s), w, b))
+                first = x if s == 0 else first
+            if skip:
+                x = x + on.to(first, visits - 1)
+            if tie:
+                x = x @ on.to(params[0][0], visits - 1)
+            return (x**2).mean()
+
+        data = batches(count)
+        if on.meshes is None:
+            return [step(batch) for batch in data]
+        return pipeline.run(step, data, schedule, stages=stages)
+
+    return program
+
+
+def check(program, meshes, seed, count, schedule, stages=None):
+    """As in one process. The backward of the pipeline has run already."""
+
+    def whole(on):
+        return program(on, count, schedule, stages)
+
+    def backward(losses):
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
+
+    check_stages(whole, meshes, seed, backward, same_flags=False)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("how", [{}, {"skip": True}, {"tie": True}], ids=str)
+@on_ranks(2)
+def test_two_stages(schedule, count, how):
+    check(deep(2, **how), stage_meshes(), 0, count, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [2, 6])
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@on_ranks(4)
+def test_more_stages(schedule, count, kind):
+    meshes = stage_meshes(kind)
+    check(deep(len(meshes), skip=True, tie=True), meshes, kind, count, schedule)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("visits", [2, 3])
+@on_ranks(2)
+def test_interleaved(count, visits):
+    meshes = stage_meshes()
+    check(deep(2 * visits), meshes, 0, count, "interleaved_1f1b", meshes * visits)
+    check(deep(2 * visits), meshes, 0, count, "gpipe", meshes * visits)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+@on_ranks(4)
+def test_interleaved_on_four(count):
+    meshes = stage_meshes(1)
+    check(deep(8, skip=True), meshes, 0, count, "interleaved_1f1b", meshes * 2)
+
+
+@on_ranks(2)
+def test_a_return_within_one_visit():
+    """A schedule of one visit waits inside it for what comes back; 1f1b would wait forever."""
+    check(deep(3), stage_meshes(), 0, 3, "gpipe")
+    with pytest.raises(ValueError, match=r"comes back to an earlier mesh .*interleaved_1f1b"):
+        check(deep(3), stage_meshes(), 0, 3, "1f1b")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_what_is_live_when(schedule):
+    """1f1b holds p - s micro-batches on stage s at most, gpipe all of them."""
+    meshes, count = stage_meshes(1), 7
+    live: list[int] = [0]
+    w = [
+        dt.shard_tensor(randn(6, 6, seed=s), mesh, requires_grad=True)
+        for s, mesh in enumerate(meshes)
+    ]
+
+    class Counted(torch.autograd.Function):
+        """Notes the forward and the backward of a micro-batch on this rank."""
+
+        @staticmethod
+        def forward(ctx, x):
+            live.append(live[-1] + 1)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            live.append(live[-1] - 1)
+            return g
+
+    count_it = dt.local_map(Counted.apply, out_placements=[dt.Replicate()], out_shapes=(3, 6))
+
+    def step(batch):
+        x = dt.shard_tensor(batch, meshes[0])
+        for s, mesh in enumerate(meshes):
+            x = dt.reshard(x, mesh) @ w[s]
+            x = count_it(x)
+        return x.sum()
+
+    pipeline.run(step, batches(count, even=True), schedule)
+    stage = next(s for s, mesh in enumerate(meshes) if mesh.coordinate is not None)
+    assert max(live) == (len(meshes) - stage if schedule == "1f1b" else count)
+    assert live[-1] == 0
+
+
+@on_ranks(2)
+def test_a_recorded_run():
+    with pipeline.record() as recorded:
+        check(deep(2), stage_meshes(), 0, 3, "1f1b")
+    timeline = recorded.timeline()
+    assert timeline.ranks == [0, 1]
+    order = [str(e.action) for e in recorded.events if e.kind != "wait"]
+    stage = next(s for s, mesh in enumerate(stage_meshes()) if mesh.coordinate is not None)
+    assert order == [str(a) for a in pipeline.one_f_one_b(2, 3).orders[stage]]
+    assert 0 < timeline.bubble < 1
+
+
+@on_ranks(2)
+def test_forward_only():
+    meshes = stage_meshes()
+    w = dt.shard_tensor(randn(6, 6), meshes[1], requires_grad=True)
+
+    def step(batch):
+        return (dt.reshard(dt.shard_tensor(batch, meshes[0]), meshes[1]) @ w).sum()
+
+    data = batches(3)
+    with torch.no_grad():
+        losses = pipeline.run(step, data)
+    values = [loss.full_tensor(everywhere=True).item() for loss in losses]
+    expected = [(batch @ randn(6, 6)).sum().item() for batch in data]
+    assert values == pytest.approx(expected) and w.grad is None
+
+
+@on_ranks(2)
+def test_what_cannot_be_run():
+    meshes = stage_meshes()
+    w = dt.shard_tensor(randn(6, 6), meshes[1], requires_grad=True)
+
+    def step(batch):
+        return (dt.reshard(dt.shard_tensor(batch, meshes[0]), meshes[1]) @ w).sum()
+
+    data = batches(2)
+    never = pipeline.Schedule(["B0 F0 F1 B1", "F0 B0 F1 B1"])
+    stuck = pipeline.Schedule(["F0 B0 F1 B1", "F1 B1 F0 B0"])
+    with dt.record_comms() as comms:
+        for schedule, stages, words in (
+            ("2f2b", None, "known: 'gpipe'"),
+            ("interleaved_1f1b", None, "stages="),
+            (never, None, "B0"),
+            (stuck, meshes, "never"),
+            (pipeline.gpipe(2, 3), meshes, "3 micro-batches"),
+            ("1f1b", [meshes[0], meshes[1], meshes[0]], "as often as the others"),
+            (pipeline.Schedule(["F1 F0 B0 B1", "F1 F0 B0 B1"]), None, "give stages="),
+        ):
+            with pytest.raises(ValueError, match=words):
+                pipeline.run(step, data, schedule, stages=stages)
+        with pytest.raises(ValueError, match="no micro-batches"):
+            pipeline.run(step, [])
+    assert len(comms) == 0
+    for bad, words in (
+        (lambda batch: None, r"gave NoneType for micro-batch 0"),
+        (lambda batch: step(batch).expand(2), r"gave f64\[2\] for micro-batch 0"),
+        (lambda batch: step(batch).detach(), "does not require grad"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            pipeline.run(bad, data)
+    with pytest.raises(ValueError, match=r"2 stages.*3 stages|3 stages.*2 stages"):
+        pipeline.run(step, data, pipeline.gpipe(3, 2))
+    assert len(pipeline.run(step, data)) == 2  # and it still works

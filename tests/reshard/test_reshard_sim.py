@@ -1,0 +1,103 @@
+"""Every kind of movement on threads: many layouts and big meshes, without processes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import reshard
+from tests.support.reshard_cases import (
+    P,
+    R,
+    S,
+    Threads,
+    check_pair,
+    layouts,
+    locals_of,
+    spec,
+    value,
+)
+
+OPS = ("sum", "avg", "max", "min", "prod")
+
+
+def run_pairs(world: Threads, pairs, shape, dtype=torch.float32) -> None:
+    """reshard.run for all pairs of placements on all ranks; the inputs must stay as they were."""
+    whole = value(shape, dtype)
+    first = world.meshes[0]
+    inputs = {a: locals_of(spec(first, a, shape, dtype), whole) for a, _ in pairs}
+
+    def body(mesh):
+        outs = []
+        for a, b in pairs:
+            x = inputs[a][mesh.coordinate]
+            before = x.clone()
+            out = reshard.run(x, spec(mesh, a, shape, dtype), spec(mesh, b, shape, dtype))
+            assert torch.equal(x, before) and out.dtype == dtype
+            outs.append(out.clone())
+        return outs
+
+    results = world.run(body)
+    for i, (a, b) in enumerate(pairs):
+        s, d = (spec(first, p, shape, dtype) for p in (a, b))
+        check_pair(s, d, whole, {place: outs[i] for place, outs in results.items()})
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 8), (1, 4), (0, 3)], ids=str)
+def test_every_pair_on_one_axis_of_four(shape, monkeypatch):
+    pairs = list(itertools.product(layouts(2, 1, OPS), repeat=2))
+    run_pairs(Threads((4,), monkeypatch), pairs, shape)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (8, 4)], ids=str)
+def test_every_pair_on_two_by_two(shape, monkeypatch):
+    pairs = list(itertools.product(layouts(2, 2, ("sum", "max")), repeat=2))
+    run_pairs(Threads((2, 2), monkeypatch), pairs, shape)
+
+
+def test_any_order_of_axes_on_one_dim(monkeypatch):
+    orders = [
+        (S(0), S(0)),
+        (S(0, 1), S(0, 0)),
+        (S(0), S(1)),
+        (R, S(0)),
+        (S(0), R),
+        (S(1), S(1)),
+        (R, R),
+    ]
+    pairs = list(itertools.product(orders, repeat=2))
+    for shape in [(5, 3), (7, 2), (12, 6)]:
+        run_pairs(Threads((2, 3), monkeypatch), pairs, shape)
+
+
+@pytest.mark.parametrize("mesh", [(2, 3, 2), (2, 2, 2, 2), (1, 3, 1, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 3, 4), (17,), ()], ids=str)
+def test_random_layouts_on_big_meshes(mesh, shape, monkeypatch):
+    rnd = random.Random(str((mesh, shape)))
+    choices = [R, *map(P, OPS)] + [S(d) for d in range(len(shape))] * 3
+
+    def layout():
+        out = [rnd.choice(choices) for _ in mesh]
+        for d in range(len(shape)):  # a random order of the axes that split a dim
+            axes = [i for i, p in enumerate(out) if p == S(d)]
+            for i, order in zip(axes, rnd.sample(range(len(axes)), len(axes)), strict=True):
+                out[i] = S(d, order)
+        return tuple(out)
+
+    run_pairs(Threads(mesh, monkeypatch), [(layout(), layout()) for _ in range(60)], shape)
+
+
+@pytest.mark.parametrize("op", ["any", "all", "max", "min"])
+def test_bool(op, monkeypatch):
+    pairs = list(itertools.product(layouts(2, 1, (op,)), repeat=2))
+    run_pairs(Threads((4,), monkeypatch), pairs, (5, 3), torch.bool)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16, torch.float64])
+def test_dtypes(dtype, monkeypatch):
+    ops = ("max", "min") if dtype == torch.uint8 else ("sum", "max", "min", "prod")
+    pairs = list(itertools.product(layouts(2, 1, ops), repeat=2))
+    run_pairs(Threads((3,), monkeypatch), pairs, (5, 3), dtype)

@@ -1,0 +1,204 @@
+"""For the reshard tests: locals made for any spec, and a world of threads instead of processes.
+
+Values are small whole numbers, so that every reduction is exact in every dtype and results compare
+bit for bit. ``locals_of`` is the meaning of a spec written a second time, independently of reshard.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from disttensor.comm import collectives
+from disttensor.layout import layout_of
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.spec import DistSpec
+
+R, S, P = Replicate(), Shard, Partial
+Tensor = torch.Tensor
+
+
+def spec(
+    mesh: Any, placements: Sequence[Placement], shape: Sequence[int], dtype=torch.float32
+) -> DistSpec:
+    return DistSpec(mesh, layout_of(placements, len(shape), mesh.ndim), shape, dtype)
+
+
+def value(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The global tensor: powers of two, so that what is done to its pieces is exact."""
+    g = torch.Generator().manual_seed(seed)
+    x = 2 ** torch.randint(0, 3, tuple(shape), generator=g)
+    return x % 4 == 0 if dtype == torch.bool else x.to(dtype)
+
+
+def pieces(x: Tensor, op: str, n: int, g: torch.Generator) -> list[Tensor]:
+    """n different tensors whose ``op`` is x."""
+    whole = x.to(torch.float64)
+    noise = [torch.randint(0, 3, x.shape, generator=g).to(torch.float64) for _ in range(n)]
+    lucky = torch.randint(0, n, x.shape, generator=g)
+    if op in ("sum", "avg"):
+        out = [*noise[:-1], whole * (n if op == "avg" else 1) - sum(noise[:-1], 0 * whole)]
+    elif op == "prod":
+        signs = [1 - 2 * (t % 2) for t in noise]
+        product = torch.stack(signs).prod(0)
+        out = [torch.where(lucky == i, s * product * whole, s) for i, s in enumerate(signs)]
+    elif x.dtype == torch.bool:
+        miss = (lambda t: x & (t > 0)) if op in ("max", "any") else (lambda t: x | (t > 0))
+        return [torch.where(lucky == i, x, miss(t)) for i, t in enumerate(noise)]
+    else:
+        down = 1 if op == "max" else -1
+        out = [torch.where(lucky == i, whole, whole - down * t) for i, t in enumerate(noise)]
+    return [t.clamp(min=0).to(x.dtype) if x.dtype == torch.uint8 else t.to(x.dtype) for t in out]
+
+
+def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
+    stack = torch.stack([p.to(torch.float64) for p in parts])
+    out = {
+        "sum": lambda: stack.sum(0), "avg": lambda: stack.mean(0), "prod": lambda: stack.prod(0),
+        "max": lambda: stack.amax(0), "min": lambda: stack.amin(0),
+        "any": lambda: stack.amax(0), "all": lambda: stack.amin(0),
+    }[op]()  # fmt: skip
+    return out.to(parts[0].dtype)
+
+
+def locals_of(s: DistSpec, whole: Tensor, seed: int = 1) -> dict[tuple[int, ...], Tensor]:
+    """The local of every coordinate, where ``whole`` is the value: outer axes are split first."""
+    g = torch.Generator().manual_seed(seed)
+    values: dict[tuple[int, ...], Tensor] = {(): whole}
+    for axis, n in enumerate(s.mesh.shape):
+        op = dict(s.layout.partial).get(axis)
+        values = {
+            (*place, i): part
+            for place, v in values.items()
+            for i, part in enumerate(pieces(v, op, n, g) if op else [v] * n)
+        }
+    return {place: window(v, s.box_at(place)) for place, v in values.items()}
+
+
+def window(x: Tensor, box: tuple[Any, Any]) -> Tensor:
+    return x[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].clone()
+
+
+def value_of(s: DistSpec, parts: dict[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], Tensor]:
+    """At every coordinate the piece with all reductions done, inner axes first."""
+    for axis, op in sorted(s.layout.partial, reverse=True):
+        n = s.mesh.shape[axis]
+        sides = {p: [(*p[:axis], i, *p[axis + 1 :]) for i in range(n)] for p in parts}
+        parts = {p: reduce(op, [parts[side] for side in sides[p]]) for p in parts}
+    return parts
+
+
+def layouts(ndim: int, axes: int, ops: Sequence[str]) -> list[tuple[Placement, ...]]:
+    one = [R, *map(S, range(ndim)), *map(P, ops)]
+    return list(itertools.product(one, repeat=axes))
+
+
+class Threads:
+    """A mesh whose ranks are threads of this process; ``comm`` is replaced meanwhile."""
+
+    def __init__(self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shape = shape
+        self.places = list(itertools.product(*map(range, shape)))
+        self.boards: dict[Any, tuple[threading.Barrier, list[Any]]] = {}
+        self.lock = threading.Lock()
+        names = "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "all_to_all_even"
+        for name in names:
+            monkeypatch.setattr(collectives, name, getattr(self, name))
+        self.meshes = [self.mesh(place) for place in self.places]
+
+    def mesh(self, place: tuple[int, ...]) -> Any:
+        mesh = SimpleNamespace(
+            shape=self.shape, ndim=len(self.shape), coordinate=place, device="cpu"
+        )
+        mesh.dim_names = tuple("abcd"[: len(self.shape)])
+        mesh.members = lambda axes, place: ProcessMesh.members(mesh, axes, place)
+        mesh.group = lambda axes: self.group(mesh, tuple(axes))
+        return _Hashed(mesh)
+
+    def group(self, mesh: Any, axes: tuple[int, ...]) -> Any:
+        places = mesh.members(axes, mesh.coordinate)
+        with self.lock:
+            board = self.boards.setdefault(
+                (axes, places[0]),
+                (threading.Barrier(len(places), timeout=20), [None] * len(places)),
+            )
+        return SimpleNamespace(size=len(places), index=places.index(mesh.coordinate), board=board)
+
+    def run(self, body: Callable[[Any], Any]) -> dict[tuple[int, ...], Any]:
+        """``body(mesh)`` on every rank at once: the results by coordinate."""
+        out: dict[tuple[int, ...], Any] = {}
+        errors: list[BaseException] = []
+
+        def work(mesh: Any) -> None:
+            try:
+                out[mesh.coordinate] = body(mesh)
+            except BaseException as error:
+                errors.append(error)
+                for barrier, _ in self.boards.values():
+                    barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(mesh,)) for mesh in self.meshes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next(
+                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+            )
+        return out
+
+    def swap(self, x: Any, group: Any) -> list[Any]:
+        barrier, board = group.board
+        board[group.index] = x
+        barrier.wait()
+        got = list(board)
+        barrier.wait()
+        return got
+
+    def all_gather(self, x: Tensor, group: Any, shape: Any = None) -> Tensor:
+        out = torch.stack(self.swap(x, group))
+        return out if shape is None else out.view(shape)
+
+    def all_reduce(self, x: Tensor, op: str, group: Any) -> Tensor:
+        return reduce(op, self.swap(x, group))
+
+    def reduce_scatter(self, x: Tensor, op: str, group: Any, shape: Any = None) -> Tensor:
+        x = x.reshape(group.size, *(x.shape[1:] if shape is None else shape))
+        return reduce(op, [part[group.index] for part in self.swap(x, group)])
+
+    def all_to_all_even(self, x: Tensor, group: Any) -> Tensor:
+        return torch.stack([part[group.index] for part in self.swap(x, group)])
+
+    def all_to_all(
+        self, parts: Sequence[Tensor], numels: Sequence[int], group: Any
+    ) -> list[Tensor]:
+        got = [row[group.index].reshape(-1) for row in self.swap(list(parts), group)]
+        assert [t.numel() for t in got] == list(numels)
+        return got
+
+
+class _Hashed:
+    """A SimpleNamespace that can be part of a key: equal to itself only, as a ProcessMesh is."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.__dict__ = mesh.__dict__
+
+
+def check_pair(
+    s: DistSpec, d: DistSpec, whole: Tensor, out: dict[Any, Tensor], note: str = ""
+) -> None:
+    """The locals ``out`` mean ``whole`` under ``d``, at every coordinate, bit for bit."""
+    for place, got in value_of(d, out).items():
+        want = window(whole, d.box_at(place))
+        assert got.shape == want.shape and torch.equal(got, want), (
+            f"{s!r} -> {d!r} at {place}: {[str(x) for x in reshard.choose(s, d)]} {note}"
+        )

@@ -1,0 +1,136 @@
+"""Ranks as threads: collectives meet at a barrier, so that ranks which disagree are an error."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Coordinate = tuple[int, ...]
+PATIENCE = 10.0  # seconds that a rank waits for the others
+
+
+class World:
+    """The ranks' meeting point."""
+
+    def __init__(self, mesh_shape: Coordinate) -> None:
+        self.mesh_shape = mesh_shape
+        self.all = list(itertools.product(*(range(n) for n in mesh_shape)))
+        self.barrier = threading.Barrier(len(self.all))
+        self.slots: dict[Coordinate, Any] = {}
+
+    def exchange(self, me: Coordinate, tag: tuple[Any, ...], x: Tensor) -> dict[Coordinate, Tensor]:
+        """Everybody's x; all come to the same collective, members with one shape."""
+        self.slots[me] = (tag, x)
+        self.barrier.wait(PATIENCE)
+        got = dict(self.slots)
+        self.barrier.wait(PATIENCE)
+        tags = {c: t for c, (t, _) in got.items()}
+        alike = all(t[:2] == tag[:2] for t in tags.values()) and all(
+            t == tag
+            for c, t in tags.items()
+            if all(a in tag[1] or c[a] == i for a, i in enumerate(me))
+        )
+        assert alike, f"the ranks disagree about a collective: {tags}"
+        return {c: v for c, (_, v) in got.items()}
+
+
+def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
+    stack = torch.stack(list(pieces))
+    if op == "sum":
+        return stack.sum(0, dtype=stack.dtype)
+    if op == "avg":
+        return stack.mean(0)
+    if op == "prod":
+        return stack.prod(0, dtype=stack.dtype)
+    if op in ("any", "all"):
+        return (stack.any(0) if op == "any" else stack.all(0)).to(stack.dtype)
+    return stack.amax(0) if op == "max" else stack.amin(0)
+
+
+class SimulatedReach:
+    """ops.local.Reach among threads."""
+
+    def __init__(self, world: World, me: Coordinate) -> None:
+        self.world = world
+        self.me = me
+        self.log: list[tuple[str, tuple[int, ...], int]] = []
+
+    def gathered(self, kind: str, x: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
+        self.log.append((kind, tuple(axes), x.numel()))
+        tag = (kind, tuple(axes), tuple(x.shape), x.dtype)
+        got = self.world.exchange(self.me, tag, x.detach().clone())
+        members = []
+        for inner in itertools.product(*(range(self.world.mesh_shape[a]) for a in axes)):
+            at = list(self.me)
+            for a, i in zip(axes, inner, strict=True):
+                at[a] = i
+            members.append(got[tuple(at)])
+        return members
+
+    def all_reduce(self, x: Tensor, op: str, axes: tuple[int, ...]) -> Tensor:
+        if not axes:
+            return x
+        if op == "sum" and x.requires_grad and torch.is_grad_enabled():
+            return _AllReduce.apply(x, self, axes)
+        return reduce_all(self.gathered(f"all_reduce {op}", x, axes), op)
+
+    def all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return torch.stack(self.gathered("all_gather", x, axes)) if axes else x.detach()[None]
+
+    def fetch(self, x: Tensor, dim: int, have: Any, want: Any, axes: tuple[int, ...]) -> Tensor:
+        """By way of the whole: right, and of nothing but the definition."""
+        return _Ranges.apply(x, self, dim, have, want, axes)
+
+
+class _Ranges(torch.autograd.Function):
+    """Member i holds have[i]; it gets, of the sum of all, want[i]. Its transpose is of its kind."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, reach: SimulatedReach, dim: int, have: Any, want: Any, axes: Any
+    ) -> Tensor:
+        ctx.with_ = reach, dim, have, want, axes
+        place = 0
+        for a in axes:
+            place = place * reach.world.mesh_shape[a] + reach.me[a]
+        assert x.shape[dim] == have[place][1] - have[place][0]
+        shape = list(x.shape)
+        shape[dim] = max(stop for _, stop in (*have, *want))
+        whole = x.new_zeros(shape)
+        start, stop = have[place]
+        whole.narrow(dim, start, stop - start).add_(x)
+        total = reduce_all(reach.gathered("fetch", whole, axes), "sum")
+        start, stop = want[place]
+        return total.narrow(dim, start, stop - start).clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        reach, dim, have, want, axes = ctx.with_
+        return _Ranges.apply(g, reach, dim, want, have, axes), *(None,) * 5
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = reach, axes
+        return reduce_all(reach.gathered("all_reduce sum", x, axes), "sum")
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _Spread.apply(g, *ctx.with_), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = reach, axes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _AllReduce.apply(g, *ctx.with_), None, None
