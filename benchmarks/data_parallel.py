@@ -1,11 +1,12 @@
-"""Whole training steps under data parallelism, ours and torch's DDP and FSDP2 side by side: time, and bytes on the wire.
+"""Whole training steps under data parallelism, ours and torch's DDP and FSDP2 side by side: time,
+and bytes on the wire.
 
     python benchmarks/data_parallel.py                                  # 2 and then 4 ranks
     python benchmarks/data_parallel.py --ranks 2 --only "stage 3"
     python benchmarks/data_parallel.py --markdown docs/performance.md   # and write the section there
 
-Processes over gloo with one thread each. The sides of a row take turns, step by step, so that noise hits them alike, and they
-must compute the same losses.
+Processes over gloo with one thread each. The sides of a row take turns, step by step, so that noise
+hits them alike, and they must compute the same losses.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ import disttensor as dt
 
 
 class Moves(NamedTuple):
-    """What theory sends in a step: how often all parameters are gathered, and those of the blocks once more; how often
-    gradients are reduce-scattered; and how often what a rank holds of them is all-reduced among replicas."""
+    """What theory sends in a step: how often all parameters are gathered, and those of the blocks
+    once more; how often gradients are reduce-scattered; and how often what a rank holds of them is
+    all-reduced among replicas."""
 
     gathers: int
     again: int
@@ -97,7 +99,8 @@ def rows(n: int) -> list[Row]:
 
 @dataclass
 class Result:
-    """Of each side, ours first: ``seconds`` and ``cpu`` (of one rank with all its threads) of each step, and bytes."""
+    """Of each side, ours first: ``seconds`` and ``cpu`` (of one rank with all its threads) of each
+    step, and bytes."""
 
     row: str
     peer: str
@@ -239,8 +242,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def section(results: Sequence[Result], args: argparse.Namespace) -> str:
     settings = settings_of(args)
     model = (
-        f"{settings.depth} blocks of width {settings.width}, {settings.numel * 4 / 1e6:.0f} MB of parameters in fp32, "
-        f"{settings.rows} x {settings.time} tokens per rank and micro-batch."
+        f"{settings.depth} blocks of width {settings.width}, {settings.numel * 4 / 1e6:.0f} MB of "
+        f"parameters in fp32, {settings.rows} x {settings.time} tokens per rank and micro-batch."
     )
     cores = f"{os.cpu_count()} cores for {' or '.join(map(str, args.ranks))} ranks"
     return SECTION.format(

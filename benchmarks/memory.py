@@ -1,9 +1,11 @@
-"""What a rank holds and sends under each strategy, measured on four processes and beside the formula.
+"""What a rank holds and sends under each strategy, measured on four processes and beside the
+formula.
 
     python benchmarks/memory.py --markdown docs/parallel.md
 
-writes the table into the page, between its two marks; without the option it is printed. The model is the GPT of examples/,
-in float32 with AdamW. Figures are those of rank 0 in the third step. It fails where a figure is off its formula.
+writes the table into the page, between its two marks; without the option it is printed. The model
+is the GPT of examples/, in float32 with AdamW. Figures are those of rank 0 in the third step. It
+fails where a figure is off its formula.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ CONFIG = GPTConfig(vocab=256, layers=4, width=128, heads=4, context=64)
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 WRONG: list[str] = []  # figures that are not what their formula says
 COLUMNS = {
-    "parameters": "parameters", "gradients": "gradients", "state": "optimizer", "gathered": "gathered at most",
-    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "send": "send",
+    "parameters": "parameters", "gradients": "gradients", "state": "optimizer",
+    "gathered": "gathered at most",
+    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce",
+    "send": "send",
     "kept": "kept for backward",
 }  # fmt: skip
 # Of a figure: a number for each parameter, the loss, norms that tensor parallelism leaves whole.
@@ -49,7 +53,8 @@ SLACK = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy, and what each figure should be: see ``letters``. Columns without a formula are 0, but ``kept``."""
+    """A strategy, and what each figure should be: see ``letters``. Columns without a formula are 0,
+    but ``kept``."""
 
     name: str
     fields: dict[str, Any]
@@ -83,8 +88,9 @@ def rows() -> list[Row]:
 
 
 def letters(model: Any, strategy: dt.Strategy) -> dict[str, float]:
-    """Bytes, in float32: M the parameters of a rank if nothing were sharded; B of them in a block; A what goes from
-    block to block, of the rank's part of the batch; E the table of positions. L: blocks. K: micro-batches."""
+    """Bytes, in float32: M the parameters of a rank if nothing were sharded; B of them in a block;
+    A what goes from block to block, of the rank's part of the batch; E the table of positions. L:
+    blocks. K: micro-batches."""
     degrees, K = strategy.degrees(), strategy.accumulate_steps
     here = {name: _unsharded(p) for name, p in model.named_parameters() if p.is_initialized}
     tokens = BATCH * CONFIG.context // (degrees.dp * degrees.sharding)
@@ -105,7 +111,7 @@ def _unsharded(p: Any) -> int:
     return p.numel() // (mesh.shape[-1] if isinstance(split, dt.Shard) else 1)
 
 
-# Measuring --------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def measure(row: Row) -> tuple[dict[str, float], dict[str, float]]:
@@ -217,7 +223,7 @@ def kept(program: Any, batch: Any, parameters: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
-# Showing ----------------------------------------------------------------------------------------------
+# Showing ------------------------------------------------------------------------------------------
 
 
 def cells(row: Row, figures: dict[str, float], known: dict[str, float]) -> list[str]:

@@ -1,9 +1,11 @@
-"""What one rank does during a step: forwards and backwards of segments, and the collectives under way beside them.
+"""What one rank does during a step: forwards and backwards of segments, and the collectives under
+way beside them.
 
     python benchmarks/overlap.py                          # text
     python benchmarks/overlap.py --svg docs/overlap.svg   # and a picture
 
-Of several steps of the GPT of data_parallel.py the fastest is shown: replicas with an all-reduce per block, then stage 3.
+Of several steps of the GPT of data_parallel.py the fastest is shown: replicas with an all-reduce
+per block, then stage 3.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ ROWS = ("compute", "gathers", "reductions")
 
 
 class Span(NamedTuple):
-    """Seconds from ``start`` to ``end``. kind: F, B (of a segment), wait, or the name of a collective; what: the segment."""
+    """Seconds from ``start`` to ``end``. kind: F, B (of a segment), wait, or the name of a
+    collective; what: the segment."""
 
     row: str
     kind: str
@@ -46,7 +49,8 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Records spans. Made once per process; ``watch`` puts it on the module's blocks and on collectives in the background."""
+    """Records spans. Made once per process; ``watch`` puts it on the module's blocks and on
+    collectives in the background."""
 
     def __init__(self, model: Any) -> None:
         self.spans: list[Span] = []
@@ -76,8 +80,8 @@ class Clock:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record what is started in the background. It is over when a look finds it so, or a wait for it returns: gloo's
-        reduce_scatter does not tell before."""
+        """Record what is started in the background. It is over when a look finds it so, or a wait
+        for it returns: gloo's reduce_scatter does not tell before."""
         start, wait = collectives._start, collectives.Pending.wait
         under_way: dict[Any, tuple[str, float]] = {}
         closing = threading.Event()
@@ -134,7 +138,8 @@ def _before(number: int) -> str:
 
 
 def named(spans: list[Span], depth: int) -> list[Span]:
-    """Collectives get the names of their segments, which follow from their order where there is one for each."""
+    """Collectives get the names of their segments, which follow from their order where there is one
+    for each."""
     up = [str(i) for i in range(depth)]
     orders = {"reductions": [*up[::-1], "rest"], "gathers": ["rest", *up, *up[::-1]]}
     for row, order in orders.items():
@@ -159,13 +164,15 @@ def length(spans: list[Span]) -> float:
 
 
 def hidden(spans: list[Span]) -> float:
-    """The part, 0 to 1, of the time with a collective under way in which this rank did not wait for one."""
+    """The part, 0 to 1, of the time with a collective under way in which this rank did not wait for
+    one."""
     waits = length([s for s in spans if s.kind == "wait"])
     return 1 - waits / length([s for s in spans if s.row != "compute"])
 
 
 def text(title: str, spans: list[Span]) -> str:
-    """A row each for what was computed (F0==, B0##, dots: waiting) and for collectives under way."""
+    """A row each for what was computed (F0==, B0##, dots: waiting) and for collectives under
+    way."""
     first, last = spans[0].start, max(s.end for s in spans)
     scale = COLUMNS / (last - first)
     lines = []
@@ -180,8 +187,8 @@ def text(title: str, spans: list[Span]) -> str:
         if "".join(line).strip():
             lines.append(f"{row:>10} |{''.join(line[:COLUMNS])}|")
     head = (
-        f"{title}: {1e3 * (last - first):.1f} ms; of the time with a collective under way, {hidden(spans):.0%} is "
-        "not spent waiting for one"
+        f"{title}: {1e3 * (last - first):.1f} ms; of the time with a collective under way, "
+        f"{hidden(spans):.0%} is not spent waiting for one"
     )
     return "\n".join([head.replace("%", " %"), *lines])
 
@@ -196,8 +203,8 @@ def svg(charts: list[tuple[str, list[Span]]]) -> str:
     panels = HEAD + ROW * len(ROWS) + 30
     height = panels * len(charts) + 20
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 '
+        f'{WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
     ]  # fmt: skip
     for number, (title, spans) in enumerate(charts):
@@ -217,8 +224,10 @@ def _panel(title: str, spans: list[Span], top: int) -> list[str]:
             x, width = LEFT + (span.start - first) * unit, (span.end - span.start) * unit
             colour = COLOURS.get(span.kind, "#e45756")
             lines.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{colour}" stroke="#fff" '
-                f'stroke-width="0.5"><title>{span.kind} {span.what}: {1e3 * (span.start - first):.1f} to '
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{colour}" '
+                'stroke="#fff" '
+                f'stroke-width="0.5"><title>{span.kind} {span.what}: '
+                f'{1e3 * (span.start - first):.1f} to '
                 f"{1e3 * (span.end - first):.1f} ms</title></rect>"
             )  # fmt: skip
             if width > 8 * len(span.what) + 2 and span.what:

@@ -1,10 +1,11 @@
-"""1F1B on two real ranks: our pipeline.run against torch.distributed.pipelining, and the measured bubble against theory.
+"""1F1B on two real ranks: our pipeline.run against torch.distributed.pipelining, and the measured
+bubble against theory.
 
     python benchmarks/pipeline.py                # prints a table
     python benchmarks/pipeline.py --svg out.svg  # and draws what the ranks did
 
-Two processes over gloo with one thread each, two equal stages of MLP layers. Both sides run in the same processes and take
-turns, so that noise hits them alike; of every side the best step counts.
+Two processes over gloo with one thread each, two equal stages of MLP layers. Both sides run in the
+same processes and take turns, so that noise hits them alike; of every side the best step counts.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def report(args: argparse.Namespace, best: dict[str, float], bubble: float) -> N
     m = args.micro_batches
     theory = (STAGES - 1) / (m + STAGES - 1)
     print(
-        f"{STAGES} ranks, {m} micro-batches of {args.rows} rows, width {args.width}, {args.depth} layers"
+        f"{STAGES} ranks, {m} micro-batches of {args.rows} rows, width {args.width}, {args.depth} "
+        "layers"
     )
     for name, seconds in best.items():
         print(f"{name:>14}  {1e3 * seconds:8.1f} ms a step  {seconds / best['Schedule1F1B']:.2f}x")

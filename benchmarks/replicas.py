@@ -1,7 +1,8 @@
-"""The contestants of data_parallel.py: one GPT, whole steps of it by us and by torch, alike but for the parallelism.
+"""The contestants of data_parallel.py: one GPT, whole steps of it by us and by torch, alike but for
+the parallelism.
 
-A side is a function of the settings that gives a Run, which is called for one step (zero_grad, forward, backward, optimizer) on
-this rank's part of the batch.
+A side is a function of the settings that gives a Run, which is called for one step (zero_grad,
+forward, backward, optimizer) on this rank's part of the batch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """ids [B, T] and targets [B, T] -> the mean cross-entropy.
 
-    It divides a sum: reduction="mean" counts the targets that are not to be ignored, of all ranks with us, of one with DDP.
+    It divides a sum: reduction="mean" counts the targets that are not to be ignored, of all ranks
+    with us, of one with DDP.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -112,7 +114,8 @@ class Run:
         return self.model(*self.data[micro]) / len(self.data)
 
     def __call__(self) -> Tensor:
-        """A whole step. Gives the sum over micro-batches of this rank's loss: the mean over ranks is that of the batch."""
+        """A whole step. Gives the sum over micro-batches of this rank's loss: the mean over ranks
+        is that of the batch."""
         self.zero_grad()
         total = torch.zeros(())
         for micro in range(len(self.data)):
@@ -152,7 +155,8 @@ def ddp(settings: Settings, **how: Any) -> Run:
 def fsdp(
     settings: Settings, *, shape: Sequence[int] = (), reduce: str = "", after_forward: bool = True
 ) -> Run:
-    """FSDP2. ``reduce``: "none" keeps whole gradients until the last micro-batch, "scatter" leaves out all-reduces."""
+    """FSDP2. ``reduce``: "none" keeps whole gradients until the last micro-batch, "scatter" leaves
+    out all-reduces."""
     shape, names = _mesh(shape)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model: Any = made(settings)

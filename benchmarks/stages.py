@@ -1,4 +1,5 @@
-"""What a rank pays for the stages that it is not in: calls, modules, and a whole model against its own layers."""
+"""What a rank pays for the stages that it is not in: calls, modules, and a whole model against its
+own layers."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ ORDER = [(i - OWN) % WORLD for i in range(WORLD)]  # the rank of each stage
 
 
 def outside(call: Callable[..., Any], *shapes: tuple[int, ...], leaves: int = 0) -> Any:
-    """A call on tensors of a stage where this rank is not, against a plain torch.add. The last ``leaves`` are parameters;
-    then the first came from another stage, and requires grad."""
+    """A call on tensors of a stage where this rank is not, against a plain torch.add. The last
+    ``leaves`` are parameters; then the first came from another stage, and requires grad."""
 
     def build(side: Plain) -> Call | None:
         if side.name == THEIRS:

@@ -68,7 +68,8 @@ def render(results: Iterable[Result]) -> str:
 def markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], texts: Container[int] = (0,)
 ) -> str:
-    """An aligned Markdown table; the columns of ``texts`` begin at the left, numbers end at the right."""
+    """An aligned Markdown table; the columns of ``texts`` begin at the left, numbers end at the
+    right."""
     lines = [list(columns), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     rule = ["-" * w if i in texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)]

@@ -1,7 +1,8 @@
-"""disttensor: write ordinary single-device PyTorch, run it on a mesh of processes, with one global meaning.
+"""disttensor: write ordinary single-device PyTorch, run it on a mesh of processes, with one global
+meaning.
 
-The examples in docstrings run after ``import torch, disttensor as dt; mesh = dt.init_mesh((1, 1), ("dp", "tp"))``,
-in a world of one: with more processes only the mesh differs.
+The examples in docstrings run after ``import torch, disttensor as dt; mesh = dt.init_mesh((1, 1),
+("dp", "tp"))``, in a world of one: with more processes only the mesh differs.
 """
 # ruff: noqa: I001  (imports stand from the bottom up)
 
@@ -28,7 +29,8 @@ from disttensor.dispatch.strict import strict
 from disttensor.optim.clip_grad import clip_grad_norm_
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.create import (
-    empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
+    empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor,
+    zeros,
 )  # fmt: skip
 from disttensor.interop import from_dtensor, to_dtensor
 from disttensor.local_map import local_map
@@ -43,10 +45,15 @@ import disttensor.patches.autograd_function
 import disttensor.patches.checkpoint  # noqa: F401
 
 __all__ = [
-    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group",
-    "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
-    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler", "shard_tensor", "strict", "sync_gradients",
+    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
+    "Explanation", "FallbackWarning", "Group",
+    "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
+    "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
+    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug",
+    "empty", "explain", "from_dtensor",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones",
+    "rand", "randn", "randperm",
+    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler",
+    "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

@@ -31,10 +31,11 @@ def init_mesh(
     shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
     backend: str | None = None, timeout: float = 600.0,
 ) -> ProcessMesh:  # fmt: skip
-    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment, or a world of one).
+    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment,
+    or a world of one).
 
-    ``timeout``: seconds that a collective waits for the other ranks.
-    Raises ValueError if the shape does not hold exactly the world, RuntimeError if torchrun's environment is half set.
+    ``timeout``: seconds that a collective waits for the other ranks. Raises ValueError if the shape
+    does not hold exactly the world, RuntimeError if torchrun's environment is half set.
 
     >>> dt.init_mesh((1, 1), ("dp", "tp"))
     ProcessMesh(dp=1, tp=1)
@@ -43,8 +44,9 @@ def init_mesh(
     size = collectives.world()[1]
     if int(np.prod(tuple(shape))) != size:
         raise ValueError(
-            f"init_mesh({tuple(shape)}): the mesh has {int(np.prod(tuple(shape)))} places, the world {size} processes; "
-            f"choose sizes whose product is {size}, or start that many processes (torchrun --nproc-per-node N)"
+            f"init_mesh({tuple(shape)}): the mesh has {int(np.prod(tuple(shape)))} places, the "
+            f"world {size} processes; choose sizes whose product is {size}, or start that many "
+            "processes (torchrun --nproc-per-node N)"
         )
     return ProcessMesh(np.arange(size).reshape(tuple(shape)), dim_names, device_type)
 
@@ -62,8 +64,9 @@ def start(
     if there and len(there) < len(_TORCHRUN):
         missing = [name for name in _TORCHRUN if name not in os.environ]
         raise RuntimeError(
-            f"the environment is half set for a distributed run: {', '.join(there)} is set, {', '.join(missing)} is not. Start with "
-            "torchrun, which sets all of them, or unset them to run as a world of one"
+            f"the environment is half set for a distributed run: {', '.join(there)} is set, "
+            f"{', '.join(missing)} is not. Start with torchrun, which sets all of them, or unset "
+            "them to run as a world of one"
         )
     if there:
         _check_numbers()
@@ -79,14 +82,14 @@ def start(
 
 
 def _check_numbers() -> None:
-    """Raise for a rank and a world size that cannot be: joining would wait for ranks that never come."""
+    """Raise for a rank and a world size that cannot be: joining would wait for ranks that never
+    come."""
     texts = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
         raise RuntimeError(
-            "the environment does not describe a rank of a world: RANK={!r}, WORLD_SIZE={!r}, MASTER_PORT={!r}; RANK counts from "
-            "0 to WORLD_SIZE - 1. Start with torchrun, which sets all of them, or unset them to run as a world of one".format(
-                *texts
-            )
+            "the environment does not describe a rank of a world: RANK={!r}, WORLD_SIZE={!r}, "
+            "MASTER_PORT={!r}; RANK counts from 0 to WORLD_SIZE - 1. Start with torchrun, which "
+            "sets all of them, or unset them to run as a world of one".format(*texts)
         )
 
 
@@ -107,7 +110,8 @@ def layout_from(
     mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
     if len(mapping) != ndim:
         raise ValueError(
-            f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: one per dim"
+            f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: "
+            "one per dim"
         )
     return layout_from_mapping(mapping, partial_status, mesh.ndim)
 
@@ -119,7 +123,8 @@ def check_partial(spec: DistSpec) -> None:
         )
         if meaningless:
             raise ValueError(
-                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no meaning; use "
+                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no "
+                "meaning; use "
                 + (
                     "Partial('any') or Partial('all')"
                     if spec.dtype == torch.bool
@@ -129,16 +134,19 @@ def check_partial(spec: DistSpec) -> None:
 
 
 def shard_tensor(
-    data: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, dims_mapping: Any = None,
-    partial_status: Mapping[int, str] | None = None, dtype: torch.dtype | None = None, requires_grad: bool | None = None,
+    data: Any, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *,
+    dims_mapping: Any = None,
+    partial_status: Mapping[int, str] | None = None, dtype: torch.dtype | None = None,
+    requires_grad: bool | None = None,
     src_rank: int | None = None, check: bool = False,
 ) -> DistTensor:  # fmt: skip
     """``data``, the global value on every rank, as a DistTensor: each rank keeps its piece.
 
-    ``src_rank``: only this global rank's data count and are sent to the others, so that ranks cannot disagree (the others
-    give a tensor of the same shape and dtype). ``check=True`` compares the data of all ranks and names the one that differs.
-    A leaf gives a leaf; data in a graph stays in it. Neither placements nor dims_mapping: replicated.
-    A rank outside the mesh gives data of the same shape and dtype, and keeps nothing of it.
+    ``src_rank``: only this global rank's data count and are sent to the others, so that ranks
+    cannot disagree (the others give a tensor of the same shape and dtype). ``check=True`` compares
+    the data of all ranks and names the one that differs. A leaf gives a leaf; data in a graph stays
+    in it. Neither placements nor dims_mapping: replicated. A rank outside the mesh gives data of
+    the same shape and dtype, and keeps nothing of it.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
     >>> x.process_mesh, x.dims_mapping
@@ -207,8 +215,9 @@ def _compare(value: Tensor, mesh: ProcessMesh) -> None:
     if different:
         kind = "shape or dtype" if any(e[:2] != everyone[0][:2] for e in everyone) else "values"
         raise ValueError(
-            f"shard_tensor(check=True): the {kind} of rank {', '.join(map(str, different))} differ from those of rank "
-            f"{group.ranks[0]}; seed all ranks alike, or pass src_rank={group.ranks[0]} to take one rank's data"
+            f"shard_tensor(check=True): the {kind} of rank {', '.join(map(str, different))} differ "
+            f"from those of rank {group.ranks[0]}; seed all ranks alike, or pass "
+            f"src_rank={group.ranks[0]} to take one rank's data"
         )
 
 
@@ -231,10 +240,11 @@ def reshard(
     dims_mapping: Any = None,
     partial_status: Any = None,
 ) -> DistTensor:
-    """``x`` in another layout, on its mesh or another one; differentiable. A plain tensor counts as replicated.
+    """``x`` in another layout, on its mesh or another one; differentiable. A plain tensor counts as
+    replicated.
 
-    To another mesh: every rank of the world makes the call, ranks that are in neither mesh too. What a receiver lacks comes
-    from ranks that have it; the gradient goes the same way back.
+    To another mesh: every rank of the world makes the call, ranks that are in neither mesh too.
+    What a receiver lacks comes from ranks that have it; the gradient goes the same way back.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
     >>> dt.reshard(x, mesh, [dt.Replicate(), dt.Shard(1)]).dims_mapping
@@ -268,14 +278,16 @@ def reshard(
 
 
 def from_local(
-    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *, shape: Sequence[int] | None = None,
+    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *,
+    shape: Sequence[int] | None = None,
     dims_mapping: Any = None, partial_status: Any = None,
 ) -> DistTensor:  # fmt: skip
     """This rank's ``local`` piece as part of a DistTensor; differentiable.
 
-    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The pieces must be those that
-    torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all ranks alike, where they are not.
-    On a rank outside the mesh only the dtype of ``local`` counts, and with ``shape=`` its requires_grad.
+    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The
+    pieces must be those that torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all
+    ranks alike, where they are not. On a rank outside the mesh only the dtype of ``local`` counts,
+    and with ``shape=`` its requires_grad.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
@@ -304,14 +316,17 @@ def from_pieces(
             wanted = spec.box_at(place)[1]
             if tuple(sizes) != wanted:
                 raise ValueError(
-                    f"from_local: the pieces do not make {spec!r}: rank {mesh.ranks[mesh.coordinates().index(place)]} holds {list(sizes)}, "
-                    f"its place is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as torch.chunk does"
+                    f"from_local: the pieces do not make {spec!r}: rank "
+                    f"{mesh.ranks[mesh.coordinates().index(place)]} holds {list(sizes)}, its place "
+                    f"is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as "
+                    "torch.chunk does"
                 )
     spec = DistSpec(mesh, layout, shape, local.dtype)
     check_partial(spec)
     if tuple(local.shape) != spec.box_at(coordinate)[1]:
         raise ValueError(
-            f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not {list(local.shape)}"
+            f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "
+            f"{list(local.shape)}"
         )
     local = local.to(mesh.device)
     return wrap(
@@ -320,7 +335,8 @@ def from_pieces(
 
 
 def _from_elsewhere(local: Tensor, mesh: ProcessMesh, shape: Any, *how: Any) -> DistTensor:
-    """What ``from_local`` gives on a rank outside the mesh, which hears of the shape unless it is given."""
+    """What ``from_local`` gives on a rank outside the mesh, which hears of the shape unless it is
+    given."""
     shape = tuple(objects.hear(mesh) if shape is None else shape)
     spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
     check_partial(spec)
@@ -330,7 +346,8 @@ def _from_elsewhere(local: Tensor, mesh: ProcessMesh, shape: Any, *how: Any) -> 
 def _global_shape(
     everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh
 ) -> list[int]:
-    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add up."""
+    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add
+    up."""
     places = mesh.coordinates()
     origin = (0,) * mesh.ndim
     shape = []
@@ -353,7 +370,8 @@ def from_fn(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of torch
+    """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of
+    torch
     (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw.
 
     >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()

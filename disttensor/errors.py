@@ -1,4 +1,5 @@
-"""The errors and warnings that users meet, and what their texts are made of: the user's line, a function's name."""
+"""The errors and warnings that users meet, and what their texts are made of: the user's line, a
+function's name."""
 
 from __future__ import annotations
 

@@ -15,15 +15,16 @@ _FROM = {"product": "prod"}
 
 
 def _torch() -> Any:
-    """torch.distributed.tensor, loaded when it is first needed: its import costs more than all of disttensor's."""
+    """torch.distributed.tensor, loaded when it is first needed: its import costs more than all of
+    disttensor's."""
     return import_module("torch.distributed.tensor")
 
 
 def to_dtensor(x: DistTensor) -> Any:
     """x as torch's DTensor over the same local tensor; differentiable.
 
-    Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's, any/all reductions, ranks
-    that do not ascend along an axis.
+    Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's,
+    any/all reductions, ranks that do not ascend along an axis.
 
     >>> dt.to_dtensor(dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])).placements
     (Shard(dim=0), Replicate())
@@ -35,7 +36,8 @@ def to_dtensor(x: DistTensor) -> Any:
         raise ValueError(f"{x.spec!r}: DTensor splits a dim in mesh order only; reshard it first")
     if any(not mesh.group((a,)).straight for a in range(mesh.ndim)):
         raise ValueError(
-            f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh whose ranks ascend along each axis"
+            f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh "
+            "whose ranks ascend along each axis"
         )
     theirs = _torch()
     placements: list[Any] = []
@@ -81,7 +83,8 @@ def from_dtensor(x: Any) -> DistTensor:
             placements.append(Replicate())
         else:
             raise ValueError(
-                f"from_dtensor: placement {p} of {x.placements} has no counterpart; redistribute the DTensor first"
+                f"from_dtensor: placement {p} of {x.placements} has no counterpart; redistribute "
+                "the DTensor first"
             )
     local = x.to_local()
     return from_local(local, mesh, placements, shape=x.shape)

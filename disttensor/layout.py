@@ -19,10 +19,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction), sorted.
+    """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction),
+    sorted.
 
-    ``own``: (axis, placement), sorted, for placements of types that users derived from ours. Their axes
-    are in ``dims`` or ``partial`` as those of the base type are, so that local shapes follow.
+    ``own``: (axis, placement), sorted, for placements of types that users derived from ours. Their
+    axes are in ``dims`` or ``partial`` as those of the base type are, so that local shapes follow.
 
     >>> dt.Layout(dims=((0,), ()), partial=((1, "sum"),)).placements(mesh_ndim=2)
     (Shard(0), Partial('sum'))
@@ -86,7 +87,8 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
     if len(placements) != mesh_ndim:
         raise ValueError(
             f"placements {show(placements)} has {len(placements)} entries, but the mesh has "
-            f"{mesh_ndim} axes: give one placement per mesh axis (Replicate() where nothing is split)"
+            f"{mesh_ndim} axes: give one placement per mesh axis (Replicate() where nothing is "
+            "split)"
         )
     split: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
     partial = []
@@ -96,8 +98,8 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
         elif isinstance(p, Shard):
             if not -ndim <= p.dim < ndim:
                 raise ValueError(
-                    f"placements {show(placements)}: Shard({p.dim}) on mesh axis {axis} is out of range "
-                    f"for a tensor of {ndim} dims"
+                    f"placements {show(placements)}: Shard({p.dim}) on mesh axis {axis} is out of "
+                    f"range for a tensor of {ndim} dims"
                     + (": a 0-d tensor cannot be sharded" if not ndim else "")
                 )
             split[p.dim % ndim].append((axis if p.order is None else p.order, axis))
@@ -127,8 +129,8 @@ def layout_from_mapping(
             raise ValueError(f"dims_mapping {list(dims_mapping)}: the mesh has no axis {axis}")
         if used.count(axis) > 1:
             raise ValueError(
-                f"dims_mapping {list(dims_mapping)}, partial_status {dict(partial)}: mesh axis {axis} "
-                "is used twice; an axis splits one dim, or holds one reduction"
+                f"dims_mapping {list(dims_mapping)}, partial_status {dict(partial)}: mesh axis "
+                f"{axis} is used twice; an axis splits one dim, or holds one reduction"
             )
     for _, op in partial:
         Partial(op)
@@ -150,7 +152,8 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 def box(
     shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape
 ) -> tuple[Shape, Shape]:
-    """(offsets, sizes) of the piece at ``coordinate``: the one function that knows where data lies."""
+    """(offsets, sizes) of the piece at ``coordinate``: the one function that knows where data
+    lies."""
     offsets, sizes = [], []
     for size, axes in zip(shape, dims, strict=True):
         offset = 0
@@ -164,7 +167,8 @@ def box(
 
 _SHORT = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "complex64": "c64",
-    "complex128": "c128", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
+    "complex128": "c128", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",
+    "uint8": "u8",
     "bool": "bool",
 }  # fmt: skip
 

@@ -28,14 +28,17 @@ def local_map(
     *,
     out_shapes: Any = None,
 ) -> Callable[..., Any]:
-    """``local_map(fn, in_placements, out_placements)(*args)``: fn gets plain local tensors, differentiable.
+    """``local_map(fn, in_placements, out_placements)(*args)``: fn gets plain local tensors,
+    differentiable.
 
-    in_placements: for each tensor argument its placements (it is resharded to them), None keeps what it has.
-    out_placements: placements of each result (one sequence for a single result), None for one that is passed on as it is;
-    the global shape follows from the pieces (sizes are exchanged) or is given by ``out_shapes``. Ranks outside the mesh make
-    the call too, and hear what came out: in every call, or with ``out_shapes`` in the first of its kind.
-    in_grad_placements: for each tensor argument what its local gradient means. By default that follows from the placements:
-    S -> S, P -> R, and R -> Partial where some argument or result varies over the axis, else R.
+    in_placements: for each tensor argument its placements (it is resharded to them), None keeps
+    what it has. out_placements: placements of each result (one sequence for a single result), None
+    for one that is passed on as it is; the global shape follows from the pieces (sizes are
+    exchanged) or is given by ``out_shapes``. Ranks outside the mesh make the call too, and hear
+    what came out: in every call, or with ``out_shapes`` in the first of its kind.
+    in_grad_placements: for each tensor argument what its local gradient means. By default that
+    follows from the placements: S -> S, P -> R, and R -> Partial where some argument or result
+    varies over the axis, else R.
 
     >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     >>> twice = dt.local_map(lambda piece: piece * 2, out_placements=[dt.Shard(0), dt.Replicate()])
@@ -59,7 +62,8 @@ def local_map(
         wanted = list(in_placements) if _nested(in_placements) else [in_placements] * len(tensors)
         if len(wanted) != len(tensors):
             raise ValueError(
-                f"local_map: in_placements has {len(wanted)} entries, the call has {len(tensors)} tensors"
+                f"local_map: in_placements has {len(wanted)} entries, the call has {len(tensors)} "
+                "tensors"
             )
         specs = []
         for t, w in zip(tensors, wanted, strict=True):
@@ -116,7 +120,8 @@ def local_map(
         for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
             if o is not None and not isinstance(p, torch.Tensor):
                 raise TypeError(
-                    f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has placements {o}; give None for it"
+                    f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has "
+                    f"placements {o}; give None for it"
                 )
         if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
             pieces = _tied(pieces, given)
@@ -148,7 +153,8 @@ def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
 
 
 def replicated_of(t: torch.Tensor, mesh: ProcessMesh) -> DistTensor:
-    """A plain tensor as a replicated one; its gradient reaches it (the alias of a leaf itself would not)."""
+    """A plain tensor as a replicated one; its gradient reaches it (the alias of a leaf itself would
+    not)."""
     return wrap(
         t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, plain_spec(t, mesh)
     )
@@ -163,7 +169,8 @@ def _nested(placements: Any) -> bool:
 
 
 class _Tie(torch.autograd.Function):
-    """The results as they are. Backward: where one has a gradient all have, and so have ``more``: zeros."""
+    """The results as they are. Backward: where one has a gradient all have, and so have ``more``:
+    zeros."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
@@ -177,8 +184,9 @@ class _Tie(torch.autograd.Function):
 
 
 def _tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
-    """Results whose backward comes by the same arguments on every rank, whatever fn did with its piece on this one: what
-    is communicated for an argument's gradient must not depend on the data. What fn did not use gets zeros."""
+    """Results whose backward comes by the same arguments on every rank, whatever fn did with its
+    piece on this one: what is communicated for an argument's gradient must not depend on the data.
+    What fn did not use gets zeros."""
     places = [
         i
         for i, p in enumerate(pieces)
@@ -199,7 +207,8 @@ def _tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
 
 
 def _reached(results: list[torch.Tensor], ends: list[Any]) -> set[Any]:
-    """Which of the nodes ``ends`` the graph of the results leads to. It is not followed beyond them."""
+    """Which of the nodes ``ends`` the graph of the results leads to. It is not followed beyond
+    them."""
     stop, seen = set(ends), set()
     todo = [torch.autograd.graph.get_gradient_edge(r).node for r in results if r.requires_grad]
     while todo:
@@ -212,7 +221,8 @@ def _reached(results: list[torch.Tensor], ends: list[Any]) -> set[Any]:
 
 
 class _Regrad(torch.autograd.Function):
-    """The value as it is; the gradient arrives in the layout ``given`` and goes on as that of ``spec``."""
+    """The value as it is; the gradient arrives in the layout ``given`` and goes on as that of
+    ``spec``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:

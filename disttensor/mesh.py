@@ -18,9 +18,9 @@ from disttensor.comm import collectives
 class ProcessMesh:
     """``ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))``: global ranks on named axes.
 
-    Equal meshes are one object, so ``is`` is equality. ``coordinate`` is this rank's place, or None outside.
-    Process groups are made when first needed, by the ranks that are in them.
-    Raises ValueError for a rank that occurs twice or is not in the world, and for names that do not fit.
+    Equal meshes are one object, so ``is`` is equality. ``coordinate`` is this rank's place, or None
+    outside. Process groups are made when first needed, by the ranks that are in them. Raises
+    ValueError for a rank that occurs twice or is not in the world, and for names that do not fit.
 
     >>> small = dt.ProcessMesh([[0]], ("dp", "tp"))
     >>> small, small["tp"], small.coordinate
@@ -53,7 +53,8 @@ class ProcessMesh:
             )
         if array.size == 0:
             raise ValueError(
-                f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at least 1"
+                f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at "
+                "least 1"
             )
         twice = (
             sorted({r for r in ranks if ranks.count(r) > 1})
@@ -67,8 +68,9 @@ class ProcessMesh:
         outside = sorted(r for r in ranks if not 0 <= r < size)
         if outside:
             raise ValueError(
-                f"ProcessMesh: ranks {outside} are outside the world, which has ranks 0 to {size - 1}: these are "
-                "ranks of processes, not numbers of devices. Start more processes (torchrun --nproc-per-node)"
+                f"ProcessMesh: ranks {outside} are outside the world, which has ranks 0 to "
+                f"{size - 1}: these are ranks of processes, not numbers of devices. Start more "
+                "processes (torchrun --nproc-per-node)"
                 + (
                     ""
                     if dist.is_initialized()
@@ -114,7 +116,8 @@ class ProcessMesh:
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def axis(self, name: str | int) -> int:
-        """The number of a mesh axis given by name or number. Raises ValueError for one that is not there."""
+        """The number of a mesh axis given by name or number. Raises ValueError for one that is not
+        there."""
         if isinstance(name, str) and name in self.dim_names:
             return self.dim_names.index(name)
         if isinstance(name, int) and -self.ndim <= name < self.ndim:
@@ -132,7 +135,8 @@ class ProcessMesh:
         return list(itertools.product(*map(range, self.shape)))
 
     def members(self, axes: Sequence[int], coordinate: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The coordinates that share all but ``axes`` with ``coordinate``; ``axes`` vary major first."""
+        """The coordinates that share all but ``axes`` with ``coordinate``; ``axes`` vary major
+        first."""
         out = []
         for values in itertools.product(*(range(self.shape[a]) for a in axes)):
             place = list(coordinate)
@@ -142,14 +146,16 @@ class ProcessMesh:
         return out
 
     def group(self, axes: Sequence[int], lane: str = "") -> collectives.Group:
-        """The communicator of this rank over ``axes`` together (major first); another one for each ``lane``."""
+        """The communicator of this rank over ``axes`` together (major first); another one for each
+        ``lane``."""
         axes = tuple(axes)
         key = (axes, lane) if lane else axes
         group = self._groups.get(key)
         if group is None:
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {collectives.world()[0]} is not in {self!r} and cannot communicate over it"
+                    f"rank {collectives.world()[0]} is not in {self!r} and cannot communicate over "
+                    "it"
                 )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
@@ -158,13 +164,15 @@ class ProcessMesh:
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:
-        """``mesh["tp"]``, ``mesh["dp", "tp"]``: the axes through this rank; ``mesh[0]``, ``mesh[:, 1]``: numpy's."""
+        """``mesh["tp"]``, ``mesh["dp", "tp"]``: the axes through this rank; ``mesh[0]``, ``mesh[:,
+        1]``: numpy's."""
         names = (index,) if isinstance(index, str) else index
         if isinstance(names, tuple) and names and all(isinstance(n, str) for n in names):
             axes = [self.axis(n) for n in names]
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {collectives.world()[0]} is not in {self!r}, so mesh[{index!r}] has no meaning here; index by number"
+                    f"rank {collectives.world()[0]} is not in {self!r}, so mesh[{index!r}] has no "
+                    "meaning here; index by number"
                 )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
@@ -186,7 +194,8 @@ class ProcessMesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
-        """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made anew."""
+        """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made
+        anew."""
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
         self = cls(mesh.mesh, names, mesh.device_type)
         if self.coordinate is not None:
@@ -209,7 +218,8 @@ class ProcessMesh:
         return self
 
     def to_device_mesh(self) -> DeviceMesh:
-        """This mesh as torch's DeviceMesh, with the same process groups (those that are missing are made now)."""
+        """This mesh as torch's DeviceMesh, with the same process groups (those that are missing are
+        made now)."""
         if not hasattr(self, "_device_mesh"):
             if self.coordinate is None:
                 raise ValueError(
@@ -217,7 +227,8 @@ class ProcessMesh:
                 )
             if not dist.is_initialized():
                 raise ValueError(
-                    "to_device_mesh: there is no process group yet; call init_mesh first, which starts it"
+                    "to_device_mesh: there is no process group yet; call init_mesh first, which "
+                    "starts it"
                 )
             groups = [
                 self.group((a,)).pg

@@ -62,7 +62,8 @@ class Partial:
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCTIONS:
             raise ValueError(
-                f"Partial({self.reduce_op!r}): no such reduction; use one of {', '.join(REDUCTIONS)}"
+                f"Partial({self.reduce_op!r}): no such reduction; use one of "
+                f"{', '.join(REDUCTIONS)}"
             )
 
     def __repr__(self) -> str:

@@ -18,7 +18,8 @@ _interned: weakref.WeakValueDictionary[tuple[Any, ...], DistSpec] = weakref.Weak
 
 @lru_cache(maxsize=256)
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element that all stand-ins of a dtype share: NaN where there is one, so that a leak shows."""
+    """The one element that all stand-ins of a dtype share: NaN where there is one, so that a leak
+    shows."""
     return torch.full(
         (),
         float("nan") if dtype.is_floating_point or dtype.is_complex else 0,

@@ -42,7 +42,8 @@ def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:
-    """A list, tuple, torch.Size (as a tuple), named tuple or torch.return_types as ``like``, with these items."""
+    """A list, tuple, torch.Size (as a tuple), named tuple or torch.return_types as ``like``, with
+    these items."""
     kind = type(like)
     if kind is list:
         return items

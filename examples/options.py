@@ -13,15 +13,16 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
 def parse_args() -> argparse.Namespace:
-    """The options, and the ``strategy`` that they say. Bad ones raise SystemExit, on every rank alike."""
+    """The options, and the ``strategy`` that they say. Bad ones raise SystemExit, on every rank
+    alike."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT on one process or, under torchrun, on a mesh of them."
     )
     parser.error = _refuse  # type: ignore[method-assign]
 
     degrees = parser.add_argument_group(
-        "processes (their number is the product; the first of dp, sharding, tp, cp that is not given "
-        "takes what the others leave, with --zero sharding does)"
+        "processes (their number is the product; the first of dp, sharding, tp, cp that is not "
+        "given takes what the others leave, with --zero sharding does)"
     )
     degrees.add_argument("--pp", type=_count, default=1, help="stages, with some layers each (1)")
     degrees.add_argument("--dp", type=_count, help="parts of the batch, each with a replica")
@@ -97,7 +98,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def strategy_of(args: argparse.Namespace) -> dt.Strategy:
-    """How the training run is divided among processes. Raises ValueError for what has no meaning."""
+    """How the training run is divided among processes. Raises ValueError for what has no
+    meaning."""
     segments: dt.SegmentBySize | dt.SegmentByAnchors | None = None
     if args.segment_mb is not None:
         segments = dt.SegmentBySize(args.segment_mb)

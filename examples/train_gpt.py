@@ -7,9 +7,9 @@
     python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2           # with shorter errors
 
 The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on processes is a
-``dt.Strategy``, which options.py makes of the command line, PLAN, which says how layers are split by
-tensor parallelism, LAYERS, which are dealt out to the stages, and the few lines with ``strategy.``,
-``dt.`` or ``pipeline.`` in them.
+``dt.Strategy``, which options.py makes of the command line, PLAN, which says how layers are split
+by tensor parallelism, LAYERS, which are dealt out to the stages, and the few lines with
+``strategy.``, ``dt.`` or ``pipeline.`` in them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Rules: how shardings pass through torch functions. Pure: no mesh, no communication, no tensor class.
+"""Rules: how shardings pass through torch functions. Pure: no mesh, no communication, no tensor
+class.
 
-``rule`` registers one, ``infer`` asks one; see ``ops.factors`` for the notation. One file per family of functions.
+``rule`` registers one, ``infer`` asks one; see ``ops.factors`` for the notation. One file per
+family of functions.
 """
 
 import disttensor  # noqa: F401, I001  (the three packages load in one order, whichever is imported first)
@@ -22,6 +24,7 @@ from ops import (  # noqa: F401  (each fills its part of the table)
 )
 
 __all__ = [
-    "RULES", "Arg", "Factors", "Inferred", "NoRule", "Rule", "infer", "letters", "pointwise_factors", "register",
+    "RULES", "Arg", "Factors", "Inferred", "NoRule", "Rule", "infer", "letters",
+    "pointwise_factors", "register",
     "replace_rule", "rule",
 ]  # fmt: skip

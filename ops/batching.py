@@ -1,4 +1,5 @@
-"""Functions of the last dims, one for each index of the dims before: these are split, the last dims stay whole.
+"""Functions of the last dims, one for each index of the dims before: these are split, the last dims
+stay whole.
 
 Shapes of results come from the function itself, run on tensors without data.
 """
@@ -20,7 +21,8 @@ from ops.registry import Function, Rule, register
 
 
 def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-    """The shapes of the results. Raises NoRule where the function does not say, or refuses the arguments."""
+    """The shapes of the results. Raises NoRule where the function does not say, or refuses the
+    arguments."""
 
     def meta(value: Any) -> Any:
         if isinstance(value, Arg):
@@ -38,7 +40,8 @@ def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
 def batched_factors(
     func: Function, args: Any, kwargs: Any, tensors: list[Arg], cores: list[int], **options: Any
 ) -> Factors:
-    """``cores[i]``: how many last dims of tensor i stay whole. Those before broadcast, and lead every result."""
+    """``cores[i]``: how many last dims of tensor i stay whole. Those before broadcast, and lead
+    every result."""
     leads = [t.shape[: t.ndim - core] for t, core in zip(tensors, cores, strict=True)]
     if any(t.ndim < core for t, core in zip(tensors, cores, strict=True)):
         raise NoRule(f"too few dims for {getattr(func, '__name__', func)}")
@@ -62,7 +65,8 @@ def batched_factors(
 
 
 def or_zero(call: Call) -> Any:
-    """The torch function; on a rank with nothing zeros of the results' shapes, in the types that it gives."""
+    """The torch function; on a rank with nothing zeros of the results' shapes, in the types that it
+    gives."""
     if not is_empty(call):
         return call.func
 
@@ -94,8 +98,8 @@ def _enter(
     cores: Callable[[list[Arg]], list[int]],
     places: tuple[Any, ...] = (torch, torch.linalg, Tensor),
 ) -> None:
-    """A rule for each of the functions of these names, in torch, torch.linalg and of Tensor. One that refuses a
-    matrix (not positive definite, singular) does so on the rank that has it."""
+    """A rule for each of the functions of these names, in torch, torch.linalg and of Tensor. One
+    that refuses a matrix (not positive definite, singular) does so on the rank that has it."""
     funcs = named(*names.split(), places=places)
     for func in funcs:
 
@@ -131,8 +135,9 @@ def pivots_last(tensors: list[Arg]) -> list[int]:
 
 
 _enter(
-    "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse eig eigvals eigh eigvalsh qr svd "
-    "svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power geqrf solve_triangular triangular_solve",
+    "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse "
+    "eig eigvals eigh eigvalsh qr svd svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex "
+    "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
     matrices,
 )
 _enter("solve solve_ex", solves)

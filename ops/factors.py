@@ -1,8 +1,8 @@
 """Factors: which dims of the tensors of one call are the same dim, and what may be split.
 
-Every dim of every tensor is given a letter (any hashable; a tuple of letters for a dim that merges several,
-major first; None for a dim that stays whole, as one of size 1 that broadcasts). A mesh axis splits a *factor*:
-every tensor dim with that letter. See ``Factors`` for the kinds of factors.
+Every dim of every tensor is given a letter (any hashable; a tuple of letters for a dim that merges
+several, major first; None for a dim that stays whole, as one of size 1 that broadcasts). A mesh
+axis splits a *factor*: every tensor dim with that letter. See ``Factors`` for the kinds of factors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ Dims = tuple[Any, ...]
 class Arg:
     """A tensor argument as rules see it: shape, layout and dtype, no data.
 
-    Users give placements (one per mesh axis); ``index`` is its number among the tensors of the call.
+    Users give placements (one per mesh axis); ``index`` is its number among the tensors of the
+    call.
     """
 
     __slots__ = ("dtype", "index", "layout", "placements", "requires_grad", "shape")
 
     def __init__(
-        self, shape: Sequence[int], placements: Sequence[Placement] | None = None, dtype: Any = None, *,
+        self, shape: Sequence[int], placements: Sequence[Placement] | None = None,
+        dtype: Any = None, *,
         layout: Layout | None = None, index: int = -1, requires_grad: bool = False,
     ) -> None:  # fmt: skip
         self.shape = tuple(shape)
@@ -80,14 +82,16 @@ LocalMaker = Callable[[Any], Callable[..., Any]]
 class Factors:
     """How shardings pass through one call.
 
-    inputs, outputs  letters of each tensor argument (in order of appearance) and of each tensor result
+    inputs, outputs  letters of each tensor argument (in order of appearance) and of each tensor
+    result
     sizes            size of each letter
     reduced          letters only in inputs -> what is pending when they are split: a reduction ("sum", "max", ...),
                      or "inner": the local function reduces by itself and its result is replicated
     whole            letters that must not be split; so is every letter that is neither in all outputs nor reduced
     even             letters that may be split only without remainder (dims that are split or merged)
     terms            the call is a sum of products: for each term the arguments it is linear in. Where the result is
-                     P(sum) every term must be: by one P operand, by a split reduced letter, or by joining
+                     P(sum) every term must be: by one P operand, by a split reduced letter, or by
+                     joining
                      (the first rank adds it). () means linear in nothing: Partial inputs are reduced first.
     moves            the call only moves elements: a Partial of any reduction passes through
     shapes           global shapes of the outputs, where letters do not tell
@@ -98,9 +102,11 @@ class Factors:
     ignored          arguments of which only shape and dtype matter (zeros_like): never moved, Partial or not
     targets          what an in-place function writes: these arguments keep their layouts
     parts            the call is many independent ones (a function on lists): for each its Factors, numbered on its
-                     own, and the arguments it takes. What no part takes is shared by all, and whole.
+                     own, and the arguments it takes. What no part takes is shared by all, and
+                     whole.
     halo             letters whose split dims need more than the piece: letter -> what that costs a rank where the letter is
-                     split in n, in bytes received. Kept split where a gather would cost more, or the same.
+                     split in n, in bytes received. Kept split where a gather would cost more, or
+                     the same.
     """
 
     inputs: tuple[Dims, ...]
@@ -141,7 +147,8 @@ class Factors:
 
 
 def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
-    """Letters of broadcasting: dim i from the right is one factor in every argument; size 1 broadcasts."""
+    """Letters of broadcasting: dim i from the right is one factor in every argument; size 1
+    broadcasts."""
     ndim = max((len(a.shape) for a in args), default=0)
     sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
     for a in args:
@@ -151,7 +158,8 @@ def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
                 if sizes[pad + i] not in (1, s):
                     shapes = ", ".join(str(list(b.shape)) for b in args)
                     raise RuntimeError(
-                        f"shapes {shapes} do not broadcast: {sizes[pad + i]} and {s} in dim {pad + i}"
+                        f"shapes {shapes} do not broadcast: {sizes[pad + i]} and {s} in dim "
+                        f"{pad + i}"
                     )
                 sizes[pad + i] = s
     inputs = tuple(
@@ -167,9 +175,10 @@ def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
 def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
     """Factors from a pattern as ``"... m k, k n -> ... m n"`` and the arguments' shapes.
 
-    ``...`` stands for any leading dims, aligned at the right and broadcast; ``(a b)`` is a dim that merges
-    two (give their sizes with ``sizes=``); ``1`` is a dim of size 1. Letters missing on the right are *not*
-    reduced unless ``reduced=`` says so. Raises ValueError where pattern and shapes disagree.
+    ``...`` stands for any leading dims, aligned at the right and broadcast; ``(a b)`` is a dim that
+    merges two (give their sizes with ``sizes=``); ``1`` is a dim of size 1. Letters missing on the
+    right are *not* reduced unless ``reduced=`` says so. Raises ValueError where pattern and shapes
+    disagree.
     """
     left, right = pattern.split("->")
     sizes: dict[Letter, int] = dict(options.pop("sizes", {}))

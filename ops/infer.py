@@ -19,7 +19,8 @@ class NoRule(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """``inputs[i]``: placements wanted of tensor argument i; ``outputs[j]``: placements of result j."""
+    """``inputs[i]``: placements wanted of tensor argument i; ``outputs[j]``: placements of result
+    j."""
 
     inputs: tuple[tuple[Placement, ...], ...]
     outputs: tuple[tuple[Placement, ...], ...]
@@ -33,15 +34,16 @@ def decide(
     tensors: Sequence[Arg],
     mesh_shape: Axes,
 ) -> tuple[Rule, Factors, Decision | None]:
-    """The rule of the call, its factors, and the decision (None: not in place as asked). ``tensors`` are the Args
-    of the call in order. Raises NoRule."""
+    """The rule of the call, its factors, and the decision (None: not in place as asked).
+    ``tensors`` are the Args of the call in order. Raises NoRule."""
     rule = RULES.get(func)
     if rule is None:
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
     factors = rule.factors(*args, **kwargs)
     if len(factors.inputs) != len(tensors):
         raise NoRule(
-            f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has {len(tensors)}"
+            f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has "
+            f"{len(tensors)}"
         )
     return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
 
@@ -49,10 +51,12 @@ def decide(
 def infer(
     func: Callable[..., Any], *args: Any, mesh_shape: Axes = (2, 3), **kwargs: Any
 ) -> Inferred:
-    """What the rule of ``func`` says of a call: ``infer(torch.matmul, Arg((4, 6), [Shard(0), Replicate()]), ...)``.
+    """What the rule of ``func`` says of a call: ``infer(torch.matmul, Arg((4, 6), [Shard(0),
+    Replicate()]), ...)``.
 
-    Tensor arguments are ``Arg(shape, placements, dtype)``, also inside lists. A function without a rule wants and
-    gives Replicate. Raises what the rule raises for shapes that do not fit, ValueError for wrong placements.
+    Tensor arguments are ``Arg(shape, placements, dtype)``, also inside lists. A function without a
+    rule wants and gives Replicate. Raises what the rule raises for shapes that do not fit,
+    ValueError for wrong placements.
     """
     tensors: list[Arg] = []
 

@@ -1,4 +1,5 @@
-"""Functions that work along some dims, one for each index of the others: differences, areas, look-ups."""
+"""Functions that work along some dims, one for each index of the others: differences, areas,
+look-ups."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from ops.registry import Function, rule
 def shaped(
     func: Function, args: Any, kwargs: Any, ins: Sequence[Dims], out: Dims, **options: Any
 ) -> Factors:
-    """Factors of ``func`` with these letters, None for what stays whole; all results have the letters ``out``."""
+    """Factors of ``func`` with these letters, None for what stays whole; all results have the
+    letters ``out``."""
     tensors: list[Arg] = []
     for value in (*args, *kwargs.values()):
         tensors += tensors_in(*value) if isinstance(value, (list, tuple)) else tensors_in(value)

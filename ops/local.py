@@ -24,23 +24,27 @@ class Piece(Protocol):
 
 
 class Draw(Protocol):
-    """The random numbers of one call: replicas get the same, shards different ones, every call fresh ones."""
+    """The random numbers of one call: replicas get the same, shards different ones, every call
+    fresh ones."""
 
     invariant: bool  # by global position (``numbers``); else by torch's own generator (``seeded``)
 
     def numbers(self, kind: str, piece: Any, dtype: Any, device: Any, **options: Any) -> Any:
-        """This rank's piece of a tensor of random numbers. ``piece``: shape, local_offset, local_shape;
-        ``kind``: "uniform", "normal", "bernoulli", ...: a function of disttensor.random.philox, with its options."""
+        """This rank's piece of a tensor of random numbers. ``piece``: shape, local_offset,
+        local_shape; ``kind``: "uniform", "normal", "bernoulli", ...: a function of
+        disttensor.random.philox, with its options."""
 
     def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:
-        """Inside, torch's generator draws alike on ranks that have one place on ``axes``; then it is as before."""
+        """Inside, torch's generator draws alike on ranks that have one place on ``axes``; then it
+        is as before."""
 
 
 class Reach(Protocol):
     """Collectives for local functions, over mesh axes, differentiable where it says so."""
 
     def all_reduce(self, x: Any, op: str, axes: Axes) -> Any:
-        """The reduction on every rank. "sum" is differentiable (the gradient of x is that of the result)."""
+        """The reduction on every rank. "sum" is differentiable (the gradient of x is that of the
+        result)."""
 
     def all_gather(self, x: Any, axes: Axes) -> Any:
         """[n, *x.shape], members in order of the axes (major first). Not differentiable."""
@@ -53,16 +57,19 @@ class Reach(Protocol):
         want: tuple[tuple[int, int], ...],
         axes: Axes,
     ) -> Any:
-        """The range (start, stop) ``want[i]`` of ``dim`` on member i of the axes (major first), each of which holds its
-        ``have[i]``; these cover all that is wanted, once. Differentiable to every order."""
+        """The range (start, stop) ``want[i]`` of ``dim`` on member i of the axes (major first),
+        each of which holds its ``have[i]``; these cover all that is wanted, once. Differentiable to
+        every order."""
 
     def draw(self, default: str, generator: Any = None) -> Draw:
-        """Random numbers for the call that now runs: once in each, on all ranks. ``default``: "invariant" or "fast"."""
+        """Random numbers for the call that now runs: once in each, on all ranks. ``default``:
+        "invariant" or "fast"."""
 
 
 @dataclass(slots=True)
 class Call:
-    """inputs, outputs: the pieces as wanted and given (dtype of outputs is not known yet); split: letter -> axes."""
+    """inputs, outputs: the pieces as wanted and given (dtype of outputs is not known yet); split:
+    letter -> axes."""
 
     func: Callable[..., Any]
     inputs: Sequence[Piece]

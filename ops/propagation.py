@@ -1,8 +1,8 @@
 """assign: give mesh axes to factors. The whole inference of placements is here; it is pure.
 
-Per mesh axis one of: a factor (every tensor with that letter is split there), *flow* (a pending reduction passes
-through) or nothing (all whole). The choice that moves the fewest bytes wins; on a tie pass-through before flow
-before reduced before whole, then the letter of the largest operand.
+Per mesh axis one of: a factor (every tensor with that letter is split there), *flow* (a pending
+reduction passes through) or nothing (all whole). The choice that moves the fewest bytes wins; on a
+tie pass-through before flow before reduced before whole, then the letter of the largest operand.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Flow:
 
 @dataclass(slots=True)
 class Decision:
-    """Layouts wanted of each input and given to each output; ``varying[i]``: axes over which input i is
-    replicated while the call varies, where its gradient is a contribution; ``split``: letter -> axes."""
+    """Layouts wanted of each input and given to each output; ``varying[i]``: axes over which input
+    i is replicated while the call varies, where its gradient is a contribution; ``split``: letter
+    -> axes."""
 
     wants: list[Layout]
     gives: list[Layout]
@@ -38,8 +39,8 @@ class Decision:
 def assign(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = False
 ) -> Decision | None:
-    """The cheapest placements for the call. With ``fixed`` the targets of an in-place function keep their
-    layouts (the choice follows the first argument); None if the rule cannot do that."""
+    """The cheapest placements for the call. With ``fixed`` the targets of an in-place function keep
+    their layouts (the choice follows the first argument); None if the rule cannot do that."""
     if f.parts:
         return _assign_parts(f, args, mesh_shape, fixed)
     majors = [tuple(d[0] if isinstance(d, tuple) else d for d in dims) for dims in f.inputs]
@@ -80,8 +81,9 @@ def assign(
 def _assign_parts(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
 ) -> Decision | None:
-    """Each part on its own; equal parts (the same Factors and layouts) are decided once. What no part takes is
-    replicated, and needs no gradient: torch has none for a tensor shared by the elements of lists."""
+    """Each part on its own; equal parts (the same Factors and layouts) are decided once. What no
+    part takes is replicated, and needs no gradient: torch has none for a tensor shared by the
+    elements of lists."""
     wants = [replicated(len(arg.shape)) for arg in args]
     varying: list[Axes] = [()] * len(args)
     gives: list[Layout] = []
@@ -103,7 +105,8 @@ def _assign_parts(
 
 
 def splittable(f: Factors) -> set[Letter]:
-    """Letters that an axis may split: in every output or reduced, not whole, never a minor part of a dim."""
+    """Letters that an axis may split: in every output or reduced, not whole, never a minor part of
+    a dim."""
     minor: set[Letter] = set()
     present: set[Letter] = set(f.reduced)
     for i, dims in enumerate(f.outputs):
@@ -136,7 +139,8 @@ def _forced(
 
 def _pick(
     f: Factors, args: Sequence[Arg], majors: list[tuple[Letter, ...]], usable: set[Letter],
-    held: list[tuple[int, Letter]], pending: list[tuple[int, str]], a: int, n: int, parts: dict[Letter, int],
+    held: list[tuple[int, Letter]], pending: list[tuple[int, str]], a: int, n: int,
+    parts: dict[Letter, int],
 ) -> Any:  # fmt: skip
     candidates: list[Letter] = []
     for _, letter in held:
@@ -172,7 +176,8 @@ def _pick(
 
 
 def _move(
-    args: Sequence[Arg], majors: list[tuple[Letter, ...]], state: dict[int, Letter], pending: dict[int, str],
+    args: Sequence[Arg], majors: list[tuple[Letter, ...]], state: dict[int, Letter],
+    pending: dict[int, str],
     letter: Letter, keepers: frozenset[int], n: int,
 ) -> float:  # fmt: skip
     """Bytes that one rank moves so that all arguments follow the choice on this axis."""
@@ -189,7 +194,8 @@ def _move(
 def _keepers(
     f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]
 ) -> frozenset[int] | None:
-    """The arguments that stay Partial if the reduction flows: one for each term, all with one reduction."""
+    """The arguments that stay Partial if the reduction flows: one for each term, all with one
+    reduction."""
     ops = {op for _, op in pending}
     if len(ops) != 1:
         return None
@@ -269,7 +275,8 @@ def _decide(
 
 
 def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
-    """In place on a Partial target: in each term one operand must be Partial; those that are not, join."""
+    """In place on a Partial target: in each term one operand must be Partial; those that are not,
+    join."""
     has = {t for t, o in pending if o == op}
     return [next((t for t in sorted(term) if t in has), min(term)) for term in f.terms] or [0]
 
@@ -277,7 +284,8 @@ def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
 def _order(
     letter: Letter, axes: Axes, args: Sequence[Arg], majors: list[tuple[Letter, ...]]
 ) -> Axes:
-    """Several axes on one factor: in the order of the largest argument that has some of them, new ones last."""
+    """Several axes on one factor: in the order of the largest argument that has some of them, new
+    ones last."""
     best: Axes = ()
     size = -1
     for t, arg in enumerate(args):

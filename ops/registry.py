@@ -1,4 +1,5 @@
-"""The table of rules: torch function -> Rule. Registering is one call, for us and for users alike."""
+"""The table of rules: torch function -> Rule. Registering is one call, for us and for users
+alike."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rule:
-    """``factors(*args, **kwargs)`` takes the call with an ``Arg`` for each tensor and gives its Factors.
+    """``factors(*args, **kwargs)`` takes the call with an ``Arg`` for each tensor and gives its
+    Factors.
 
     inplace    the function writes its first argument, which keeps its placement
     numbers    "type": numbers among the arguments do not change the rule (a scalar operand); "value": they do
@@ -47,8 +49,10 @@ _DUNDERS = {
     "bitwise_xor": ("__xor__", "__rxor__", "__ixor__"),
     "bitwise_left_shift": ("__lshift__", "__ilshift__"),
     "bitwise_right_shift": ("__rshift__", "__irshift__"),
-    "eq": ("__eq__",), "ne": ("__ne__",), "lt": ("__lt__",), "le": ("__le__",), "gt": ("__gt__",), "ge": ("__ge__",),
-    "neg": ("__neg__",), "abs": ("__abs__",), "bitwise_not": ("__invert__",), "positive": ("__pos__",),
+    "eq": ("__eq__",), "ne": ("__ne__",), "lt": ("__lt__",), "le": ("__le__",), "gt": ("__gt__",),
+    "ge": ("__ge__",),
+    "neg": ("__neg__",), "abs": ("__abs__",), "bitwise_not": ("__invert__",),
+    "positive": ("__pos__",),
 }  # fmt: skip
 
 
@@ -74,14 +78,16 @@ def variants(func: Function) -> Iterator[tuple[Function, bool]]:
 
 
 def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
-    """Enter ``rule`` for the functions and (unless ``exact``) their other names. A function has one rule:
-    entering another for the same function raises ValueError; its other names never replace an entry."""
+    """Enter ``rule`` for the functions and (unless ``exact``) their other names. A function has one
+    rule: entering another for the same function raises ValueError; its other names never replace an
+    entry."""
     for func in funcs:
         for found, inplace in [(func, rule.inplace)] if exact else variants(func):
             if found in RULES:
                 if found is func:
                     raise ValueError(
-                        f"{rule.name}: {func!r} has a rule already ({RULES[func].name}); see replace_rule"
+                        f"{rule.name}: {func!r} has a rule already ({RULES[func].name}); see "
+                        "replace_rule"
                     )
                 continue
             RULES[found] = Rule(
@@ -100,8 +106,8 @@ def rule(
     """Register a rule. Two forms:
 
     ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, terms=({0, 1},))``   letters suffice
-    ``@rule(torch.softmax)`` over a function with torch's signature that gets an ``Arg`` for each tensor and
-    returns Factors: for everything that depends on dims, sizes or constants.
+    ``@rule(torch.softmax)`` over a function with torch's signature that gets an ``Arg`` for each
+    tensor and returns Factors: for everything that depends on dims, sizes or constants.
 
     ``local`` runs in place of the torch function (see ``Factors.local``).
     Raises ValueError if a function already has a rule.

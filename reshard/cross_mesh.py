@@ -1,4 +1,5 @@
-"""From one mesh to another: reduce what must be, send each rank just what it lacks, fill in the rest.
+"""From one mesh to another: reduce what must be, send each rank just what it lacks, fill in the
+rest.
 
 Nothing here is collective but what ``choose`` does on a mesh: sending returns at once, receives are
 posted before anything is sent, and only the receiver waits, where it asks for the result. What is
@@ -52,8 +53,8 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
     if src.mesh.coordinate is not None:
         if local.shape != src.local_shape:
             raise ValueError(
-                f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece of "
-                f"{src!r} is {src.local_shape}; nothing was moved"
+                f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece "
+                f"of {src!r} is {src.local_shape}; nothing was moved"
             )
         local = planner.run(local, src, crossing.before)
     elif dst.mesh.coordinate is None:
@@ -65,7 +66,8 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
 
 
 def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
-    """The messages of a crossing: from the local of ``before`` to (when called) that of ``after``."""
+    """The messages of a crossing: from the local of ``before`` to (when called) that of
+    ``after``."""
     rank = collectives.world()[0]
     how, after = _routes(crossing, rank), crossing.after
     dtype, device = after.dtype, after.mesh.device
@@ -132,8 +134,8 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     """The steps that ``reshard`` will take, without taking them. Empty if nothing changes.
 
     Between two meshes one of them is a "send_recv": its ``bytes`` are those that the rank which
-    sends most sends. Raises ValueError for specs that do not fit, and TypeError for a reduction that
-    has no meaning for the dtype.
+    sends most sends. Raises ValueError for specs that do not fit, and TypeError for a reduction
+    that has no meaning for the dtype.
     """
     return planner.choose(src, dst) if src.mesh is dst.mesh else _across(src, dst)
 
@@ -160,8 +162,8 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     """This rank's local of ``dst``, from its local of ``src``. Collective wherever a step is.
 
     Between two meshes it is called on every rank of the world. Not differentiable. ``local`` is
-    never changed; the result may be ``local`` itself or a view of it where nothing is sent. On ranks
-    outside the mesh of ``dst`` the result is an empty tensor.
+    never changed; the result may be ``local`` itself or a view of it where nothing is sent. On
+    ranks outside the mesh of ``dst`` the result is an empty tensor.
     """
     if src.mesh is dst.mesh:
         return planner.run(local, src, dst)

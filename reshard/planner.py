@@ -1,4 +1,5 @@
-"""The planner: the cheapest steps from one spec to another on its mesh. Pure: all ranks find the same.
+"""The planner: the cheapest steps from one spec to another on its mesh. Pure: all ranks find the
+same.
 
 A shortest-path search over layouts. An edge is one registered move (see search.py); its length is
 the bytes that a rank sends, plus a constant per collective, so that equal collectives become one.
@@ -26,8 +27,8 @@ class Step:
 
     ``kind``: "all_gather", "all_reduce", "reduce_scatter", "all_to_all" (the names that
     ``record_comms`` uses), or "slice", "to_partial", "local", which send nothing; "send_recv", from
-    one mesh to another, is recorded as a "send" for each message. ``axis``: the names of ``axes``, as
-    "dp+tp". ``bytes``: what one rank sends (of uneven shards: the first, which holds most; of a
+    one mesh to another, is recorded as a "send" for each message. ``axis``: the names of ``axes``,
+    as "dp+tp". ``bytes``: what one rank sends (of uneven shards: the first, which holds most; of a
     send_recv: the rank that sends most).
     """
 

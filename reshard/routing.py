@@ -6,8 +6,8 @@ itself. Every other part comes from one rank that holds the cell: of those with 
 far, the next one after the receiver's own place. So replicas share the work, and between meshes of
 one shape with equal placements each rank sends to the one at its own coordinate.
 
-Reductions that travel unreduced (``kept`` axes) stay on their coordinates: what lies at i on such an
-axis goes to i on the same axis of the other mesh.
+Reductions that travel unreduced (``kept`` axes) stay on their coordinates: what lies at i on such
+an axis goes to i on the same axis of the other mesh.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Routing:
 
 @lru_cache(maxsize=1024)
 def routing(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
-    """``src`` has reductions on the ``kept`` axes only, of both meshes; of the axes ``once`` of dst's
-    mesh only the first rank receives."""
+    """``src`` has reductions on the ``kept`` axes only, of both meshes; of the axes ``once`` of
+    dst's mesh only the first rank receives."""
     held = dict(_keys(src, kept, ()))
     needed = dict(_keys(dst, kept, once))
     holders: dict[Key, list[int]] = {}

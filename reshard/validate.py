@@ -30,9 +30,9 @@ def _check_meshes(src: DistSpec, dst: DistSpec) -> None:
         raise ValueError(f"reshard moves data, it cannot change the dtype: {src!r} to {dst!r}")
     if src.mesh.device_type != dst.mesh.device_type:
         raise ValueError(
-            f"reshard {src!r} to {dst!r}: {src.mesh!r} is on {src.mesh.device_type} and {dst.mesh!r} "
-            f"on {dst.mesh.device_type}. Move the data to one kind of device first, with .to(), and "
-            "reshard it then"
+            f"reshard {src!r} to {dst!r}: {src.mesh!r} is on {src.mesh.device_type} and "
+            f"{dst.mesh!r} on {dst.mesh.device_type}. Move the data to one kind of device first, "
+            "with .to(), and reshard it then"
         )
 
 

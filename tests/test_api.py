@@ -14,7 +14,7 @@ from disttensor import Partial, ProcessMesh, Replicate, Shard
 from tests.support.pool import fake_world, on_ranks
 from tests.support.worlds import LAYOUTS, S0, S1, P, R, counted, everywhere, grid, same
 
-# shard_tensor ----------------------------------------------------------------------------------------
+# shard_tensor -------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -91,7 +91,7 @@ def test_check_names_the_rank_that_differs():
     torch.distributed.barrier()
 
 
-# Born sharded ----------------------------------------------------------------------------------------
+# Born sharded -------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -132,7 +132,7 @@ def test_factories_allocate_the_shard_only():
         assert x.local.shape == (256, 1 << 14) and peak < 128, f"{peak} MiB"
 
 
-# from_local ------------------------------------------------------------------------------------------
+# from_local ---------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -173,7 +173,7 @@ def test_from_local_and_to_local_keep_the_graph():
         assert torch.equal(local.grad, torch.full_like(local, 3.0))
 
 
-# reshard and full_tensor -----------------------------------------------------------------------------
+# reshard and full_tensor --------------------------------------------------------------------------
 
 
 @everywhere
@@ -194,7 +194,7 @@ def test_reshard_and_full_tensor():
     assert torch.equal(x.detach().full_tensor(), plain)
 
 
-# strict ----------------------------------------------------------------------------------------------
+# strict -------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -235,7 +235,7 @@ def test_strict_refuses_silent_communication_and_fallback():
         pass
 
 
-# local_map -------------------------------------------------------------------------------------------
+# local_map ----------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -291,7 +291,8 @@ def test_local_map_several_results_keywords_and_plain_tensors():
 
 @on_ranks(4)
 def test_local_map_in_grad_placements():
-    """The user's backward reduces by itself, so the gradient of the replicated weight arrives whole."""
+    """The user's backward reduces by itself, so the gradient of the replicated weight arrives
+    whole."""
 
     class Scale(torch.autograd.Function):
         @staticmethod

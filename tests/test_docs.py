@@ -1,4 +1,5 @@
-"""The pages for people are true: their code runs, in one process and on four, and prints what they show.
+"""The pages for people are true: their code runs, in one process and on four, and prints what they
+show.
 
 A ``text`` block shows what rank 0 of four prints.
 """

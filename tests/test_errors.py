@@ -19,7 +19,7 @@ from disttensor import Partial, ProcessMesh, Shard
 from tests.support.pool import on_ranks
 from tests.support.worlds import S0, S1, P, R, counted, everywhere, grid, same
 
-# Layouts ---------------------------------------------------------------------------------------------
+# Layouts ------------------------------------------------------------------------------------------
 
 BAD_PLACEMENTS = [
     ((S0,), ValueError, r"\[S\(0\)\] has 1 entries, but the mesh has 2 axes: give one placement per mesh axis"),
@@ -42,8 +42,10 @@ def test_placements_that_do_not_fit(placements, kind, text):
     x = dt.shard_tensor(data, mesh)
     calls = [
         lambda: dt.shard_tensor(data, mesh, placements), lambda: dt.reshard(x, mesh, placements),
-        lambda: dt.from_local(data, mesh, placements, shape=(4, 4)), lambda: dt.zeros(4, 4, mesh=mesh, placements=placements),
-        lambda: dt.from_fn(torch.ones, mesh, placements, (4, 4)), lambda: dt.local_map(torch.sin, out_placements=[placements])(x),
+        lambda: dt.from_local(data, mesh, placements, shape=(4, 4)),
+        lambda: dt.zeros(4, 4, mesh=mesh, placements=placements),
+        lambda: dt.from_fn(torch.ones, mesh, placements, (4, 4)),
+        lambda: dt.local_map(torch.sin, out_placements=[placements])(x),
     ]  # fmt: skip
     for call in calls:
         with dt.record_comms() as log, pytest.raises(kind, match=text):
@@ -73,7 +75,8 @@ def test_reductions_without_a_meaning():
     flags, ints = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.int64)
     for data, op in [(flags, "sum"), (flags, "avg"), (flags, "prod"), (ints, "avg")]:
         for call in (
-            lambda: dt.shard_tensor(data, grid(), (Partial(op), R)), lambda: dt.from_local(data, grid(), (R, Partial(op)), shape=(4,)),
+            lambda: dt.shard_tensor(data, grid(), (Partial(op), R)),
+            lambda: dt.from_local(data, grid(), (R, Partial(op)), shape=(4,)),
             lambda: dt.reshard(dt.shard_tensor(data, grid()), grid(), (R, Partial(op))),
         ):  # fmt: skip
             with pytest.raises(
@@ -87,7 +90,7 @@ def test_reductions_without_a_meaning():
         Partial("mean")
 
 
-# Meshes ----------------------------------------------------------------------------------------------
+# Meshes -------------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -125,7 +128,8 @@ def test_two_stages_in_one_call():
     a, b = ProcessMesh([0, 1], ("x",)), ProcessMesh([2], ("x",))
     x, y = dt.shard_tensor(counted(4, 4), a, (S0,)), dt.shard_tensor(counted(4, 4), b)
     for call in (
-        lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: torch.linalg.solve(x, y),
+        lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y),
+        lambda: torch.linalg.solve(x, y),
         lambda: torch.nn.functional.linear(x, y),
     ):  # fmt: skip
         with pytest.raises(
@@ -142,8 +146,10 @@ def test_two_meshes_in_one_call():
         dt.shard_tensor(counted(4, 4), ProcessMesh(range(4), ("x",)), (S0,)),
     )
     for call in (
-        lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: x @ y, lambda: torch.linalg.solve(x, y),
-        lambda: torch.where(x > 0, x, y), lambda: x.copy_(y), lambda: torch.nn.functional.linear(x, weight=y),
+        lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: x @ y,
+        lambda: torch.linalg.solve(x, y),
+        lambda: torch.where(x > 0, x, y), lambda: x.copy_(y),
+        lambda: torch.nn.functional.linear(x, weight=y),
     ):  # fmt: skip
         with pytest.raises(
             ValueError,
@@ -154,7 +160,7 @@ def test_two_meshes_in_one_call():
     same(dt.reshard(x, y.process_mesh, (S0,)) + y, 2 * counted(4, 4))
 
 
-# Gradients -------------------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -221,7 +227,7 @@ def test_a_custom_autograd_function_is_refused():
     same(x.grad, torch.full((4, 4), 2.0, dtype=torch.float64))
 
 
-# Values ----------------------------------------------------------------------------------------------
+# Values -------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -278,7 +284,7 @@ def test_what_torch_refuses_is_refused():
     same(x, plain)
 
 
-# Ranks that disagree ---------------------------------------------------------------------------------
+# Ranks that disagree ------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -325,7 +331,7 @@ def test_debug_mode_names_the_rank_that_never_comes():
     dist.barrier()
 
 
-# Starting --------------------------------------------------------------------------------------------
+# Starting -----------------------------------------------------------------------------------------
 
 
 def started(code: str, **env: str) -> subprocess.CompletedProcess[str]:

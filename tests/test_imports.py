@@ -13,18 +13,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("disttensor", "ops", "reshard")
 
-# The rooms, from the bottom up: packages, and the modules at the root. Each may import those before it.
+# The rooms, from the bottom up: packages, and the modules at the root. Each may import those before
+# it.
 ROOMS = (
-    "disttensor.errors", "disttensor.placement", "disttensor.layout", "disttensor.comm", "disttensor.mesh",
-    "disttensor.spec", "disttensor.tree", "ops", "reshard", "disttensor.autograd", "disttensor.random",
-    "disttensor.tensor", "disttensor.meta", "disttensor.dispatch", "disttensor.optim", "disttensor.create",
-    "disttensor.interop", "disttensor.local_map", "disttensor.nn", "disttensor.pipeline", "disttensor.fsdp",
+    "disttensor.errors", "disttensor.placement", "disttensor.layout", "disttensor.comm",
+    "disttensor.mesh",
+    "disttensor.spec", "disttensor.tree", "ops", "reshard", "disttensor.autograd",
+    "disttensor.random",
+    "disttensor.tensor", "disttensor.meta", "disttensor.dispatch", "disttensor.optim",
+    "disttensor.create",
+    "disttensor.interop", "disttensor.local_map", "disttensor.nn", "disttensor.pipeline",
+    "disttensor.fsdp",
     "disttensor.parallel", "disttensor.patches", "disttensor",
 )  # fmt: skip
 
 # The families of rules, from the bottom up, above the engine at the root of ``ops``.
 FAMILIES = (
-    "ops.pointwise", "ops.reduction", "ops.shape", "ops.indexing", "ops.linalg", "ops.lead", "ops.random",
+    "ops.pointwise", "ops.reduction", "ops.shape", "ops.indexing", "ops.linalg", "ops.lead",
+    "ops.random",
     "ops.nn", "ops.foreach",
 )  # fmt: skip
 
@@ -49,7 +55,8 @@ def is_in(module: str, package: str) -> bool:
 
 
 def room(module: str) -> int | None:
-    """The number of the room that ``module`` is in; ``disttensor`` itself is the door, on top of all."""
+    """The number of the room that ``module`` is in; ``disttensor`` itself is the door, on top of
+    all."""
     for number, name in enumerate(ROOMS):
         if module == name or (name != "disttensor" and is_in(module, name)):
             return number
@@ -105,8 +112,8 @@ def test_each_package_imports_first_in_a_fresh_interpreter(package: str) -> None
 def test_imports_point_down(module: str) -> None:
     own = room(module)
     assert own is not None, (
-        f"{module} is in no room: add it to ROOMS in {Path(__file__).name}, above all that it imports and below what "
-        "imports it"
+        f"{module} is in no room: add it to ROOMS in {Path(__file__).name}, above all that it "
+        "imports and below what imports it"
     )
     file, tree, found = parse(module)
     start = first_import(tree)

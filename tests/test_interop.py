@@ -1,4 +1,5 @@
-"""torch's DeviceMesh and DTensor beside ProcessMesh and DistTensor: shared groups, the same bytes."""
+"""torch's DeviceMesh and DTensor beside ProcessMesh and DistTensor: shared groups, the same
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""local_map where ranks do different things with their pieces: what gradients communicate does not depend on it."""
+"""local_map where ranks do different things with their pieces: what gradients communicate does not
+depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The door: what disttensor exports, and that each name has an example that runs in a world of one."""
+"""The door: what disttensor exports, and that each name has an example that runs in a world of
+one."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ from disttensor import placement
 from tests.support.pool import on_ranks
 
 NAMES = [
-    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor", "Explanation", "FallbackWarning", "Group",
-    "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate", "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
-    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug", "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones", "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler", "shard_tensor", "strict", "sync_gradients",
+    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
+    "Explanation", "FallbackWarning", "Group",
+    "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
+    "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
+    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug",
+    "empty", "explain", "from_dtensor",
+    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones",
+    "rand", "randn", "randperm",
+    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler",
+    "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip
 
@@ -67,8 +73,8 @@ def test_examples_run():
 @pytest.mark.parametrize("package", ["disttensor", "ops", "reshard"])
 def test_each_package_can_be_imported_first_and_starts_nothing(package):
     code = (
-        f"import {package}, torch.distributed as d, threading;"
-        "assert not d.is_initialized() and threading.active_count() == 1; import disttensor, ops, reshard"
+        f"import {package}, torch.distributed as d, threading;assert not d.is_initialized() and "
+        "threading.active_count() == 1; import disttensor, ops, reshard"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False

@@ -1,6 +1,8 @@
-"""Which backward this is: the only one of its gradients, or one of several micro-batches that add up.
+"""Which backward this is: the only one of its gradients, or one of several micro-batches that add
+up.
 
-Whoever drives the backwards says so here; whoever reduces gradients asks. Contributions may wait for the last of them.
+Whoever drives the backwards says so here; whoever reduces gradients asks. Contributions may wait
+for the last of them.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """last: no backward follows before the gradients are read. reduce: what those before it do, "scatter" or "none".
-    counted: all backwards are to reach the same parameters."""
+    """last: no backward follows before the gradients are read. reduce: what those before it do,
+    "scatter" or "none". counted: all backwards are to reach the same parameters."""
 
     last: bool = True
     reduce: str = "scatter"

@@ -6,8 +6,9 @@
     R, read by uses that vary              P(sum): each rank the contribution of its own piece
     R, read by uses that do not vary       R: the same whole gradient on every rank
 
-A ``Typed`` is a spec with the axes of the third row. ``dual`` is the table; it is its own inverse. ``Move`` is the
-only autograd function of a reshard: its backward is the move between the duals, and so on for every order.
+A ``Typed`` is a spec with the axes of the third row. ``dual`` is the table; it is its own inverse.
+``Move`` is the only autograd function of a reshard: its backward is the move between the duals, and
+so on for every order.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def dual(t: Typed) -> tuple[Typed, float]:
         for a, op in layout.partial:
             if op not in ("sum", "avg"):
                 raise RuntimeError(
-                    f"{t.spec!r} requires grad, but a pending {op!r} has no gradient: reduce it first "
-                    "(reshard it to Replicate), or detach it"
+                    f"{t.spec!r} requires grad, but a pending {op!r} has no gradient: reduce it "
+                    "first (reshard it to Replicate), or detach it"
                 )
             scale *= mesh.shape[a] if op == "avg" else 1
         pending = tuple((a, "sum") for a in sorted(t.varying))
@@ -63,7 +64,8 @@ def dual(t: Typed) -> tuple[Typed, float]:
 
 
 def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
-    """A leaf of a pending average collects the gradient of the average, not that of its own share (1/n of it)."""
+    """A leaf of a pending average collects the gradient of the average, not that of its own share
+    (1/n of it)."""
     known = hasattr(leaf, "_whole_grad") or any(
         op not in ("sum", "avg") for _, op in spec.layout.partial
     )

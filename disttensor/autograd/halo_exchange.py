@@ -1,8 +1,10 @@
-"""fetch: ranges of one dim from the ranks that hold them, in one all_to_all; differentiable to every order.
+"""fetch: ranges of one dim from the ranks that hold them, in one all_to_all; differentiable to
+every order.
 
-Rank i holds the range ``src[i]`` of a dim and gets the range ``dst[i]``: at each position the sum of what the ranks hold
-there. With ``src`` disjoint that is what the one holder has. The same function with ``src`` and ``dst`` exchanged is its
-transpose, so it is its own backward: gradients go back to the holder, which adds them up.
+Rank i holds the range ``src[i]`` of a dim and gets the range ``dst[i]``: at each position the sum
+of what the ranks hold there. With ``src`` disjoint that is what the one holder has. The same
+function with ``src`` and ``dst`` exchanged is its transpose, so it is its own backward: gradients
+go back to the holder, which adds them up.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class _Fetch(torch.autograd.Function):
 
 
 def fetch(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group | None) -> Tensor:
-    """Member i of the group holds ``src[i]`` of ``dim`` and gets ``dst[i]``; nothing is sent where all have theirs."""
+    """Member i of the group holds ``src[i]`` of ``dim`` and gets ``dst[i]``; nothing is sent where
+    all have theirs."""
     if group is None or local(src, dst):
         i = 0 if group is None else group.index
         return own(x, dim, src[i], dst[i])

@@ -1,20 +1,22 @@
 """Activation checkpointing and random numbers: a recomputed region draws what its forward drew.
 
-torch.utils.checkpoint (use_reentrant=False) runs a region again in the backward and puts torch's own generator back
-for it. Our numbers hang on a counter that torch does not know of. But while a region runs, the hooks of its checkpoint
-lie on the stack of default saved-tensors hooks: ``_checkpoint_hook`` in the forward, which holds the frame of the region,
-and ``_recomputation_hook`` in the recomputation, which refers to that same frame. So each random call is noted with the
-frames that it runs in, and in a recomputation the n-th call takes the n-th note:
+torch.utils.checkpoint (use_reentrant=False) runs a region again in the backward and puts torch's
+own generator back for it. Our numbers hang on a counter that torch does not know of. But while a
+region runs, the hooks of its checkpoint lie on the stack of default saved-tensors hooks:
+``_checkpoint_hook`` in the forward, which holds the frame of the region, and
+``_recomputation_hook`` in the recomputation, which refers to that same frame. So each random call
+is noted with the frames that it runs in, and in a recomputation the n-th call takes the n-th note:
 
     innermost recomputation on the stack     gives the numbers of the call (none: the counter does)
     checkpoints entered since                note them, for their own recomputation later (nested checkpoints)
 
-Ranks that are in several meshes compute a region again at the first of its nodes that saved something, which other
-ranks may not have. What it communicates has all ranks come there first, so a node whose backward communicates saves
-something in a region (``hold``), and unpacks it before it communicates (``redo``).
+Ranks that are in several meshes compute a region again at the first of its nodes that saved
+something, which other ranks may not have. What it communicates has all ranks come there first, so a
+node whose backward communicates saves something in a region (``hold``), and unpacks it before it
+communicates (``redo``).
 
-A random call in a backward that is no such recomputation would draw numbers that nobody can repeat or expects (a region
-recomputed by other means, for one): ``note`` raises.
+A random call in a backward that is no such recomputation would draw numbers that nobody can repeat
+or expects (a region recomputed by other means, for one): ``note`` raises.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Replay:
 
 
 class Scope(NamedTuple):
-    """What the hooks now on the stack say: where numbers come from, and where random calls are noted."""
+    """What the hooks now on the stack say: where numbers come from, and where random calls are
+    noted."""
 
     source: Replay | None
     notes: list[list[Any]]
@@ -67,7 +70,8 @@ def scope() -> Scope | None:
 
 
 def drawn(where: Scope | None) -> Any:
-    """The note of the random call that a recomputation is about to repeat; None where numbers are new.
+    """The note of the random call that a recomputation is about to repeat; None where numbers are
+    new.
 
     Raises RuntimeError where the recomputation draws more often than the forward did.
     """
@@ -76,21 +80,24 @@ def drawn(where: Scope | None) -> Any:
     source = where.source
     if source.taken >= len(source.notes):
         raise RuntimeError(
-            f"the recomputation of a checkpointed region draws random numbers {source.taken + 1} times, its forward did so "
-            f"{len(source.notes)} times: the region must make the same calls in both (does it depend on state that changed since?)"
+            f"the recomputation of a checkpointed region draws random numbers {source.taken + 1} "
+            f"times, its forward did so {len(source.notes)} times: the region must make the same "
+            "calls in both (does it depend on state that changed since?)"
         )
     return source.notes[source.taken]
 
 
 def note(where: Scope | None, what: Any) -> None:
-    """Note a random call with all regions that it runs in. Raises RuntimeError in a backward that repeats no region."""
+    """Note a random call with all regions that it runs in. Raises RuntimeError in a backward that
+    repeats no region."""
     if where is not None and where.source is not None:
         where.source.taken += 1
     elif torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "random numbers for a DistTensor are drawn inside a backward, outside a region of torch.utils.checkpoint(..., "
-            "use_reentrant=False): whether they should repeat those of the forward is not known here. To recompute a region, "
-            "use that checkpoint; for new numbers (noise on a gradient) pass generator=, a torch.Generator seeded alike on all "
+            "random numbers for a DistTensor are drawn inside a backward, outside a region of "
+            "torch.utils.checkpoint(..., use_reentrant=False): whether they should repeat those of "
+            "the forward is not known here. To recompute a region, use that checkpoint; for new "
+            "numbers (noise on a gradient) pass generator=, a torch.Generator seeded alike on all "
             "ranks: torch.empty_like(grad).normal_(generator=g)"
         )
     if where is not None:
@@ -99,7 +106,8 @@ def note(where: Scope | None, what: Any) -> None:
 
 
 def hold(ctx: Any) -> None:
-    """In the forward of a node whose backward communicates: tie it to the region that it is made in, if any."""
+    """In the forward of a node whose backward communicates: tie it to the region that it is made
+    in, if any."""
     if _top(True) is not None:
         ctx.save_for_backward(torch.empty(0))
         ctx.held = True

@@ -1,16 +1,17 @@
 """Ghosts: what stands for the local on a rank outside the mesh.
 
-A ghost is a tensor of zero size that is in the local autograd graph like any local, so that ``requires_grad``, ``is_leaf`` and
-``backward`` need no second mechanism. There are four kinds:
+A ghost is a tensor of zero size that is in the local autograd graph like any local, so that
+``requires_grad``, ``is_leaf`` and ``backward`` need no second mechanism. There are four kinds:
 
     blank    shared by all tensors that need no gradient
     leaf     of a parameter or another leaf that requires grad: one of its own
     bare     shared by all results that require grad but depend on nothing that this rank has computed
     token    came from a transfer between meshes (``disttensor.tensor.cross_mesh``): a backward that reaches it receives the gradient
-             of what this rank has sent. Results carry on the token of their arguments, joined where there are several
+             of what this rank has sent. Results carry on the token of their arguments, joined where
+             there are several
 
-So the graph of ghosts says what depends on what across all stages, and autograd, which runs nodes in the reverse order of
-their making, runs the transfers of the backward in one order on all ranks.
+So the graph of ghosts says what depends on what across all stages, and autograd, which runs nodes
+in the reverse order of their making, runs the transfers of the backward in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def bare(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def anchor(device: torch.device) -> Tensor:
-    """A leaf that every transfer takes: a backward that asks for it as an input runs all transfers that it reaches, on all
-    ranks alike, whatever else it asks for on this one."""
+    """A leaf that every transfer takes: a backward that asks for it as an input runs all transfers
+    that it reaches, on all ranks alike, whatever else it asks for on this one."""
     _used.append(device)
     return torch.empty(0, device=device, requires_grad=True)
 
@@ -57,7 +58,8 @@ def leaf(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def share(view: Any, base: Any) -> None:
-    """``view`` shares the memory of ``base`` on the ranks inside: what is written to one is written to both."""
+    """``view`` shares the memory of ``base`` on the ranks inside: what is written to one is written
+    to both."""
     while base._viewed is not None:
         base = base._viewed
     view._viewed = base
@@ -80,7 +82,8 @@ def family(x: Any) -> list[Any]:
 
 
 def joined(ghosts: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The ghost of a result that depends on these. Costs nothing where one token is among them, or none."""
+    """The ghost of a result that depends on these. Costs nothing where one token is among them, or
+    none."""
     nothing = bare(device)
     token: Tensor | None = None
     needed = False

@@ -1,4 +1,5 @@
-"""Every byte that leaves this process: collectives, messages, groups, and what records or checks them.
+"""Every byte that leaves this process: collectives, messages, groups, and what records or checks
+them.
 
 Not here: what a tensor's layout is, and which collective a change of layout needs (``reshard``).
 """

@@ -72,9 +72,10 @@ def _announce(kind: str, group: Group, wire: Tensor, share: float, op: str) -> N
 
 def _failed(kind: str, group: Group, error: RuntimeError) -> CommError:
     return CommError(
-        f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on "
-        f"rank {group.ranks[group.index]}: a rank of the group is gone, or called something else.{failures.first()} "
-        f"Backend's words: {str(error).splitlines()[0] if str(error) else error!r}"
+        f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
+        f"{group.ranks[group.index]}: a rank of the group is gone, or called something "
+        f"else.{failures.first()} Backend's words: "
+        f"{str(error).splitlines()[0] if str(error) else error!r}"
     )
 
 
@@ -107,7 +108,8 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _raw(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes. One element may have any stride, which a view would not take."""
+    """The memory of a contiguous tensor as bytes. One element may have any stride, which a view
+    would not take."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
@@ -145,13 +147,15 @@ _AVERAGE = {"nccl", "gloo"} if torch.__version__ >= "2.13" else {"nccl"}
 
 
 def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
-    """What n ranks multiply by before and after they add up, so that the result is the ``op`` ("sum" or "avg").
+    """What n ranks multiply by before and after they add up, so that the result is the ``op``
+    ("sum" or "avg").
 
-    fp16 ends at 65504 above and at 2**-24 below. A sum of n values may pass the first on its way to a small sum or to an
-    average; an average that divides by all of n first loses what is below n * 2**-24. So fp16 goes half-way down before, by
-    2**k, the power of two near sqrt(n), and the rest of the way (for a sum: up again) after. Sums on the way may then reach
-    2**k * 65504, and values keep their bits down to 2**k * 2**-24: a power of two changes none above. It cannot be had
-    for nothing at both ends. Other dtypes need nothing before.
+    fp16 ends at 65504 above and at 2**-24 below. A sum of n values may pass the first on its way to
+    a small sum or to an average; an average that divides by all of n first loses what is below n *
+    2**-24. So fp16 goes half-way down before, by 2**k, the power of two near sqrt(n), and the rest
+    of the way (for a sum: up again) after. Sums on the way may then reach 2**k * 65504, and values
+    keep their bits down to 2**k * 2**-24: a power of two changes none above. It cannot be had for
+    nothing at both ends. Other dtypes need nothing before.
     """
     half = math.log2(n) / 2
     if dtype != torch.float16:
@@ -251,7 +255,8 @@ def reduce_scatter(x: Tensor, op: str, group: Group, shape: Sequence[int] | None
 
 
 def all_to_all(pieces: Sequence[Tensor], numels: Sequence[int], group: Group) -> list[Tensor]:
-    """Sends ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]`` elements."""
+    """Sends ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]``
+    elements."""
     if group.size == 1:
         return [pieces[0].detach().reshape(-1)]
     slots = (
@@ -330,8 +335,8 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 # In the background --------------------------------------------------------------------------------
 #
-# Start such a collective on a group with a lane of its own (see new_group), and in the same order on all
-# members. Its tensors may be neither read nor written until it has been waited for.
+# Start such a collective on a group with a lane of its own (see new_group), and in the same order
+# on all members. Its tensors may be neither read nor written until it has been waited for.
 
 
 class Pending:
@@ -350,7 +355,8 @@ class Pending:
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Return when the result is there. Raises CommError, each time, if the collective failed."""
+        """Return when the result is there. Raises CommError, each time, if the collective
+        failed."""
         work, self._work = self._work, None
         if work is not None:
             after, self._after = self._after, None
@@ -386,8 +392,9 @@ def _startable(kind: str, x: Tensor, op: str = "") -> Tensor:
     """x, detached, if its memory can be sent (and with ``op`` reduced) as it is."""
     if not x.is_contiguous() or x.is_conj() or x.is_neg() or (op and x.dtype not in _NATIVE):
         raise CommError(
-            f"{kind} in the background sends memory as it is: contiguous, and for a reduction of a dtype that every "
-            f"backend reduces, not {x.dtype} of strides {x.stride()}. Make it so first: x.contiguous(), x.to(...)"
+            f"{kind} in the background sends memory as it is: contiguous, and for a reduction of a "
+            f"dtype that every backend reduces, not {x.dtype} of strides {x.stride()}. Make it so "
+            "first: x.contiguous(), x.to(...)"
         )
     if op == "avg" and not x.dtype.is_floating_point:
         raise CommError(
@@ -413,7 +420,8 @@ def start_all_reduce(x: Tensor, op: str, group: Group) -> Pending:
     if before != 1:
         x.mul_(before)
     return _start(
-        "all_reduce", group, x, 2 * (n - 1) / n, _PG.allreduce, group.pg, [x], _START_REDUCE[native],
+        "all_reduce", group, x, 2 * (n - 1) / n, _PG.allreduce, group.pg, [x],
+        _START_REDUCE[native],
         op=op, after=(lambda: x.div_(1 / after)) if after != 1 else None,
     )  # fmt: skip
 
@@ -436,8 +444,9 @@ def start_all_gather(x: Tensor, out: Tensor, group: Group) -> Pending:
 
 
 def _add_up(rows: Tensor, out: Tensor, op: str, order: Sequence[int]) -> None:
-    """What is left of a reduce-scatter when everybody's part has come: one order for all ranks, and wide sums of narrow
-    numbers. gloo's own one works in the calling thread, at two to three times the cost."""
+    """What is left of a reduce-scatter when everybody's part has come: one order for all ranks, and
+    wide sums of narrow numbers. gloo's own one works in the calling thread, at two to three times
+    the cost."""
     first, *rest = order
     if out.dtype in (torch.float16, torch.bfloat16):
         total = rows[first].float()
@@ -452,7 +461,8 @@ def _add_up(rows: Tensor, out: Tensor, op: str, order: Sequence[int]) -> None:
 
 
 def start_reduce_scatter(x: Tensor, out: Tensor, op: str, group: Group) -> Pending:
-    """``reduce_scatter`` into ``out``: the ``op`` over all members of part i (of n equal ones) of their x on member i."""
+    """``reduce_scatter`` into ``out``: the ``op`` over all members of part i (of n equal ones) of
+    their x on member i."""
     n, x = group.size, _startable("reduce_scatter", x, op)
     out = _startable("reduce_scatter", out, op)
     _fits("reduce_scatter", out, x, n)
@@ -466,12 +476,14 @@ def start_reduce_scatter(x: Tensor, out: Tensor, op: str, group: Group) -> Pendi
         rows = torch.empty_like(wire)
         return _start(
             "reduce_scatter", group, x, (n - 1) / n, _exchange, group.pg, rows, wire, [], [],
-            _START_EXCHANGE, op=op, after=lambda: _add_up(rows.view(n, -1), out.view(-1), op, group.order),
+            _START_EXCHANGE, op=op,
+            after=lambda: _add_up(rows.view(n, -1), out.view(-1), op, group.order),
         )  # fmt: skip
     native, before, after = _scaled(op, x, group)
     if before != 1:
         wire = wire * before
     return _start(
         "reduce_scatter", group, x, (n - 1) / n, _scatter_sum, group.pg, out.view(-1), wire,
-        _START_REDUCE_SCATTER[native], op=op, after=(lambda: out.div_(1 / after)) if after != 1 else None,
+        _START_REDUCE_SCATTER[native], op=op,
+        after=(lambda: out.div_(1 / after)) if after != 1 else None,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Debug mode: before a collective runs, its members compare what each is about to do.
 
-The comparison goes through the store of the process group, not through the collective itself, so it works
-where ranks disagree: the error says which rank does what, and names the ranks that never came.
+The comparison goes through the store of the process group, not through the collective itself, so it
+works where ranks disagree: the error says which rank does what, and names the ranks that never
+came.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30
 
 
 class debug:
-    """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before it runs.
+    """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before
+    it runs.
 
-    Enter and leave it on all ranks alike. Raises MismatchError, naming the ranks, where they differ.
+    Enter and leave it on all ranks alike. Raises MismatchError, naming the ranks, where they
+    differ.
 
     >>> with dt.debug(seconds=10):
     ...     dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
@@ -62,8 +65,9 @@ def compare(group: Any, what: str) -> None:
             if store.check([f"disttensor/last/{other}"]):
                 last = store.get(f"disttensor/last/{other}").decode()
             raise MismatchError(
-                f"rank {rank} is at {mine}, over {'+'.join(group.axes)} (ranks {list(group.ranks)}), but rank "
-                f"{other} did not come within {timeout.total_seconds():g} s; its last collective: {last}"
+                f"rank {rank} is at {mine}, over {'+'.join(group.axes)} (ranks "
+                f"{list(group.ranks)}), but rank {other} did not come within "
+                f"{timeout.total_seconds():g} s; its last collective: {last}"
             ) from None
         seen[other] = store.get(f"{name}/{other}").decode()
     kinds = {r: text.split(" at ")[0] for r, text in seen.items()}

@@ -1,7 +1,9 @@
-"""Who failed first: a rank that ends with an error leaves word of it, and the errors of those who waited for it say so.
+"""Who failed first: a rank that ends with an error leaves word of it, and the errors of those who
+waited for it say so.
 
-A rank that waits sees no more than that a neighbour is gone, and the neighbour may have waited itself. The word is
-left in the store of the process group, which outlives the rank that failed unless that rank keeps the store.
+A rank that waits sees no more than that a neighbour is gone, and the neighbour may have waited
+itself. The word is left in the store of the process group, which outlives the rank that failed
+unless that rank keeps the store.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _installed: list[Any] = []
 
 
 def watch() -> None:
-    """From now on an uncaught error of this process is told to the others. Once per process, and cheap after."""
+    """From now on an uncaught error of this process is told to the others. Once per process, and
+    cheap after."""
     if not _installed:
         _installed.append(sys.excepthook)
         sys.excepthook = _hook

@@ -1,4 +1,5 @@
-"""Who communicates: groups of ranks and their process groups, made when first needed, or all up front."""
+"""Who communicates: groups of ranks and their process groups, made when first needed, or all up
+front."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ def world() -> tuple[int, int]:
 def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
     """The group of ``ranks``, this rank among them. Collective for its members only, and cached.
 
-    Each ``lane`` has a communicator of its own over the same ranks: what is started in one is in no order with
-    the collectives of another, so that those in the background never come between those that are waited for.
-    Raises CommError that names the ranks when they do not all arrive.
+    Each ``lane`` has a communicator of its own over the same ranks: what is started in one is in no
+    order with the collectives of another, so that those in the background never come between those
+    that are waited for. Raises CommError that names the ranks when they do not all arrive.
     """
     ranks, rank = tuple(ranks), world()[0]
     if len(ranks) == 1:
@@ -83,9 +84,11 @@ def the_world() -> Group:
 def process_group(
     members: tuple[int, ...], axes: Sequence[str], lane: str = "", timeout: float | None = None
 ) -> Any:
-    """torch's process group of the sorted ``members``, made once; of one rank too, which our own calls never need.
+    """torch's process group of the sorted ``members``, made once; of one rank too, which our own
+    calls never need.
 
-    ``timeout``: seconds to wait for the others while it is made; None: as long as for any collective.
+    ``timeout``: seconds to wait for the others while it is made; None: as long as for any
+    collective.
     """
     rank, size = world()
     default = dist.distributed_c10d._get_default_group()
@@ -99,15 +102,17 @@ def process_group(
             _groups[key] = default if whole else _new_process_group(members, lane, timeout)
         except Exception as error:
             raise CommError(
-                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: it "
-                f"needs ranks {list(members)} to arrive here together.{failures.first()} Backend's words: {error}"
+                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: "
+                f"it needs ranks {list(members)} to arrive here together.{failures.first()} "
+                f"Backend's words: {error}"
             ) from error
     return _groups[key]
 
 
 def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | None) -> Any:
-    """A group that its members alone create, under a name that follows from members and lane alone. torch puts the number
-    of groups that a rank already has into the name: ranks of different meshes would wait for each other in vain."""
+    """A group that its members alone create, under a name that follows from members and lane alone.
+    torch puts the number of groups that a rank already has into the name: ranks of different meshes
+    would wait for each other in vain."""
     digest = hashlib.sha256(repr((members, lane)).encode()).hexdigest()[:32]
     with _naming:
         torchs = c10d._process_group_name
@@ -125,9 +130,9 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
 
 @atexit.register
 def _settle() -> None:
-    """Give gloo's threads a moment to let go of the last tensors. One that asks for the GIL to do so
-    while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in plain torch
-    programs too)."""
+    """Give gloo's threads a moment to let go of the last tensors. One that asks for the GIL to do
+    so while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in plain
+    torch programs too)."""
     if _groups:
         time.sleep(0.1)
 
@@ -138,12 +143,14 @@ def _settle() -> None:
 def create_groups(
     groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float = 300.0
 ) -> None:
-    """Make the process groups of all ``(ranks, axes, lane)`` in one order, so that no two ranks wait for each other in two.
+    """Make the process groups of all ``(ranks, axes, lane)`` in one order, so that no two ranks
+    wait for each other in two.
 
-    Every rank of the world makes the call, with the same groups, also those that it is not in. It returns when all ranks
-    have made theirs; ``new_group`` finds them then. What needs no communicator (one rank) is left out.
-    Raises ValueError for ranks that are not in the world, and CommError that names the ranks, within ``timeout`` seconds
-    each time that it waits, where some do not come, want other groups, or cannot make one.
+    Every rank of the world makes the call, with the same groups, also those that it is not in. It
+    returns when all ranks have made theirs; ``new_group`` finds them then. What needs no
+    communicator (one rank) is left out. Raises ValueError for ranks that are not in the world, and
+    CommError that names the ranks, within ``timeout`` seconds each time that it waits, where some
+    do not come, want other groups, or cannot make one.
     """
     rank, size = world()
     listed: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
@@ -151,8 +158,8 @@ def create_groups(
         members = tuple(sorted(ranks))
         if len(set(members)) != len(members) or not all(0 <= r < size for r in members):
             raise ValueError(
-                f"create_groups: ranks {list(ranks)} of mesh axes {'+'.join(axes)} are not different ranks of the world, "
-                f"which has ranks 0 to {size - 1}"
+                f"create_groups: ranks {list(ranks)} of mesh axes {'+'.join(axes)} are not "
+                f"different ranks of the world, which has ranks 0 to {size - 1}"
             )
         if len(members) > 1:
             axes = tuple(
@@ -192,7 +199,8 @@ class _Wanted(NamedTuple):
 
 
 class _Meeting:
-    """Ranks wait for each other, by the store of the world: it works where there is no communicator yet, and knows who is missing."""
+    """Ranks wait for each other, by the store of the world: it works where there is no communicator
+    yet, and knows who is missing."""
 
     _held: ClassVar[dict[Any, int]] = {}  # default group -> how many meetings there were
 
@@ -209,7 +217,8 @@ class _Meeting:
         return str(self.store.compare_set("failed", "", what).decode())
 
     def arrive(self, place: str, ranks: Sequence[int], wanted: Sequence[_Wanted]) -> None:
-        """Return when all ``ranks`` are at ``place``. Raises CommError that names those that did not come."""
+        """Return when all ``ranks`` are at ``place``. Raises CommError that names those that did
+        not come."""
         at = f"at/{place}"
         self.store.set(f"{at}/{self.rank}", "")
         if self.store.add(f"{at}/count", 1) == len(ranks):
@@ -230,9 +239,9 @@ class _Meeting:
                 if not told:
                     self.tell(f"rank {self.rank} waited in vain for ranks {missing}")
                 raise CommError(
-                    f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for them to make "
-                    f"{_some(wanted, missing)}. Every rank of the world calls create_groups, with the same groups."
-                    f"{failures.first()}"
+                    f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for "
+                    f"them to make {_some(wanted, missing)}. Every rank of the world calls "
+                    f"create_groups, with the same groups.{failures.first()}"
                 )
             time.sleep(pause)
             pause = min(0.2, pause * 2)
@@ -259,8 +268,8 @@ class _Meeting:
             for ranks, names in zip(camps.values(), lists, strict=True)
         ]
         raise CommError(
-            "create_groups: ranks want different groups, and would wait for each other in vain. Beyond what all want:\n"
-            + "\n".join(lines)
+            "create_groups: ranks want different groups, and would wait for each other in vain. "
+            "Beyond what all want:\n" + "\n".join(lines)
         )
 
 

@@ -1,4 +1,5 @@
-"""record_comms: what was communicated, by which mesh axis, from which line of the user's program."""
+"""record_comms: what was communicated, by which mesh axis, from which line of the user's
+program."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class CommRecord:
 
 @dataclass(eq=False)
 class CommLog:
-    """The collectives of a ``with record_comms()`` block: a sequence of CommRecord that prints as a table.
+    """The collectives of a ``with record_comms()`` block: a sequence of CommRecord that prints as a
+    table.
 
     >>> with dt.record_comms() as log:
     ...     total = dt.ones(4, mesh=mesh).sum().item()
@@ -83,7 +85,8 @@ class CommLog:
 
 
 def record_comms() -> CommLog:
-    """``with record_comms() as log:`` one CommRecord per collective of this rank, forward and backward.
+    """``with record_comms() as log:`` one CommRecord per collective of this rank, forward and
+    backward.
 
     >>> with dt.record_comms() as log:
     ...     total = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()

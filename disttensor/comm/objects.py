@@ -1,7 +1,8 @@
-"""Announcements: what only the ranks of a mesh can know of a tensor, told to all others of the world.
+"""Announcements: what only the ranks of a mesh can know of a tensor, told to all others of the
+world.
 
-Shapes that depend on data, and values that everyone asks for. Every rank of the world takes part, whether it tells or
-hears, so that the messages of all ranks are in step.
+Shapes that depend on data, and values that everyone asks for. Every rank of the world takes part,
+whether it tells or hears, so that the messages of all ranks are in step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def others(mesh: Any) -> list[int]:
 
 
 def tell(mesh: Any, value: Any) -> None:
-    """Called by all ranks of ``mesh`` with one picklable value: it reaches every other rank of the world."""
+    """Called by all ranks of ``mesh`` with one picklable value: it reaches every other rank of the
+    world."""
     rest = others(mesh)
     if not rest:
         return

@@ -2,20 +2,23 @@
 
 A message goes from one rank of the world to another, over the default process group; nobody else
 takes part. Sending returns at once, and receiving is posted now and waited for later, so that ranks
-need not meet. Messages of one pair of ranks with one tag arrive in the order in which they were sent.
+need not meet. Messages of one pair of ranks with one tag arrive in the order in which they were
+sent.
 
 Note on buffers. gloo reads a message from the sender's memory when the receiver asks for it, which
-may be much later; it needs the buffer *and* the Work until then, and the Work's ``is_completed`` says
-nothing about it. So both wait in an outbox: a thread of its own waits for the Works in order and
-drops them. On CUDA, where ``is_completed`` tells the truth, the next transfer looks them through.
+may be much later; it needs the buffer *and* the Work until then, and the Work's ``is_completed``
+says nothing about it. So both wait in an outbox: a thread of its own waits for the Works in order
+and drops them. On CUDA, where ``is_completed`` tells the truth, the next transfer looks them
+through.
 
-Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program, takes
-part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers transfers on
-its own: micro-batches, which ranks may take in different order, have one each.
+Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program,
+takes part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers
+transfers on its own: micro-batches, which ranks may take in different order, have one each.
 
-Note on NCCL. It knows no tags: messages of a pair match by the order in which both ranks post them, so
-there both must take micro-batches in one order. The messages of a transfer are one batch, and the
-first ``next_tag`` is a barrier, because a batch of some ranks may not be the first thing in a group.
+Note on NCCL. It knows no tags: messages of a pair match by the order in which both ranks post them,
+so there both must take micro-batches in one order. The messages of a transfer are one batch, and
+the first ``next_tag`` is a barrier, because a batch of some ranks may not be the first thing in a
+group.
 """
 
 from __future__ import annotations
@@ -201,7 +204,8 @@ def _post(
 def _post_batch(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
 ) -> Posted:
-    """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each other."""
+    """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each
+    other."""
     ops = [dist.P2POp(dist.irecv, x.view(torch.uint8), r, tag=tag) for r, x in receives]
     ops += [dist.P2POp(dist.isend, _raw(x), r, tag=tag) for r, x in sends]
     works = dist.batch_isend_irecv(ops) if ops else []
@@ -213,9 +217,9 @@ def _post_batch(
 def _failure(what: object, error: Exception) -> CommError:
     words = str(error).splitlines()
     return CommError(
-        f"{what}. This failed: the other rank is gone, or did not come here within the time limit of the "
-        f"process group; look for the first error among the ranks.{failures.first()} Backend's words: "
-        f"{words[0] if words else error!r}"
+        f"{what}. This failed: the other rank is gone, or did not come here within the time limit "
+        f"of the process group; look for the first error among the ranks.{failures.first()} "
+        f"Backend's words: {words[0] if words else error!r}"
     )
 
 

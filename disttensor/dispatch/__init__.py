@@ -1,4 +1,5 @@
-"""One call of a torch function on DistTensors, from ``__torch_function__`` to the local function and back.
+"""One call of a torch function on DistTensors, from ``__torch_function__`` to the local function
+and back.
 
 Not here: the rules that say which placements a function keeps (``ops``).
 """

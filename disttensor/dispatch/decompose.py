@@ -1,4 +1,5 @@
-"""Functions that torch wrote in Python: their body, so that its inner calls are dispatched one by one."""
+"""Functions that torch wrote in Python: their body, so that its inner calls are dispatched one by
+one."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ _TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
 
 
 def body_of(func: Function) -> Function | None:
-    """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner calls are then
-    dispatched one by one. None for functions of C++."""
+    """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner
+    calls are then dispatched one by one. None for functions of C++."""
     if func not in _bodies:
         inner = unwrap(func)
         made: Function | None = None

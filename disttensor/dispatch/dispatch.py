@@ -1,8 +1,8 @@
 """The path of one call, from the user's function to the local one and back.
 
-Warm: a key, one look-up, and the runner that was chosen when the plan was made. Cold: ``prepare`` asks, in this order,
-for a handler (functions that are no computation), a rule, the Python body of the function, and last the fallback that
-gathers everything: always right.
+Warm: a key, one look-up, and the runner that was chosen when the plan was made. Cold: ``prepare``
+asks, in this order, for a handler (functions that are no computation), a rule, the Python body of
+the function, and last the fallback that gathers everything: always right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _MOST = 16384
 def dispatch(
     cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    """``DistTensor.__torch_function__``. One and two arguments are spelled out: they are most calls."""
+    """``DistTensor.__torch_function__``. One and two arguments are spelled out: they are most
+    calls."""
     try:
         n = len(args)
         if n == 2:
@@ -106,7 +107,8 @@ def prepare(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runn
 
 
 def _by_value(func: Function) -> Runner:
-    """For functions whose rule depends on the value of a float: plans by value, below the plan by type."""
+    """For functions whose rule depends on the value of a float: plans by value, below the plan by
+    type."""
     plans: dict[Any, Runner] = {}
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
@@ -165,13 +167,14 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
         type(t).__name__ == "DTensor" for t in tensors
     ):  # by name: importing it costs more than all of ours
         raise ValueError(
-            f"{errors.name_of(func)}: a torch DTensor among DistTensors: convert it with from_dtensor(x), which copies nothing"
+            f"{errors.name_of(func)}: a torch DTensor among DistTensors: convert it with "
+            "from_dtensor(x), which copies nothing"
         )
     for t in dist[1:]:
         if t.spec.mesh is not mesh:
             raise ValueError(
-                f"{errors.name_of(func)}: tensors on two meshes: {dist[0].spec!r} on {mesh!r} and {t.spec!r} on "
-                f"{t.spec.mesh!r}. Bring one over first: reshard(x, mesh, placements)"
+                f"{errors.name_of(func)}: tensors on two meshes: {dist[0].spec!r} on {mesh!r} and "
+                f"{t.spec!r} on {t.spec.mesh!r}. Bring one over first: reshard(x, mesh, placements)"
             )
     return mesh
 

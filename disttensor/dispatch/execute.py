@@ -32,7 +32,8 @@ _setitem: Callable[..., Any] = Tensor.__setitem__
 def runner_of(
     func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], specs: list[DistSpec]
 ) -> Runner:
-    """``direct`` where every tensor is a DistTensor that stays as it lies and one tensor comes out, else ``general``."""
+    """``direct`` where every tensor is a DistTensor that stays as it lies and one tensor comes out,
+    else ``general``."""
     nested = any(flat(a, []) for a in (*args, *kwargs.values()) if not isinstance(a, Tensor))
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     plain = any(type(t) is not DistTensor for t in tensors)
@@ -56,8 +57,8 @@ def runner_of(
 
 
 def repeating(local: Function, run: Runner) -> Runner:
-    """``run``, whose result is computed once more for each set of axes over which uses of it vary; unless somebody has
-    written to it, or to what it was made of, by then."""
+    """``run``, whose result is computed once more for each set of axes over which uses of it vary;
+    unless somebody has written to it, or to what it was made of, by then."""
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         out = run(args, kwargs)
@@ -89,7 +90,8 @@ def _version(t: Tensor) -> int:
 
 
 def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
-    """The warm path: what is common is at the top of ``run``, what is rare in ``call`` and ``finish``."""
+    """The warm path: what is common is at the top of ``run``, what is rare in ``call`` and
+    ``finish``."""
     local, spec, inplace = plan.local, plan.gives[0], plan.inplace
     axes_of = iter(plan.varying)
     uses = [
@@ -175,7 +177,8 @@ def replay(
 
 
 def used(a: Any, axes: Axes | None) -> Any:
-    """An argument as its use wants it: a constant, the local, or the local of a use that varies over ``axes``."""
+    """An argument as its use wants it: a constant, the local, or the local of a use that varies
+    over ``axes``."""
     return a if axes is None else a.local_for(axes) if axes else a.local
 
 
@@ -256,7 +259,8 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
 
 
 def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
-    """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer step would."""
+    """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer
+    step would."""
     if not kwargs and not any(
         type(a) is list or type(a) is tuple or getattr(a, "_owner", None) is not None for a in args
     ):
@@ -298,11 +302,13 @@ def _local_of(a: Any, plan: Plan) -> Any:
 
 
 def checked(plan: Plan, out: Tensor, spec: DistSpec) -> DistSpec:
-    """The spec of a result with its real dtype; a rule that lies about the local shape is caught here, once."""
+    """The spec of a result with its real dtype; a rule that lies about the local shape is caught
+    here, once."""
     if plan.mesh.coordinate is not None and tuple(out.shape) != tuple(spec.local_shape):
         raise RuntimeError(
-            f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is {list(spec.local_shape)}, but the local "
-            f"function gave {list(out.shape)}: the rule is wrong"
+            f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is "
+            f"{list(spec.local_shape)}, but the local function gave {list(out.shape)}: the rule is "
+            "wrong"
         )
     return spec if out.dtype is spec.dtype else spec.with_dtype(out.dtype)
 
@@ -341,13 +347,15 @@ def refuse_copies(func: Function, target: Any) -> None:
     for t in target if isinstance(target, (list, tuple)) else (target,):
         if type(t) is DistTensor and t._copied and t._back is None:
             raise RuntimeError(
-                f"{errors.name_of(func)}: {t.spec!r} came from {t._copied}, which had to move data and gave a copy, so "
-                "writing to it would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
+                f"{errors.name_of(func)}: {t.spec!r} came from {t._copied}, which had to move data "
+                "and gave a copy, so writing to it would not reach the tensor it was taken from. "
+                "Reshard that tensor first, or write to a clone()"
             )
 
 
 def written(target: Any, out: Any) -> Any:
-    """The result of an in-place function: its target(s), whose uses before this are of the old value."""
+    """The result of an in-place function: its target(s), whose uses before this are of the old
+    value."""
     if type(target) is DistTensor:
         if (
             target._aliases is not None

@@ -50,11 +50,12 @@ class Explanation:
 
 
 def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Print, and give, how ``func(*args, **kwargs)`` would be carried out: the rule in factor notation, the placements
-    wanted and given, the steps and bytes of each implicit reshard, what runs on the locals, or why the inputs are
-    gathered. Nothing runs and nothing is communicated.
+    """Print, and give, how ``func(*args, **kwargs)`` would be carried out: the rule in factor
+    notation, the placements wanted and given, the steps and bytes of each implicit reshard, what
+    runs on the locals, or why the inputs are gathered. Nothing runs and nothing is communicated.
 
-    Raises TypeError where no argument is a DistTensor, and what the call itself raises for wrong arguments.
+    Raises TypeError where no argument is a DistTensor, and what the call itself raises for wrong
+    arguments.
 
     >>> x = dt.ones(8, 6, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     >>> _ = dt.explain(torch.sort, x, dim=1)
@@ -67,8 +68,8 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
     tensors = flat((args, kwargs), [])
     if not any(type(t) is DistTensor for t in tensors):
         raise TypeError(
-            f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain torch. "
-            "Give the arguments that the call has, as explain(torch.add, x, y)"
+            f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain "
+            "torch. Give the arguments that the call has, as explain(torch.add, x, y)"
         )
     found = _found(func, args, kwargs, tensors)
     print(found)

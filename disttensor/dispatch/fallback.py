@@ -1,4 +1,5 @@
-"""What happens to a function without a rule: its Python body is run, or everything is gathered and it runs whole."""
+"""What happens to a function without a rule: its Python body is run, or everything is gathered and
+it runs whole."""
 
 from __future__ import annotations
 
@@ -59,8 +60,9 @@ def writes(func: Function) -> bool:
 
 
 def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequence[Any], Any], Any]:
-    """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes goes back into
-    the placement it had. ``quiet``: no warning (an in-place function that had to go this way)."""
+    """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes
+    goes back into the placement it had. ``quiet``: no warning (an in-place function that had to go
+    this way)."""
     writing = writes(func)
     runners: dict[Any, Callable[..., Any]] = {}  # on ranks outside the mesh, by kind of call
 
@@ -117,8 +119,9 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
             ):  # apply_ writes without a new version
                 if tensor._copied and tensor._back is None:
                     raise RuntimeError(
-                        f"{errors.name_of(func)}: {tensor.spec!r} came from {tensor._copied}, which gave a copy: writing to it "
-                        "would not reach the tensor it was taken from. Reshard that tensor first, or write to a clone()"
+                        f"{errors.name_of(func)}: {tensor.spec!r} came from {tensor._copied}, "
+                        "which gave a copy: writing to it would not reach the tensor it was taken "
+                        "from. Reshard that tensor first, or write to a clone()"
                     )
                 back = wrap(full, tensor.spec.replicated()).moved_for(tensor.spec, ())
                 tensor.local.copy_(back)
@@ -168,11 +171,13 @@ def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     for target, value in zip(targets, results, strict=True):
         if type(target) is not DistTensor:
             raise TypeError(
-                f"{errors.name_of(func)}: out= must be a DistTensor where an argument is one, not a plain tensor"
+                f"{errors.name_of(func)}: out= must be a DistTensor where an argument is one, not "
+                "a plain tensor"
             )
         if tuple(target.shape) != tuple(value.shape):
             raise RuntimeError(
-                f"{errors.name_of(func)}: out= has shape {list(target.shape)}, the result {list(value.shape)}; a DistTensor is not resized"
+                f"{errors.name_of(func)}: out= has shape {list(target.shape)}, the result "
+                f"{list(value.shape)}; a DistTensor is not resized"
             )
         target.copy_(value)
     return out

@@ -1,4 +1,5 @@
-"""Functions over lists of tensors (``torch._foreach_*``, fused optimizers) where the tensors lie on several meshes."""
+"""Functions over lists of tensors (``torch._foreach_*``, fused optimizers) where the tensors lie on
+several meshes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _by_mesh(members: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def each_mesh(func: Function) -> Callable[[Sequence[Any], Any], Any]:
-    """The runner: one call for each mesh, with its members of every list; results in the order of the members."""
+    """The runner: one call for each mesh, with its members of every list; results in the order of
+    the members."""
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         first = args[0]

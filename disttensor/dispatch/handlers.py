@@ -1,4 +1,5 @@
-"""Completes DistTensor: every attribute and method of Tensor that is answered here rather than by a rule."""
+"""Completes DistTensor: every attribute and method of Tensor that is answered here rather than by a
+rule."""
 
 from __future__ import annotations
 
@@ -43,13 +44,14 @@ for name in (
 ):
     setattr(DistTensor, name, getattr(gradient, name))
 for name in (
-    "full_tensor", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__", "__complex__",
+    "full_tensor", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__",
+    "__float__", "__complex__",
     "__contains__", "__iter__", "__format__", "__repr__", "__deepcopy__", "__reduce_ex__",
 ):  # fmt: skip
     setattr(DistTensor, name, getattr(values, name))
 del name
 
-# The same as functions --------------------------------------------------------------------------------------
+# The same as functions ----------------------------------------------------------------------------
 
 HANDLERS[torch.autograd.grad] = gradient.autograd_grad
 HANDLERS[torch.autograd.backward] = gradient.autograd_backward
@@ -61,7 +63,8 @@ HANDLERS[torch.numel] = lambda input: input.numel()
 
 
 def _of_proto(func: Any) -> None:
-    """Functions that ask for shape and dtype only: answered by a plain stand-in of the global shape."""
+    """Functions that ask for shape and dtype only: answered by a plain stand-in of the global
+    shape."""
 
     def stand_in(v: Any) -> Any:
         return v.spec.proto if type(v) is DistTensor else v
@@ -73,7 +76,8 @@ def _of_proto(func: Any) -> None:
 
 for _func in (
     torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
-    Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg, torch.is_inference, Tensor.is_inference,
+    Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg,
+    torch.is_inference, Tensor.is_inference,
     Tensor.get_device, Tensor.dim_order,
 ):  # fmt: skip
     _of_proto(_func)
@@ -89,14 +93,17 @@ def _local_attribute(x: DistTensor, name: str) -> Any:
 
 
 for _name in (
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_mtia", "is_nested",
-    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "names", "_base", "_backward_hooks",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn",
+    "is_mps", "is_mtia", "is_nested",
+    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "names", "_base",
+    "_backward_hooks",
     "_post_accumulate_grad_hooks", "volatile",
 ):  # fmt: skip
     if hasattr(Tensor, _name):  # a property: without it each question would be a full dispatch
         setattr(DistTensor, _name, property(partial(_local_attribute, name=_name)))
 for _method in (
-    Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type,
+    Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage,
+    Tensor.storage_type,
     Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,
 ):  # fmt: skip
     _of_local(_method)
@@ -157,7 +164,8 @@ def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         isinstance(like, Tensor) and type(like) is not DistTensor
     ):
         raise RuntimeError(
-            f"{x.spec!r}: a DistTensor is not resized, nor given other memory; make a new one, or assign to its .data"
+            f"{x.spec!r}: a DistTensor is not resized, nor given other memory; make a new one, or "
+            "assign to its .data"
         )
     return x
 
@@ -169,8 +177,9 @@ _strided = gathered(torch.as_strided, "it reads the memory of one process")
 def _as_strided(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
     if x.spec is not x.spec.replicated() and not x.is_contiguous():
         raise RuntimeError(
-            f"as_strided of {x.spec!r}: strides are those of the memory of one process, which a split tensor has only "
-            "where it is contiguous; call contiguous() first, or use views that name dims"
+            f"as_strided of {x.spec!r}: strides are those of the memory of one process, which a "
+            "split tensor has only where it is contiguous; call contiguous() first, or use views "
+            "that name dims"
         )
     return _strided((x, *args), kwargs)
 
@@ -191,7 +200,7 @@ def _share(x: DistTensor) -> DistTensor:
     return x
 
 
-# Python values of whole tensors --------------------------------------------------------------------------------
+# Python values of whole tensors -------------------------------------------------------------------
 
 
 @handler(torch.is_nonzero, Tensor.is_nonzero)

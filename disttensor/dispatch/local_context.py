@@ -1,4 +1,5 @@
-"""What local functions may ask of the mesh: collectives over its axes, and random numbers (``ops.local.Reach``)."""
+"""What local functions may ask of the mesh: collectives over its axes, and random numbers
+(``ops.local.Reach``)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Tensor = torch.Tensor
 
 
 class MeshReach:
-    """The collectives that local functions may use (``ops.local.Reach``), on the axes of one mesh."""
+    """The collectives that local functions may use (``ops.local.Reach``), on the axes of one
+    mesh."""
 
     __slots__ = ("mesh",)
 

@@ -1,7 +1,7 @@
 """Plan: everything about a call that does not depend on data, decided once and kept by key.
 
-The key of a call is (function, specs of DistTensors, shape and dtype of plain tensors, constants by type and value);
-floats count by type only, so that a learning rate does not fill the cache.
+The key of a call is (function, specs of DistTensors, shape and dtype of plain tensors, constants by
+type and value); floats count by type only, so that a learning rate does not fill the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Uncacheable(Exception):
 
 
 def key_of(value: Any, floats: bool = False) -> Any:
-    """What of one argument (not a DistTensor) a plan depends on. 1, 1.0 and True have three keys."""
+    """What of one argument (not a DistTensor) a plan depends on. 1, 1.0 and True have three
+    keys."""
     kind = type(value)
     if kind in _BY_VALUE:
         return value
@@ -106,7 +107,8 @@ def make_plan(
     specs: Sequence[DistSpec],
     mesh: ProcessMesh,
 ) -> Plan | None:
-    """Infer the call. ``args`` and ``kwargs`` hold an Arg for each tensor, ``specs`` are theirs in order.
+    """Infer the call. ``args`` and ``kwargs`` hold an Arg for each tensor, ``specs`` are theirs in
+    order.
 
     None: an in-place function that cannot keep its target's placement by itself. Raises NoRule.
     """
@@ -147,7 +149,8 @@ def decided(
 def layouts_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], mesh: ProcessMesh
 ) -> list[Layout] | None:
-    """The layouts of the results, for a rank outside the mesh. None: an in-place function. Raises NoRule."""
+    """The layouts of the results, for a rank outside the mesh. None: an in-place function. Raises
+    NoRule."""
     rule, _, decision = decided(func, args, kwargs, mesh)
     return None if decision is None or rule.inplace else list(decision.gives)
 

@@ -1,9 +1,10 @@
-"""A pending sum that one call reduces is reduced for the calls after it: ``x.relu() + x.sigmoid()`` sends x once.
+"""A pending sum that one call reduces is reduced for the calls after it: ``x.relu() + x.sigmoid()``
+sends x once.
 
-The tensor keeps its placement and its local; beside it is kept what the reduction gave. A later call that could use the
-pending value reads that instead, unless the tensor was written to since, or is now in another region of activation
-checkpointing (a recomputation must make the calls that its forward made). Ranks outside the mesh take the same decision,
-without values.
+The tensor keeps its placement and its local; beside it is kept what the reduction gave. A later
+call that could use the pending value reads that instead, unless the tensor was written to since, or
+is now in another region of activation checkpointing (a recomputation must make the calls that its
+forward made). Ranks outside the mesh take the same decision, without values.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hook
 
 
 class Reduced(NamedTuple):
-    """source, version: what was reduced; value: to what; grad: was a graph made; region: (weak) the hook on top of the
-    stack of saved-tensors hooks then, which tells regions apart."""
+    """source, version: what was reduced; value: to what; grad: was a graph made; region: (weak) the
+    hook on top of the stack of saved-tensors hooks then, which tells regions apart."""
 
     source: Tensor
     version: int
@@ -74,7 +75,8 @@ def known(x: DistTensor) -> DistTensor | None:
 
 
 def settles(src: DistSpec, want: Layout) -> bool:
-    """Is ``want`` the layout of ``src`` with all its pending sums reduced, and nothing else changed?"""
+    """Is ``want`` the layout of ``src`` with all its pending sums reduced, and nothing else
+    changed?"""
     layout = src.layout
     return (
         bool(layout.partial)
@@ -91,7 +93,8 @@ def shared(
     asked: tuple[Sequence[Any], dict[str, Any]],
     mesh: ProcessMesh,
 ) -> Runner:
-    """``run``, for calls with these specs that write nothing, such that pending arguments are reduced once.
+    """``run``, for calls with these specs that write nothing, such that pending arguments are
+    reduced once.
 
     ``asked``: the arguments with an Arg for each tensor.
     """

@@ -14,8 +14,8 @@ _warned: set[Any] = set()
 
 
 class strict:
-    """``with strict():`` an implicit reshard that communicates, or a function without a rule, is an error
-    that names the call, the source line and the bytes.
+    """``with strict():`` an implicit reshard that communicates, or a function without a rule, is an
+    error that names the call, the source line and the bytes.
 
     >>> with dt.strict():
     ...     y = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).relu().sum()
@@ -40,8 +40,9 @@ def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]
         nbytes = sum(s.bytes for s in steps)
         if nbytes:
             raise StrictError(
-                f"{name_of(func)} at {user_line()}: argument {i} is {src!r}, the call needs {dst!r}: an implicit "
-                f"{' + '.join(s.kind for s in steps)} of {nbytes:,.0f} bytes per rank. Reshard it explicitly, or leave strict()"
+                f"{name_of(func)} at {user_line()}: argument {i} is {src!r}, the call needs "
+                f"{dst!r}: an implicit {' + '.join(s.kind for s in steps)} of {nbytes:,.0f} bytes "
+                "per rank. Reshard it explicitly, or leave strict()"
             )
 
 
@@ -50,16 +51,18 @@ def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
     if level:
         nbytes = sum(reshard.cost(s, s.replicated()) for s in specs)
         raise StrictError(
-            f"{name_of(func)} at {user_line()} has no rule for this call ({why}): it would gather {nbytes:,.0f} bytes per rank. "
-            "Register one with ops.rule, wrap the code in local_map, or leave strict()"
+            f"{name_of(func)} at {user_line()} has no rule for this call ({why}): it would gather "
+            f"{nbytes:,.0f} bytes per rank. Register one with ops.rule, wrap the code in "
+            "local_map, or leave strict()"
         )
     if func not in _warned:
         _warned.add(func)
         where = user_line()
         file, _, line = where.rpartition(":")
         warnings.warn_explicit(
-            f"{name_of(func)} at {where} has no sharding rule for this call ({why}): its inputs are gathered and it runs "
-            "on full tensors. Right, but slow; see ops.rule. (Said once per function.)",
+            f"{name_of(func)} at {where} has no sharding rule for this call ({why}): its inputs "
+            "are gathered and it runs on full tensors. Right, but slow; see ops.rule. (Said once "
+            "per function.)",
             FallbackWarning,
             file or "unknown",
             int(line) if line.isdigit() else 0,

@@ -13,8 +13,8 @@ from disttensor.fsdp.segment import Segment
 class Accumulation:
     """The state between the backwards of one accumulation.
 
-    owing  segments whose gradients wait for the last micro-batch; ``reduce`` is what reduces those of one completely
-    first  the parameters that the first backward reached
+    owing  segments whose gradients wait for the last micro-batch; ``reduce`` is what reduces those
+    of one completely first  the parameters that the first backward reached
     """
 
     def __init__(self, reduce: Callable[[Segment], list[Steps]]) -> None:
@@ -30,7 +30,8 @@ class Accumulation:
         self.owing.clear()
 
     def after(self, now: Backward, window: Window) -> None:
-        """A backward is over. Raises RuntimeError where it reached other parameters than the first one."""
+        """A backward is over. Raises RuntimeError where it reached other parameters than the first
+        one."""
         if not window.last:
             self.owing.update(dict.fromkeys(now.passes))
             for twin in [t for s in now.passes for t in s.apart]:
@@ -46,9 +47,11 @@ class Accumulation:
             if first is not None and first != reached:
                 self.first = None
                 raise RuntimeError(
-                    f"accumulate: this micro-batch gave gradients to other parameters than the first one: {_some(reached - first)} "
-                    f"only here, {_some(first - reached)} only there. The gradients so far are a sum of unlike parts: zero_grad(), "
-                    "and let every micro-batch of an accumulation use the same parameters (or call backward without accumulate)"
+                    "accumulate: this micro-batch gave gradients to other parameters than the "
+                    f"first one: {_some(reached - first)} only here, {_some(first - reached)} only "
+                    "there. The gradients so far are a sum of unlike parts: zero_grad(), and let "
+                    "every micro-batch of an accumulation use the same parameters (or call "
+                    "backward without accumulate)"
                 )
 
     def pay(self, segments: Iterable[Segment]) -> None:

@@ -1,7 +1,9 @@
-"""One backward: reductions start when the last gradient of a segment has come, and run beside the rest of the backward.
+"""One backward: reductions start when the last gradient of a segment has come, and run beside the
+rest of the backward.
 
-All ranks start them in one order, that of the segments' forwards read backwards: a segment that is ready waits for those that
-the backward has entered and that come before it. What is not complete when the backward ends is reduced then.
+All ranks start them in one order, that of the segments' forwards read backwards: a segment that is
+ready waits for those that the backward has entered and that come before it. What is not complete
+when the backward ends is reduced then.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Backward:
         return True
 
     def again(self, segment: Segment) -> None:
-        """A forward of the segment was computed again. Where the backward has not come to it yet, it is gathered later."""
+        """A forward of the segment was computed again. Where the backward has not come to it yet,
+        it is gathered later."""
         if segment not in self.passes:
             segment.free()
 
@@ -75,15 +78,16 @@ class Backward:
         return self.launch()
 
     def leave(self, segment: Segment) -> list[Segment]:
-        """A pass was left. In the first backward nothing tells how many gradients will come: all that will have come then."""
+        """A pass was left. In the first backward nothing tells how many gradients will come: all
+        that will have come then."""
         if segment.expected or segment in self.launched or not self._left(segment):
             return []
         self.ready.add(segment)
         return self.launch()
 
     def _left(self, segment: Segment) -> bool:
-        """Has the backward left all that the forward made, through the inputs? Then its nodes have run: they are the younger
-        ones. Of a pass without such inputs that is not known."""
+        """Has the backward left all that the forward made, through the inputs? Then its nodes have
+        run: they are the younger ones. Of a pass without such inputs that is not known."""
         passes = self.passes[segment]
         return bool(passes) and all(
             one.inputs and one.over and all(other in passes for other in one.beside)

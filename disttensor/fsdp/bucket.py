@@ -3,8 +3,8 @@
     tensors  [5, 2] and [3], over n = 2 ranks            row 0:  a0 a1 a2  b0 b1
     cut along dim 0 as torch.chunk does                  row 1:  a3 a4 --  b2 --
 
-Row i holds piece i of every tensor; short pieces are padded, so that all rows have one length. An all-gather joins rows, a
-reduce-scatter sums what n ranks have for each row. Pure: shapes only.
+Row i holds piece i of every tensor; short pieces are padded, so that all rows have one length. An
+all-gather joins rows, a reduce-scatter sums what n ranks have for each row. Pure: shapes only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Tensor = torch.Tensor
 class Rows:
     """How tensors of these (local) shapes lie in ``n`` rows.
 
-    sizes[j], offsets[j]  elements of tensor j in a row, and where they begin; total: of all, the length of a row
+    sizes[j], offsets[j]  elements of tensor j in a row, and where they begin; total: of all, the
+    length of a row
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], n: int) -> None:
@@ -51,7 +52,8 @@ class Rows:
         return row
 
     def blocks(self, memory: Tensor) -> list[Tensor]:
-        """[n * total] as one [n, size] for each tensor, in which the tensor itself lies from the beginning on."""
+        """[n * total] as one [n, size] for each tensor, in which the tensor itself lies from the
+        beginning on."""
         parts = memory.split([self.n * size for size in self.sizes])
         return [p.view(self.n, size) for p, size in zip(parts, self.sizes, strict=True)]
 
@@ -93,7 +95,8 @@ Group = tuple[Rows, Sequence[Tensor], Sequence[float]]
 
 
 def packed(groups: Sequence[Group], dtype: torch.dtype) -> Tensor:
-    """[n, sum of (total + len(tail))]: whole tensors cut into rows, those of a group followed by its tail in each row."""
+    """[n, sum of (total + len(tail))]: whole tensors cut into rows, those of a group followed by
+    its tail in each row."""
     n, first = groups[0][0].n, groups[0][1][0]
     # Sums that were kept are of the dtype of the parameter; one dtype goes into a wire.
     of = functools.reduce(torch.promote_types, (w.dtype for _, wholes, _ in groups for w in wholes))

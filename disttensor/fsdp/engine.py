@@ -37,8 +37,9 @@ _ENGINES: list[weakref.ref[Engine]] = []  # in the order of their making, which 
 class Engine:
     """The segments of ``root``.
 
-    scatter  gradients are reduced to shards (stages 2 and 3); prefetch: segments gathered ahead of their use
-    compute  dtype of the twins, None: that of the parameters; wire: dtype of reductions, None: that of the twins
+    scatter  gradients are reduced to shards (stages 2 and 3); prefetch: segments gathered ahead of
+    their use compute  dtype of the twins, None: that of the parameters; wire: dtype of reductions,
+    None: that of the twins
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            "a module under shard_data_parallel cannot be copied or pickled: its hooks belong to its own parameters. Copy or save "
-            "the values: module.state_dict()"
+            "a module under shard_data_parallel cannot be copied or pickled: its hooks belong to "
+            "its own parameters. Copy or save the values: module.state_dict()"
         )
 
-    # Forward --------------------------------------------------------------------------------------------
+    # Forward --------------------------------------------------------------------------------------
 
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if number() == -1:
@@ -166,8 +167,9 @@ class Engine:
             segment.free()
         if written:
             raise RuntimeError(
-                f"shard_data_parallel: a forward of segment {segment.name!r} wrote to one of its parameters: to a copy, which is gone "
-                "now. Write to parameters between forwards, or keep what is written to in a buffer"
+                f"shard_data_parallel: a forward of segment {segment.name!r} wrote to one of its "
+                "parameters: to a copy, which is gone now. Write to parameters between forwards, "
+                "or keep what is written to in a buffer"
             )
 
     def _listen(self, segment: Segment) -> None:
@@ -181,7 +183,7 @@ class Engine:
                 segment.leaves.append(twin.name)
                 leaf.register_post_accumulate_grad_hook(partial(self._arrived, segment, at))
 
-    # Backward -------------------------------------------------------------------------------------------
+    # Backward -------------------------------------------------------------------------------------
 
     def _present(self) -> Backward:
         """The backward that runs now."""
@@ -254,7 +256,8 @@ class Engine:
                     twin.drop()
 
     def forget(self, params: set[int]) -> None:
-        """Drop what the twins of these parameters (by id) have collected. With all, the accumulation begins anew."""
+        """Drop what the twins of these parameters (by id) have collected. With all, the
+        accumulation begins anew."""
         kept = False
         for twin in [t for s in self.segments for t in s.twins]:
             if id(twin.held) not in params:

@@ -31,27 +31,34 @@ _ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
 
 
 def shard_data_parallel(
-    module: nn.Module, mesh: ProcessMesh | None = None, shard_axis: str | None = "fsdp", replicate_axis: str | None = None,
-    stage: int = 3, segments: Segments | None = None, reshard_after_forward: bool = True, prefetch: int = 1,
-    param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, offload: bool = False,
+    module: nn.Module, mesh: ProcessMesh | None = None, shard_axis: str | None = "fsdp",
+    replicate_axis: str | None = None,
+    stage: int = 3, segments: Segments | None = None, reshard_after_forward: bool = True,
+    prefetch: int = 1,
+    param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
+    offload: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the module back.
+    """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the
+    module back.
 
-    Every parameter becomes a DistTensor cut along dim 0 over the axis (beside what tensor parallelism has cut): this is what
-    the optimizer, built after this call, and ``state_dict`` see. While a forward or backward of its segment runs, the module
-    holds it whole. Values are taken from the first rank of the mesh.
+    Every parameter becomes a DistTensor cut along dim 0 over the axis (beside what tensor
+    parallelism has cut): this is what the optimizer, built after this call, and ``state_dict`` see.
+    While a forward or backward of its segment runs, the module holds it whole. Values are taken
+    from the first rank of the mesh.
 
-    ``stage`` 1: optimizer state is spread; whole parameters are kept, gradients all-reduced. 2: gradients too
+    ``stage`` 1: optimizer state is spread; whole parameters are kept, gradients all-reduced. 2:
+    gradients too
     (reduce-scattered, half the bytes). 3: parameters too: gathered per segment before use, freed after the forward (unless
-    ``reshard_after_forward`` is False), gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
-    ``segments``: what is gathered and reduced at once: SegmentBySize (without it 32 MiB, 25 where nothing is cut),
-    SegmentByAnchors, or names of modules.
-    ``mesh``: where plain parameters go; None if all are DistTensors, each on its own mesh (of a pipeline stage).
-    ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are summed over all axes over
-    which they are contributions, whatever these are called. ``shard_axis=None``: nothing is cut; gradients are reduced in
-    segments during the backward.
-    ``param_dtype``: of the whole copies and of floating arguments of the modules; the parameters keep theirs.
-    ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up in the dtype of the parameters.
+    ``reshard_after_forward`` is False), gathered again for the backward. ``prefetch``: segments
+    gathered ahead of their use. ``segments``: what is gathered and reduced at once: SegmentBySize
+    (without it 32 MiB, 25 where nothing is cut), SegmentByAnchors, or names of modules. ``mesh``:
+    where plain parameters go; None if all are DistTensors, each on its own mesh (of a pipeline
+    stage). ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist.
+    Gradients are summed over all axes over which they are contributions, whatever these are called.
+    ``shard_axis=None``: nothing is cut; gradients are reduced in segments during the backward.
+    ``param_dtype``: of the whole copies and of floating arguments of the modules; the parameters
+    keep theirs. ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up in the
+    dtype of the parameters.
 
     Raises ValueError for an axis, a stage, or segments that do not fit, before anything is changed.
 
@@ -66,8 +73,8 @@ def shard_data_parallel(
     _check_dtypes(param_dtype, reduce_dtype)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
         raise NotImplementedError(
-            "shard_data_parallel(offload=True): shards in the memory of the host beside a mesh of accelerators are not built; "
-            "on a CPU mesh they are there already"
+            "shard_data_parallel(offload=True): shards in the memory of the host beside a mesh of "
+            "accelerators are not built; on a CPU mesh they are there already"
         )
     names = {id(p): name for name, p in module.named_parameters()}
     if mesh is not None:
@@ -91,7 +98,8 @@ def shard_data_parallel(
             away = Elsewhere(cut.modules, twins, param_dtype)
             module.register_forward_hook(away.root_ends, always_call=True)
             continue
-        # A backward can enter a module that several stages run in at any of its nodes: there is no moment to gather.
+        # A backward can enter a module that several stages run in at any of its nodes: there is no
+        # moment to gather.
         persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in cut.modules)
         free = not persist and reshard_after_forward and module not in cut.modules
         built.append(
@@ -104,7 +112,8 @@ def shard_data_parallel(
 
 
 def _checked(
-    module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None, stage: int,
+    module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None,
+    stage: int,
     segments: Segments, prefetch: int,
 ) -> list[Cut]:  # fmt: skip
     """The segments, after all checks."""
@@ -115,7 +124,8 @@ def _checked(
         raise TypeError(f"{who}: mesh={mesh!r}: a ProcessMesh is expected")
     if stage not in (1, 2, 3) or type(stage) is not int:
         raise ValueError(
-            f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters too"
+            f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the "
+            "parameters too"
         )
     if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"{who}: prefetch={prefetch!r}: a number of segments, 0 for none")
@@ -162,7 +172,8 @@ def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
 
 
 def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None:
-    """Plain parameters and buffers become DistTensors; those on the meta device are born as shards."""
+    """Plain parameters and buffers become DistTensors; those on the meta device are born as
+    shards."""
     plan: dict[Any, Any] = {}
     if shard_axis is not None:
         for name, p in module.named_parameters():
@@ -211,11 +222,12 @@ def _cut(p: DistTensor, axis: int) -> DistTensor:
 def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterator[None]:
     """For the backward of one of several micro-batches, whose gradients add up until ``last``.
 
-    ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum; only the last reduces over
-    all other axes, after adding. ``"none"``: nothing is communicated until the last, and whole gradients are kept, not yet in
-    ``p.grad``. zero_grad drops all of it; an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without
-    this context every backward reduces completely. Raises RuntimeError, in the backward, for a micro-batch that reaches other
-    parameters than the one before.
+    ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum;
+    only the last reduces over all other axes, after adding. ``"none"``: nothing is communicated
+    until the last, and whole gradients are kept, not yet in ``p.grad``. zero_grad drops all of it;
+    an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without this
+    context every backward reduces completely. Raises RuntimeError, in the backward, for a
+    micro-batch that reaches other parameters than the one before.
 
     >>> model = dt.shard_data_parallel(torch.nn.Linear(4, 1), mesh, shard_axis="dp")
     >>> for i, batch in enumerate(torch.ones(2, 3, 4)):
@@ -226,12 +238,14 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
     """
     if reduce not in ("scatter", "none"):
         raise ValueError(
-            f'accumulate: reduce={reduce!r}: "scatter" (to shards each time) or "none" (all at the last)'
+            f'accumulate: reduce={reduce!r}: "scatter" (to shards each time) or "none" (all at the '
+            "last)"
         )
     engines = [m.__dict__[_ENGINE] for m in module.modules() if _ENGINE in m.__dict__]
     if not engines and not any(isinstance(p, DistTensor) for p in module.parameters()):
         raise ValueError(
-            f"accumulate: {type(module).__name__} holds no DistTensor: give the module that shard_data_parallel gave"
+            f"accumulate: {type(module).__name__} holds no DistTensor: give the module that "
+            "shard_data_parallel gave"
         )
     before = [engine.window for engine in engines]
     for engine in engines:

@@ -1,7 +1,8 @@
 """Where a backward enters and leaves the part of the graph that one forward of a segment made.
 
-It enters with the first gradient of an output, and has left when the gradients of all inputs are complete: then no node in
-between needs the parameters any more. Both are moments at which a node is about to run, so that nothing is put into the graph.
+It enters with the first gradient of an output, and has left when the gradients of all inputs are
+complete: then no node in between needs the parameters any more. Both are moments at which a node is
+about to run, so that nothing is put into the graph.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Pass:
             self.entered = True
 
     def elsewhere(self, x: Tensor) -> None:
-        """What became of the results lies on another stage: a backward there says that this one is about to come."""
+        """What became of the results lies on another stage: a backward there says that this one is
+        about to come."""
         if self.segment.free_after_forward or not isinstance(x, DistTensor):
             return
         if not x.is_initialized and x.local.grad_fn is not None:
@@ -80,7 +82,8 @@ class Pass:
 
 
 class Boundary:
-    """What happens before one node runs: segments are left before others are entered, so that fewer are whole at once."""
+    """What happens before one node runs: segments are left before others are entered, so that fewer
+    are whole at once."""
 
     __slots__ = ("announcing", "entering", "leaving")
 
@@ -100,7 +103,8 @@ class Boundary:
 
 
 def node_of(x: Tensor) -> Any:
-    """The node that made x; None where x is a leaf or in no graph, or elsewhere (what runs there has no values)."""
+    """The node that made x; None where x is a leaf or in no graph, or elsewhere (what runs there
+    has no values)."""
     if isinstance(x, DistTensor) and not x.is_initialized:
         return None
     local = x.local if isinstance(x, DistTensor) else x

@@ -1,9 +1,11 @@
-"""Places: the tree of a module's modules, in order of definition, and the cuts that follow once each place has a home.
+"""Places: the tree of a module's modules, in order of definition, and the cuts that follow once
+each place has a home.
 
-A parameter is at home in the segment of the place that holds it. The ``cover`` of a place is the module whose forward needs
-what is held there: one that runs. A ModuleList has no forward, so what it holds itself is needed by the module around it; so
-are the children of nn.MultiheadAttention, which reads their parameters and never calls them. Sizes come from specs alone:
-all ranks, those outside a mesh too, find the same.
+A parameter is at home in the segment of the place that holds it. The ``cover`` of a place is the
+module whose forward needs what is held there: one that runs. A ModuleList has no forward, so what
+it holds itself is needed by the module around it; so are the children of nn.MultiheadAttention,
+which reads their parameters and never calls them. Sizes come from specs alone: all ranks, those
+outside a mesh too, find the same.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
 class Cut(NamedTuple):
-    """One segment. ``params`` are gathered before the first of ``modules`` runs, and freed after the last."""
+    """One segment. ``params`` are gathered before the first of ``modules`` runs, and freed after
+    the last."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -30,7 +33,8 @@ class Cut(NamedTuple):
 
 
 class Home:
-    """A segment. ``start``: its first place. ``name``: of the module that it is of; without it its modules give the name."""
+    """A segment. ``start``: its first place. ``name``: of the module that it is of; without it its
+    modules give the name."""
 
     def __init__(self, start: int, name: str = "") -> None:
         self.start, self.name = start, name

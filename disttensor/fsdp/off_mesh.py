@@ -1,7 +1,9 @@
-"""Segments of other stages: what modules hold there while they run, a rank outside must know as metadata.
+"""Segments of other stages: what modules hold there while they run, a rank outside must know as
+metadata.
 
-Inside, a module computes with the whole twins of its parameters. The layouts of its results follow from theirs, so here the
-module shows stand-ins of the twins at the same moments. Nothing is gathered, and a module that is skipped whole stays so.
+Inside, a module computes with the whole twins of its parameters. The layouts of its results follow
+from theirs, so here the module shows stand-ins of the twins at the same moments. Nothing is
+gathered, and a module that is skipped whole stays so.
 """
 
 from __future__ import annotations

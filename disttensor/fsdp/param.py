@@ -1,9 +1,10 @@
 """A parameter between steps and while it is in use.
 
-``held`` is what the module, the optimizer and a checkpoint see: a DistTensor, cut over the shard axis. ``whole`` is its twin
-while a forward or a backward of its segment runs: not cut over that axis, in the dtype of the computation. The twin is a
-leaf, so its gradients collect on it as on any leaf, by the axes over which uses vary (``DistTensor.local_for``); what comes
-of them is added to the gradient of ``held``. Where nothing is cut or cast both are one tensor.
+``held`` is what the module, the optimizer and a checkpoint see: a DistTensor, cut over the shard
+axis. ``whole`` is its twin while a forward or a backward of its segment runs: not cut over that
+axis, in the dtype of the computation. The twin is a leaf, so its gradients collect on it as on any
+leaf, by the axes over which uses vary (``DistTensor.local_for``); what comes of them is added to
+the gradient of ``held``. Where nothing is cut or cast both are one tensor.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Twin:
         self.held._twin = self
 
     def swap(self, old: DistTensor, new: DistTensor) -> None:
-        """The modules hold ``new`` in place of ``old``, unless somebody has put another tensor there. Nobody is told: for
-        those who look from outside nothing changes."""
+        """The modules hold ``new`` in place of ``old``, unless somebody has put another tensor
+        there. Nobody is told: for those who look from outside nothing changes."""
         for slot in self.slots:
             table: Any = (
                 slot.owner._parameters
@@ -85,7 +86,7 @@ class Twin:
         if self.whole.local.requires_grad is not self.held.local.requires_grad:
             self.whole.requires_grad_(self.held.local.requires_grad)
 
-    # What leaves no trace in autograd ---------------------------------------------------------------------
+    # What leaves no trace in autograd -------------------------------------------------------------
 
     def data(self) -> Tensor:
         """``p.data``: always one tensor, by whose version a write to it is seen."""
@@ -101,10 +102,11 @@ class Twin:
     def writes(self) -> tuple[int, int]:
         return self._renewed, 0 if self._data is None else self._data._version
 
-    # Gradients on the twin ------------------------------------------------------------------------------
+    # Gradients on the twin ------------------------------------------------------------------------
 
     def ways(self) -> list[tuple[Axes, Tensor]]:
-        """The leaves on which gradients collect; without the one of ``held`` itself, whose gradient is there already."""
+        """The leaves on which gradients collect; without the one of ``held`` itself, whose gradient
+        is there already."""
         return [way for way in uses(self.whole) if self.apart or way[0]]
 
     def new_leaves(self) -> list[Tensor]:
@@ -116,7 +118,8 @@ class Twin:
         return new
 
     def axes(self) -> Axes:
-        """The mesh axes over which some use varied: the gradient is a sum of contributions there. Known on all ranks."""
+        """The mesh axes over which some use varied: the gradient is a sum of contributions there.
+        Known on all ranks."""
         ways = [axes for axes, _ in uses(self.whole)]
         if ways != self._seen:
             shape = self.spec.mesh.shape
@@ -126,8 +129,9 @@ class Twin:
 
     @cached_property
     def even(self) -> bool:
-        """Are all ranks' locals of one size? Else it does not share a wire with those that are: the order in which a backend
-        adds hangs on where a number lies, and ranks that hold the same number should get the same bits."""
+        """Are all ranks' locals of one size? Else it does not share a wire with those that are: the
+        order in which a backend adds hangs on where a number lies, and ranks that hold the same
+        number should get the same bits."""
         first = self.spec.box_at((0,) * self.spec.mesh.ndim)[1]
         return first == self.spec.box_at(tuple(n - 1 for n in self.spec.mesh.shape))[1]
 
@@ -149,8 +153,8 @@ class Twin:
             leaf.grad = None
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """(contributions, still to be summed over ``axes()``; the whole gradient of uses that did not vary), and forget
-        them. None: there is none on this rank."""
+        """(contributions, still to be summed over ``axes()``; the whole gradient of uses that did
+        not vary), and forget them. None: there is none on this rank."""
         union, coordinate = self.axes(), self.spec.mesh.coordinate or ()
         pending: Tensor | None = None
         complete: Tensor | None = None
@@ -166,8 +170,9 @@ class Twin:
                 continue
             if grad.requires_grad:
                 raise RuntimeError(
-                    f"{self.name}: backward(create_graph=True) through a module under shard_data_parallel is not supported: the "
-                    "gradient of a shard has no graph. Differentiate twice before the module is sharded"
+                    f"{self.name}: backward(create_graph=True) through a module under "
+                    "shard_data_parallel is not supported: the gradient of a shard has no graph. "
+                    "Differentiate twice before the module is sharded"
                 )
             if not any(self.spec.mesh.shape[a] > 1 for a in axes):
                 complete = grad if complete is None else complete + grad
@@ -188,10 +193,11 @@ class Twin:
         for hook in list(self.hooks.values()) if given else ():
             hook(self.held)
 
-    # Gradients of the parameter ------------------------------------------------------------------------
+    # Gradients of the parameter -------------------------------------------------------------------
 
     def stashed(self, axes: Axes) -> Tensor | None:
-        """The partial sums over ``axes`` that earlier micro-batches left on the parameter; no longer there after."""
+        """The partial sums over ``axes`` that earlier micro-batches left on the parameter; no
+        longer there after."""
         for own, leaf in uses(self.held):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None

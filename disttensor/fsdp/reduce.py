@@ -1,11 +1,15 @@
-"""The gradients of one segment, reduced: contributions on the twins become gradients of the parameters.
+"""The gradients of one segment, reduced: contributions on the twins become gradients of the
+parameters.
 
-    twin {dp: P, fsdp: P}  --reduce-scatter over fsdp-->  shard {dp: P}  --all-reduce over dp-->  shard
+    twin {dp: P, fsdp: P}  --reduce-scatter over fsdp-->  shard {dp: P}  --all-reduce over dp-->
+    shard
 
-One flat collective for all parameters that wait on the same axes. Each step is a generator: what it yields is under way, and
-it is resumed when that has arrived, so that several reductions and the rest of the backward overlap.
+One flat collective for all parameters that wait on the same axes. Each step is a generator: what it
+yields is under way, and it is resumed when that has arrived, so that several reductions and the
+rest of the backward overlap.
 
-A row ends with one number per parameter: how many ranks bring a gradient. Where that is none, the parameter gets none
+A row ends with one number per parameter: how many ranks bring a gradient. Where that is none, the
+parameter gets none
 (as in one process), though every rank took part; what a rank sends never depends on what it has.
 """
 
@@ -29,9 +33,11 @@ Steps = Generator[collectives.Pending, None, None]
 def reductions(
     twins: Sequence[Twin], *, scatter: bool, last: bool, dtype: torch.dtype | None
 ) -> list[Steps]:
-    """What reduces the gradients of these twins: one generator for all that are cut, and one for each set of axes of others.
+    """What reduces the gradients of these twins: one generator for all that are cut, and one for
+    each set of axes of others.
 
-    scatter  reduce to shards where the parameter is one (stages 2 and 3), else whole gradients, and then cut
+    scatter  reduce to shards where the parameter is one (stages 2 and 3), else whole gradients, and
+    then cut
     last     also over the axes that do not cut the parameter; else its gradient stays Partial there
     dtype    of the sums on the wire; None: that of the gradients
     """
@@ -57,14 +63,16 @@ def reductions(
 
 
 def _own_piece(twin: Twin, complete: Tensor) -> Tensor:
-    """This rank's piece of a gradient that is whole everywhere: not a view, which would hold on to all of it."""
+    """This rank's piece of a gradient that is whole everywhere: not a view, which would hold on to
+    all of it."""
     piece = piece_of(twin, complete)
     return piece if piece.shape == complete.shape else piece.clone()
 
 
 def make_groups(twins: Sequence[Twin], *, scatter: bool) -> None:
-    """The groups that reductions of these twins need. To make one all its ranks must come: in a forward, where all come in the
-    order of the program, not in a backward, where one may be waited for elsewhere."""
+    """The groups that reductions of these twins need. To make one all its ranks must come: in a
+    forward, where all come in the order of the program, not in a backward, where one may be waited
+    for elsewhere."""
     for twin in twins:
         axes, mesh = twin.axes(), twin.spec.mesh
         if twin.axis is None or not scatter:
@@ -102,11 +110,13 @@ def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
 
 
 class Part:
-    """Parameters of one wire that wait on the same axes, in a reduction to shards over ``axis`` first.
+    """Parameters of one wire that wait on the same axes, in a reduction to shards over ``axis``
+    first.
 
-    rest  the axes over which the shards are still to be summed then
-    less  in fp16 what lies between the two sums is smaller by this factor, for all ranks: a sum over the shards alone may be
-          large on its way to a small one. It grows again, by ``more``, in the dtype of the parameter.
+    rest  the axes over which the shards are still to be summed then less  in fp16 what lies between
+    the two sums is smaller by this factor, for all ranks: a sum over the shards alone may be
+          large on its way to a small one. It grows again, by ``more``, in the dtype of the
+          parameter.
     """
 
     def __init__(
@@ -158,7 +168,8 @@ class Part:
 def _scattered(
     groups: Sequence[tuple[Axes, Sequence[Twin]]], axis: int, last: bool, dtype: torch.dtype
 ) -> Steps:
-    """One reduce-scatter over ``axis``; then those of each set of axes over what else they wait on."""
+    """One reduce-scatter over ``axis``; then those of each set of axes over what else they wait
+    on."""
     parts = [Part(twins, axes, axis, last, dtype) for axes, twins in groups]
     mesh = parts[0].mesh
     widths = [part.width for part in parts]
@@ -183,7 +194,8 @@ def _sliced(twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: tor
     """Nothing to sum over ``axis``; then over the others."""
     part = Part(twins, axes, axis, last, dtype)
     row = part.cut(dtype)
-    yield collectives.OVER  # so that what follows is in one order with that of those that had something to do
+    # so that what follows is in one order with that of those that had something to do
+    yield collectives.OVER
     yield from part.shards(row)
 
 

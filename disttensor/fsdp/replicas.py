@@ -1,4 +1,5 @@
-"""Replicas start alike: what is replicated is broadcast from the first rank, and can be compared later."""
+"""Replicas start alike: what is replicated is broadcast from the first rank, and can be compared
+later."""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ def _shared(tensors: Iterable[Any]) -> Iterator[tuple[DistTensor, ProcessMesh, t
 
 
 def broadcast_replicas(tensors: Iterable[DistTensor]) -> None:
-    """Give all replicas of each tensor the values of the first rank along the axes on which it is replicated, in place.
+    """Give all replicas of each tensor the values of the first rank along the axes on which it is
+    replicated, in place.
 
-    All ranks of the meshes make the call, with the same tensors in the same order; on ranks outside nothing happens. Tensors of
-    one mesh, of the same axes and dtype, go in one flat broadcast (of at most 256 MiB).
+    All ranks of the meshes make the call, with the same tensors in the same order; on ranks outside
+    nothing happens. Tensors of one mesh, of the same axes and dtype, go in one flat broadcast (of
+    at most 256 MiB).
     """
     batches: dict[Any, list[list[DistTensor]]] = {}
     filled: dict[Any, int] = {}
@@ -71,8 +74,9 @@ def _broadcast(locals_: list[torch.Tensor], group: collectives.Group) -> None:
 def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
     """Raise RuntimeError unless all replicas of each parameter and buffer are equal, bit for bit.
 
-    Every rank of the world makes the call, with a module or with tensors. Digests are sent, not values. All ranks alike get the
-    error, which names the parameters and the ranks. Plain tensors, and what is split or pending, have no replicas.
+    Every rank of the world makes the call, with a module or with tensors. Digests are sent, not
+    values. All ranks alike get the error, which names the parameters and the ranks. Plain tensors,
+    and what is split or pending, have no replicas.
 
     >>> model = dt.shard_module(torch.nn.Linear(4, 4), mesh)
     >>> dt.check_replicas(model)
@@ -96,7 +100,8 @@ def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
             + "\n".join(f"  {name} {what}" for name, what in lines[:_SHOWN])
             + more
             + "\nEither each rank drew its own start (dt.shard_data_parallel broadcasts from the first rank at start-up; or draw "
-            "alike: dt.manual_seed with the same number on all ranks), or something has written to one replica only since."
+            "alike: dt.manual_seed with the same number on all ranks), or something has written to "
+            "one replica only since."
         )
 
 

@@ -1,9 +1,11 @@
-"""A segment: parameters that are gathered together, in one collective, before they are used, and freed after.
+"""A segment: parameters that are gathered together, in one collective, before they are used, and
+freed after.
 
     sharded --start--> arriving --gather--> whole --free--> sharded
 
-While a segment is *shown*, the modules hold the twins; else the shards. The memory of the twins keeps its address between
-two gathers, as far as autograd is concerned: what a forward saved is valid again in the backward.
+While a segment is *shown*, the modules hold the twins; else the shards. The memory of the twins
+keeps its address between two gathers, as far as autograd is concerned: what a forward saved is
+valid again in the backward.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Buffer:
         return self._of == self._now()
 
     def _now(self) -> list[Any]:
-        # Every in-place function counts up the version, on a rank with an empty piece too: all ranks agree.
+        # Every in-place function counts up the version, on a rank with an empty piece too: all
+        # ranks agree.
         return [v for t in self.twins for v in (t.held.local._version, *t.writes())]
 
     def start(self) -> None:
@@ -77,7 +80,8 @@ class Buffer:
         self.memory.untyped_storage().resize_(self.nbytes)
         with torch.no_grad():
             self.rows.unpack(out.view(self.rows.n, -1), self.blocks)
-        # Refilled with the same values, it is what autograd saved; else autograd shall see that it was written to.
+        # Refilled with the same values, it is what autograd saved; else autograd shall see that it
+        # was written to.
         self._version += not same
         self._be_version(self._version)
         self.whole, self._of = True, of
@@ -110,7 +114,8 @@ class Segment:
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], twins: Sequence[Twin], *, persist: bool, free_after_forward: bool,
+        self, name: str, modules: Sequence[nn.Module], twins: Sequence[Twin], *, persist: bool,
+        free_after_forward: bool,
     ) -> None:  # fmt: skip
         self.name, self.modules, self.twins = name, tuple(modules), tuple(twins)
         self.persist, self.free_after_forward = persist, free_after_forward

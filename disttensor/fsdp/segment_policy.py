@@ -1,4 +1,5 @@
-"""Segments: which parameters of a module are gathered, freed and reduced together. Nothing here changes a module.
+"""Segments: which parameters of a module are gathered, freed and reduced together. Nothing here
+changes a module.
 
 Three ways to give each place in the tree of modules (``disttensor.fsdp.module_tree``) its segment.
 """
@@ -21,10 +22,12 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class SegmentBySize:
-    """Neighbouring modules share a segment while their parameters fit into ``megabytes`` (of 2**20 bytes) on a rank.
+    """Neighbouring modules share a segment while their parameters fit into ``megabytes`` (of 2**20
+    bytes) on a rank.
 
-    A module with more is divided into those that it is made of. What such a module holds directly is a segment of its own.
-    What counts is the first rank of a mesh, which holds the most. Raises ValueError unless positive.
+    A module with more is divided into those that it is made of. What such a module holds directly
+    is a segment of its own. What counts is the first rank of a mesh, which holds the most. Raises
+    ValueError unless positive.
 
     >>> dt.SegmentBySize(8)
     SegmentBySize(megabytes=8)
@@ -43,10 +46,11 @@ class SegmentBySize:
 
 @dataclass(frozen=True, slots=True)
 class SegmentByAnchors:
-    """A segment begins at each of the modules ``names`` and goes on, in order of definition, to the next of them.
+    """A segment begins at each of the modules ``names`` and goes on, in order of definition, to the
+    next of them.
 
-    What stands before the first is a segment too. What a module around anchors holds directly is a segment of its own.
-    Raises ValueError for no name and for one given twice.
+    What stands before the first is a segment too. What a module around anchors holds directly is a
+    segment of its own. Raises ValueError for no name and for one given twice.
 
     >>> dt.SegmentByAnchors(["blocks.0", "blocks.4", "norm"]).names
     ('blocks.0', 'blocks.4', 'norm')
@@ -62,12 +66,14 @@ Segments = SegmentBySize | SegmentByAnchors | Sequence[str]
 
 
 def segments_of(module: nn.Module, how: Segments) -> list[Cut]:
-    """Each parameter of ``module`` in one segment; segments and what is in them in order of definition.
+    """Each parameter of ``module`` in one segment; segments and what is in them in order of
+    definition.
 
-    ``how`` may be names of modules, or globs in which ``*`` stands for one part of a name: each module that matches is a
-    segment, without those inside it that match too; all the rest is one. A parameter that several segments hold (it is
-    tied, or its module stands in several places) is in the one of the lowest module around all its places. Parameters on
-    different meshes are in different segments. ``module`` itself is taken to run, with a forward or without. Raises
+    ``how`` may be names of modules, or globs in which ``*`` stands for one part of a name: each
+    module that matches is a segment, without those inside it that match too; all the rest is one. A
+    parameter that several segments hold (it is tied, or its module stands in several places) is in
+    the one of the lowest module around all its places. Parameters on different meshes are in
+    different segments. ``module`` itself is taken to run, with a forward or without. Raises
     ValueError for names that no module has, and TypeError for what is not a list of names.
     """
     nodes = tree(module)
@@ -80,7 +86,7 @@ def segments_of(module: nn.Module, how: Segments) -> list[Cut]:
     return cuts(nodes)
 
 
-# Three ways to give each node a home ------------------------------------------------------------------
+# Three ways to give each node a home --------------------------------------------------------------
 
 
 def _by_size(nodes: list[Place], limit: float) -> None:
@@ -110,7 +116,8 @@ def _by_anchors(nodes: list[Place], names: Sequence[str]) -> None:
     for name in names:
         if known[name] in around:
             raise ValueError(
-                f"SegmentByAnchors: {around[known[name]]!r} is inside of {name!r}, and segments do not nest: leave one out"
+                f"SegmentByAnchors: {around[known[name]]!r} is inside of {name!r}, and segments do "
+                "not nest: leave one out"
             )
     waiting = sorted((known[name].index for name in names), reverse=True)
     current = Home(-1)
@@ -124,7 +131,8 @@ def _by_anchors(nodes: list[Place], names: Sequence[str]) -> None:
 
 
 def _units(nodes: list[Place], whole: Callable[[Place], bool]) -> Iterator[Place]:
-    """The largest modules that run and are ``whole``. What is held around them is at home in the module that needs it."""
+    """The largest modules that run and are ``whole``. What is held around them is at home in the
+    module that needs it."""
     index = 0
     while index < len(nodes):
         node = nodes[index]

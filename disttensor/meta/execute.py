@@ -1,7 +1,7 @@
 """Calls on a rank outside the mesh: metadata and ghosts, no memory, no kernel.
 
-The layout of a result is the rule's, as on the ranks inside; shape, dtype and what depends on what come from
-``disttensor.meta.infer``, once per kind of call.
+The layout of a result is the rule's, as on the ranks inside; shape, dtype and what depends on what
+come from ``disttensor.meta.infer``, once per kind of call.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
 def runner_of(
     func: Function, mesh: ProcessMesh, layouts: Any, args: Sequence[Any], kwargs: Any, writes: bool
 ) -> Runner:
-    """The runner for calls like this one. ``layouts``: of the results in order; None: all are replicated.
-    ``writes``: the first argument is changed in place."""
+    """The runner for calls like this one. ``layouts``: of the results in order; None: all are
+    replicated. ``writes``: the first argument is changed in place."""
     found = found_for(func, mesh, args, kwargs)
     if found is None:
         return lambda args, kwargs: learned(mesh, args, kwargs)
@@ -59,12 +59,14 @@ def runner_of(
 
 
 def idle_of(func: Function) -> Callable[..., bool] | None:
-    """What says whether a call draws nothing, for functions where that depends on values of each call."""
+    """What says whether a call draws nothing, for functions where that depends on values of each
+    call."""
     return state.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
 
 
 def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner:
-    """A runner of calls that draw random numbers unless they are ``idle``, which depends on values of each."""
+    """A runner of calls that draw random numbers unless they are ``idle``, which depends on values
+    of each."""
 
     def count(args: Sequence[Any], kwargs: Any) -> Any:
         if not idle(*args, **(kwargs or {})):
@@ -77,7 +79,8 @@ def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner
 def until_autocast_ends(
     run: Runner, mesh: ProcessMesh, make: Callable[[Sequence[Any], Any], Runner]
 ) -> Runner:
-    """``run``, which was made under autocast and holds there only: without it the dtypes are others."""
+    """``run``, which was made under autocast and holds there only: without it the dtypes are
+    others."""
     bare: list[Runner] = []
 
     def either(args: Sequence[Any], kwargs: Any) -> Any:
@@ -93,7 +96,8 @@ def until_autocast_ends(
 def found_for(
     func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
 ) -> infer.Found | None:
-    """What the call gives; None where the ranks inside have to tell. Where ``counted`` counts draws, this does not."""
+    """What the call gives; None where the ranks inside have to tell. Where ``counted`` counts
+    draws, this does not."""
     try:
         found = infer.found(func, args, kwargs or {})
         return found if idle_of(func) is None else found._replace(draws=False)
@@ -101,8 +105,9 @@ def found_for(
         return None
     except infer.DataDependent:
         raise RuntimeError(
-            f"{name_of(func)} gives a Python value that depends on the data of a tensor on {mesh!r}, which this rank is not in. "
-            "Write with dt.values_everywhere(): around it, or give it dt.broadcast_value(x)"
+            f"{name_of(func)} gives a Python value that depends on the data of a tensor on "
+            f"{mesh!r}, which this rank is not in. Write with dt.values_everywhere(): around it, "
+            "or give it dt.broadcast_value(x)"
         ) from None
 
 
@@ -174,15 +179,17 @@ def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> No
         t.requires_grad for t in tensors if type(t) is not DistTensor
     ):
         raise RuntimeError(
-            f"{name_of(func)}: a plain tensor that requires grad beside a DistTensor on {mesh!r}: its gradient is computed on the "
-            "ranks of that mesh and would not reach this rank. Make it a DistTensor: shard_tensor(x, mesh)"
+            f"{name_of(func)}: a plain tensor that requires grad beside a DistTensor on {mesh!r}: "
+            "its gradient is computed on the ranks of that mesh and would not reach this rank. "
+            "Make it a DistTensor: shard_tensor(x, mesh)"
         )
 
 
 def written(
     func: Function, target: Any, tensors: list[Tensor], found: infer.Found, mesh: ProcessMesh
 ) -> Any:
-    """In place: the target depends on all that was written into it; so do its views, and what it is one of."""
+    """In place: the target depends on all that was written into it; so do its views, and what it is
+    one of."""
     targets: list[Any] = flat(target, [])
     for t in targets:
         if type(t) is DistTensor:
@@ -191,7 +198,8 @@ def written(
         for t in targets:
             if t.local.is_leaf and t.local.requires_grad:
                 raise RuntimeError(
-                    f"{name_of(func)}: a leaf Variable that requires grad is being used in an in-place operation: {t!r}"
+                    f"{name_of(func)}: a leaf Variable that requires grad is being used in an "
+                    f"in-place operation: {t!r}"
                 )
         into = token.joined([t.local for t in tensors if type(t) is DistTensor], mesh.device)
         if into.requires_grad:
@@ -230,7 +238,8 @@ def dressed_as(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -
 def telling(
     run: Runner, func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
 ) -> Runner:
-    """On a rank inside: the same runner, which tells ranks outside the shapes that depend on data."""
+    """On a rank inside: the same runner, which tells ranks outside the shapes that depend on
+    data."""
     if not objects.others(mesh) or not infer.dynamic(func, args, kwargs):
         return run
 

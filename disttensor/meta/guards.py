@@ -1,8 +1,10 @@
-"""A module and all modules in it, and whether anything of them has changed that its forward could depend on.
+"""A module and all modules in it, and whether anything of them has changed that its forward could
+depend on.
 
-Changes are told by what makes them, so that to ask costs nothing. When the first module is watched, those methods of
-``nn.Module`` are wrapped that assign attributes (``train()`` and ``eval()`` do) or register hooks; the tables of parameters and
-buffers of a watched module tell too; and ``ghost.remade`` counts what happens to the tensors themselves.
+Changes are told by what makes them, so that to ask costs nothing. When the first module is watched,
+those methods of ``nn.Module`` are wrapped that assign attributes (``train()`` and ``eval()`` do) or
+register hooks; the tables of parameters and buffers of a watched module tell too; and
+``ghost.remade`` counts what happens to the tensors themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _global_hooks: tuple[Any, ...] = (
     torch_module._global_backward_pre_hooks,
 )
 _TELLING = (
-    "__setattr__", "__delattr__", "add_module", "register_forward_hook", "register_forward_pre_hook",
+    "__setattr__", "__delattr__", "add_module", "register_forward_hook",
+    "register_forward_pre_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
 )  # fmt: skip
 _wrapped: list[str] = []
@@ -68,7 +71,8 @@ class Subtree:
         ]
 
     def unchanged(self) -> bool:
-        """Are hooks and tensors as they were? Changes of attributes and tables are told to the watcher."""
+        """Are hooks and tensors as they were? Changes of attributes and tables are told to the
+        watcher."""
         if self.hooked:
             return _any(self._hooks)
         return not any(_global_hooks) and (self._remade == token.remade[0] or self._as_they_were())
@@ -80,8 +84,8 @@ class Subtree:
         )
 
     def attributes(self) -> list[int]:
-        """What the modules' attributes are, and what lies in those that are lists, dicts and sets: equal while nothing is
-        assigned or put there."""
+        """What the modules' attributes are, and what lies in those that are lists, dicts and sets:
+        equal while nothing is assigned or put there."""
         out: list[int] = []
         for m in self.modules:
             for name, value in m.__dict__.items():

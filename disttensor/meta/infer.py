@@ -1,6 +1,8 @@
-"""What a call gives, without computing it: the function runs once on fake tensors of the global shapes.
+"""What a call gives, without computing it: the function runs once on fake tensors of the global
+shapes.
 
-Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it says which arguments each result depends on
+Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it says which arguments
+each result depends on
 (so that gradients find their way), whether the call draws random numbers (which all ranks count), and what it views.
 """
 
@@ -28,8 +30,8 @@ class Dynamic(Exception):
 
 
 class Out(NamedTuple):
-    """A tensor of the result. ``sources``: the tensor arguments it depends on, by number; ``same``: it is that argument
-    itself; ``viewed``: it shares the memory of that argument."""
+    """A tensor of the result. ``sources``: the tensor arguments it depends on, by number; ``same``:
+    it is that argument itself; ``viewed``: it shares the memory of that argument."""
 
     number: int
     shape: torch.Size
@@ -40,7 +42,8 @@ class Out(NamedTuple):
 
 
 class Found(NamedTuple):
-    """``result``: what the call returns, with an Out for each tensor, which ``outs`` lists in order."""
+    """``result``: what the call returns, with an Out for each tensor, which ``outs`` lists in
+    order."""
 
     result: Any
     outs: list[Out]
@@ -58,7 +61,8 @@ class _Seeded(TorchDispatchMode):
 
 
 _DYNAMIC = (
-    "nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave", "one_hot", "combinations",
+    "nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave",
+    "one_hot", "combinations",
 )  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
@@ -66,12 +70,14 @@ _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 @cache
 def fake_mode() -> FakeTensorMode:
-    """Made when it is first needed: torch imports its compiler for it, which takes longer than to import all that is ours."""
+    """Made when it is first needed: torch imports its compiler for it, which takes longer than to
+    import all that is ours."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
-    """Run ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype and device).
+    """Run ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype
+    and device).
 
     Raises Dynamic where the shape depends on data, and what the function raises for such arguments.
     """
@@ -181,7 +187,8 @@ def named_dynamic(func: Callable[..., Any]) -> bool:
 
 
 def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
-    """Does the shape of the result depend on data? Only functions of such names are asked: a run costs time."""
+    """Does the shape of the result depend on data? Only functions of such names are asked: a run
+    costs time."""
     name = getattr(func, "__name__", "").strip("_")
     masks = name == "getitem" and any(t.dtype in _MASKS for t in flat(args[1:], []))
     if not masks and not named_dynamic(func):

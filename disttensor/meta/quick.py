@@ -1,7 +1,8 @@
 """The warm path of calls on a rank outside the mesh: a new wrapper, and the ghost that it gets.
 
-Most calls take DistTensors as positional arguments and give tensors that depend on all of them. What such a call gives is
-known when its plan is made; ``disttensor.meta.execute`` keeps the way for all others, and for calls under autocast.
+Most calls take DistTensors as positional arguments and give tensors that depend on all of them.
+What such a call gives is known when its plan is made; ``disttensor.meta.execute`` keeps the way for
+all others, and for calls under autocast.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def quick(
     args: Sequence[Any],
     kwargs: Any,
 ) -> Runner:
-    """A faster way for calls like this one; ``run``, which is right for all, where there is none, and under autocast.
+    """A faster way for calls like this one; ``run``, which is right for all, where there is none,
+    and under autocast.
 
-    It takes DistTensors that are arguments, or all in a list that comes first, and gives tensors that depend on the same of
-    them.
+    It takes DistTensors that are arguments, or all in a list that comes first, and gives tensors
+    that depend on the same of them.
     """
     tensors: list[Any] = flat((args, kwargs), [])
     outs = [found.result] if isinstance(found.result, infer.Out) else found.result

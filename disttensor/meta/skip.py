@@ -1,8 +1,10 @@
-"""Modules that lie elsewhere are skipped whole: their results follow from the metadata of their inputs.
+"""Modules that lie elsewhere are skipped whole: their results follow from the metadata of their
+inputs.
 
-On a rank outside the mesh of its parameters a module gets a Skip as its ``forward``. The first call of a kind runs the real
-forward on ghosts (``disttensor.meta.trace``) and notes what it gives; the next ones are one look-up. Where a forward does what
-a skipped call would miss, it runs as ever, call by call.
+On a rank outside the mesh of its parameters a module gets a Skip as its ``forward``. The first call
+of a kind runs the real forward on ghosts (``disttensor.meta.trace``) and notes what it gives; the
+next ones are one look-up. Where a forward does what a skipped call would miss, it runs as ever,
+call by call.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ _rehearsing = _Rehearsing()
 
 
 def never_skip(module: _Module) -> _Module:
-    """The forward of ``module``, and of what holds it, runs on every rank, whatever mesh its parameters are on.
+    """The forward of ``module``, and of what holds it, runs on every rank, whatever mesh its
+    parameters are on.
 
-    For a forward that does what cannot be seen from outside: it prints, counts in a global, or depends on values that change
-    without an assignment to the module. Gives the module back. Say it on all ranks alike.
+    For a forward that does what cannot be seen from outside: it prints, counts in a global, or
+    depends on values that change without an assignment to the module. Gives the module back. Say it
+    on all ranks alike.
 
     >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
     >>> model = dt.shard_module(model, mesh)
@@ -52,7 +56,8 @@ def never_skip(module: _Module) -> _Module:
 
 
 def attach(module: nn.Module) -> None:
-    """Make ``module``, or what is skipped in it with profit, skip its forward. Nothing happens where a parameter is here."""
+    """Make ``module``, or what is skipped in it with profit, skip its forward. Nothing happens
+    where a parameter is here."""
     for m in module.modules():
         worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
         callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
@@ -68,7 +73,8 @@ def _lies_elsewhere(m: nn.Module) -> bool:
 
 
 class Skip:
-    """The ``forward`` of one module on a rank outside. Copied and pickled with it, without what it has noted."""
+    """The ``forward`` of one module on a rank outside. Copied and pickled with it, without what it
+    has noted."""
 
     def __init__(self, module: nn.Module) -> None:
         self.__setstate__({"module": module})

@@ -1,8 +1,10 @@
-"""A rehearsal: one run of a module's forward on ghosts that shows what it gives, and whether it may be skipped from then on.
+"""A rehearsal: one run of a module's forward on ghosts that shows what it gives, and whether it may
+be skipped from then on.
 
-It is an ordinary run and what it gives is right in any case; but each input gets a token of its own for it, so that the
-graph of ghosts says which results depend on which inputs. Anything that a call without the forward would miss, such as a
-message, an assignment or a plain tensor that is read, is a reason against skipping.
+It is an ordinary run and what it gives is right in any case; but each input gets a token of its own
+for it, so that the graph of ghosts says which results depend on which inputs. Anything that a call
+without the forward would miss, such as a message, an assignment or a plain tensor that is read, is
+a reason against skipping.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class Same(NamedTuple):
 
 
 class Out(NamedTuple):
-    """A result. ``sources``: the inputs that it depends on, None where it needs no gradient; ``viewed``: the input whose
-    memory it shares."""
+    """A result. ``sources``: the inputs that it depends on, None where it needs no gradient;
+    ``viewed``: the input whose memory it shares."""
 
     spec: DistSpec
     sources: tuple[int, ...] | None
@@ -199,7 +201,8 @@ def _described(value: DistTensor, tokens: dict[Any, int], numbers: dict[int, int
 
 
 def _reached(local: Tensor, tokens: dict[Any, int]) -> tuple[int, ...]:
-    """The inputs on whose tokens ``local`` depends. Raises Unfit where it depends on a token that no input has."""
+    """The inputs on whose tokens ``local`` depends. Raises Unfit where it depends on a token that
+    no input has."""
     nothing = token.bare(local.device).grad_fn
     found, seen, queue = set[int](), set[Any](), [local.grad_fn]
     while queue:
@@ -216,7 +219,8 @@ def _reached(local: Tensor, tokens: dict[Any, int]) -> tuple[int, ...]:
 
 
 class _Calls(TorchFunctionMode):
-    """Looks at the tensors of every call: they must be inputs, parameters, or results of calls before."""
+    """Looks at the tensors of every call: they must be inputs, parameters, or results of calls
+    before."""
 
     def __init__(self, known: dict[int, Any]) -> None:
         super().__init__()

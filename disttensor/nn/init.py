@@ -1,7 +1,9 @@
-"""torch.nn.init on DistTensors, where running its Python body on them would be wrong, slow or different per mesh.
+"""torch.nn.init on DistTensors, where running its Python body on them would be wrong, slow or
+different per mesh.
 
-Most of nn.init fills in place and needs nothing. The rest is answered here: functions that ask for an override by way of
-``torch.overrides``, and three that do not ask, which are replaced in torch.nn.init (for plain tensors nothing changes).
+Most of nn.init fills in place and needs nothing. The rest is answered here: functions that ask for
+an override by way of ``torch.overrides``, and three that do not ask, which are replaced in
+torch.nn.init (for plain tensors nothing changes).
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def kaiming_uniform_(
 def trunc_normal_(
     tensor: DistTensor, mean: float, std: float, a: float, b: float, generator: Any = None
 ) -> DistTensor:
-    """One draw by position, in place of torch's rejection sampling in a loop that depends on the data."""
+    """One draw by position, in place of torch's rejection sampling in a loop that depends on the
+    data."""
     spec = tensor.spec
     this = state.draw(spec.mesh, "invariant", generator)
     if not tensor.is_initialized:
@@ -85,8 +88,8 @@ def trunc_normal_(
 
 
 def on_full(body: Callable[..., Tensor]) -> Callable[..., DistTensor]:
-    """Every rank runs ``body`` on a plain tensor of the global shape, seeded alike, and keeps its piece. For functions
-    that need the whole (a QR): peak memory is the full tensor."""
+    """Every rank runs ``body`` on a plain tensor of the global shape, seeded alike, and keeps its
+    piece. For functions that need the whole (a QR): peak memory is the full tensor."""
 
     def run(tensor: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         spec = tensor.spec

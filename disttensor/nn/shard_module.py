@@ -1,4 +1,5 @@
-"""shard_module: the parameters and buffers of an ordinary module become DistTensors, by a plan of names."""
+"""shard_module: the parameters and buffers of an ordinary module become DistTensors, by a plan of
+names."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ def shard_module(
     *,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, in place; gives the module back.
+    """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, in place; gives the
+    module back.
 
-    ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or a compiled regex) to
-    placements; the first entry that matches counts, exact names before patterns. Or it is a function (name, module, mesh)
-    that is called for each submodule and shards what it likes with ``shard_tensor``. What is not named is replicated.
-    Tied parameters stay tied. On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device are made shard by shard and initialized by ``init(submodule)``, or
-    without it by the submodule's own ``reset_parameters``, inner modules first, with the bits that one process draws.
-    Raises ValueError for a plan that does not fit and for meta tensors that nothing would initialize, before anything is changed.
+    ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or
+    a compiled regex) to placements; the first entry that matches counts, exact names before
+    patterns. Or it is a function (name, module, mesh) that is called for each submodule and shards
+    what it likes with ``shard_tensor``. What is not named is replicated. Tied parameters stay tied.
+    On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device
+    are made shard by shard and initialized by ``init(submodule)``, or without it by the submodule's
+    own ``reset_parameters``, inner modules first, with the bits that one process draws. Raises
+    ValueError for a plan that does not fit and for meta tensors that nothing would initialize,
+    before anything is changed.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> column, row = [dt.Replicate(), dt.Shard(0)], [dt.Replicate(), dt.Shard(1)]
@@ -81,7 +86,8 @@ def place(
 ) -> None:
     """``shard_module`` where each tensor has its own mesh, or None: then it stays as it is.
 
-    ``before``: the slots as they were; what somebody has placed since then is placed in all its other slots too.
+    ``before``: the slots as they were; what somebody has placed since then is placed in all its
+    other slots too.
     """
     chosen = _choose(module, mesh_of, plan)
     if init is None:
@@ -119,7 +125,8 @@ def _initializer(module: nn.Module) -> Any:
 
 
 def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
-    """Raise for a tensor on the meta device, of those to be placed, in a module that cannot initialize it."""
+    """Raise for a tensor on the meta device, of those to be placed, in a module that cannot
+    initialize it."""
     for prefix, child in module.named_modules():
         if callable(
             getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
@@ -133,9 +140,10 @@ def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> No
                 and mesh_of(value) is not None
             ):
                 raise ValueError(
-                    f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, and its module "
-                    f"{type(child).__name__} has no reset_parameters, so nothing would give it values. Pass init=function(module), "
-                    "give the module a reset_parameters, or make this tensor on a real device"
+                    f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, "
+                    f"and its module {type(child).__name__} has no reset_parameters, so nothing "
+                    "would give it values. Pass init=function(module), give the module a "
+                    "reset_parameters, or make this tensor on a real device"
                 )
 
 
@@ -185,7 +193,8 @@ def _choose(
         for pattern, placements in (plan or {}).items():
             if not isinstance(pattern, (str, re.Pattern)):
                 raise TypeError(
-                    f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) or a compiled regex"
+                    f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) "
+                    "or a compiled regex"
                 )
             literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
             if literal is not exact:
@@ -194,7 +203,8 @@ def _choose(
             if not hits:
                 close = ", ".join(list(tensors)[:8])
                 raise ValueError(
-                    f"shard_module: {pattern!r} matches no parameter, buffer or module; there are {close}, ..."
+                    f"shard_module: {pattern!r} matches no parameter, buffer or module; there are "
+                    f"{close}, ..."
                 )
             for name in hits:
                 mesh = mesh_of(tensors[name])
@@ -208,7 +218,8 @@ def _choose(
             one, other = chosen.get(first), chosen.get(name)
             if one is not None and other is not None and tuple(one) != tuple(other):
                 raise ValueError(
-                    f"shard_module: {first!r} and {name!r} are one tied tensor, but the plan places them differently"
+                    f"shard_module: {first!r} and {name!r} are one tied tensor, but the plan "
+                    "places them differently"
                 )
             if one is None and other is not None:
                 chosen[first] = other
@@ -223,14 +234,16 @@ def _check_placements(
         layout = layout_of(placements, ndim, mesh.ndim)
         if layout.partial:
             raise ValueError(
-                "Partial is for values that are still to be reduced; parameters and buffers are split or replicated"
+                "Partial is for values that are still to be reduced; parameters and buffers are "
+                "split or replicated"
             )
     except (ValueError, TypeError) as error:
         raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
 
 
 def alike(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Do the parts of a module's name match those of a glob, in which ``*`` stands for one part or some of one?"""
+    """Do the parts of a module's name match those of a glob, in which ``*`` stands for one part or
+    some of one?"""
     return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
 
 

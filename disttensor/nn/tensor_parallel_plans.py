@@ -28,7 +28,8 @@ HEAD = re.compile(r"lm_head|head|output|decoder|embed_out|unembed")
 
 
 class Proposal(dict[str, Sequence[Placement]]):
-    """A plan for ``shard_module``: name of each parameter -> placements. ``why[name]`` says the reason.
+    """A plan for ``shard_module``: name of each parameter -> placements. ``why[name]`` says the
+    reason.
 
     Change it as a dict. It prints with what repeats from layer to layer on one line.
 
@@ -75,13 +76,14 @@ class Linear(NamedTuple):
 def megatron(
     model: nn.Module, mesh_axis: int | str = 1, mesh: ProcessMesh | None = None
 ) -> Proposal:
-    """Propose a tensor-parallel plan in Megatron's layout: attention by heads, the first matrices of an MLP by their
-    outputs and the last by its inputs, token embedding and output head by the vocabulary; the rest replicated.
+    """Propose a tensor-parallel plan in Megatron's layout: attention by heads, the first matrices
+    of an MLP by their outputs and the last by its inputs, token embedding and output head by the
+    vocabulary; the rest replicated.
 
-    ``mesh_axis``: the axis that splits, its number or (with ``mesh``) its name. Without ``mesh`` it is taken for the last
-    one. With ``mesh``, attention whose heads the axis does not divide is left whole. What is not recognized by names and
-    shapes is replicated, and ``plan.why`` says so: any plan gives right numbers, a better one moves less.
-    Raises ValueError for a name without a mesh.
+    ``mesh_axis``: the axis that splits, its number or (with ``mesh``) its name. Without ``mesh`` it
+    is taken for the last one. With ``mesh``, attention whose heads the axis does not divide is left
+    whole. What is not recognized by names and shapes is replicated, and ``plan.why`` says so: any
+    plan gives right numbers, a better one moves less. Raises ValueError for a name without a mesh.
 
     >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
     >>> plan = dt.plans.megatron(model)
@@ -94,8 +96,8 @@ def megatron(
     """
     if mesh is None and isinstance(mesh_axis, str):
         raise ValueError(
-            f"plans.megatron: the axis is given by its name {mesh_axis!r}; which one of how many that is, the mesh says: "
-            "megatron(model, 'tp', mesh)"
+            f"plans.megatron: the axis is given by its name {mesh_axis!r}; which one of how many "
+            "that is, the mesh says: megatron(model, 'tp', mesh)"
         )
     axis = mesh_axis if mesh is None or isinstance(mesh_axis, int) else mesh.axis(mesh_axis)
     assert isinstance(axis, int)
@@ -152,7 +154,8 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """(name from here, layer) of the layers at most ``depth`` levels down that have no role yet."""
+        """(name from here, layer) of the layers at most ``depth`` levels down that have no role
+        yet."""
         prefix = f"{name}." if name else ""
         for layer in self.linears:
             rest = layer.name.removeprefix(prefix)
@@ -254,7 +257,8 @@ def _number(module: nn.Module, *names: str) -> int | None:
 
 
 def _undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
-    """Why attention cannot be split by heads into so many parts; "" where it can, or where nothing is known of heads."""
+    """Why attention cannot be split by heads into so many parts; "" where it can, or where nothing
+    is known of heads."""
     size = _number(
         module, "head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head"
     )

@@ -1,7 +1,8 @@
 """Gradient clipping by one norm over all parameters, whatever their layouts and meshes.
 
-``torch.nn.utils.clip_grad_norm_`` comes here when DistTensors are among the parameters. Each piece of a gradient is
-counted by one of the ranks that hold it, and one small reduction puts the pieces, parameters and meshes together.
+``torch.nn.utils.clip_grad_norm_`` comes here when DistTensors are among the parameters. Each piece
+of a gradient is counted by one of the ranks that hold it, and one small reduction puts the pieces,
+parameters and meshes together.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ _total_norm: Callable[..., Any] = torchs._get_total_norm
 
 
 def clip_grad_norm_(
-    parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+    parameters: Parameters, max_norm: float, norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Scale the gradients down so that their norm, taken over all parameters of all meshes, is at most ``max_norm``.
+    """Scale the gradients down so that their norm, taken over all parameters of all meshes, is at
+    most ``max_norm``.
 
-    Every rank of the world makes the call, with the same parameters. Gives the norm before clipping, a plain tensor that is
-    the same on all ranks, for one all-reduce of a few numbers over the axes that split gradients. Pending gradients are
-    reduced first; a replicated one counts once; plain tensors count as replicated. Raises RuntimeError for a norm that
-    is not finite if ``error_if_nonfinite``, before anything is scaled.
+    Every rank of the world makes the call, with the same parameters. Gives the norm before
+    clipping, a plain tensor that is the same on all ranks, for one all-reduce of a few numbers over
+    the axes that split gradients. Pending gradients are reduced first; a replicated one counts
+    once; plain tensors count as replicated. Raises RuntimeError for a norm that is not finite if
+    ``error_if_nonfinite``, before anything is scaled.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
     >>> (w * 3).sum().backward()
@@ -57,15 +61,16 @@ def clip_grad_norm_(
     total = _norm(shares, float(norm_type), foreach)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} over {len(params)} parameters on {len(shares.keys() - {None})} meshes is "
-            f"{total.item()}, so the gradients cannot be clipped. To scale them by it anyway: error_if_nonfinite=False"
+            f"clip_grad_norm_: the norm of order {norm_type} over {len(params)} parameters on "
+            f"{len(shares.keys() - {None})} meshes is {total.item()}, so the gradients cannot be "
+            "clipped. To scale them by it anyway: error_if_nonfinite=False"
         )
     for share in shares.values():
         torchs._clip_grads_with_norm_(share, max_norm, total, foreach)
     return total
 
 
-# Who has what -------------------------------------------------------------------------------------------
+# Who has what -------------------------------------------------------------------------------------
 
 
 def by_mesh(params: Iterable[Tensor]) -> Shares:
@@ -93,7 +98,8 @@ def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
 
 
 def meeting(shares: Shares) -> collectives.Group | None:
-    """The ranks that must put their numbers together so that all know those of the whole; None: each knows them."""
+    """The ranks that must put their numbers together so that all know those of the whole; None:
+    each knows them."""
     meshes = [mesh for mesh in shares if mesh is not None]
     if not everywhere(meshes) or None in shares:
         return collectives.the_world()
@@ -109,14 +115,15 @@ def meeting(shares: Shares) -> collectives.Group | None:
 
 
 def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
-    """Of the ranks that hold the same piece of what is ``split`` by these axes: is this one the first ``among`` them?"""
+    """Of the ranks that hold the same piece of what is ``split`` by these axes: is this one the
+    first ``among`` them?"""
     alike = [a for a in range(mesh.ndim) if a not in split]
     ranks = mesh.mesh
     holders = (int(ranks[c]) for c in mesh.members(alike, mesh.coordinate or ()))
     return collectives.world()[0] == next(r for r in holders if r in among)
 
 
-# The norm -----------------------------------------------------------------------------------------------
+# The norm -----------------------------------------------------------------------------------------
 
 
 def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
@@ -143,8 +150,8 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
 def _mine(
     shares: Shares, group: collectives.Group | None
 ) -> tuple[list[Tensor], list[int], list[float]]:
-    """The pieces that this rank brings in, and the numbers of their parameters; for each mesh (has a rank of it
-    gradients, has one none)."""
+    """The pieces that this rank brings in, and the numbers of their parameters; for each mesh (has
+    a rank of it gradients, has one none)."""
     pieces: list[Tensor] = []
     number: list[int] = []
     flags: list[float] = []
@@ -189,11 +196,12 @@ def _norms(
 
 
 def _number(values: Tensor, number: Sequence[int], order: float, count: int) -> Tensor:
-    """What the norms of pieces say of the whole, in numbers that ranks add up, or of which they take the largest.
+    """What the norms of pieces say of the whole, in numbers that ranks add up, or of which they
+    take the largest.
 
-    Of finite order the sum of powers; of order 0 the number of elements that are not zero, for each of ``count``
-    parameters; of an infinite one the largest (or minus the smallest), and whether any is nan: the maximum of a backend
-    may lose it."""
+    Of finite order the sum of powers; of order 0 the number of elements that are not zero, for each
+    of ``count`` parameters; of an infinite one the largest (or minus the smallest), and whether any
+    is nan: the maximum of a backend may lose it."""
     if order == 0:
         out = values.new_zeros(count)
         return out.index_add_(
@@ -218,16 +226,17 @@ def _total(numbers: Tensor, order: float) -> Tensor:
 
 
 def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
-    """The dtype of the norm; None where there are no gradients. Raises where some ranks of a mesh have some."""
+    """The dtype of the norm; None where there are no gradients. Raises where some ranks of a mesh
+    have some."""
     found: torch.dtype | None = None
     for i, (mesh, share) in enumerate(shares.items()):
         some, none = flags[2 * i : 2 * i + 2]
         if some and none:
             where = "plain tensors" if mesh is None else f"{len(share)} parameters on {mesh!r}"
             raise RuntimeError(
-                f"clip_grad_norm_: of {where}, some ranks have gradients and others none, so the norm would depend on the rank. "
-                "Every rank runs the same program; a plain tensor counts as replicated, or make it a DistTensor: "
-                "shard_tensor(x, mesh)"
+                f"clip_grad_norm_: of {where}, some ranks have gradients and others none, so the "
+                "norm would depend on the rank. Every rank runs the same program; a plain tensor "
+                "counts as replicated, or make it a DistTensor: shard_tensor(x, mesh)"
             )
         for p in ([p for p in share if p.requires_grad] or share) if some else ():
             dtype = p.dtype.to_real()
@@ -235,7 +244,7 @@ def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
     return found
 
 
-# torch's own names --------------------------------------------------------------------------------------
+# torch's own names --------------------------------------------------------------------------------
 
 
 @wraps(_clip_norm)
@@ -264,9 +273,11 @@ def _total_on_world(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     for t in tensors:
         if isinstance(t, DistTensor) and not everywhere([t.spec.mesh]):
             raise RuntimeError(
-                f"get_total_norm: a tensor on {t.spec.mesh!r}, which is not the whole world of {collectives.world()[1]} ranks: the norm "
-                "would be that of one mesh, and unknown elsewhere. Give the parameters to dt.clip_grad_norm_(params, max_norm) or "
-                "torch.nn.utils.clip_grad_norm_ (looked up after disttensor was imported), which put all meshes together"
+                f"get_total_norm: a tensor on {t.spec.mesh!r}, which is not the whole world of "
+                f"{collectives.world()[1]} ranks: the norm would be that of one mesh, and unknown "
+                "elsewhere. Give the parameters to dt.clip_grad_norm_(params, max_norm) or "
+                "torch.nn.utils.clip_grad_norm_ (looked up after disttensor was imported), which "
+                "put all meshes together"
             )
     return _total_norm(tensors, *args, **kwargs)
 

@@ -1,7 +1,8 @@
 """GradScaler across meshes: whether a gradient is infinite is one decision of the whole world.
 
-``torch.amp.GradScaler`` stays as it is; the look at the gradients of one optimizer, which all its methods share, is done
-here when DistTensors are among its parameters, or where ``shard_scaler`` says so.
+``torch.amp.GradScaler`` stays as it is; the look at the gradients of one optimizer, which all its
+methods share, is done here when DistTensors are among its parameters, or where ``shard_scaler``
+says so.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _unscale: Any = GradScaler._unscale_grads_
 def shard_scaler(scaler: GradScaler) -> GradScaler:
     """Let the whole world decide with ``scaler`` whether a step is skipped; gives the scaler back.
 
-    Every rank of the world makes this call, and from then on ``unscale_`` and ``step`` for as many optimizers in the same
-    order, also one whose optimizer has only parameters of other stages, plain ones, or none at all on this rank. Without it
-    that is so only for optimizers that have DistTensors on every rank. Each costs one all-reduce of a number; pending
-    gradients are reduced first. The scale stays the same on all ranks. Raises TypeError for anything but a GradScaler,
+    Every rank of the world makes this call, and from then on ``unscale_`` and ``step`` for as many
+    optimizers in the same order, also one whose optimizer has only parameters of other stages,
+    plain ones, or none at all on this rank. Without it that is so only for optimizers that have
+    DistTensors on every rank. Each costs one all-reduce of a number; pending gradients are reduced
+    first. The scale stays the same on all ranks. Raises TypeError for anything but a GradScaler,
     ValueError if the ranks give scalers of different settings.
 
     >>> scaler = dt.shard_scaler(torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -49,8 +51,9 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(
-                f"shard_scaler: rank 0 has a scaler of {everyone[0]}, rank {rank} one of {other}: gradients would be scaled "
-                "differently. Make it with the same arguments on all ranks, or load the same state"
+                f"shard_scaler: rank 0 has a scaler of {everyone[0]}, rank {rank} one of {other}: "
+                "gradients would be scaled differently. Make it with the same arguments on all "
+                "ranks, or load the same state"
             )
     scaler._whole_world = True  # type: ignore[attr-defined]
     return scaler
@@ -60,8 +63,8 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
 def _unscale_grads_(
     self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every rank of the world calls
-    this, those without a gradient too."""
+    """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every rank
+    of the world calls this, those without a gradient too."""
     listed = (p for group in optimizer.param_groups for p in group["params"])
     params = list({id(p): p for p in listed}.values())
     check_fresh(params, f"GradScaler with {type(optimizer).__name__}")
@@ -101,7 +104,8 @@ class _Share:
 def _unscale_pieces(
     params: Iterable[DistTensor], inv_scale: Tensor, found: Tensor, allow_fp16: bool
 ) -> None:
-    """What torch does with gradients, for what this rank holds of them; ``found`` becomes 1.0 where one is infinite."""
+    """What torch does with gradients, for what this rank holds of them; ``found`` becomes 1.0 where
+    one is infinite."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for p in params:
         grad: Any = p.grad

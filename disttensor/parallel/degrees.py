@@ -1,4 +1,5 @@
-"""Degrees: how many processes each axis of a strategy has, and which groups of ranks follow. Pure numbers."""
+"""Degrees: how many processes each axis of a strategy has, and which groups of ranks follow. Pure
+numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Degrees(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """A communicator: its ranks in mesh order, the mesh axes that it is over, and its lane ("" is that of operations)."""
+    """A communicator: its ranks in mesh order, the mesh axes that it is over, and its lane ("" is
+    that of operations)."""
 
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
@@ -56,8 +58,9 @@ def check_degree(name: str, value: object) -> None:
 
 
 def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Degrees:
-    """The degrees in a world of so many processes. Those given stay; of those left out, ``first`` and then the first of
-    ``REST`` takes what is left, and the others are 1. Raises ValueError where the world has no such factors.
+    """The degrees in a world of so many processes. Those given stay; of those left out, ``first``
+    and then the first of ``REST`` takes what is left, and the others are 1. Raises ValueError where
+    the world has no such factors.
 
     >>> infer({"tp": 2}, 8)
     Degrees(pp=1, dp=4, sharding=1, cp=1, tp=2)
@@ -74,7 +77,8 @@ def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Deg
 
 
 def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
-    """What is wrong, and the nearest products that would do. ``rest``: the axis that takes what is left, if any."""
+    """What is wrong, and the nearest products that would do. ``rest``: the axis that takes what is
+    left, if any."""
     needed = math.prod(sizes.values())
     near = sorted(_fitting(sizes, world, rest), key=lambda item: item[0])[:6]
     shown = ", ".join(product_of(choice) for _, choice in near)
@@ -82,15 +86,16 @@ def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
     if rest is not None:
         start, needs = -(-world // needed) * needed, f"a multiple of {needed}"
     return (
-        f"Strategy: {product_of(sizes)} needs {needs} processes, and the world has {world}. Start {start}, or choose what "
-        f"fits {world}: {shown}"
+        f"Strategy: {product_of(sizes)} needs {needs} processes, and the world has {world}. Start "
+        f"{start}, or choose what fits {world}: {shown}"
     )
 
 
 def _fitting(
     sizes: Mapping[str, int], world: int, rest: str | None
 ) -> Iterator[tuple[tuple[int, float], dict[str, int]]]:
-    """(how far from ``sizes``, degrees that fit). Those that change few axes, by little, are near. 1 is not said of others."""
+    """(how far from ``sizes``, degrees that fit). Those that change few axes, by little, are near.
+    1 is not said of others."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     axes = [a for a in REST[::-1] if sizes.get(a, 1) > 1] or [a for a in REST[::-1] if a in sizes]
     for values in itertools.product(divisors, repeat=len(axes)):
@@ -120,7 +125,8 @@ def stage_ranks(degrees: Degrees, stage: int) -> range:
 
 
 def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The ranks of a stage in groups that differ only on ``axes``; those vary major first within each."""
+    """The ranks of a stage in groups that differ only on ``axes``; those vary major first within
+    each."""
     sizes = [getattr(degrees, axis) for axis in STAGE_AXES]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     ways: list[list[int]] = [[], []]  # what the other axes add to a rank, and what ``axes`` add
@@ -138,9 +144,11 @@ def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tupl
 def groups(degrees: Degrees) -> list[GroupSpec]:
     """All communicators of a strategy: every rank has the same list.
 
-    For each stage: all sets of axes that have more than one process, the small sets first; a gradient may be pending on any of
-    them, and a loss is summed over all. Then those whose collectives run beside the model's: lane "gather" for parameters,
-    over ``sharding``; lane "reduce" for gradients, over the same sets again; lane "replicas" for shards that are summed after.
+    For each stage: all sets of axes that have more than one process, the small sets first; a
+    gradient may be pending on any of them, and a loss is summed over all. Then those whose
+    collectives run beside the model's: lane "gather" for parameters, over ``sharding``; lane
+    "reduce" for gradients, over the same sets again; lane "replicas" for shards that are summed
+    after.
     """
     busy = degrees.busy
     sets = [axes for n in range(1, len(busy) + 1) for axes in itertools.combinations(busy, n)]

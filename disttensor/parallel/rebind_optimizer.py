@@ -1,4 +1,5 @@
-"""An optimizer that was built before its parameters were placed: it is given what they have become."""
+"""An optimizer that was built before its parameters were placed: it is given what they have
+become."""
 
 from __future__ import annotations
 
@@ -19,23 +20,26 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if not isinstance(optimizer, Optimizer):
         if optimizer is not None and not callable(optimizer):
             raise TypeError(
-                f"Strategy.apply: the optimizer is {optimizer!r}; give an optimizer of the model's parameters, or a function that makes "
-                "one: lambda params: torch.optim.AdamW(params, lr=1e-3)"
+                f"Strategy.apply: the optimizer is {optimizer!r}; give an optimizer of the model's "
+                "parameters, or a function that makes one: lambda params: "
+                "torch.optim.AdamW(params, lr=1e-3)"
             )
         return
     name = type(optimizer).__name__
     if any(optimizer.state.values()):
         raise ValueError(
-            f"Strategy.apply: this {name} has state already, for parameters as they were before they were placed. Apply the "
-            "strategy before the first step, and load a state_dict after it"
+            f"Strategy.apply: this {name} has state already, for parameters as they were before "
+            "they were placed. Apply the strategy before the first step, and load a state_dict "
+            "after it"
         )
     here = {id(p) for p in model.parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             if id(p) not in here:
                 raise ValueError(
-                    f"Strategy.apply: parameter {i} of group {g} of this {name}, {tuple(p.shape)}, is no parameter of the model: it "
-                    "would never get a gradient. Build the optimizer from model.parameters() as they are now, or give a function: "
+                    f"Strategy.apply: parameter {i} of group {g} of this {name}, {tuple(p.shape)}, "
+                    "is no parameter of the model: it would never get a gradient. Build the "
+                    "optimizer from model.parameters() as they are now, or give a function: "
                     "lambda params: torch.optim.AdamW(params, lr=1e-3)"
                 )
 
@@ -43,8 +47,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def follow(
     optimizer: Optimizer | Maker | None, model: nn.Module, before: list[Slot]
 ) -> Optimizer | None:
-    """The optimizer on the parameters that ``model`` has now in place of those of ``before``; made now if it is a function.
-    Groups keep their options and their order."""
+    """The optimizer on the parameters that ``model`` has now in place of those of ``before``; made
+    now if it is a function. Groups keep their options and their order."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, Optimizer):

@@ -1,4 +1,5 @@
-"""Modules whose forward is computed again in the backward instead of kept: chosen by name, wrapped in place."""
+"""Modules whose forward is computed again in the backward instead of kept: chosen by name, wrapped
+in place."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Recomputed:
 
 
 def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules that ``names`` mean: exact, or globs in which ``*`` stands for one part of a name, as "blocks.*"; the
-    elements in place of a ModuleList. Raises ValueError for a name that means none, and for what cannot be wrapped."""
+    """The modules that ``names`` mean: exact, or globs in which ``*`` stands for one part of a
+    name, as "blocks.*"; the elements in place of a ModuleList. Raises ValueError for a name that
+    means none, and for what cannot be wrapped."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for pattern in names:
         hits = named_like(pattern, model)
@@ -41,7 +43,8 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             there = [name for name, _ in model.named_modules() if name]
             close = get_close_matches(pattern, there, 3, 0.5) or there[:8]
             raise ValueError(
-                f"Strategy: recompute={pattern!r} matches no module of {type(model).__name__}; there are {', '.join(close)}, ..."
+                f"Strategy: recompute={pattern!r} matches no module of {type(model).__name__}; "
+                f"there are {', '.join(close)}, ..."
             )
         found.update({id(module): (name, module) for name, module in hits})
     for name, module in found.values():
@@ -57,7 +60,8 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Wrap the forwards of ``modules``. What lies on other ranks and is skipped here keeps no activations: it stays."""
+    """Wrap the forwards of ``modules``. What lies on other ranks and is skipped here keeps no
+    activations: it stays."""
     elsewhere = {
         id(child)
         for module in model.modules()

@@ -1,4 +1,5 @@
-"""The vocabulary of sharding configurations: a dict of degrees and segments, as fields of a Strategy. Pure."""
+"""The vocabulary of sharding configurations: a dict of degrees and segments, as fields of a
+Strategy. Pure."""
 
 from __future__ import annotations
 
@@ -27,24 +28,26 @@ KEYS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def strategy_fields(configs: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Strategy that ``configs`` say. Raises TypeError and ValueError for keys that are not known, values of
-    another type, and keys that contradict each other.
+    """The fields of Strategy that ``configs`` say. Raises TypeError and ValueError for keys that
+    are not known, values of another type, and keys that contradict each other.
 
-    ``mp_degree`` and ``pp_degree`` are 1 unless given; ``sharding_degree`` is what the others leave; ``dp_degree`` is 1, and
-    with ``hybrid_dp`` what the others leave.
+    ``mp_degree`` and ``pp_degree`` are 1 unless given; ``sharding_degree`` is what the others
+    leave; ``dp_degree`` is 1, and with ``hybrid_dp`` what the others leave.
     """
     given = _checked(configs)
     sharding, dp = given.get("sharding_degree"), given.get("dp_degree")
     hybrid = given.get("hybrid_dp", dp is not None and dp > 1)
     if dp is not None and (dp > 1) is not hybrid:
         raise ValueError(
-            f"sharding configs: hybrid_dp={hybrid} and dp_degree={dp} contradict each other: with hybrid_dp, dp_degree groups hold "
-            "the same shards, so it is 2 or more. Leave one of them out"
+            f"sharding configs: hybrid_dp={hybrid} and dp_degree={dp} contradict each other: with "
+            "hybrid_dp, dp_degree groups hold the same shards, so it is 2 or more. Leave one of "
+            "them out"
         )
     if hybrid and dp is None and sharding is None:
         raise ValueError(
-            "sharding configs: hybrid_dp=True without sharding_degree and dp_degree: how many shards, and how many replicas of "
-            "them? Give one of the two; the other takes what is left"
+            "sharding configs: hybrid_dp=True without sharding_degree and dp_degree: how many "
+            "shards, and how many replicas of them? Give one of the two; the other takes what is "
+            "left"
         )
     return {
         "pp": given.get("pp_degree", 1),
@@ -92,20 +95,22 @@ def _segments(given: Mapping[str, Any]) -> SegmentBySize | SegmentByAnchors:
     if how not in (_MB, _ANCHORS):
         close = get_close_matches(how, (_MB, _ANCHORS), 1, 0.3) or [_MB]
         raise ValueError(
-            f"sharding configs: sharding_segment_strategy={how!r}: it is {_MB!r} or {_ANCHORS!r}; did you mean {close[0]!r}?"
+            f"sharding configs: sharding_segment_strategy={how!r}: it is {_MB!r} or {_ANCHORS!r}; "
+            f"did you mean {close[0]!r}?"
         )
     if how == _MB and anchors:
         raise ValueError(
-            f"sharding configs: segment_anchors={list(anchors)} have no meaning for sharding_segment_strategy={how!r}: set that to "
-            f"{_ANCHORS!r}, or leave the anchors out"
+            f"sharding configs: segment_anchors={list(anchors)} have no meaning for "
+            f"sharding_segment_strategy={how!r}: set that to {_ANCHORS!r}, or leave the anchors out"
         )
     if how == _ANCHORS and not anchors:
         raise ValueError(
-            f"sharding configs: sharding_segment_strategy={how!r} needs segment_anchors, the names of the modules that begin a segment"
+            f"sharding configs: sharding_segment_strategy={how!r} needs segment_anchors, the names "
+            "of the modules that begin a segment"
         )
     if how == _ANCHORS and size != DEFAULT_MB:
         raise ValueError(
-            f"sharding configs: segment_broadcast_MB={size} has no meaning for sharding_segment_strategy={how!r}: leave it out, or set "
-            f"the strategy to {_MB!r}"
+            f"sharding configs: segment_broadcast_MB={size} has no meaning for "
+            f"sharding_segment_strategy={how!r}: leave it out, or set the strategy to {_MB!r}"
         )
     return SegmentByAnchors(tuple(anchors)) if how == _ANCHORS else SegmentBySize(size)

@@ -1,4 +1,5 @@
-"""Strategy: one value that says how a training run lies on its processes, and one call that carries it out."""
+"""Strategy: one value that says how a training run lies on its processes, and one call that carries
+it out."""
 
 from __future__ import annotations
 
@@ -34,19 +35,22 @@ class Strategy:
     """How a training run is divided among processes. Change it, and the script stays as it is.
 
     ``dp``        parts of the batch, each with a replica of everything
-    ``sharding``  parts of the batch, and of optimizer state, gradients and parameters (``zero_stage`` 1, 2 and 3, the default)
+    ``sharding``  parts of the batch, and of optimizer state, gradients and parameters
+    (``zero_stage`` 1, 2 and 3, the default)
     ``tp``        parts of each layer, as the plan given to ``apply`` says
     ``cp``        parts of the sequence
     ``pp``        stages of some layers each
-    Degrees left out follow from the size of the world: the first left out of dp, sharding, tp, cp, pp takes what the others
-    leave (of sharding, dp, ... where a ``zero_stage`` is given), and the rest are 1.
+    Degrees left out follow from the size of the world: the first left out of dp, sharding, tp, cp,
+    pp takes what the others leave (of sharding, dp, ... where a ``zero_stage`` is given), and the
+    rest are 1.
 
-    ``accumulate_steps``: micro-batches in one step of the optimizer. ``amp``: "bf16" or "fp16", for ``autocast`` and, where
-    there is sharding, for the copies of parameters that compute (``param_dtype``); parameters and the optimizer's state keep
-    their dtype, and gradients are reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as
-    "blocks.*", that keep no activations. The rest is said at ``shard_data_parallel``.
-    Raises TypeError and ValueError for what has no meaning; a world that does not factor is found by ``degrees``, and so by
-    ``mesh``, ``stages`` and ``apply``.
+    ``accumulate_steps``: micro-batches in one step of the optimizer. ``amp``: "bf16" or "fp16", for
+    ``autocast`` and, where there is sharding, for the copies of parameters that compute
+    (``param_dtype``); parameters and the optimizer's state keep their dtype, and gradients are
+    reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
+    that keep no activations. The rest is said at ``shard_data_parallel``. Raises TypeError and
+    ValueError for what has no meaning; a world that does not factor is found by ``degrees``, and so
+    by ``mesh``, ``stages`` and ``apply``.
 
     >>> strategy = dt.Strategy(tp=2, sharding=4, accumulate_steps=2)
     >>> print(strategy.degrees(32))
@@ -88,8 +92,8 @@ class Strategy:
         check_degree("accumulate_steps", self.accumulate_steps)
         if self.zero_stage is not None and self.zero_stage not in (1, 2, 3):
             raise ValueError(
-                f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 gradients too, 3 parameters too. For "
-                "none of it leave it out and say sharding=1"
+                f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 "
+                "gradients too, 3 parameters too. For none of it leave it out and say sharding=1"
             )
         if self.amp is not None and self.amp not in AMP:
             raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
@@ -104,12 +108,14 @@ class Strategy:
 
     @classmethod
     def from_sharding_configs(cls, configs: Mapping[str, Any], **more: Any) -> Strategy:
-        """The strategy that a dict of sharding configs says; ``more`` are fields for which these have no words.
+        """The strategy that a dict of sharding configs says; ``more`` are fields for which these
+        have no words.
 
-        Keys: sharding_degree, mp_degree (tp), dp_degree, pp_degree, hybrid_dp, sharding_segment_strategy
+        Keys: sharding_degree, mp_degree (tp), dp_degree, pp_degree, hybrid_dp,
+        sharding_segment_strategy
         ("segment_broadcast_MB" or "segment_anchors"), segment_broadcast_MB, segment_anchors, gradient_merge_acc_step,
-        optimize_offload. Raises TypeError and ValueError for other keys, for contradictions, and, where several
-        processes have started, for degrees whose product is not their number.
+        optimize_offload. Raises TypeError and ValueError for other keys, for contradictions, and,
+        where several processes have started, for degrees whose product is not their number.
 
         >>> configs = {"sharding_degree": 8, "hybrid_dp": True, "segment_broadcast_MB": 16, "gradient_merge_acc_step": 4}
         >>> strategy = dt.Strategy.from_sharding_configs(configs, amp="bf16")
@@ -126,13 +132,14 @@ class Strategy:
                 strategy.degrees()
             except ValueError as error:
                 raise ValueError(
-                    f"sharding configs {dict(configs)}: {error}. In these words: mp_degree is tp, and hybrid_dp=True without "
-                    "dp_degree lets dp take what is left"
+                    f"sharding configs {dict(configs)}: {error}. In these words: mp_degree is tp, "
+                    "and hybrid_dp=True without dp_degree lets dp take what is left"
                 ) from None
         return strategy
 
     def degrees(self, world: int | None = None) -> Degrees:
-        """The sizes of all axes in a world of so many processes, without it in this one (which is started if it is not).
+        """The sizes of all axes in a world of so many processes, without it in this one (which is
+        started if it is not).
 
         >>> dt.Strategy(tp=4, pp=2).degrees(32)
         Degrees(pp=2, dp=4, sharding=1, cp=1, tp=4)
@@ -144,7 +151,8 @@ class Strategy:
         return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")
 
     def mesh(self) -> ProcessMesh:
-        """All processes, on the axes ("pp", "dp", "sharding", "cp", "tp"), outer to inner: always all five."""
+        """All processes, on the axes ("pp", "dp", "sharding", "cp", "tp"), outer to inner: always
+        all five."""
         return init_mesh(self.degrees(), AXES, device_type=self.device_type)
 
     def stages(self) -> list[ProcessMesh]:
@@ -161,7 +169,8 @@ class Strategy:
         return _degrees.groups(self.degrees(world))
 
     def batch(self, sequence: int | None = 1) -> list[Placement]:
-        """Placements of a batch on a stage: dim 0 is split over dp and sharding, dim ``sequence`` over cp (None: it has none).
+        """Placements of a batch on a stage: dim 0 is split over dp and sharding, dim ``sequence``
+        over cp (None: it has none).
 
         >>> dt.Strategy().batch()
         [Shard(0), Shard(0), Shard(1), Replicate()]
@@ -180,13 +189,15 @@ class Strategy:
         visits: int = 1,
         init: Callable[[nn.Module], Any] | None = None,
     ) -> tuple[nn.Module, Optimizer | None]:
-        """Place ``model`` in place, and carry its optimizer over; gives both back. All ranks call it.
+        """Place ``model`` in place, and carry its optimizer over; gives both back. All ranks call
+        it.
 
-        ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements; in place of a list a dict by axis will
-        do: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. Over ``sharding`` the strategy itself splits parameters. ``optimizer``:
-        one of the model's parameters that has no state yet, or a function of parameters that makes one. ``layers``: what the
-        stages of ``pp`` are made of, ``counts[i]`` on stage i, each stage visited ``visits`` times (see ``pipeline.split``); a
-        Sequential needs none. ``init``: see ``shard_module``.
+        ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements; in place of a
+        list a dict by axis will do: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. Over ``sharding``
+        the strategy itself splits parameters. ``optimizer``: one of the model's parameters that has
+        no state yet, or a function of parameters that makes one. ``layers``: what the stages of
+        ``pp`` are made of, ``counts[i]`` on stage i, each stage visited ``visits`` times (see
+        ``pipeline.split``); a Sequential needs none. ``init``: see ``shard_module``.
 
         Raises TypeError and ValueError for what does not fit, before anything is changed.
         """
@@ -197,15 +208,17 @@ class Strategy:
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
         if waiting:
             raise ValueError(
-                f"Strategy.apply: parameter {waiting[0]!r} has a gradient, which would be lost: zero_grad() first"
+                f"Strategy.apply: parameter {waiting[0]!r} has a gradient, which would be lost: "
+                "zero_grad() first"
             )
         again = chosen(model, self.recompute)
         if self.segments is not None:
             segments_of(model, self.segments)
         if degrees.pp > 1 and layers is None and not isinstance(model, nn.Sequential):
             raise ValueError(
-                f"Strategy.apply: pp={degrees.pp} stages of which layers of this {type(model).__name__}? Say in which order it runs "
-                "them: apply(..., layers=['embed', 'blocks.*', 'head'])"
+                f"Strategy.apply: pp={degrees.pp} stages of which layers of this "
+                f"{type(model).__name__}? Say in which order it runs them: apply(..., "
+                "layers=['embed', 'blocks.*', 'head'])"
             )
         collectives.create_groups(self.groups())
         before = slots(model)
@@ -239,11 +252,13 @@ class Strategy:
         return model, follow(optimizer, model, before)
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
-        """Around the forward and backward of micro-batch 0, 1, ...: replicas are summed after the last of a step only."""
+        """Around the forward and backward of micro-batch 0, 1, ...: replicas are summed after the
+        last of a step only."""
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around a forward and its loss: torch.autocast to the dtype of ``amp``; nothing without it.
+        """Around a forward and its loss: torch.autocast to the dtype of ``amp``; nothing without
+        it.
 
         >>> with dt.Strategy(amp="bf16").autocast():
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
@@ -254,8 +269,8 @@ class Strategy:
         return torch.autocast(self._device(), AMP[self.amp])
 
     def scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A torch.amp.GradScaler by which the whole world decides on a step; all ranks make it. It scales for "fp16" only:
-        the script uses it in any case. ``options`` are torch's.
+        """A torch.amp.GradScaler by which the whole world decides on a step; all ranks make it. It
+        scales for "fp16" only: the script uses it in any case. ``options`` are torch's.
 
         >>> dt.Strategy().scaler().is_enabled(), dt.Strategy(amp="fp16").scaler().is_enabled()
         (False, True)
@@ -285,16 +300,16 @@ def _on_stage(plan: Any) -> Any:
                         else ""
                     )
                     raise ValueError(
-                        f"Strategy.apply: plan entry {pattern!r}: a stage has no axis {axis!r}; its axes are {', '.join(STAGE_AXES)}"
-                        + (f" ({why})" if why else "")
+                        f"Strategy.apply: plan entry {pattern!r}: a stage has no axis {axis!r}; "
+                        f"its axes are {', '.join(STAGE_AXES)}" + (f" ({why})" if why else "")
                     )
             places = [places.get(axis, Replicate()) for axis in STAGE_AXES]
         if isinstance(places, Sequence) and len(places) == len(STAGE_AXES):
             over = places[STAGE_AXES.index("sharding")]
             if not isinstance(over, Replicate):
                 raise ValueError(
-                    f"Strategy.apply: plan entry {pattern!r}: {over} over 'sharding': the strategy itself splits parameters over that axis. "
-                    "Name the other axes only"
+                    f"Strategy.apply: plan entry {pattern!r}: {over} over 'sharding': the strategy "
+                    "itself splits parameters over that axis. Name the other axes only"
                 )
         out[pattern] = places
     return out

@@ -1,6 +1,7 @@
 """Custom autograd functions on DistTensors: refused with a way out.
 
-They differentiate what they are given, and the wrapper is in no graph: the gradient would be lost without a word.
+They differentiate what they are given, and the wrapper is in no graph: the gradient would be lost
+without a word.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         if cls is CheckpointFunction:
             raise CustomFunctionError(
-                f"checkpoint at {user_line()}: the reentrant variant is a custom autograd function and would cut the graph of a "
-                "DistTensor; call checkpoint(..., use_reentrant=False)"
+                f"checkpoint at {user_line()}: the reentrant variant is a custom autograd function "
+                "and would cut the graph of a DistTensor; call checkpoint(..., "
+                "use_reentrant=False)"
             )
         if any(type(a) is DistTensor and a.local.requires_grad for a in args):
             raise CustomFunctionError(
-                f"{cls.__name__}.apply at {user_line()}: a custom autograd.Function sees only the wrapper of a DistTensor and would "
-                "lose its gradient. Run it on the locals: local_map(F.apply, in_placements=..., out_placements=...)(x)"
+                f"{cls.__name__}.apply at {user_line()}: a custom autograd.Function sees only the "
+                "wrapper of a DistTensor and would lose its gradient. Run it on the locals: "
+                "local_map(F.apply, in_placements=..., out_placements=...)(x)"
             )
     return _plain_apply(cls, *args, **kwargs)
 

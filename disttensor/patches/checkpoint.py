@@ -1,7 +1,9 @@
-"""torch.utils.checkpoint (use_reentrant=False) on DistTensors: the inputs of a region are kept as their locals.
+"""torch.utils.checkpoint (use_reentrant=False) on DistTensors: the inputs of a region are kept as
+their locals.
 
-torch saves each input through the hooks of the region around it, so that nested regions free it and bring it back. Of a
-DistTensor it would save the wrapper, which is in no graph: brought back, it would no longer require grad.
+torch saves each input through the hooks of the region around it, so that nested regions free it and
+bring it back. Of a DistTensor it would save the wrapper, which is in no graph: brought back, it
+would no longer require grad.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _make_saved: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
 
 
 class SavedInput:
-    """A DistTensor as an input of a region. A leaf stays the object that it is: it collects its gradients."""
+    """A DistTensor as an input of a region. A leaf stays the object that it is: it collects its
+    gradients."""
 
     __slots__ = ("leaf", "local", "spec")
 

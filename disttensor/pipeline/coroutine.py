@@ -1,4 +1,5 @@
-"""A function that can pause: it runs in a thread of its own, and only while its owner waits for it."""
+"""A function that can pause: it runs in a thread of its own, and only while its owner waits for
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Abandoned(BaseException):
 
 
 class Worker:
-    """``resume()`` runs ``fn`` until it calls ``pause()`` or ends; True when it has ended. What it raises, resume raises.
+    """``resume()`` runs ``fn`` until it calls ``pause()`` or ends; True when it has ended. What it
+    raises, resume raises.
 
     The thread computes with gradients and autocast as they are where the Worker is made.
     """

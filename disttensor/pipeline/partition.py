@@ -1,4 +1,5 @@
-"""Which modules are the layers of a model, and how many of them each stage gets. Nothing here changes a module."""
+"""Which modules are the layers of a model, and how many of them each stage gets. Nothing here
+changes a module."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _NO_FORWARD = nn.Module.forward
 def chosen(
     modules: nn.Module | str | Iterable[nn.Module | str], of: nn.Module | None
 ) -> tuple[nn.Module, Layers]:
-    """The module in which names count, and (name, layer) in order. Raises TypeError and ValueError as ``split`` says."""
+    """The module in which names count, and (name, layer) in order. Raises TypeError and ValueError
+    as ``split`` says."""
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         entries: list[Any] = list(modules)
         root = modules if of is None else of
     elif isinstance(modules, nn.Module):
         raise TypeError(
-            f"pipeline.split: the order in which {type(modules).__name__} runs its layers is not known. Give a Sequential, a "
-            "ModuleList, or the names of the layers in order with of=model"
+            f"pipeline.split: the order in which {type(modules).__name__} runs its layers is not "
+            "known. Give a Sequential, a ModuleList, or the names of the layers in order with "
+            "of=model"
         )
     else:
         entries = [modules] if isinstance(modules, str) else list(modules)
@@ -70,7 +73,8 @@ def _named(pattern: str, root: nn.Module) -> Layers:
     if not found:
         close = ", ".join(name for name, _ in root.named_children())
         raise ValueError(
-            f"pipeline.split: {pattern!r} matches no module of {type(root).__name__}; there are {close}"
+            f"pipeline.split: {pattern!r} matches no module of {type(root).__name__}; there are "
+            f"{close}"
         )
     return found
 
@@ -86,20 +90,22 @@ def _check_layers(layers: Layers) -> None:
             )
         if type(layer).forward is _NO_FORWARD:
             raise ValueError(
-                f"pipeline.split: {name!r}, a {type(layer).__name__}, has no forward, so nothing could be brought to it: list the "
-                "modules in it that are called"
+                f"pipeline.split: {name!r}, a {type(layer).__name__}, has no forward, so nothing "
+                "could be brought to it: list the modules in it that are called"
             )
         names[id(layer)] = name
     for name, layer in layers:
         for part in layer.modules():
             if part is not layer and id(part) in names:
                 raise ValueError(
-                    f"pipeline.split: {names[id(part)]!r} is listed, and is a part of {name!r}, which is listed too: one or the other"
+                    f"pipeline.split: {names[id(part)]!r} is listed, and is a part of {name!r}, "
+                    "which is listed too: one or the other"
                 )
 
 
 def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None) -> list[int]:
-    """How many of ``count`` layers each stage gets; the first ones one more where that does not divide.
+    """How many of ``count`` layers each stage gets; the first ones one more where that does not
+    divide.
 
     >>> deal(5, [mesh, mesh], None)
     [3, 2]
@@ -107,39 +113,42 @@ def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None
     for mesh in stages:
         if not isinstance(mesh, ProcessMesh):
             raise TypeError(
-                f"pipeline.split: stages are meshes, one for each visit, as [mesh[0], mesh[1]]; got {mesh!r}"
+                "pipeline.split: stages are meshes, one for each visit, as [mesh[0], mesh[1]]; "
+                f"got {mesh!r}"
             )
     number = len(stages)
     if counts is not None:
         if len(counts) != number or sum(counts) != count or min(counts, default=0) < 1:
             raise ValueError(
-                f"pipeline.split: counts={list(counts)}: one number from 1 up for each of {number} stages, {count} together, as there "
-                f"are {count} layers"
+                f"pipeline.split: counts={list(counts)}: one number from 1 up for each of {number} "
+                f"stages, {count} together, as there are {count} layers"
             )
         return list(counts)
     if not 0 < number <= count:
         raise ValueError(
-            f"pipeline.split: {count} layers on {number} stages: each stage needs one at least. Name smaller parts of the model, or "
-            "give fewer stages"
+            f"pipeline.split: {count} layers on {number} stages: each stage needs one at least. "
+            "Name smaller parts of the model, or give fewer stages"
         )
     return [count // number + (stage < count % number) for stage in range(number)]
 
 
 def check_tensors(slots: Iterable[Slot], home: Mapping[int, ProcessMesh]) -> None:
-    """Raise for tensors that lie on another mesh than ``home`` says, and for parameters that would stay plain."""
+    """Raise for tensors that lie on another mesh than ``home`` says, and for parameters that would
+    stay plain."""
     plain = []
     for name, owner, _, key, value in slots:
         mesh = home.get(id(value))
         if isinstance(value, DistTensor):
             if mesh is not None and value.spec.mesh is not mesh:
                 raise ValueError(
-                    f"pipeline.split: {name!r} lies on {value.spec.mesh!r} already, and its stage is {mesh!r}: split the model before "
-                    "anything else is done with its parameters"
+                    f"pipeline.split: {name!r} lies on {value.spec.mesh!r} already, and its stage "
+                    f"is {mesh!r}: split the model before anything else is done with its parameters"
                 )
         elif mesh is None and (key in owner._parameters or value.is_meta):
             plain.append(name)
     if plain:
         raise ValueError(
-            f"pipeline.split: {', '.join(plain[:5])}{', ...' if len(plain) > 5 else ''}: in no layer that is listed, so on no stage. "
-            "List the modules, or place the parameters first: nn.Parameter(dt.shard_tensor(value, mesh))"
+            f"pipeline.split: {', '.join(plain[:5])}{', ...' if len(plain) > 5 else ''}: in no "
+            "layer that is listed, so on no stage. List the modules, or place the parameters "
+            "first: nn.Parameter(dt.shard_tensor(value, mesh))"
         )

@@ -1,4 +1,5 @@
-"""A picture of a timeline: a row per rank, forwards blue, backwards orange, chunks in shades, waits grey."""
+"""A picture of a timeline: a row per rank, forwards blue, backwards orange, chunks in shades, waits
+grey."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ class Chart(NamedTuple):
 
 
 def plot(what: Timeline | Schedule, path: str | PathLike[str], title: str | None = None) -> Path:
-    """Draws a recorded Timeline, or a Schedule in its ticks, to ``path``: .svg, or .png (needs matplotlib).
+    """Draws a recorded Timeline, or a Schedule in its ticks, to ``path``: .svg, or .png (needs
+    matplotlib).
 
     >>> pipeline.plot(pipeline.one_f_one_b(4, 8), "1f1b.svg", title="1f1b").name
     '1f1b.svg'
 
-    Raises ValueError for another suffix and for a timeline without events, ImportError for .png without matplotlib.
+    Raises ValueError for another suffix and for a timeline without events, ImportError for .png
+    without matplotlib.
     """
     file = Path(path)
     if file.suffix not in (".svg", ".png"):
@@ -120,7 +123,8 @@ def _svg(chart: Chart) -> str:
             f'<text x="{LEFT - 8}" y="{y + BAR / 2 + 4:g}" text-anchor="end">rank {rank}</text>'
         )
         lines.append(
-            f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{BAR}" fill="#f5f5f5"/>'
+            f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{BAR}" '
+            'fill="#f5f5f5"/>'
         )
     for box in chart.boxes:
         x, y, width = LEFT + box.start * unit, TOP + ROW * box.row, box.length * unit

@@ -31,7 +31,8 @@ class Recorder:
         _open.remove(self)
 
     def timeline(self) -> Timeline:
-        """Of all ranks of the world, which all make this call. One clock: the processes of one machine."""
+        """Of all ranks of the world, which all make this call. One clock: the processes of one
+        machine."""
         everyone = collectives.gather_objects(self.events, collectives.the_world())
         return Timeline([event for events in everyone for event in events])
 

@@ -1,7 +1,8 @@
-"""Carrying a schedule out: the forward and backward of every micro-batch, in the order that this rank's stage has.
+"""Carrying a schedule out: the forward and backward of every micro-batch, in the order that this
+rank's stage has.
 
-Every rank runs the same step on every micro-batch. What stages there are follows from the meshes that its tensors
-come to; a stage waits for what it receives, and for nothing else.
+Every rank runs the same step on every micro-batch. What stages there are follows from the meshes
+that its tensors come to; a stage waits for what it receives, and for nothing else.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ def run(
     *,
     stages: Sequence[ProcessMesh] | None = None,
 ) -> list[Any]:
-    """The losses of ``step(micro_batch)`` for each micro-batch, detached; gradients add up in the parameters' ``grad``.
+    """The losses of ``step(micro_batch)`` for each micro-batch, detached; gradients add up in the
+    parameters' ``grad``.
 
-    It is ``[step(m) for m in micro_batches]`` with ``loss.backward()`` for each, in another order. ``step`` is the ordinary
-    global program of one micro-batch: it brings tensors from stage to stage with ``reshard`` (or ``pipeline.split`` does) and
-    returns a loss of one element. Micro-batches may differ in shape. Under ``no_grad`` there are forwards only.
+    It is ``[step(m) for m in micro_batches]`` with ``loss.backward()`` for each, in another order.
+    ``step`` is the ordinary global program of one micro-batch: it brings tensors from stage to
+    stage with ``reshard`` (or ``pipeline.split`` does) and returns a loss of one element.
+    Micro-batches may differ in shape. Under ``no_grad`` there are forwards only.
 
-    ``schedule``: "gpipe", "1f1b", "interleaved_1f1b", a Schedule, or a function (stages, micro_batches, chunks) that makes one.
-    ``stages``: the meshes in the order in which the program visits them. Without it that order is found by running the first
-    micro-batch; a schedule with several visits of a mesh needs it: ``[mesh0, mesh1, mesh0, mesh1]``.
-    Raises ValueError for a schedule that does not fit or can never finish, before anything is sent, and TypeError for a
+    ``schedule``: "gpipe", "1f1b", "interleaved_1f1b", a Schedule, or a function (stages,
+    micro_batches, chunks) that makes one. ``stages``: the meshes in the order in which the program
+    visits them. Without it that order is found by running the first micro-batch; a schedule with
+    several visits of a mesh needs it: ``[mesh0, mesh1, mesh0, mesh1]``. Raises ValueError for a
+    schedule that does not fit or can never finish, before anything is sent, and TypeError for a
     step that returns no loss.
 
     >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
@@ -56,8 +60,8 @@ def run(
     order, chunks = (None, 1) if stages is None else _visits(stages)
     if isinstance(schedule, str) and schedule == "interleaved_1f1b" and order is None:
         raise ValueError(
-            "pipeline.run: 'interleaved_1f1b' visits every mesh several times: say in which order, with "
-            "stages=[mesh0, mesh1, mesh0, mesh1]"
+            "pipeline.run: 'interleaved_1f1b' visits every mesh several times: say in which order, "
+            "with stages=[mesh0, mesh1, mesh0, mesh1]"
         )
     if order is not None:
         named(schedule, len(order), len(batches), chunks)
@@ -88,8 +92,9 @@ def _carry_out(parts: list[_Part], schedule: Any, order: Any, chunks: int) -> No
         order = parts[0].tape.meshes
         if parts[0].tape.returns and schedule != "gpipe":
             raise ValueError(
-                f"pipeline.run: the step comes back to an earlier mesh ({parts[0].tape.returns[0]}), where each stage waits for a "
-                "later one. Use 'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
+                "pipeline.run: the step comes back to an earlier mesh "
+                f"({parts[0].tape.returns[0]}), where each stage waits for a later one. Use "
+                "'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
     plan = named(schedule, max(1, len(order)), len(parts), chunks)
     rank = collectives.world()[0]
@@ -111,8 +116,8 @@ def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int]:
     chunks = len(stages) // len(order) if order else 0
     if not order or list(stages) != order * chunks:
         raise ValueError(
-            f"pipeline.run: stages={list(stages)}: the meshes in the order of their visits, each as often as the others, as in "
-            "[mesh0, mesh1, mesh0, mesh1]"
+            f"pipeline.run: stages={list(stages)}: the meshes in the order of their visits, each "
+            "as often as the others, as in [mesh0, mesh1, mesh0, mesh1]"
         )
     return order, chunks
 
@@ -122,13 +127,14 @@ def _same_start(schedule: Any) -> None:
         not row or row[0] != Action("F", 0) for row in schedule.orders
     ):
         raise ValueError(
-            "pipeline.run: the schedule does not begin with F0 on every stage, so the stages cannot be found by running it: "
-            "give stages=[mesh0, mesh1, ...]"
+            "pipeline.run: the schedule does not begin with F0 on every stage, so the stages "
+            "cannot be found by running it: give stages=[mesh0, mesh1, ...]"
         )
 
 
 class _Part:
-    """One micro-batch on this rank: its forward, which may pause between visits, and its backward."""
+    """One micro-batch on this rank: its forward, which may pause between visits, and its
+    backward."""
 
     def __init__(self, step: Step, batch: Any, number: int, chunks: int) -> None:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
@@ -144,7 +150,8 @@ class _Part:
         note(action.kind, self.stage, self.number, action.chunk, start)
 
     def forward(self, chunk: int) -> None:
-        """Run on, up to the end of this visit; in the last visit of the schedule to the end of the step."""
+        """Run on, up to the end of this visit; in the last visit of the schedule to the end of the
+        step."""
         self.chunk = chunk
         if self.worker is None:
             self._whole()
@@ -177,8 +184,8 @@ class _Part:
         loss = self.loss
         if not isinstance(loss, DistTensor):
             raise TypeError(
-                f"pipeline.run: the step gave {type(loss).__name__} for micro-batch {self.number}, and must return its loss, a "
-                "DistTensor of one element (return loss)"
+                f"pipeline.run: the step gave {type(loss).__name__} for micro-batch {self.number}, "
+                "and must return its loss, a DistTensor of one element (return loss)"
             )
         if loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
             raise TypeError(

@@ -1,8 +1,9 @@
-"""A schedule: for each stage of a pipeline, the order of its forwards and backwards. A value, no more.
+"""A schedule: for each stage of a pipeline, the order of its forwards and backwards. A value, no
+more.
 
 A stage may be visited several times (chunks): the program then goes through the *virtual* stages
-``chunk * stages + stage`` = 0, 1, 2, ... and its backward through the same ones in reverse. ``F(v, m)`` needs
-``F(v - 1, m)``; ``B(v, m)`` needs ``F(v, m)`` and ``B(v + 1, m)``. Sending never blocks.
+``chunk * stages + stage`` = 0, 1, 2, ... and its backward through the same ones in reverse. ``F(v,
+m)`` needs ``F(v - 1, m)``; ``B(v, m)`` needs ``F(v, m)`` and ``B(v + 1, m)``. Sending never blocks.
 
 The examples of this package run after ``from disttensor import pipeline``.
 """
@@ -50,7 +51,8 @@ class Tick(NamedTuple):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Schedule:
-    """``orders[s]``: what stage s carries out, in this order; as text or as Actions. Frozen, hashable.
+    """``orders[s]``: what stage s carries out, in this order; as text or as Actions. Frozen,
+    hashable.
 
     >>> mine = pipeline.Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])
     >>> mine.check()
@@ -84,7 +86,8 @@ class Schedule:
         return 1 + max(a.chunk for order in self.orders for a in order)
 
     def peak(self, stage: int) -> int:
-        """The most micro-batches (times chunks) whose activations ``stage`` holds at one time: F done, B not."""
+        """The most micro-batches (times chunks) whose activations ``stage`` holds at one time: F
+        done, B not."""
         if not 0 <= stage < self.stages:
             raise ValueError(
                 f"peak: no stage {stage}; this schedule has stages 0..{self.stages - 1}"
@@ -96,7 +99,8 @@ class Schedule:
         return most
 
     def check(self) -> None:
-        """Raises ValueError where an action is missing, comes twice or too early, or the schedule never ends."""
+        """Raises ValueError where an action is missing, comes twice or too early, or the schedule
+        never ends."""
         wrong = [line for stage in range(self.stages) for line in self._wrong(stage)]
         if not wrong:
             wrong = self._simulate(1, 1)[1]
@@ -109,7 +113,8 @@ class Schedule:
             raise ValueError("\n  ".join([f"Schedule of {sizes} cannot be carried out:", *wrong]))
 
     def ticks(self, forward: float = 1, backward: float = 2) -> list[list[Tick]]:
-        """For each stage its actions with start and end, where F costs ``forward`` and B ``backward``."""
+        """For each stage its actions with start and end, where F costs ``forward`` and B
+        ``backward``."""
         if not (forward >= 0 and backward >= 0 and 0 < forward + backward < float("inf")):
             raise ValueError(f"ticks: {forward=} and {backward=} are no durations; one must be > 0")
         self.check()
@@ -156,7 +161,8 @@ class Schedule:
             yield f"stage {stage} has {_listed(early)} before its own forward"
 
     def _needs(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """(stage, action) of another virtual stage that must be over before; for B, its own F aside."""
+        """(stage, action) of another virtual stage that must be over before; for B, its own F
+        aside."""
         step = -1 if action.kind == "F" else 1
         virtual = action.chunk * self.stages + stage + step
         if not 0 <= virtual < self.stages * self.chunks:
@@ -167,8 +173,8 @@ class Schedule:
     def _simulate(self, forward: float, backward: float) -> tuple[list[list[Tick]], list[str]]:
         """The ticks as far as they go, and a line for each stage that does not come to its end.
 
-        Each stage does what is next as soon as it can, so the times do not depend on the order of the loop.
-        Takes for granted that each stage on its own is in order (``_wrong``).
+        Each stage does what is next as soon as it can, so the times do not depend on the order of
+        the loop. Takes for granted that each stage on its own is in order (``_wrong``).
         """
         ticks: list[list[Tick]] = [[] for _ in self.orders]
         over: dict[tuple[int, Action], float] = {}
@@ -194,7 +200,8 @@ class Schedule:
                 action = order[len(row)]
                 there, what = self._needs(stage, action) or (stage, action)
                 stuck.append(
-                    f"stage {stage} at {action} (its action {len(row)}): waits for {what} of stage {there}"
+                    f"stage {stage} at {action} (its action {len(row)}): waits for {what} of stage "
+                    f"{there}"
                 )
         return ticks, stuck
 
@@ -205,7 +212,8 @@ def _actions(order: str | Iterable[Action | str], stage: int) -> Iterator[Action
             match = _TEXT.fullmatch(item)
             if match is None:
                 raise ValueError(
-                    f"Schedule: {item!r} in the order of stage {stage}: write F0, B0, or F0.1 for chunk 1"
+                    f"Schedule: {item!r} in the order of stage {stage}: write F0, B0, or F0.1 for "
+                    "chunk 1"
                 )
             yield Action(match[1], int(match[2]), int(match[3] or 0))
             continue
@@ -218,7 +226,8 @@ def _actions(order: str | Iterable[Action | str], stage: int) -> Iterator[Action
             right = False
         if not right:
             raise ValueError(
-                f"Schedule: {item!r} in the order of stage {stage}: an Action is 'F' or 'B', a micro-batch >= 0, a chunk >= 0"
+                f"Schedule: {item!r} in the order of stage {stage}: an Action is 'F' or 'B', a "
+                "micro-batch >= 0, a chunk >= 0"
             )
         yield action
 

@@ -1,4 +1,5 @@
-"""The schedules that have names. Backwards of a stage always go up the micro-batches, as plain accumulation does."""
+"""The schedules that have names. Backwards of a stage always go up the micro-batches, as plain
+accumulation does."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Maker = Callable[[int, int, int], Schedule]
 
 
 def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards: every micro-batch is live at once. Idle: (p - 1) / (m + p - 1).
+    """All forwards, then all backwards: every micro-batch is live at once. Idle: (p - 1) / (m + p -
+    1).
 
     >>> pipeline.gpipe(2, 2)
     Schedule(['F0 F1 B0 B1', 'F0 F1 B0 B1'])
@@ -42,11 +44,13 @@ def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """1f1b where each stage is visited ``chunks`` times: about 1/chunks of the idle time, more transfers and memory.
+    """1f1b where each stage is visited ``chunks`` times: about 1/chunks of the idle time, more
+    transfers and memory.
 
-    Micro-batches go through a chunk in groups of ``stages``, and where that does not divide their number, in
-    nearly equal groups of more: smaller ones would idle longer. The warm-up is Megatron-LM's (Narayanan et
-    al. 2021): 2 (p - 1 - s) forwards on stage s, and (chunks - 1) groups.
+    Micro-batches go through a chunk in groups of ``stages``, and where that does not divide their
+    number, in nearly equal groups of more: smaller ones would idle longer. The warm-up is
+    Megatron-LM's (Narayanan et al. 2021): 2 (p - 1 - s) forwards on stage s, and (chunks - 1)
+    groups.
 
     >>> pipeline.interleaved_1f1b(2, 2, 2)
     Schedule(['F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1', 'F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1'])
@@ -75,12 +79,14 @@ NAMES: dict[str, Maker] = {
 def named(
     schedule: str | Schedule | Maker, stages: int, micro_batches: int, chunks: int = 1
 ) -> Schedule:
-    """The checked schedule for a name, for a function of (stages, micro_batches, chunks), or for itself.
+    """The checked schedule for a name, for a function of (stages, micro_batches, chunks), or for
+    itself.
 
     >>> pipeline.named("gpipe", 1, 2) == pipeline.named(pipeline.Schedule(["F0 F1 B0 B1"]), 1, 2)
     True
 
-    Raises ValueError for an unknown name, for other sizes than those asked for, and where ``check`` does.
+    Raises ValueError for an unknown name, for other sizes than those asked for, and where ``check``
+    does.
     """
     _sizes(stages, micro_batches, chunks)
     known = f"known: {', '.join(map(repr, NAMES))}; or a Schedule, or a function that makes one"
@@ -114,7 +120,8 @@ def _builtin(name: str, stages: int, micro_batches: int, chunks: int) -> Schedul
 
 
 def _mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
-    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are
+    left."""
     warm = min(warm, len(forwards))
     steady = len(forwards) - warm
     turns = zip(forwards[warm:], backwards[:steady], strict=True)

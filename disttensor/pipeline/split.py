@@ -1,7 +1,9 @@
-"""split: the layers of an ordinary model on the meshes of stages. Between stages, hooks bring along what a layer is given.
+"""split: the layers of an ordinary model on the meshes of stages. Between stages, hooks bring along
+what a layer is given.
 
-A layer on its stage is an ordinary module with DistTensor parameters; a forward pre-hook is all that is added to it. A
-parameter that lies on an earlier stage (it is tied) is brought for the time of the layer's forward only.
+A layer on its stage is an ordinary module with DistTensor parameters; a forward pre-hook is all
+that is added to it. A parameter that lies on an earlier stage (it is tied) is brought for the time
+of the layer's forward only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, repr=False)
 class Split:
-    """Which layer lies where: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the order of the visits.
+    """Which layer lies where: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the
+    order of the visits.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> split = pipeline.split(layers, [mesh["dp"], mesh["tp"]])
@@ -67,18 +70,20 @@ def split(
 ) -> Split:
     """Place the layers of a model on the meshes of stages, in place. Says what lies where.
 
-    ``modules``: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs them; with ``of=model`` they
-    may be names, and globs in which ``*`` stands for one part of a name. ``stages``: meshes in the order of the visits; a
-    mesh may come several times (interleaved). Layers are dealt out in a row, ``counts[i]`` of them to stage i, without it as
-    evenly as possible. ``plan`` and ``init`` are those of ``shard_module``; names are full names in ``of`` (in ``modules``
-    without it).
+    ``modules``: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs
+    them; with ``of=model`` they may be names, and globs in which ``*`` stands for one part of a
+    name. ``stages``: meshes in the order of the visits; a mesh may come several times
+    (interleaved). Layers are dealt out in a row, ``counts[i]`` of them to stage i, without it as
+    evenly as possible. ``plan`` and ``init`` are those of ``shard_module``; names are full names in
+    ``of`` (in ``modules`` without it).
 
-    No forward changes. What a layer is given comes to its mesh first, in the same placements (whole, where the mesh has
-    another number of axes); plain tensors stay as they are. The output of the last layer, and so the loss, lies on
-    ``stages[-1]``. What a model does between its layers with tensors of two stages needs a ``reshard`` there. A tied
-    parameter lies on the first stage that has it, and comes to another layer whenever that one runs; ``state_dict`` is
-    as before. All parameters of ``of`` must be in the layers or be DistTensors already; plain buffers
-    outside of them stay plain, and so count as replicated.
+    No forward changes. What a layer is given comes to its mesh first, in the same placements
+    (whole, where the mesh has another number of axes); plain tensors stay as they are. The output
+    of the last layer, and so the loss, lies on ``stages[-1]``. What a model does between its layers
+    with tensors of two stages needs a ``reshard`` there. A tied parameter lies on the first stage
+    that has it, and comes to another layer whenever that one runs; ``state_dict`` is as before. All
+    parameters of ``of`` must be in the layers or be DistTensors already; plain buffers outside of
+    them stay plain, and so count as replicated.
 
     Raises TypeError and ValueError for what cannot be placed, before anything is changed.
 
@@ -115,11 +120,12 @@ def split(
     return Split(tuple((name, mesh) for name, _, mesh in placed), tuple(stages), tuple(dealt))
 
 
-# At run time ------------------------------------------------------------------------------------------
+# At run time --------------------------------------------------------------------------------------
 
 
 class _Borrowed:
-    """The tensors of a layer that lie on another mesh: which submodules of it hold them, and under which keys."""
+    """The tensors of a layer that lie on another mesh: which submodules of it hold them, and under
+    which keys."""
 
     def __init__(self, layer: nn.Module, mesh: ProcessMesh) -> None:
         self.names = [
@@ -130,7 +136,8 @@ class _Borrowed:
         ]
 
     def take(self, layer: nn.Module, bring: Callable[[Tensor], Tensor]) -> None:
-        """Until ``give_back``, attributes of the instances hide the entries of ``_parameters`` and ``_buffers``."""
+        """Until ``give_back``, attributes of the instances hide the entries of ``_parameters`` and
+        ``_buffers``."""
         owners = [(layer.get_submodule(name), key) for name, key in self.names]
         brought = [
             bring(owner._parameters[key] if key in owner._parameters else owner._buffers[key])  # type: ignore[arg-type]
@@ -177,7 +184,8 @@ class _Bring:
 
 
 def _placements(x: DistTensor, mesh: ProcessMesh) -> list[Placement] | None:
-    """The same on the other mesh; what is still to be summed is summed before it goes, as several calls will read it."""
+    """The same on the other mesh; what is still to be summed is summed before it goes, as several
+    calls will read it."""
     if mesh.ndim != x.spec.mesh.ndim:
         return None
     return [Replicate() if isinstance(p, Partial) else p for p in x.spec.placements]

@@ -1,9 +1,10 @@
 """A tape: the graph of one micro-batch, cut where its tensors cross from mesh to mesh.
 
-A plain ``loss.backward()`` runs the transfers of the backward inside autograd, one blocking after another. A schedule has
-better things to do while it waits, so here autograd sees each visit of this rank on its own: what arrives is a leaf
-that keeps its gradient, what was sent is a root for which the gradient is received first. A backward of one *visit* (the
-time from a receive to the next receive after a send) is one call of autograd.
+A plain ``loss.backward()`` runs the transfers of the backward inside autograd, one blocking after
+another. A schedule has better things to do while it waits, so here autograd sees each visit of this
+rank on its own: what arrives is a leaf that keeps its gradient, what was sent is a root for which
+the gradient is received first. A backward of one *visit* (the time from a receive to the next
+receive after a send) is one call of autograd.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Crossing:
     """
 
     __slots__ = (
-        "arrival", "dst", "grad", "local", "reached", "received_in", "sent_in", "src", "tag", "upstream",
+        "arrival", "dst", "grad", "local", "reached", "received_in", "sent_in", "src", "tag",
+        "upstream",
     )  # fmt: skip
 
     def __init__(self, src: DistSpec, dst: DistSpec, tag: int) -> None:
@@ -54,7 +56,8 @@ class Crossing:
 
 
 class _Arrived(torch.autograd.Function):
-    """What a crossing brought; its backward keeps the gradient (zeros too: a crossing that is reached is answered)."""
+    """What a crossing brought; its backward keeps the gradient (zeros too: a crossing that is
+    reached is answered)."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], crossing: Crossing) -> Tensor:
@@ -86,9 +89,11 @@ class _Sent(torch.autograd.Function):
 
 
 class Tape:
-    """The crossings of one micro-batch, as they happen; then its backward, visit by visit, last first.
+    """The crossings of one micro-batch, as they happen; then its backward, visit by visit, last
+    first.
 
-    ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how long it took.
+    ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how
+    long it took.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class Tape:
     def __exit__(self, *exc: object) -> None:
         TAPE.reset(self._token)
 
-    # Forward: called by disttensor.tensor.cross_mesh -----------------------------------------------------------
+    # Forward: called by disttensor.tensor.cross_mesh ----------------------------------------------
 
     def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
         """The program goes from one mesh to another, whether this rank has a part in it or not."""
@@ -130,7 +135,8 @@ class Tape:
         return self.waiting(arrival.wait) if receives else arrival.wait()
 
     def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
-        """The local (or ghost) of ``dst``: in the graph no longer joined to ``local``, that of ``src``."""
+        """The local (or ghost) of ``dst``: in the graph no longer joined to ``local``, that of
+        ``src``."""
         sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
         one = Crossing(src, dst, tag)
         self.crossings.append(one)
@@ -145,16 +151,18 @@ class Tape:
         return _Arrived.apply(anchor, [value], one)
 
     def _made_in(self, local: Tensor, now: int) -> int:
-        """The visit whose graph holds ``local``: it may be sent in a later one, as a skip connection is."""
+        """The visit whose graph holds ``local``: it may be sent in a later one, as a skip
+        connection is."""
         if local.grad_fn is None:
             return now
         number = local.grad_fn._sequence_nr()
         return max(v for v, began in enumerate(self._began) if began < number)
 
-    # Backward -------------------------------------------------------------------------------------------
+    # Backward -------------------------------------------------------------------------------------
 
     def backward(self, loss: DistTensor, first: int, last: int) -> None:
-        """The backward of visits ``last`` down to ``first``; the last one of all begins with ``loss``."""
+        """The backward of visits ``last`` down to ``first``; the last one of all begins with
+        ``loss``."""
         for visit in range(last, first - 1, -1):
             roots: list[Tensor] = []
             grads: list[Tensor] = []
@@ -171,12 +179,15 @@ class Tape:
                 assert c.local is not None and c.arrival is not None
                 roots.append(c.local)
                 grads.append(self.waiting(c.arrival.wait))
-            if roots:  # what this visit took from an earlier one of the same mesh leads back into that one's graph
+            # what this visit took from an earlier one of the same mesh leads back into that one's
+            # graph
+            if roots:
                 run_backward(roots, grads, retain_graph=visit > 0)
             self._answer(visit)
 
     def _answer(self, visit: int) -> None:
-        """Send the gradients of what this visit received; what was sent for it on the way gets its gradient later."""
+        """Send the gradients of what this visit received; what was sent for it on the way gets its
+        gradient later."""
         for c in reversed(self.crossings):
             if c.received_in == visit and c.grad is not None:
                 c.arrival, c.grad = c.post(c.grad), None

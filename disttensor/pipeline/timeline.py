@@ -16,7 +16,8 @@ _COLUMNS = 72  # of the chart in text
 
 
 class Event(NamedTuple):
-    """A forward, a backward, or a wait for a peer inside one of them, on one rank; ``start`` and ``end`` in seconds.
+    """A forward, a backward, or a wait for a peer inside one of them, on one rank; ``start`` and
+    ``end`` in seconds.
 
     A wait belongs to the forward or backward of the same micro-batch and chunk that it lies in.
 
@@ -52,7 +53,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Timeline:
-    """The events of one or more ranks, by one clock, in the order of their starts. ``+`` puts ranks together.
+    """The events of one or more ranks, by one clock, in the order of their starts. ``+`` puts ranks
+    together.
 
     >>> F, B = (pipeline.Event(0, 0, kind, 0, 0, start, start + 1) for kind, start in (("F", 0), ("B", 3)))
     >>> run = pipeline.Timeline([F]) + pipeline.Timeline([B])
@@ -83,7 +85,8 @@ class Timeline:
 
     @classmethod
     def of(cls, schedule: Schedule, forward: float = 1, backward: float = 2) -> Timeline:
-        """What a schedule would do on ideal stages: one rank per stage, in ticks (see ``Schedule.ticks``)."""
+        """What a schedule would do on ideal stages: one rank per stage, in ticks (see
+        ``Schedule.ticks``)."""
         rows = enumerate(schedule.ticks(forward, backward))
         return cls(
             [

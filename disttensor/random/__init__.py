@@ -1,4 +1,5 @@
-"""Random numbers by position in the program: the counter, factories that are born sharded, the generator itself.
+"""Random numbers by position in the program: the counter, factories that are born sharded, the
+generator itself.
 
 Not here: which torch function draws what (``ops.random``).
 """

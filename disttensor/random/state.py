@@ -1,14 +1,16 @@
-"""Random numbers: replicas draw the same, shards draw different ones, and torch's own generator is left alone.
+"""Random numbers: replicas draw the same, shards draw different ones, and torch's own generator is
+left alone.
 
-The position in the program decides, not the rank: every random call takes the next number of a counter that all ranks
-keep alike. Two policies say what that number becomes (``rng``):
+The position in the program decides, not the rank: every random call takes the next number of a
+counter that all ranks keep alike. Two policies say what that number becomes (``rng``):
 
     "invariant"   numbers by global element index (disttensor.random.philox): any mesh and placement gives the same bits.
                   The default of factories, initialization and sampling
     "fast"        torch's own generator and kernels, seeded for this call and for this rank's place on the axes that
                   split the tensor. The default of dropout and its like
 
-A recomputation under activation checkpointing repeats the calls of its forward: see disttensor.autograd.recompute.
+A recomputation under activation checkpointing repeats the calls of its forward: see
+disttensor.autograd.recompute.
 """
 
 from __future__ import annotations
@@ -59,10 +61,12 @@ def manual_seed(seed: int) -> None:
 
 
 class rng:
-    """``with rng("invariant"):`` or ``with rng("fast"):`` chooses the policy for all random calls inside.
+    """``with rng("invariant"):`` or ``with rng("fast"):`` chooses the policy for all random calls
+    inside.
 
-    "invariant": by global element index, so that every mesh, one process included, draws the same bits (dropout masks
-    too). "fast": torch's generator, seeded per call and shard. Raises ValueError for another name.
+    "invariant": by global element index, so that every mesh, one process included, draws the same
+    bits (dropout masks too). "fast": torch's generator, seeded per call and shard. Raises
+    ValueError for another name.
 
     >>> x = dt.ones(8, mesh=mesh)
     >>> with dt.rng("invariant"):
@@ -126,7 +130,8 @@ class Draw:
 def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = None) -> Draw:
     """The next random call: all ranks make it alike, those without a piece too.
 
-    default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: one int64 of it is the seed.
+    default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: one
+    int64 of it is the seed.
     """
     where = recompute.scope()
     found = recompute.drawn(where)
@@ -173,15 +178,18 @@ def _attention(
     return not dropout_p
 
 
-# Functions whose rules draw or not by the values of a call, by name without the "_" at its end: which calls draw nothing.
+# Functions whose rules draw or not by the values of a call, by name without the "_" at its end:
+# which calls draw nothing.
 IDLE: dict[str, Callable[..., bool]] = {
-    "dropout": _dropout, "feature_dropout": _dropout, "alpha_dropout": _dropout, "feature_alpha_dropout": _dropout,
+    "dropout": _dropout, "feature_dropout": _dropout, "alpha_dropout": _dropout,
+    "feature_alpha_dropout": _dropout,
     "native_dropout": _native_dropout, "rrelu": _rrelu, "scaled_dot_product_attention": _attention,
 }  # fmt: skip
 
 
 class Seeded:
-    """``with Seeded(seed, device):`` torch's generator of the device draws from ``seed``; afterwards it is as before."""
+    """``with Seeded(seed, device):`` torch's generator of the device draws from ``seed``;
+    afterwards it is as before."""
 
     __slots__ = ("after", "device", "generator", "seed", "state")
 
@@ -213,8 +221,9 @@ def _generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
-    """torch's generators seeded alike on all ranks of one place on ``axes``, and put back afterwards. It counts as a
-    random call only if something was drawn: whether a function falls back may depend on the mesh."""
+    """torch's generators seeded alike on all ranks of one place on ``axes``, and put back
+    afterwards. It counts as a random call only if something was drawn: whether a function falls
+    back may depend on the mesh."""
     where = recompute.scope()
     note = recompute.drawn(where)
     fresh = Note(_State.seed, _State.calls + 1, False) if note is None else note
@@ -236,15 +245,17 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
         recompute.note(where, fresh)
 
 
-# Factories ------------------------------------------------------------------------------------------------
+# Factories ----------------------------------------------------------------------------------------
 
 _PLAIN = frozenset({torch.zeros, torch.ones, torch.empty, torch.full})
 
 
 def born(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
-    """This rank's piece of what a random factory gives for the shape of ``spec``, or None for a factory that draws nothing.
+    """This rank's piece of what a random factory gives for the shape of ``spec``, or None for a
+    factory that draws nothing.
 
-    A factory that is not torch's own runs on the local shape, its numbers seeded for this call and place.
+    A factory that is not torch's own runs on the local shape, its numbers seeded for this call and
+    place.
     """
     if fn in _PLAIN:
         return None
@@ -269,7 +280,8 @@ def _randn(this: Draw, spec: DistSpec) -> Tensor:
 
 
 def _randint(this: Draw, spec: DistSpec, *bounds: int) -> Tensor:
-    """``randint(shape, high)`` or ``randint(shape, low, high)``; int64 unless an integer dtype is given."""
+    """``randint(shape, high)`` or ``randint(shape, low, high)``; int64 unless an integer dtype is
+    given."""
     low, high = (0, *bounds)[-2:]
     typed = spec.with_dtype(torch.int64) if spec.dtype == torch.get_default_dtype() else spec
     return _either(

@@ -1,9 +1,9 @@
 """From one mesh to another, differentiably: what ``reshard`` does when the mesh changes.
 
-Every rank of the world runs this, and each does its part: ranks of the source send, ranks of the target receive, the others
-pass the ghost on. The backward moves the gradient from the dual of the target to the dual of the source (see
-``disttensor.autograd.grad_types``), and is reached on every rank that sent or received: through the local where there is one, else
-through the ghost.
+Every rank of the world runs this, and each does its part: ranks of the source send, ranks of the
+target receive, the others pass the ghost on. The backward moves the gradient from the dual of the
+target to the dual of the source (see ``disttensor.autograd.grad_types``), and is reached on every
+rank that sent or received: through the local where there is one, else through the ghost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TAPE: ContextVar[Any] = ContextVar(
 
 
 def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
-    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back: ``grad`` is that of the local of
-    dst, or of its ghost."""
+    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
+    ``grad`` is that of the local of dst, or of its ghost."""
     (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
     if divide_src != divide_dst:
         grad = grad * (divide_dst / divide_src)
@@ -37,7 +37,8 @@ def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
 
 
 class Cross(torch.autograd.Function):
-    """The local (or ghost) of ``src`` as the local (or ghost) of ``dst``, of which ``value`` is known already.
+    """The local (or ghost) of ``src`` as the local (or ghost) of ``dst``, of which ``value`` is
+    known already.
 
     ``anchor`` requires grad, so that the result does where the source is on other ranks only.
     """
@@ -63,8 +64,9 @@ class Cross(torch.autograd.Function):
         recompute.redo(ctx)
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on {src.mesh!r} cannot be "
-                "differentiated again; differentiate twice within a mesh, or reshard after it"
+                f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on "
+                f"{src.mesh!r} cannot be differentiated again; differentiate twice within a mesh, "
+                "or reshard after it"
             )
         return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
 

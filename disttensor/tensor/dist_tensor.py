@@ -1,8 +1,8 @@
 """DistTensor: a global tensor of which this rank holds a piece.
 
-The wrapper is never in an autograd graph: ``local`` is, and PyTorch's own autograd runs on it. Metadata is
-answered from the spec, gradients from the locals (``disttensor.tensor.gradient``), and every torch function goes through
-``disttensor.dispatch.dispatch``, which completes this class.
+The wrapper is never in an autograd graph: ``local`` is, and PyTorch's own autograd runs on it.
+Metadata is answered from the spec, gradients from the locals (``disttensor.tensor.gradient``), and
+every torch function goes through ``disttensor.dispatch.dispatch``, which completes this class.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def _gradless(spec: DistSpec) -> bool:
 
 
 class DistTensor(Tensor):
-    """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of DistTensors.
+    """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of
+    DistTensors.
 
-    ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` say how it lies; everything else is
-    answered as for the global tensor.
+    ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` say how it lies;
+    everything else is answered as for the global tensor.
 
     >>> x = dt.shard_tensor(torch.arange(6.0), mesh, [dt.Shard(0), dt.Replicate()])
     >>> isinstance(x, torch.Tensor), x.shape, (x * 2).sum().item()
@@ -65,7 +66,8 @@ class DistTensor(Tensor):
     _back: Callable[[Any], Any] | None = (
         None  # unless this brings a write back to what it was taken from
     )
-    _reduced: Any = None  # a pending value as an earlier call reduced it: see disttensor.dispatch.reduction_cache
+    # a pending value as an earlier call reduced it: see disttensor.dispatch.reduction_cache
+    _reduced: Any = None
     _viewed: Any = None  # outside the mesh: the DistTensor whose memory this shares inside,
     _views: Any = None  # and weakly, those that share the memory of this one
     _grad: Any = None  # the DistTensor that .grad gave last
@@ -78,17 +80,18 @@ class DistTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nothing may come here but the question for one number (``torch.full(size, x)``): the wrapper holds no data, and
-        is in no graph."""
+        """Nothing may come here but the question for one number (``torch.full(size, x)``): the
+        wrapper holds no data, and is in no graph."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].item()
         raise RuntimeError(
-            f"{func} reached a DistTensor below __torch_function__, where only plain tensors may be: something called it with "
-            "torch functions disabled, or from C++. Give it x.full_tensor(), a plain tensor, or run that code on the locals: "
-            "local_map(fn, in_placements, out_placements)"
+            f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "
+            "be: something called it with torch functions disabled, or from C++. Give it "
+            "x.full_tensor(), a plain tensor, or run that code on the locals: local_map(fn, "
+            "in_placements, out_placements)"
         )
 
-    # Layout ------------------------------------------------------------------------------------------
+    # Layout ---------------------------------------------------------------------------------------
 
     @property
     def process_mesh(self) -> ProcessMesh:
@@ -113,7 +116,7 @@ class DistTensor(Tensor):
         """False on a rank outside the mesh, which knows the metadata only."""
         return self.spec.mesh.coordinate is not None
 
-    # Metadata, as of the global tensor ---------------------------------------------------------------
+    # Metadata, as of the global tensor ------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -171,7 +174,8 @@ class DistTensor(Tensor):
         return self.spec.dtype.is_complex
 
     def stride(self, dim: int | None = None) -> Any:
-        """Strides of the global tensor, with the order of dims that the local has (0 where it repeats)."""
+        """Strides of the global tensor, with the order of dims that the local has (0 where it
+        repeats)."""
         if not self.is_initialized:
             return spread_of(self.spec, dim)
         strides = spread(self.local.stride(), self.spec.local_shape, self.spec.shape)
@@ -193,13 +197,15 @@ class DistTensor(Tensor):
     def storage_offset(self) -> int:
         return 0
 
-    # The piece of this rank, and the whole -------------------------------------------------------------
+    # The piece of this rank, and the whole --------------------------------------------------------
 
     def to_local(self, *, grad_axes: Any = ()) -> Tensor:
-        """This rank's piece, a plain tensor in the local autograd graph; of size 0 on a rank outside the mesh.
+        """This rank's piece, a plain tensor in the local autograd graph; of size 0 on a rank
+        outside the mesh.
 
-        ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a replicated value differently
-        on each rank, so that its gradient is a contribution to be summed.
+        ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a
+        replicated value differently on each rank, so that its gradient is a contribution to be
+        summed.
         """
         axes = tuple(
             sorted(
@@ -220,7 +226,8 @@ class DistTensor(Tensor):
     def local_for(self, axes: Axes) -> Tensor:
         """The local for a use that varies over ``axes`` (sorted; the value is replicated there).
 
-        The value is ``local``'s; what differs is the meaning of its gradient: see ``disttensor.autograd.grad_types``.
+        The value is ``local``'s; what differs is the meaning of its gradient: see
+        ``disttensor.autograd.grad_types``.
         """
         local = self.local
         aliases = self._aliases
@@ -259,7 +266,8 @@ class DistTensor(Tensor):
         return move(self.local_for(through), Typed(src, through), Typed(dst, axes), None)
 
     def through(self, dst: DistSpec, axes: Axes) -> Axes:
-        """The axes over which a move to ``dst`` (used varying over ``axes``) reads this replicated value varying.
+        """The axes over which a move to ``dst`` (used varying over ``axes``) reads this replicated
+        value varying.
 
         A leaf that is cut collects the cut pieces as contributions, which costs nothing now.
         """
@@ -277,7 +285,8 @@ class DistTensor(Tensor):
         )
 
     def forget_uses(self) -> None:
-        """On an in-place change of a value that is not a leaf: aliases made before are of the old value."""
+        """On an in-place change of a value that is not a leaf: aliases made before are of the old
+        value."""
         if self._aliases is not None and not self.local.is_leaf:
             self._aliases = None
         if self._origin is not None:
@@ -304,7 +313,8 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
 def resharded(x: DistTensor, dst: DistSpec, fresh: bool = False) -> DistTensor:
     """``x`` in the layout ``dst`` of the same mesh, differentiable; x itself where nothing changes.
 
-    ``fresh``: else it shares no memory with x (a piece of a replicated tensor would be a view of it).
+    ``fresh``: else it shares no memory with x (a piece of a replicated tensor would be a view of
+    it).
     """
     if x.spec is dst:
         return x

@@ -1,5 +1,5 @@
-"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: flat collectives, each for
-all that wait on the same axes, in buckets of at most BUCKET_BYTES."""
+"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: flat
+collectives, each for all that wait on the same axes, in buckets of at most BUCKET_BYTES."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ BEFORE_ZERO: list[Callable[[list[Any]], None]] = []
 
 
 class Pending(NamedTuple):
-    """A parameter (its number in the call), its gradient that waits to be reduced, and how many elements that takes of
-    a flat tensor: those of the largest piece of any rank. So all ranks lay out their flat tensors alike, and replicas
-    are summed in one order, whatever else lies beside them."""
+    """A parameter (its number in the call), its gradient that waits to be reduced, and how many
+    elements that takes of a flat tensor: those of the largest piece of any rank. So all ranks lay
+    out their flat tensors alike, and replicas are summed in one order, whatever else lies beside
+    them."""
 
     number: int
     param: DistTensor
@@ -43,9 +44,9 @@ class Pending(NamedTuple):
 def sync_gradients(*params: Any) -> None:
     """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
 
-    One flat all-reduce for each bucket of gradients that wait on the same mesh axes; nothing is sent where nothing is
-    pending, so a second call costs nothing. Plain tensors are passed by. Optimizers, ``clip_grad_norm_`` and GradScaler
-    do this themselves.
+    One flat all-reduce for each bucket of gradients that wait on the same mesh axes; nothing is
+    sent where nothing is pending, so a second call costs nothing. Plain tensors are passed by.
+    Optimizers, ``clip_grad_norm_`` and GradScaler do this themselves.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
     >>> (w * 2).sum().backward()
@@ -68,7 +69,8 @@ def tensors_of(params: Any) -> Iterable[Any]:
 
 
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
-    """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike on all ranks."""
+    """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike
+    on all ranks."""
     waiting: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
     seen: set[int] = set()
     for number, p in enumerate(params):
@@ -122,20 +124,22 @@ def _flat(pieces: list[Tensor], members: list[Pending]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-# Optimizers ---------------------------------------------------------------------------------------------
+# Optimizers ---------------------------------------------------------------------------------------
 
 
 def check_fresh(params: Iterable[Any], who: str) -> None:
     """Raise RuntimeError where a module holds other tensors by now in place of some of ``params``.
 
-    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has become of it.
+    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has
+    become of it.
     """
     stale = [what for p in params if (what := getattr(p, "_replaced", None))]
     if stale:
         raise RuntimeError(
-            f"{who}: {len(stale)} of its parameters are no longer those of the model, so it would change tensors that nothing "
-            f"uses: {stale[0]} after the parameters were taken. Build the optimizer after sharding the model (and take "
-            "model.parameters() again), or let strategy.apply(model, optimizer) do both"
+            f"{who}: {len(stale)} of its parameters are no longer those of the model, so it would "
+            f"change tensors that nothing uses: {stale[0]} after the parameters were taken. Build "
+            "the optimizer after sharding the model (and take model.parameters() again), or let "
+            "strategy.apply(model, optimizer) do both"
         )
 
 

@@ -1,7 +1,7 @@
 """The gradient side of DistTensor: requires_grad, grad, backward, hooks, answered from the locals.
 
-A leaf has one C++ leaf per way of use (``DistTensor.local_for``); ``grad`` puts their gradients together and is a
-DistTensor, ``Partial`` over the axes on which it is still a sum of contributions.
+A leaf has one C++ leaf per way of use (``DistTensor.local_for``); ``grad`` puts their gradients
+together and is a DistTensor, ``Partial`` over the axes on which it is still a sum of contributions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ AFTER_FAILURE: list[Callable[[], None]] = []
 
 
 def uses(x: DistTensor) -> list[tuple[Axes, Tensor]]:
-    """The C++ tensors whose gradients make up that of x: its local, and those of uses that pass it by. For a leaf
-    these are further leaves, one per set of axes over which uses varied; else what was made from x's origin."""
+    """The C++ tensors whose gradients make up that of x: its local, and those of uses that pass it
+    by. For a leaf these are further leaves, one per set of axes over which uses varied; else what
+    was made from x's origin."""
     apart = not x.local.is_leaf and x._origin is not None
     held = x._aliases.items() if x._aliases is not None else ()
     aliases = [(axes, alias) for axes, (alias, version) in held if apart or version < 0]
@@ -37,7 +38,8 @@ def uses(x: DistTensor) -> list[tuple[Axes, Tensor]]:
 
 
 def retire(x: DistTensor) -> None:
-    """From now on every use of x goes through its local (which has hooks); earlier ones are remembered."""
+    """From now on every use of x goes through its local (which has hooks); earlier ones are
+    remembered."""
     x._former = tuple(uses(x)[1:])
     x._aliases = x._origin = None
 
@@ -62,8 +64,8 @@ def grad_spec(x: DistTensor, axes: Axes) -> DistSpec:
 
 
 def joined(x: DistTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
-    """Gradients of several ways of use as one, Partial over all their axes: a whole gradient joins as the share of
-    the first rank of the axes it is whole on."""
+    """Gradients of several ways of use as one, Partial over all their axes: a whole gradient joins
+    as the share of the first rank of the axes it is whole on."""
     if len(pieces) == 1:
         return pieces[0]
     union = tuple(sorted({a for axes, _ in pieces for a in axes}))
@@ -103,7 +105,8 @@ def get_grad(x: DistTensor) -> DistTensor | None:
 
 
 def given(x: DistTensor, axes: Axes, g: Tensor) -> DistTensor:
-    """The gradient of x's local (of its use varying over ``axes``) as a value: the gradient of x."""
+    """The gradient of x's local (of its use varying over ``axes``) as a value: the gradient of
+    x."""
     typed, divided = dual(Typed(x.spec, axes))
     if divided != 1.0 and not x.local.is_leaf:
         g = g * divided
@@ -134,7 +137,8 @@ def owner_of(g: DistTensor) -> DistTensor | None:
 
 
 def settled(x: DistTensor, g: DistTensor, total: Tensor) -> None:
-    """``g``, the pending gradient of ``x``, has been reduced to ``total``: the same value, in the same object."""
+    """``g``, the pending gradient of ``x``, has been reduced to ``total``: the same value, in the
+    same object."""
     layout = g.spec.layout
     for _, leaf in uses(x):
         leaf.grad = None
@@ -143,7 +147,8 @@ def settled(x: DistTensor, g: DistTensor, total: Tensor) -> None:
 
 
 def set_grad(x: DistTensor, value: Any) -> None:
-    """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain, global tensor."""
+    """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain,
+    global tensor."""
     if x._twin is not None:
         x._twin.drop()
     if value is None:
@@ -160,7 +165,8 @@ def set_grad(x: DistTensor, value: Any) -> None:
         )
     if tuple(value.shape) != tuple(x.spec.shape):
         raise RuntimeError(
-            f"grad of {x.spec!r}: its global shape is {list(x.spec.shape)}, the gradient's {list(value.shape)}"
+            f"grad of {x.spec!r}: its global shape is {list(x.spec.shape)}, the gradient's "
+            f"{list(value.shape)}"
         )
     if value.dtype != x.spec.dtype:
         raise RuntimeError(
@@ -172,7 +178,8 @@ def set_grad(x: DistTensor, value: Any) -> None:
     if isinstance(value, DistTensor):
         if value.spec.mesh is not x.spec.mesh:
             raise RuntimeError(
-                f"grad of {x.spec!r} on {x.spec.mesh!r}: the gradient is on {value.spec.mesh!r}; reshard it first"
+                f"grad of {x.spec!r} on {x.spec.mesh!r}: the gradient is on {value.spec.mesh!r}; "
+                "reshard it first"
             )
         whole = x.spec.layout.varies()
         if (
@@ -192,7 +199,8 @@ def set_grad(x: DistTensor, value: Any) -> None:
 
 
 def leaves_of(inputs: Any) -> list[Tensor] | None:
-    """The C++ tensors that stand for ``inputs`` of a backward; with them those that make it run every transfer."""
+    """The C++ tensors that stand for ``inputs`` of a backward; with them those that make it run
+    every transfer."""
     if inputs is None:
         return None
     out: list[Tensor] = token.anchors()
@@ -209,7 +217,8 @@ def leaves_of(inputs: Any) -> list[Tensor] | None:
 
 
 def seed(x: DistTensor, gradient: Any) -> Tensor:
-    """The gradient of x's local that stands for ``gradient`` of the global tensor (None: 1 for a scalar)."""
+    """The gradient of x's local that stands for ``gradient`` of the global tensor (None: 1 for a
+    scalar)."""
     (typed, divide) = dual(Typed(x.spec))
     if gradient is None:
         if x.numel() != 1:
@@ -219,7 +228,8 @@ def seed(x: DistTensor, gradient: Any) -> Tensor:
         return torch.full_like(x.local, 1 / divide)  # of size 0 outside the mesh
     if tuple(gradient.shape) != tuple(x.spec.shape):
         raise RuntimeError(
-            f"backward of {x.spec!r}: its global shape is {list(x.spec.shape)}, the gradient's {list(gradient.shape)}"
+            f"backward of {x.spec!r}: its global shape is {list(x.spec.shape)}, the gradient's "
+            f"{list(gradient.shape)}"
         )
     if not x.is_initialized:
         return torch.zeros_like(x.local)
@@ -256,7 +266,8 @@ def run_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """torch.autograd.backward on locals. After one that ends with an error, whoever follows it puts things in order."""
+    """torch.autograd.backward on locals. After one that ends with an error, whoever follows it puts
+    things in order."""
     try:
         torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=inputs)
     except BaseException:
@@ -266,7 +277,8 @@ def run_backward(
 
 
 def autograd_backward(
-    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False,
     grad_variables: Any = None, inputs: Any = None,
 ) -> None:  # fmt: skip
     """torch.autograd.backward over DistTensors (and plain tensors beside them)."""
@@ -287,8 +299,10 @@ def autograd_backward(
 
 
 def autograd_grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
-    allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False, **_: Any,
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None, is_grads_batched: bool = False,
+    materialize_grads: bool = False, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """torch.autograd.grad over DistTensors (and plain tensors beside them)."""
     outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
@@ -301,7 +315,8 @@ def autograd_grad(
     seeds = seeds * len(outs) if len(seeds) == 1 else seeds
     if is_grads_batched:
         raise NotImplementedError(
-            "torch.autograd.grad of DistTensors: is_grads_batched is not supported; loop over the batch"
+            "torch.autograd.grad of DistTensors: is_grads_batched is not supported; loop over the "
+            "batch"
         )
     ends, starts, owners = [], [], []
     for out, s in zip(outs, seeds, strict=True):
@@ -311,7 +326,8 @@ def autograd_grad(
             continue
         if isinstance(x, DistTensor) and x._twin is not None:
             raise NotImplementedError(
-                f"torch.autograd.grad of {x.spec!r}: under shard_data_parallel gradients are reduced into p.grad; call backward()"
+                f"torch.autograd.grad of {x.spec!r}: under shard_data_parallel gradients are "
+                "reduced into p.grad; call backward()"
             )
         ways = uses(x) if isinstance(x, DistTensor) else [((), x)]
         for axes, leaf in ways:
@@ -351,12 +367,13 @@ def autograd_grad(
             result.append(None)
         else:
             raise RuntimeError(
-                f"torch.autograd.grad: input {i} was not used in the graph of the outputs; pass allow_unused=True if that is meant"
+                f"torch.autograd.grad: input {i} was not used in the graph of the outputs; pass "
+                "allow_unused=True if that is meant"
             )
     return tuple(result)
 
 
-# Attributes and methods of DistTensor -------------------------------------------------------------------
+# Attributes and methods of DistTensor -------------------------------------------------------------
 
 
 def requires_grad_(self: DistTensor, requires_grad: bool = True) -> DistTensor:
@@ -422,13 +439,15 @@ def set_data(self: DistTensor, value: Any) -> None:
     """``x.data = value``: x takes value's piece and layout, its uses included."""
     if not isinstance(value, DistTensor):
         raise TypeError(
-            f"data of {self.spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, placements)"
+            f"data of {self.spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, "
+            "placements)"
         )
     if self._twin is not None:
         if value.spec is not self.spec:
             raise RuntimeError(
-                f"data of {self.spec!r}: under shard_data_parallel it stays as it is, and the value is {value.spec!r}. Change the "
-                "dtype or the layout of a module before it is sharded"
+                f"data of {self.spec!r}: under shard_data_parallel it stays as it is, and the "
+                f"value is {value.spec!r}. Change the dtype or the layout of a module before it is "
+                "sharded"
             )
         self._twin.renew()
     if not self.is_initialized:
@@ -489,8 +508,9 @@ def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
         return Handles([])  # the gradient does not come here
     if self._twin is not None:
         raise RuntimeError(
-            f"register_hook on {self.spec!r}: under shard_data_parallel the gradient collects on a copy that comes and goes. "
-            "register_post_accumulate_grad_hook is called when the parameter has its gradient; to change it, change p.grad there"
+            f"register_hook on {self.spec!r}: under shard_data_parallel the gradient collects on a "
+            "copy that comes and goes. register_post_accumulate_grad_hook is called when the "
+            "parameter has its gradient; to change it, change p.grad there"
         )
     retire(self)
     self._hooked = self.local.is_leaf
@@ -515,7 +535,8 @@ class Handles:
 
 
 def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
-    """The hook is called with this leaf once per backward, when all its uses have their gradient."""
+    """The hook is called with this leaf once per backward, when all its uses have their
+    gradient."""
     if not self.local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
     if not self.is_initialized:

@@ -1,4 +1,5 @@
-"""DistTensor as a Python value: numbers, lists, arrays, text, copies, pickles. The value is the global one."""
+"""DistTensor as a Python value: numbers, lists, arrays, text, copies, pickles. The value is the
+global one."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ Tensor = torch.Tensor
 
 
 def full_tensor(self: DistTensor, *, everywhere: bool = False) -> Tensor:
-    """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective where it is split.
+    """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective
+    where it is split.
 
-    Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value too (not differentiable
-    there), and every rank of the world must make the call.
+    Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value too
+    (not differentiable there), and every rank of the world must make the call.
     """
     if self._copied:
         view_copies.check(self)
@@ -36,8 +38,9 @@ def full_tensor(self: DistTensor, *, everywhere: bool = False) -> Tensor:
 
 
 class values_everywhere:
-    """``with values_everywhere():`` numbers that Python asks for (``item``, ``bool``, ``tolist``, ``numpy``) reach ranks outside
-    the mesh of the tensor too: its ranks send them. Every rank of the world must run the block.
+    """``with values_everywhere():`` numbers that Python asks for (``item``, ``bool``, ``tolist``,
+    ``numpy``) reach ranks outside the mesh of the tensor too: its ranks send them. Every rank of
+    the world must run the block.
 
     >>> with dt.values_everywhere():
     ...     dt.ones(2, mesh=mesh).sum().item()
@@ -55,7 +58,8 @@ class values_everywhere:
 
 
 def broadcast_value(x: Any) -> Tensor:
-    """The value of ``x`` as a plain tensor on every rank of the world, outside its mesh too. Every rank must make the call.
+    """The value of ``x`` as a plain tensor on every rank of the world, outside its mesh too. Every
+    rank must make the call.
 
     >>> dt.broadcast_value(dt.ones(2, mesh=mesh).sum()).item()
     2.0
@@ -72,9 +76,10 @@ def _value(self: DistTensor) -> Tensor:
         return full_tensor(self, everywhere=True)
     if not self.is_initialized:
         raise RuntimeError(
-            f"the value of {self.spec!r} is asked for at {user_line()} on rank {collectives.world()[0]}, which is not in its "
-            f"{self.spec.mesh!r} and holds metadata only. On every rank: dt.broadcast_value(x), or with dt.values_everywhere(): "
-            "around the code that asks"
+            f"the value of {self.spec!r} is asked for at {user_line()} on rank "
+            f"{collectives.world()[0]}, which is not in its {self.spec.mesh!r} and holds metadata "
+            "only. On every rank: dt.broadcast_value(x), or with dt.values_everywhere(): around "
+            "the code that asks"
         )
     return full_tensor(self)
 
@@ -158,7 +163,8 @@ def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
         return memo[id(self)]
     if not self.local.is_leaf:
         raise RuntimeError(
-            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol"
         )
     local = (
         self.local.detach()
@@ -195,8 +201,8 @@ def rebuild(
     spec = DistSpec(ProcessMesh(*mesh), layout, shape, local.dtype)
     if tuple(local.shape) != tuple(spec.local_shape):
         raise RuntimeError(
-            f"this pickle holds a piece of shape {list(local.shape)}, but rank's place in {spec!r} is {list(spec.local_shape)}: "
-            "every rank loads what that rank has saved"
+            f"this pickle holds a piece of shape {list(local.shape)}, but rank's place in {spec!r} "
+            f"is {list(spec.local_shape)}: every rank loads what that rank has saved"
         )
     x = wrap(whole_grad(local.detach().requires_grad_(flags[0]), spec), spec)
     if flags[1]:

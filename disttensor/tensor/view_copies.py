@@ -1,8 +1,10 @@
-"""Copies in place of views: a view function that had to move data gives a tensor with memory of its own.
+"""Copies in place of views: a view function that had to move data gives a tensor with memory of its
+own.
 
-In one process a write to the one would be seen in the other. So a write to such a copy is refused, or brought back to
-what it was taken from; and after a write to that (through whatever view of it) the copy is out of date: its local is
-replaced by an ``Outdated``, and any use of it raises. Reading costs nothing extra.
+In one process a write to the one would be seen in the other. So a write to such a copy is refused,
+or brought back to what it was taken from; and after a write to that (through whatever view of it)
+the copy is out of date: its local is replaced by an ``Outdated``, and any use of it raises. Reading
+costs nothing extra.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _current: list[int] = []
 
 
 class Copied:
-    """Where a copy came from: the view function, and the storages (kept, as a view would keep them) it depends on."""
+    """Where a copy came from: the view function, and the storages (kept, as a view would keep them)
+    it depends on."""
 
     __slots__ = ("__weakref__", "name", "storages")
 
@@ -50,7 +53,8 @@ class Outdated:
 
 
 def enter(copy: Any, source: Any, name: str) -> None:
-    """``copy`` was taken from ``source`` (both DistTensors) by the view function ``name``, which moved data."""
+    """``copy`` was taken from ``source`` (both DistTensors) by the view function ``name``, which
+    moved data."""
     _follow(
         copy,
         Copied(
@@ -94,9 +98,10 @@ def outdate(written: torch.Tensor) -> None:
             and copy.local.untyped_storage()._cdata not in _current
         ):
             copy.local = Outdated(
-                f"{copy.spec!r} came from {copy._copied}, which had to move data and gave a copy; the tensor that it was taken "
-                "from has been written to since, which a view would show. Take it again for the new values, or clone() it "
-                "before the write to keep the old ones"
+                f"{copy.spec!r} came from {copy._copied}, which had to move data and gave a copy; "
+                "the tensor that it was taken from has been written to since, which a view would "
+                "show. Take it again for the new values, or clone() it before the write to keep "
+                "the old ones"
             )
 
 

@@ -23,7 +23,8 @@ Groups = dict[Axes, list[int]]
 
 
 def each_to_number(tensors: Sequence[Arg], local: Callable[[Any], Local]) -> Factors:
-    """Factors of a reduction of every tensor over all its dims; ``local`` brings pieces together."""
+    """Factors of a reduction of every tensor over all its dims; ``local`` brings pieces
+    together."""
 
     def one(members: Sequence[Arg]) -> Factors:
         dims = tuple(range(members[0].ndim))
@@ -172,7 +173,8 @@ def extreme(x: Tensor, largest: bool) -> Tensor:
 
 
 class _Extreme(torch.autograd.Function):
-    """``best``, as a function of x; all ``count`` elements that equal it share the gradient evenly."""
+    """``best``, as a function of x; all ``count`` elements that equal it share the gradient
+    evenly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, best: Tensor, hits: Tensor, count: Tensor) -> Tensor:

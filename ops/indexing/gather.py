@@ -1,8 +1,8 @@
 """Picking along a dim: select, narrow, index_select, gather and their kin.
 
 Where the dim is split, the owner of a row gives it and the others give zeros (pending sum); the
-input is not moved. The dims of the index pass through. Not so for select and narrow, whose results are
-views: writing to one has to write to the input.
+input is not moved. The dims of the index pass through. Not so for select and narrow, whose results
+are views: writing to one has to write to the input.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def _plain(item: slice) -> bool:
 
 
 def _place(got: Indexed, advanced: Sequence[Arg], places: Sequence[int]) -> None:
-    """Put the dims of the indices, broadcast, where torch does: in place if neighbours, else first."""
+    """Put the dims of the indices, broadcast, where torch does: in place if neighbours, else
+    first."""
     got.index = pointwise_factors(advanced)
     fixed = {
         d for a, dims in zip(advanced, got.index.inputs, strict=True) if a.index < 0 for d in dims

@@ -1,8 +1,9 @@
 """Indexing with brackets: ``x[...]`` and ``x[...] = v``.
 
 A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered: its owner alone could
-give a row (as a pending sum, see ops.indexing.gather), but then writing to ``x[0]`` would not write to x. The
-dims of index tensors are factors of their own: ids split over the batch give rows split over it.
+give a row (as a pending sum, see ops.indexing.gather), but then writing to ``x[0]`` would not write
+to x. The dims of index tensors are factors of their own: ids split over the batch give rows split
+over it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def vander(x: Arg, *, N: Any = None) -> Factors:
 
 @rule(torch.linalg.multi_dot, exact=True)
 def multi_dot(tensors: Sequence[Arg], **words: Any) -> Factors:
-    """a b, b c, c d -> a d: rows of the first and columns of the last pass; a split inner dim gives P(sum)"""
+    """a b, b c, c d -> a d: rows of the first and columns of the last pass; a split inner dim gives
+    P(sum)"""
     names = [chr(ord("a") + i) for i in range(len(tensors) + 1)]
     ins: list[Dims] = [tuple(names[i : i + 2]) for i in range(len(tensors))]
     if tensors[0].ndim == 1:

@@ -15,7 +15,8 @@ fft = torch.fft
 
 
 def _transform(func: Function, default: Any) -> None:
-    """``default``: the dims where none are given; None: the last ones for which there are sizes, or all."""
+    """``default``: the dims where none are given; None: the last ones for which there are sizes, or
+    all."""
 
     def factors(
         input: Arg, n: Any = None, dim: Any = default, norm: Any = None, s: Any = None, out: None = None

@@ -1,5 +1,5 @@
-"""scaled_dot_product_attention: batch, heads, queries and the width of values pass through. Where queries are split and
-attention is causal, a rank takes the keys up to its last query."""
+"""scaled_dot_product_attention: batch, heads, queries and the width of values pass through. Where
+queries are split and attention is causal, a rank takes the keys up to its last query."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def scaled_dot_product_attention(
 
 
 def causal(call: Call) -> Callable[..., Any]:
-    """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to each."""
+    """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to
+    each."""
     plain, out = or_zeros(call), call.outputs[0]
     count, first = out.local_shape[-2], out.local_offset[-2]
     if not call.axes("l") or not math.prod(out.local_shape):
@@ -87,8 +88,8 @@ def causal(call: Call) -> Callable[..., Any]:
 
 
 def with_dropout(call: Call) -> Callable[..., Any]:
-    """scaled_dot_product_attention with dropout: of the weights [..., l, s], a number each. The width of the values
-    may be split: those ranks share the mask."""
+    """scaled_dot_product_attention with dropout: of the weights [..., l, s], a number each. The
+    width of the values may be split: those ranks share the mask."""
     out, keys = call.outputs[0], call.inputs[1]
     size = keys.shape[-2]
     mask = box((*out.shape[:-1], size), (*out.local_shape[:-1], size), (*out.local_offset[:-1], 0))
@@ -96,7 +97,8 @@ def with_dropout(call: Call) -> Callable[..., Any]:
     plain, first = or_zeros(call), out.local_offset[-2]
 
     def by_position(
-        draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
+        dropout_p: float = 0.0,
         is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         if enable_gqa:

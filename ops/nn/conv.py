@@ -1,8 +1,9 @@
 """Convolutions: batch and output channels pass through, input channels are reduced, groups stay
 together.
 
-A dim that the window slides over stays split where its halo, there and back, is no more than a gather
-of the input: each rank fetches it for its piece (ops/nn/halo.py). The dims of a transposed convolution stay whole.
+A dim that the window slides over stays split where its halo, there and back, is no more than a
+gather of the input: each rank fetches it for its piece (ops/nn/halo.py). The dims of a transposed
+convolution stay whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def tuple_of(value: Any, n: int) -> tuple[int, ...]:
 def _windows(
     sizes: Sequence[int], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> tuple[Window, ...]:
-    """How each dim of the output reads that of the input. "same": of odd zeros, one more at the end."""
+    """How each dim of the output reads that of the input. "same": of odd zeros, one more at the
+    end."""
     n = len(sizes)
     steps, holes = tuple_of(stride, n), tuple_of(dilation, n)
     reach = [d * (k - 1) + 1 for d, k in zip(holes, kernel, strict=True)]
@@ -106,7 +108,8 @@ def _factors(
 
 
 def _cost(input: Arg, window: Window) -> Callable[[int], float]:
-    """There, and as much back with the gradients, while the gradient of a gather is a cut of what is there."""
+    """There, and as much back with the gradients, while the gradient of a gather is a cut of what
+    is there."""
     return lambda parts: 2 * input.nbytes * window.lacking(parts)
 
 
@@ -118,7 +121,8 @@ def _check(name: str, n: int, input: Arg, weight: Arg) -> None:
 def _with_halo(
     call: Call, n: int, windows: Sequence[Window], split: Sequence[int], parts: int
 ) -> Any:
-    """The convolution of a piece: for each dim that is split it fetches, pads, and runs without padding."""
+    """The convolution of a piece: for each dim that is split it fetches, pads, and runs without
+    padding."""
     halos = [halo(call, i - n, call.axes(f"in{i}"), windows[i]) for i in split]
     pads = [w.before for w in windows]
     zeros_at = [(0, w.after - w.before) for w in windows]  # of padding="same"
@@ -135,7 +139,8 @@ def _with_halo(
         for one in halos:
             input = one.fetch(input)
         if nothing:
-            # A product all the same: autocast sees one, and the gradients' gradients fetch on this rank too.
+            # A product all the same: autocast sees one, and the gradients' gradients fetch on this
+            # rank too.
             out = (input.reshape(-1)[:0] @ weight.reshape(-1)[:0]).expand(shape).clone()
             return out if bias is None else out + bias.to(out.dtype).view(-1, *(1,) * n)
         if any(around):

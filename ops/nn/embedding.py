@@ -72,14 +72,16 @@ def embedding(
     terms = (frozenset({weight.index}),)
     return Factors(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
-        again=math.prod(input.shape) >= v,  # else the gradient of the result is the smaller one to sum
+        # else the gradient of the result is the smaller one to sum
+        again=math.prod(input.shape) >= v,
     )  # fmt: skip
 
 
 @rule(F.embedding_bag, exact=True)
 def embedding_bag(
     input: Arg, weight: Arg, offsets: Any = None, max_norm: Any = None, norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Any = None,
     include_last_offset: bool = False, padding_idx: Any = None,
 ) -> Factors:  # fmt: skip
     """bags n, v d -> bags d: bags of equal length may be split; the table is whole but for d"""
@@ -100,7 +102,8 @@ def embedding_bag(
     sizes: dict[Letter, int] = {"bags": bags, "d": weight.shape[1]}
     terms = (frozenset(linear),) if mode in ("sum", "mean") else ()
     return Factors(
-        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms, shapes=((bags, weight.shape[1]),),
+        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms,
+        shapes=((bags, weight.shape[1]),),
         local=_bags,
     )  # fmt: skip
 

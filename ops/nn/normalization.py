@@ -46,7 +46,8 @@ def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
     wanted = (shape,) if isinstance(shape, int) else tuple(shape)
     if input.shape[input.ndim - n :] != wanted or n > input.ndim:
         raise RuntimeError(
-            f"{name}: normalized_shape {list(wanted)} is not the end of the input's {list(input.shape)}"
+            f"{name}: normalized_shape {list(wanted)} is not the end of the input's "
+            f"{list(input.shape)}"
         )
     dims = tuple(range(input.ndim))
     last = dims[input.ndim - n :]

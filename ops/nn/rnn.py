@@ -1,4 +1,5 @@
-"""Recurrent networks (lstm, gru, rnn): the batch passes through; time, features and weights stay whole."""
+"""Recurrent networks (lstm, gru, rnn): the batch passes through; time, features and weights stay
+whole."""
 
 from __future__ import annotations
 

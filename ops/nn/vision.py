@@ -1,4 +1,5 @@
-"""Images: pixels rearranged, windows taken out, values looked up by place. Batch passes through, mostly channels too."""
+"""Images: pixels rearranged, windows taken out, values looked up by place. Batch passes through,
+mostly channels too."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ for _n in (1, 2, 3):
 
 @rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, exact=True)
 def grid_sample(input: Arg, grid: Arg, *args: Any, **words: Any) -> Factors:
-    """n c ..., n points 2 -> n c points: linear in the image, which is whole; points may be split"""
+    """n c ..., n points 2 -> n c points: linear in the image, which is whole; points may be
+    split"""
     n, points = input.ndim - 2, grid.shape[1:-1]
     if n < 2 or grid.ndim != input.ndim or input.shape[0] != grid.shape[0] or 0 in input.shape:
         raise NoRule("an image and a grid that do not fit")

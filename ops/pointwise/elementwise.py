@@ -93,7 +93,8 @@ _OPERATOR_IN_PLACE = frozenset(
 
 
 def named(name: str) -> Iterator[tuple[Function, bool]]:
-    """Every function of torch with this name, with and without a trailing "_": (function, is it in place)."""
+    """Every function of torch with this name, with and without a trailing "_": (function, is it in
+    place)."""
     if name.endswith("__"):
         if hasattr(torch.Tensor, name):
             yield getattr(torch.Tensor, name), name in _OPERATOR_IN_PLACE
@@ -152,7 +153,8 @@ def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list
 
 
 def each(*values: Any) -> Terms | None:
-    """A term for each: a tensor, or the tensors of a product. None if one holds a plain number only."""
+    """A term for each: a tensor, or the tensors of a product. None if one holds a plain number
+    only."""
     terms = []
     for value in values:
         members = value if isinstance(value, (list, tuple)) else (value,)
@@ -182,13 +184,14 @@ def quotient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 LINEAR: dict[str, Callable[..., Any]] = {
-    "first": first, "joint": joint, "product": product, "quotient": quotient, "none": lambda args, kwargs: None,
+    "first": first, "joint": joint, "product": product, "quotient": quotient, "none": lambda args,
+    kwargs: None,
 }  # fmt: skip
 
 
 def pointwise(names: str, linear: str = "none", outputs: int = 1) -> None:
-    """Enter elementwise functions by name. ``linear``: "none"; "first" (in the first tensor); "joint" (in both
-    operands together: x + y); "product" (x * y); "quotient" (x / y)."""
+    """Enter elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
+    "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / y)."""
     terms_of = LINEAR[linear]
 
     def factors(*args: Any, **kwargs: Any) -> Factors:

@@ -1,5 +1,5 @@
-"""Dropout in all its forms. The mask is replicated where the input is, also where a sum is pending: dropout is linear
-in its input, for one mask."""
+"""Dropout in all its forms. The mask is replicated where the input is, also where a sum is pending:
+dropout is linear in its input, for one mask."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def alias(call: Call) -> Callable[..., Any]:
 
 
 def masked(call: Call) -> Callable[..., Any]:
-    """Elements (or whole channels) are zeroed with probability p; the rest keeps the mean (alpha: and the variance)."""
+    """Elements (or whole channels) are zeroed with probability p; the rest keeps the mean (alpha:
+    and the variance)."""
     name = call.func.__name__
     inplace, alpha, feature = name.endswith("_"), "alpha" in name, "feature" in name
     out = call.outputs[0]
@@ -130,7 +131,7 @@ def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
     return f.but(outputs=f.outputs * 2, local=with_mask if train or train is None else None)
 
 
-# Leaky ReLU with a random slope ---------------------------------------------------------------------------
+# Leaky ReLU with a random slope -------------------------------------------------------------------
 
 
 def sloped(call: Call) -> Callable[..., Any]:
@@ -154,7 +155,8 @@ def sloped(call: Call) -> Callable[..., Any]:
 
 @rule(F.rrelu, torch.rrelu, exact=True, numbers="type")
 def rrelu(
-    input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: bool = False, generator: Any = None,
+    input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
+    inplace: bool = False, generator: Any = None,
 ) -> Factors:  # fmt: skip
     """elementwise"""
     if inplace:

@@ -1,6 +1,7 @@
 """Tensors filled with random numbers, and those drawn in the likeness of another.
 
-A rule decides as for any elementwise function. Its local function asks ``call.reach`` for the numbers of this one call
+A rule decides as for any elementwise function. Its local function asks ``call.reach`` for the
+numbers of this one call
 (``ops.local.Draw``): by global position, or torch's own function seeded for this rank's place.
 """
 
@@ -30,8 +31,8 @@ def drawing(
     place: tuple[int, ...] | None = None,
     func: Any = None,
 ) -> Callable[..., Any]:
-    """The local function of a random call: ``by_position``, or ``func`` (the torch function) seeded for this rank's place
-    on the axes ``place`` (those that split the result)."""
+    """The local function of a random call: ``by_position``, or ``func`` (the torch function) seeded
+    for this rank's place on the axes ``place`` (those that split the result)."""
     run_fast = func or call.func
     reach = call.reach
     axes = tuple(sorted(call.outputs[0].layout.sharded)) if place is None else place
@@ -59,7 +60,8 @@ def box(shape: Any, local_shape: Any, local_offset: Any) -> Any:
 
 
 def whole_float(dtype: torch.dtype) -> int:
-    """The largest n such that dtype holds all integers up to n, or of an integer dtype its largest value."""
+    """The largest n such that dtype holds all integers up to n, or of an integer dtype its largest
+    value."""
     if dtype == torch.bool:
         return 1
     if dtype.is_floating_point:
@@ -67,7 +69,7 @@ def whole_float(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-# In place -------------------------------------------------------------------------------------------------
+# In place -----------------------------------------------------------------------------------------
 
 
 def _normal(dtype: Any, mean: float = 0.0, std: float = 1.0) -> Kind:
@@ -105,13 +107,16 @@ def _bernoulli(dtype: Any, p: Any = 0.5) -> Kind:
 
 
 FILLS: dict[Any, Callable[..., Kind]] = {
-    Tensor.normal_: _normal, Tensor.uniform_: _uniform, Tensor.exponential_: _exponential, Tensor.log_normal_: _log_normal,
-    Tensor.cauchy_: _cauchy, Tensor.geometric_: _geometric, Tensor.random_: _integers, Tensor.bernoulli_: _bernoulli,
+    Tensor.normal_: _normal, Tensor.uniform_: _uniform, Tensor.exponential_: _exponential,
+    Tensor.log_normal_: _log_normal,
+    Tensor.cauchy_: _cauchy, Tensor.geometric_: _geometric, Tensor.random_: _integers,
+    Tensor.bernoulli_: _bernoulli,
 }  # fmt: skip
 
 
 def filled(call: Call) -> Callable[..., Any]:
-    """Fill this rank's piece. Of a pending sum or product the first rank has the numbers, the others 0 or 1."""
+    """Fill this rank's piece. Of a pending sum or product the first rank has the numbers, the
+    others 0 or 1."""
     kind_of, func, target = FILLS[call.func], call.func, call.outputs[0]
     ops = dict(target.layout.partial)
     mute = [op for a, op in ops.items() if op in ("sum", "prod") and call.coordinate[a]]
@@ -138,7 +143,7 @@ def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     return pointwise_factors([input, *tensors], terms=FIRST, moves=True, local=filled)
 
 
-# In the likeness of another -------------------------------------------------------------------------------
+# In the likeness of another -----------------------------------------------------------------------
 
 
 def likeness(call: Call) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""Samples from tensors of probabilities, means, deviations and weights: bernoulli, normal, multinomial."""
+"""Samples from tensors of probabilities, means, deviations and weights: bernoulli, normal,
+multinomial."""
 
 from __future__ import annotations
 
@@ -56,12 +57,13 @@ def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
     return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=scattered)
 
 
-# Choices --------------------------------------------------------------------------------------------------
+# Choices ------------------------------------------------------------------------------------------
 
 
 def chosen(call: Call) -> Callable[..., Any]:
-    """Rows of weights to numbers of columns. Without replacement: the largest of weight / exponential number (of all
-    columns, by position); with: where a uniform number falls in the running sum of the weights."""
+    """Rows of weights to numbers of columns. Without replacement: the largest of weight /
+    exponential number (of all columns, by position); with: where a uniform number falls in the
+    running sum of the weights."""
     weights, out = call.inputs[0], call.outputs[0]
 
     def by_position(
@@ -102,8 +104,9 @@ def multinomial(input: Arg, num_samples: int, replacement: bool = False, **kwarg
         or (num_samples > input.shape[-1] and not replacement)
     ):
         raise RuntimeError(
-            f"multinomial: {num_samples} samples {'with' if replacement else 'without'} replacement of weights of shape "
-            f"{list(input.shape)}: weights have 1 or 2 dims, and as many columns as samples are taken without replacement"
+            f"multinomial: {num_samples} samples {'with' if replacement else 'without'} "
+            f"replacement of weights of shape {list(input.shape)}: weights have 1 or 2 dims, and "
+            "as many columns as samples are taken without replacement"
         )
     rows = tuple(range(input.ndim - 1))
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape[:-1])), "n": input.shape[-1]}

@@ -1,8 +1,8 @@
 """Reductions over dims: sums are pending where a reduced dim is split; mean, prod, any, all,
 counts.
 
-``max``, ``argmax`` and their like are in ``ops.reduction.max_min``, ``var`` and norms in ``ops.reduction.var_std`` and
-``ops.reduction.norm``.
+``max``, ``argmax`` and their like are in ``ops.reduction.max_min``, ``var`` and norms in
+``ops.reduction.var_std`` and ``ops.reduction.norm``.
 """
 
 from __future__ import annotations

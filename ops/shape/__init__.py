@@ -1,4 +1,5 @@
-"""Rules. Functions that rearrange elements without computing: views, permutations, joins, cuts, padding."""
+"""Rules. Functions that rearrange elements without computing: views, permutations, joins, cuts,
+padding."""
 
 from ops.shape import (
     concat,

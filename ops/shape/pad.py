@@ -1,4 +1,5 @@
-"""Padding and interpolation: batch and channels pass through, what is padded or resized stays whole."""
+"""Padding and interpolation: batch and channels pass through, what is padded or resized stays
+whole."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
 
 @rule(F.interpolate, exact=True, floats=True)
 def interpolate(
-    input: Arg, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: Any = None,
+    input: Arg, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: Any = None,
     recompute_scale_factor: Any = None, antialias: bool = False,
 ) -> Factors:  # fmt: skip
     """linear; batch and channels pass through"""

@@ -2,8 +2,8 @@
 
 Both shapes are walked from the front and cut where their products meet: [4, 6, 5] -> [24, 5] has
 the groups 4*6 -> 24 and 5 -> 5. A group of one dim on each side is that dim. In any other group
-only the *major* factor that both sides share can be split, and only evenly: then each piece is a run
-of whole rows on both sides.
+only the *major* factor that both sides share can be split, and only evenly: then each piece is a
+run of whole rows on both sides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Strides: what the strides of a piece say of the whole, and copies where one process would copy.
 
-A dim of which this rank has one row has any stride without consequence, to torch: a transposed piece may count as
-contiguous though the whole is not. ``contiguous`` and ``reshape`` would then give the memory of their input itself, and
-a write to the result would reach it.
+A dim of which this rank has one row has any stride without consequence, to torch: a transposed
+piece may count as contiguous though the whole is not. ``contiguous`` and ``reshape`` would then
+give the memory of their input itself, and a write to the result would reach it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Whatever dim of the input is split, gradients end Partial there and are summed once: as one process computes them.
+"""Whatever dim of the input is split, gradients end Partial there and are summed once: as one
+process computes them.
 
-Data, sequence, context and image parallelism, alone and together, are layouts of the same program here.
+Data, sequence, context and image parallelism, alone and together, are layouts of the same program
+here.
 """
 
 from __future__ import annotations
@@ -35,19 +37,22 @@ def to(x: Any, placements: Sequence[Any] | None) -> Any:
     return dt.reshard(x, x.process_mesh, placements)
 
 
-# A transformer block between an embedding and the head tied to it ---------------------------------------
+# A transformer block between an embedding and the head tied to it ---------------------------------
 
 SHAPES = {
     "embed": (WORDS, WIDTH), "position": (TIME, WIDTH), "unused": (WIDTH,),
-    "norm1": (WIDTH,), "shift1": (WIDTH,), "q": (WIDTH, WIDTH), "qb": (WIDTH,), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH),
+    "norm1": (WIDTH,), "shift1": (WIDTH,), "q": (WIDTH, WIDTH), "qb": (WIDTH,), "k": (WIDTH, WIDTH),
+    "v": (WIDTH, WIDTH),
     "vb": (WIDTH,), "o": (WIDTH, WIDTH), "ob": (WIDTH,), "norm2": (WIDTH,), "shift2": (WIDTH,),
-    "up": (HIDDEN, WIDTH), "upb": (HIDDEN,), "down": (WIDTH, HIDDEN), "downb": (WIDTH,), "normf": (WIDTH,),
+    "up": (HIDDEN, WIDTH), "upb": (HIDDEN,), "down": (WIDTH, HIDDEN), "downb": (WIDTH,),
+    "normf": (WIDTH,),
 }  # fmt: skip
 COLUMN, ROW = ("q", "qb", "k", "v", "vb", "up", "upb"), ("o", "down")
 
 
 def loss_of(p: dict[str, Any], tokens: Any, targets: Any, cut: Any, whole: Any) -> Any:
-    """``cut``: the layout of [batch, time, width] between the blocks; ``whole``: of what goes into matmuls."""
+    """``cut``: the layout of [batch, time, width] between the blocks; ``whole``: of what goes into
+    matmuls."""
     x = to(F.embedding(tokens, p["embed"]) + p["position"], cut)
     h = to(F.layer_norm(x, (WIDTH,), p["norm1"], p["shift1"]), whole)
     q, k, v = (
@@ -64,7 +69,8 @@ def loss_of(p: dict[str, Any], tokens: Any, targets: Any, cut: Any, whole: Any) 
 
 
 class Way(NamedTuple):
-    """One way of parallelism: the mesh, layouts of tokens and activations, and the axis of tensor parallelism."""
+    """One way of parallelism: the mesh, layouts of tokens and activations, and the axis of tensor
+    parallelism."""
 
     mesh: tuple[tuple[int, ...], tuple[str, ...]]
     tokens: Sequence[Any]
@@ -98,7 +104,8 @@ WAYS = {
 
 
 class Ran(NamedTuple):
-    """Parameters with their gradients; names of those that waited, by axes; what the last pass and the reduction sent."""
+    """Parameters with their gradients; names of those that waited, by axes; what the last pass and
+    the reduction sent."""
 
     params: dict[str, Any]
     waited: dict[str, list[str]]
@@ -107,7 +114,8 @@ class Ran(NamedTuple):
 
 
 def run(way: Way, frozen: Sequence[str] = (), steps: int = 1) -> Ran:
-    """``steps`` backward passes and one sync_gradients, compared with one process; a second one sends nothing."""
+    """``steps`` backward passes and one sync_gradients, compared with one process; a second one
+    sends nothing."""
     shape, names = way.mesh
     mesh = ProcessMesh(torch.arange(dist.get_world_size()).reshape(shape), names)
     plain, ours = {}, {}
@@ -163,7 +171,8 @@ SPLIT_IN_TIME = SMALL - {"position"}  # it joins before the sequence is cut
 @pytest.mark.parametrize("name", ["dp", "cp"])
 @on_ranks(2)
 def test_one_axis_is_one_flat_all_reduce(name):
-    """Batch or sequence: parameters wait on the axis, and all of them together are one collective."""
+    """Batch or sequence: parameters wait on the axis, and all of them together are one
+    collective."""
     ran = run(WAYS[name], steps=2)
     assert list(ran.waited) == [name] and {"embed", *SMALL, *COLUMN} <= set(ran.waited[name])
     one_each(ran)
@@ -172,8 +181,8 @@ def test_one_axis_is_one_flat_all_reduce(name):
 @pytest.mark.parametrize("name", ["sp", "sp, vocabulary split"])
 @on_ranks(2)
 def test_sequence_parallel(name):
-    """Norms and elementwise on S(time): their weights wait on tp; what tp splits waits on nothing. Each half of a block
-    is one all-gather and one reduce-scatter, and the backward mirrors it."""
+    """Norms and elementwise on S(time): their weights wait on tp; what tp splits waits on nothing.
+    Each half of a block is one all-gather and one reduce-scatter, and the backward mirrors it."""
     ran = run(WAYS[name], steps=2)
     assert list(ran.waited) == ["tp"] and set(ran.waited["tp"]) == SPLIT_IN_TIME
     one_each(ran)

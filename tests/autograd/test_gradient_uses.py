@@ -1,4 +1,5 @@
-"""When gradients are reduced, how many at once, and of whom: parameters of several uses, buckets, whole steps."""
+"""When gradients are reduced, how many at once, and of whom: parameters of several uses, buckets,
+whole steps."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def synced(params: Any) -> list[tuple[str, str]]:
     return sent(log)
 
 
-# Uses -----------------------------------------------------------------------------------------------------
+# Uses ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -46,7 +47,8 @@ def test_images_cut_along_their_height():
 @pytest.mark.parametrize("steps", [1, 3])
 @on_ranks(4)
 def test_one_parameter_in_every_way(steps):
-    """Varying over one axis, the other, both and none, as a view, as a product, sliced, and elementwise."""
+    """Varying over one axis, the other, both and none, as a view, as a product, sliced, and
+    elementwise."""
 
     def program(w, x, y, z, whole):
         out = (F.linear(x, w).square().sum() + torch.tanh(y @ w).sum()) / 7
@@ -68,7 +70,8 @@ def test_one_parameter_in_every_way(steps):
 
 @on_ranks(4)
 def test_the_whole_gradient_and_the_contributions_after_it_add_up():
-    """A reduced gradient (twice, in turn with backward passes) joins the next contributions once."""
+    """A reduced gradient (twice, in turn with backward passes) joins the next contributions
+    once."""
     w, plain = place(randn(6, 5), grid(), [R, S0]).requires_grad_(), randn(6, 5).requires_grad_()
     for i in range(3):
         x = randn(7, 5, seed=i)
@@ -78,7 +81,7 @@ def test_the_whole_gradient_and_the_contributions_after_it_add_up():
         torch.testing.assert_close(w.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-12)
 
 
-# What sync_gradients is given, and buckets ---------------------------------------------------------------
+# What sync_gradients is given, and buckets --------------------------------------------------------
 
 
 def waiting(n: int = 3, dtype: torch.dtype = torch.float64, size: int = 5) -> list[Any]:
@@ -159,14 +162,15 @@ def test_debug_mode_tells_gradients_of_one_size_apart():
             dt.sync_gradients(leaves)
 
 
-# Whole steps ---------------------------------------------------------------------------------------------
+# Whole steps --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("foreach", [None, False, True])
 @on_ranks(4)
 def test_scaler_clipping_and_optimizer_share_one_reduction(foreach, fused):
-    """One flat reduction of gradients, one number for infinities, a few for the norm; and one process agrees."""
+    """One flat reduction of gradients, one number for infinities, a few for the norm; and one
+    process agrees."""
     mesh = grid()
     plain = [randn(7, 4, dtype=torch.float32).requires_grad_() for _ in range(2)]
     leaves = [place(w.detach(), mesh, [R, S0]).requires_grad_() for w in plain]
@@ -207,7 +211,7 @@ def test_data_parallel_steps_send_gradients_and_nothing_else():
     assert sent(log) == [("all_reduce", "x")]
 
 
-# Optimizers of parameters that are no longer the model's ---------------------------------------------------
+# Optimizers of parameters that are no longer the model's ------------------------------------------
 
 
 def plan_function(name: str, module: nn.Module, mesh: ProcessMesh) -> None:

@@ -1,4 +1,5 @@
-"""Gradients of DistTensors on real ranks: pending sums, optimizers, accumulation, double backward, checkpointing, hooks."""
+"""Gradients of DistTensors on real ranks: pending sums, optimizers, accumulation, double backward,
+checkpointing, hooks."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Model(nn.Module):
 
 
 PLAN = {
-    "*.q": [R, S0], "*.k": [R, S0], "*.v": [R, S0], "*.o.weight": [R, S1], "*.up": [R, S0], "*.down.weight": [R, S1], "emb": [R, S0],
+    "*.q": [R, S0], "*.k": [R, S0], "*.v": [R, S0], "*.o.weight": [R, S1], "*.up": [R, S0],
+    "*.down.weight": [R, S1], "emb": [R, S0],
 }  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def kinds(log: Any, phase: str | None = None) -> list[str]:
     return [r.kind for r in log if phase in (None, r.phase)]
 
 
-# What .grad is -----------------------------------------------------------------------------------------------
+# What .grad is ------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -192,8 +194,10 @@ def test_intermediate_values_read_in_both_ways():
 def test_views_of_a_parameter_keep_its_reduction_deferred():
     w, x = place(randn(4, 5), grid(), [R, R]).requires_grad_(), place(X, grid(), [S0, R])
     views: list[Callable[[Any], Any]] = [
-        lambda w: w.t(), lambda w: w.view(2, 2, 5).flatten(0, 1).t(), lambda w: w.transpose(0, 1).contiguous().view(5, 4), lambda w: w.unsqueeze(0).squeeze(0).mT,
-        lambda w: w[:].T, lambda w: w.reshape(20).view(4, 5).t(), lambda w: w.permute(1, 0), lambda w: w.expand(4, 5).T,
+        lambda w: w.t(), lambda w: w.view(2, 2, 5).flatten(0, 1).t(),
+        lambda w: w.transpose(0, 1).contiguous().view(5, 4), lambda w: w.unsqueeze(0).squeeze(0).mT,
+        lambda w: w[:].T, lambda w: w.reshape(20).view(4, 5).t(), lambda w: w.permute(1, 0),
+        lambda w: w.expand(4, 5).T,
     ]  # fmt: skip
     for i, view in enumerate(views):
         w.grad = None
@@ -231,7 +235,8 @@ def test_tied_parameters():
 
 @on_ranks(4)
 def test_a_parameter_that_only_one_rank_reads_is_no_hang():
-    """Row-parallel bias, rows of an embedding that only one rank looks up, a slice that one rank holds."""
+    """Row-parallel bias, rows of an embedding that only one rank looks up, a slice that one rank
+    holds."""
 
     def program(w: Tensor, b: Tensor, e: Tensor, x: Tensor, t: Tensor) -> Tensor:
         return (
@@ -251,7 +256,7 @@ def test_a_parameter_that_only_one_rank_reads_is_no_hang():
         )
 
 
-# The whole model -----------------------------------------------------------------------------------------------
+# The whole model ----------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -351,14 +356,20 @@ def test_reading_gradients_between_micro_batches_changes_nothing():
     assert_same_grads(plain, ours)
 
 
-# Optimizers --------------------------------------------------------------------------------------------------------
+# Optimizers ---------------------------------------------------------------------------------------
 
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1}), "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}), "Adam": (torch.optim.Adam, {"lr": 0.01}),
-    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}), "AdamW": (torch.optim.AdamW, {"lr": 0.01}), "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}), "Adamax": (torch.optim.Adamax, {"lr": 0.01}), "NAdam": (torch.optim.NAdam, {"lr": 0.01}), "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}), "Rprop": (torch.optim.Rprop, {"lr": 0.01}), "ASGD": (torch.optim.ASGD, {"lr": 0.01}), "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}), "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}), "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}), "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}), "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
     "Muon": (getattr(torch.optim, "Muon", None), {"lr": 0.01}),
 }  # fmt: skip
 FUSED = ("SGD", "SGD momentum", "Adam", "Adam amsgrad", "AdamW", "Adagrad")
@@ -445,7 +456,7 @@ def test_clip_grad_norm():
     assert_same_grads(plain, ours)
 
 
-# torch.autograd ------------------------------------------------------------------------------------------------------
+# torch.autograd -----------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -570,7 +581,7 @@ def test_a_second_backward_needs_retain_graph():
         loss.backward()
 
 
-# Checkpointing, functional_call, autocast --------------------------------------------------------------------------------
+# Checkpointing, functional_call, autocast ---------------------------------------------------------
 
 
 @on_ranks(4)
@@ -654,7 +665,7 @@ def test_autocast():
     assert_same_grads(plain, ours, rtol=0.1, atol=2e-2)
 
 
-# Hooks -----------------------------------------------------------------------------------------------------------------
+# Hooks --------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -707,7 +718,8 @@ def test_hooks_and_retain_grad_of_values_that_are_no_leaves():
 
 @on_ranks(4)
 def test_gradients_of_views_and_reshards_of_parameters():
-    """Their varying uses read the parameter itself; who asks for their gradient gets the whole of it."""
+    """Their varying uses read the parameter itself; who asks for their gradient gets the whole of
+    it."""
     plain = randn(4, 5).requires_grad_()
     makers = {
         "view": lambda w: w.t(),
@@ -803,7 +815,7 @@ def test_optimizer_in_a_post_accumulate_hook():
     assert_same_params(plain, ours)
 
 
-# What cannot be, and local_map --------------------------------------------------------------------------------------------
+# What cannot be, and local_map --------------------------------------------------------------------
 
 
 class Double(torch.autograd.Function):

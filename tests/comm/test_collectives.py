@@ -129,7 +129,8 @@ def test_results_are_plain_and_inputs_stay():
     group = group_of(range(2))
     x = torch.ones(2, 2, requires_grad=True)
     outs = [
-        collectives.all_reduce(x, "sum", group), collectives.all_gather(x, group), collectives.broadcast(x, 0, group),
+        collectives.all_reduce(x, "sum", group), collectives.all_gather(x, group),
+        collectives.broadcast(x, 0, group),
         collectives.reduce_scatter(x, "avg", group), collectives.all_to_all_even(x, group),
         *collectives.all_to_all(list(x), [2, 2], group),
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""One rank fails: all end, soon, with an error that names it. Real scripts in processes of their own."""
+"""One rank fails: all end, soon, with an error that names it. Real scripts in processes of their
+own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages between two ranks: contents, order, tags, what is recorded, and what happens when nobody comes."""
+"""Messages between two ranks: contents, order, tags, what is recorded, and what happens when nobody
+comes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.support.pool import fake_world, on_ranks
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16,
+    torch.bool,
     torch.uint8, torch.complex64, torch.float8_e4m3fn,
 ]  # fmt: skip
 
@@ -145,7 +147,8 @@ def test_tags_wrap_within_an_int(monkeypatch):
 
 
 def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
-    """(exit code, stderr) of two processes that run ``body``, with a time limit of 3 s for messages."""
+    """(exit code, stderr) of two processes that run ``body``, with a time limit of 3 s for
+    messages."""
     head = """
         import sys, time, datetime, torch, torch.distributed as dist
         from disttensor import p2p, CommError

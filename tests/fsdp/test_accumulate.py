@@ -1,4 +1,5 @@
-"""Gradients of several micro-batches add up: sharded, or whole, with reductions each time or at the last one only."""
+"""Gradients of several micro-batches add up: sharded, or whole, with reductions each time or at the
+last one only."""
 
 from __future__ import annotations
 
@@ -66,13 +67,14 @@ def test_four_ranks_train_as_one(options: dict[str, Any]) -> None:
     check(**options)
 
 
-# What is communicated --------------------------------------------------------------------------------
+# What is communicated -----------------------------------------------------------------------------
 
 
 def expected(
     options: dict[str, Any], reduce: Any, m: int, k: int, replicas: bool
 ) -> dict[str, int]:
-    """Collectives of a step: M blocks, each a segment, and the segment of the root; K micro-batches.
+    """Collectives of a step: M blocks, each a segment, and the segment of the root; K
+    micro-batches.
 
     all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the backward; FSDP2: 2(M + 1) K),
                     without reshard_after_forward (M + 1) K, as FSDP2
@@ -132,7 +134,7 @@ def test_collectives_of_a_step_with_replicas(options: dict[str, Any]) -> None:
     check_counts(options, 3, 2)
 
 
-# Between micro-batches --------------------------------------------------------------------------------
+# Between micro-batches ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -151,8 +153,9 @@ def test_gradients_wait_for_the_replicas_until_the_last(stage: int) -> None:
 @pytest.mark.parametrize("reduce", ["scatter", "none"])
 @on_ranks(4)
 def test_sums_of_replicas_are_taken_after_adding(reduce: str) -> None:
-    """Every rank ends with 1/n of all it is given, of both micro-batches: 1/4 here, for 2 x 2 ranks. Had the first been added
-    after the all-reduce of the second, its part would be 1/2, and that of this rank's own replica only."""
+    """Every rank ends with 1/n of all it is given, of both micro-batches: 1/4 here, for 2 x 2
+    ranks. Had the first been added after the all-reduce of the second, its part would be 1/2, and
+    that of this rank's own replica only."""
     mesh = meshes()["dp x fsdp"]
     model: Any = torch.nn.Linear(1, 4, bias=False).double()
     model = dt.shard_data_parallel(model, mesh, replicate_axis="dp")
@@ -210,7 +213,7 @@ def test_a_step_without_a_last_micro_batch(options: dict[str, Any]) -> None:
                     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-# Mistakes ----------------------------------------------------------------------------------------------
+# Mistakes -----------------------------------------------------------------------------------------
 
 
 class Choosing(torch.nn.Module):
@@ -293,7 +296,7 @@ def test_the_window_ends_with_the_context() -> None:
     assert not any(p.grad.partial_status for p in model.parameters())
 
 
-# 4 x 8, simulated: the reductions of 32 ranks, step by step ---------------------------------------------
+# 4 x 8, simulated: the reductions of 32 ranks, step by step ---------------------------------------
 
 REPLICAS, SHARDS = 4, 8
 
@@ -358,8 +361,9 @@ def advance(runs: list[Any]) -> None:
 
 
 def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After micro-batches 1 and 2 every rank holds (1/32) sum(g1 + g2) of its shard. Added after the all-reduce, the first
-    would count with the ranks of one replica only: (1/8) of them, were each sum divided by what it was over."""
+    """After micro-batches 1 and 2 every rank holds (1/32) sum(g1 + g2) of its shard. Added after
+    the all-reduce, the first would count with the ranks of one replica only: (1/8) of them, were
+    each sum divided by what it was over."""
     monkeypatch.setattr(
         collectives, "start_reduce_scatter", lambda x, out, op, ranks: Waiting(x, out, ranks)
     )

@@ -1,4 +1,5 @@
-"""Rows: pieces of several tensors in one collective. Pure: what ranks would send and get is put together here."""
+"""Rows: pieces of several tensors in one collective. Pure: what ranks would send and get is put
+together here."""
 
 from __future__ import annotations
 

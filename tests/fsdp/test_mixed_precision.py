@@ -1,4 +1,5 @@
-"""Sharded modules in low precision: what is gathered, computed, summed and kept in which dtype; recomputation."""
+"""Sharded modules in low precision: what is gathered, computed, summed and kept in which dtype;
+recomputation."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def of_kind(log: Any, kind: str) -> list[Any]:
     return [record for record in log if record.kind == kind]
 
 
-# What is sent in which dtype ---------------------------------------------------------------------------
+# What is sent in which dtype ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -60,7 +61,7 @@ def test_copies_are_gathered_in_the_dtype_of_the_computation(low: torch.dtype, s
     assert logs[low, FP32] == (whole[0] // 2, whole[1])
 
 
-# Sums that tell in which dtype they were made: 256 + 1 is 256 in bfloat16 ---------------------------------
+# Sums that tell in which dtype they were made: 256 + 1 is 256 in bfloat16 -------------------------
 
 
 def weigh(model: Any, mesh: Any, scale: list[float]) -> Any:
@@ -177,13 +178,14 @@ def test_parameters_that_had_a_gradient_before(options: dict[str, Any]) -> None:
                 assert model.two.weight.grad is None
 
 
-# Autocast -----------------------------------------------------------------------------------------------
+# Autocast -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @on_ranks(2)
 def test_autocast(options: dict[str, Any]) -> None:
-    """As one process under autocast: parameters are gathered as they are, and cast where they are used."""
+    """As one process under autocast: parameters are gathered as they are, and cast where they are
+    used."""
     mesh = meshes()["fsdp"]
     plain, model = net(FP32), shard(net(FP32), mesh, **options)
     for m, of in ((plain, None), (model, mesh)):
@@ -196,7 +198,7 @@ def test_autocast(options: dict[str, Any]) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=3e-2, atol=3e-2)
 
 
-# fp16 and its scaler -------------------------------------------------------------------------------------
+# fp16 and its scaler ------------------------------------------------------------------------------
 
 
 def scaled_step(model: Any, mesh: Any, scaler: Any, sgd: Any, factors: list[float]) -> None:
@@ -238,7 +240,8 @@ def test_one_infinite_shard_skips_the_step_everywhere(stage: int, rows: int) -> 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @on_ranks(4)
 def test_sums_near_the_limits_of_fp16(options: dict[str, Any]) -> None:
-    """65504 above and 2**-24 below. What cancels does not pass the first on the way; what is small does not vanish."""
+    """65504 above and 2**-24 below. What cancels does not pass the first on the way; what is small
+    does not vanish."""
     cases = {
         "high": ([60000.0, -60000.0, 60000.0, -58976.0], 1024.0),
         "high, but for the other replicas": ([60000.0, 60000.0, -60000.0, -58976.0], 1024.0),
@@ -261,14 +264,15 @@ def test_sums_near_the_limits_of_fp16(options: dict[str, Any]) -> None:
                 assert got == [want] * 3, (mesh, name, reduce, got)
 
 
-# Recomputation -------------------------------------------------------------------------------------------
+# Recomputation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["blocks", "parts", "around"])
 @pytest.mark.parametrize("reduce", MODES)
 @on_ranks(2)
 def test_one_gather_serves_recomputation_and_backward(reduce: str | None, how: str) -> None:
-    """(2M + 1) K gathers with recomputation and without, of the same bytes, in the dtype of the computation."""
+    """(2M + 1) K gathers with recomputation and without, of the same bytes, in the dtype of the
+    computation."""
     mesh = meshes()["fsdp"]
     logs, grads = [], []
     for again in (False, True):

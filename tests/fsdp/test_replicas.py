@@ -1,4 +1,5 @@
-"""Replicas start alike and stay so; communicators are made up front, or it is said who is missing."""
+"""Replicas start alike and stay so; communicators are made up front, or it is said who is
+missing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GRIDS = [[[0, 1], [2, 3]], [[3, 1], [2, 0]]]
 
 
 def model_on(mesh):
-    """Tensor parallel on the axis tp (uneven), replicated on dp; the norm and its buffers on both."""
+    """Tensor parallel on the axis tp (uneven), replicated on dp; the norm and its buffers on
+    both."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
     return dt.shard_module(model, mesh, {"0.*": [dt.Replicate(), dt.Shard(0)]})

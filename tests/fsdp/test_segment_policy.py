@@ -1,4 +1,5 @@
-"""segments_of: every parameter in one segment, whose modules are all that need it; sizes, anchors, names, errors."""
+"""segments_of: every parameter in one segment, whose modules are all that need it; sizes, anchors,
+names, errors."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def titles(module: nn.Module, how) -> list[str]:
 
 
 def needs(net: nn.Module) -> dict[int, list[nn.Module]]:
-    """For each parameter, modules of which one must be in its Cut or around what is: its holders."""
+    """For each parameter, modules of which one must be in its Cut or around what is: its
+    holders."""
     found: dict[int, list[nn.Module]] = {}
     for module in net.modules():
         for p in module._parameters.values():
@@ -159,7 +161,8 @@ def nbytes(params) -> int:
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_segment_is_within_the_size_or_cannot_be_divided(model, how):
-    """More only in one module: what it holds itself, is tied in it, or is held by what never runs."""
+    """More only in one module: what it holds itself, is tied in it, or is held by what never
+    runs."""
     net = MODELS[model]()
     holders = needs(net)
     for cut in segments_of(net, how):
@@ -405,7 +408,8 @@ def test_parameters_of_different_meshes_are_in_different_segments():
 
 @pytest.mark.parametrize("rank", range(4))
 def test_all_ranks_find_the_same_segments(rank):
-    """Uneven pieces, and nothing at all on rank 3, which is outside: sizes are those of the first rank."""
+    """Uneven pieces, and nothing at all on rank 3, which is outside: sizes are those of the first
+    rank."""
     with fake_world(4, rank):
         mesh = dt.ProcessMesh([0, 1, 2], ("dp",))
         net = nn.Sequential(*[nn.Linear(7, 4, bias=False) for _ in range(6)])

@@ -1,4 +1,5 @@
-"""What a rank holds of a sharded module: between steps, and while segments are gathered during a step."""
+"""What a rank holds of a sharded module: between steps, and while segments are gathered during a
+step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def piece(shape: tuple[int, ...], n: int, i: int) -> int:
 
 
 def row(shapes: list[tuple[int, ...]], n: int) -> int:
-    """Elements of a row of a collective: the largest pieces, so at most 1/n of all, and what pads each tensor."""
+    """Elements of a row of a collective: the largest pieces, so at most 1/n of all, and what pads
+    each tensor."""
     return sum(piece(shape, n, 0) for shape in shapes)
 
 
@@ -59,7 +61,8 @@ def alive() -> int:
 
 
 def check_between_steps(stage: int) -> None:
-    """Elements on rank i of n: p parameters, g gradients, s state of Adam (two per element, and a number per parameter).
+    """Elements on rank i of n: p parameters, g gradients, s state of Adam (two per element, and a
+    number per parameter).
 
         stage 3:    p = pieces               g = rows of the segments    s = 2 * pieces
         stage 2:    p = pieces + n * rows    g = rows of the segments    s = 2 * pieces
@@ -92,7 +95,8 @@ def check_between_steps(stage: int) -> None:
     assert held == {k: ITEM * v for k, v in want.items()}, (held, want)
     if stage == 3:
         assert rows * n <= whole + sum((n - 1) * math.prod(s[1:]) for s in ALL)
-    # Nothing is held elsewhere: what else is alive are numbers of single elements (counters, constants).
+    # Nothing is held elsewhere: what else is alive are numbers of single elements (counters,
+    # constants).
     adam.zero_grad()
     rest = alive() - before - held["p"] - held["s"]
     assert rest <= 4096, rest
@@ -110,11 +114,12 @@ def test_four_ranks_between_steps(stage: int) -> None:
     check_between_steps(stage)
 
 
-# During a step -----------------------------------------------------------------------------------------
+# During a step ------------------------------------------------------------------------------------
 
 
 class Watch:
-    """Looks at the gathered memory of all segments whenever some of it came or went, and at the gradients on the twins."""
+    """Looks at the gathered memory of all segments whenever some of it came or went, and at the
+    gradients on the twins."""
 
     def __init__(self, model: Any) -> None:
         self.segments = segments_of(model)
@@ -174,7 +179,8 @@ def watched(model: Any) -> Iterator[Watch]:
 
 
 def recomputing(model: Any, how: str) -> None:
-    """Every block, or a part of every block, is computed again in the backward: called so, or so inside."""
+    """Every block, or a part of every block, is computed again in the backward: called so, or so
+    inside."""
     model.around = how == "around"
     if model.around:
         return
@@ -187,8 +193,9 @@ def recomputing(model: Any, how: str) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @on_ranks(2)
 def test_gathered_segments_at_once(prefetch: int, recompute: str) -> None:
-    """At most prefetch + 1, beside the root's, whose forward is around all others. Only while the result of a collective is
-    brought to its place, and nothing is gathered ahead, its segment is there twice."""
+    """At most prefetch + 1, beside the root's, whose forward is around all others. Only while the
+    result of a collective is brought to its place, and nothing is gathered ahead, its segment is
+    there twice."""
     mesh = meshes()["fsdp"]
     model = net(blocks=5)
     if recompute:

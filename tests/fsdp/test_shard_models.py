@@ -1,4 +1,5 @@
-"""shard_data_parallel around modules of all kinds: checkpointed, in low precision, with results that are not one new tensor."""
+"""shard_data_parallel around modules of all kinds: checkpointed, in low precision, with results
+that are not one new tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.training import (
     ways,
 )
 
-# Results ----------------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 class Dicts(nn.Module):
@@ -173,7 +174,7 @@ def test_results(kind, segments, stage):
     check(make, mesh=line(), segments=names, **ways(stage))
 
 
-# Recomputed ---------------------------------------------------------------------------------------------
+# Recomputed ---------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -231,7 +232,8 @@ def test_checkpoints(join, inside, segments, stage):
 @pytest.mark.parametrize("again", [True, False])
 @on_ranks(2)
 def test_checkpoints_gather_once_for_recompute_and_backward(join, inside, again):
-    """Segments that are computed again together are held one at a time: all but the last of them are gathered twice."""
+    """Segments that are computed again together are held one at a time: all but the last of them
+    are gathered twice."""
     gathers = {chained: 8, around: 8, around_pairs: 10, around_all: 11, nested: 11}[join]
     torch.manual_seed(0)
     model = Root(*[Block(inside=inside) for _ in range(4)], join=join).double()
@@ -257,7 +259,8 @@ def dt_step(model):
 @pytest.mark.parametrize("join", JOINS, ids=lambda f: f.__name__)
 @on_ranks(2)
 def test_dropout_is_the_same_when_computed_again(join, stage):
-    """The same masks with and without checkpoints: the numbers of the run without are right (other tests)."""
+    """The same masks with and without checkpoints: the numbers of the run without are right (other
+    tests)."""
     out = []
     for how in (chained, join):
         torch.manual_seed(0)
@@ -269,7 +272,7 @@ def test_dropout_is_the_same_when_computed_again(join, stage):
     compare(out[1], out[0])
 
 
-# What autograd does not see --------------------------------------------------------------------------
+# What autograd does not see -----------------------------------------------------------------------
 
 
 class Lends(nn.Module):

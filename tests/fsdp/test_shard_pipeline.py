@@ -1,4 +1,5 @@
-"""shard_data_parallel on the meshes of pipeline stages: gradients are those of one process, and are reduced once per step."""
+"""shard_data_parallel on the meshes of pipeline stages: gradients are those of one process, and are
+reduced once per step."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
             loss.backward()
         with dt.record_comms() as log:
             got = pipeline.run(
-                lambda x: model(dt.shard_tensor(x, meshes[0], split)).square().sum(), data, schedule,
+                lambda x: model(dt.shard_tensor(x, meshes[0], split)).square().sum(), data,
+                schedule,
                 stages=order if schedule == "interleaved_1f1b" else None,
             )  # fmt: skip
             dt.sync_gradients(model)

@@ -1,4 +1,5 @@
-"""shard_data_parallel: what is communicated, kept and saved; low precision; errors leave everything as it was."""
+"""shard_data_parallel: what is communicated, kept and saved; low precision; errors leave everything
+as it was."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def batch(i=0, dtype=torch.float64):
     return dt.shard_tensor(randn(5, 6, seed=i).to(dtype), line(), [S0])
 
 
-# What is communicated ---------------------------------------------------------------------------------
+# What is communicated -----------------------------------------------------------------------------
 
 
 def counted(model, step=squares, dtype=torch.float64):
@@ -125,14 +126,15 @@ def test_the_gradients_of_replicas_are_reduced_as_shards():
     assert {r.bytes for r in log if r.kind == "all_reduce"} == {8 * (n + 2) for n in ROWS}
 
 
-# Low precision ----------------------------------------------------------------------------------------
+# Low precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", [None, torch.float32])
 @stages
 @on_ranks(2)
 def test_computing_in_bf16(stage, wire):
-    """Parameters in fp32: a plain model that casts by hand is the reference. Traffic is of the low precision."""
+    """Parameters in fp32: a plain model that casts by hand is the reference. Traffic is of the low
+    precision."""
     torch.manual_seed(0)
     plain = mlp(torch.float32)
     torch.manual_seed(0)
@@ -208,7 +210,7 @@ def test_integers_keep_their_dtype():
     assert model.count.grad is None
 
 
-# Born as shards, saved and resumed ------------------------------------------------------------------------
+# Born as shards, saved and resumed ----------------------------------------------------------------
 
 
 @stages
@@ -300,7 +302,7 @@ def test_a_run_resumes(stage):
     compare([*first, *rest], losses, 0)
 
 
-# Errors -----------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 BAD = {
     "axis": ({"shard_axis": "nope"}, ValueError, "'nope'"),
@@ -398,7 +400,7 @@ def test_another_dtype_afterwards_is_an_error(change, stage):
     squares(model, batch())
 
 
-# Exceptions ---------------------------------------------------------------------------------------------------
+# Exceptions ---------------------------------------------------------------------------------------
 
 
 class Boom(Exception):

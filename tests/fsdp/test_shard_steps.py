@@ -28,7 +28,7 @@ from tests.support.training import (
 cuts = pytest.mark.parametrize("segments", [EACH, dt.SegmentBySize()], ids=["each", "one"])
 
 
-# Several forwards and backwards in one step -----------------------------------------------------------
+# Several forwards and backwards in one step -------------------------------------------------------
 
 
 def two_losses(model, x):
@@ -144,7 +144,7 @@ def test_gradients_add_up(stage, zero):
     check(mlp, three_backwards, mesh=line(), segments=EACH, zero=zero, **ways(stage))
 
 
-# Something is written to a parameter --------------------------------------------------------------------
+# Something is written to a parameter --------------------------------------------------------------
 
 
 @stages

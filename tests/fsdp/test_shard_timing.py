@@ -1,4 +1,5 @@
-"""Ranks that are out of step: what a reduction does next must not hang on when something arrives."""
+"""Ranks that are out of step: what a reduction does next must not hang on when something
+arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random chains of stages under ``pipeline.run`` with random schedules: losses and gradients as of one process.
+"""Random chains of stages under ``pipeline.run`` with random schedules: losses and gradients as of
+one process.
 
 python -m tests.fuzz.fuzz_pipeline --seeds 0:100 --world 2
 """
@@ -25,8 +26,9 @@ WIDTH = 5
 
 @dataclass(frozen=True)
 class Chain:
-    """``skips``: (from, to, how) of values between stages that are not neighbours, or are; ``ties``: (from, to) of
-    parameters; ``redone``: stages that are computed again in the backward."""
+    """``skips``: (from, to, how) of values between stages that are not neighbours, or are;
+    ``ties``: (from, to) of parameters; ``redone``: stages that are computed again in the
+    backward."""
 
     kind: int
     stages: int

@@ -1,8 +1,9 @@
-"""Random small programs, run on plain tensors and on DistTensors: the same values, gradients and bits.
+"""Random small programs, run on plain tensors and on DistTensors: the same values, gradients and
+bits.
 
-A program is text: a few lines of ordinary torch over starting tensors with random placements. ``make(seed, mesh_ndim)``
-writes one; ``problems(program, mesh)`` runs it both ways on the ranks of the world and says what differs. More seeds
-than the tests run, the failures made smaller::
+A program is text: a few lines of ordinary torch over starting tensors with random placements.
+``make(seed, mesh_ndim)`` writes one; ``problems(program, mesh)`` runs it both ways on the ranks of
+the world and says what differs. More seeds than the tests run, the failures made smaller::
 
     python -c "from tests.fuzz.fuzz_programs import main; main(0, 1000, 2, 2)"     # first seed, end, shape of the mesh
 """
@@ -145,7 +146,8 @@ def run(
 
 
 def shrunk(program: Program, mesh: ProcessMesh) -> Program:
-    """The same failure in fewer lines with simpler placements, as far as one change at a time goes."""
+    """The same failure in fewer lines with simpler placements, as far as one change at a time
+    goes."""
 
     def fails(candidate: Program) -> bool:
         if not steady(candidate):
@@ -193,7 +195,8 @@ def simpler(program: Program) -> Iterator[Program]:
 
 
 def check(text: str, shape: Sequence[int], end: str = "backward") -> None:
-    """A program given as text must be right on a mesh of this shape. Raises AssertionError. Runs on every rank."""
+    """A program given as text must be right on a mesh of this shape. Raises AssertionError. Runs on
+    every rank."""
     lines = tuple(line.strip() for line in text.strip().splitlines() if line.strip())
     found = problems(Program(lines, end), mesh_for(shape))
     if found:

@@ -1,9 +1,11 @@
-"""Random programs whose tensors live on several meshes, run on stage meshes and as one process would.
+"""Random programs whose tensors live on several meshes, run on stage meshes and as one process
+would.
 
-The programs are those of ``tests.fuzz.fuzz_writer``, whose every operation happens on one mesh, and operations that go
-from mesh to mesh. Beside values and gradients this compares what a backward would transfer: for each tensor the
-crossings that its graph reaches, which all ranks of a crossing must agree on (where they do not, they would wait for
-each other for ever; nothing has to hang to find it). By hand, the failures made smaller::
+The programs are those of ``tests.fuzz.fuzz_writer``, whose every operation happens on one mesh, and
+operations that go from mesh to mesh. Beside values and gradients this compares what a backward
+would transfer: for each tensor the crossings that its graph reaches, which all ranks of a crossing
+must agree on (where they do not, they would wait for each other for ever; nothing has to hang to
+find it). By hand, the failures made smaller::
 
     python -m tests.fuzz.fuzz_stages --seeds 0:500 --world 2
 """
@@ -52,7 +54,8 @@ class StageProgram(Program):
 
 @dataclass
 class StageWorld(World):
-    """Places are ``"mesh: placements"``; ``to`` stays on the mesh, ``move`` goes to another and gives a copy."""
+    """Places are ``"mesh: placements"``; ``to`` stays on the mesh, ``move`` goes to another and
+    gives a copy."""
 
     meshes: list[ProcessMesh] | None = None
 
@@ -266,7 +269,7 @@ def make(seed: int, world: int) -> StageProgram:
     raise RuntimeError(f"no program for seed {seed}")
 
 
-# Running ----------------------------------------------------------------------------------------------
+# Running ------------------------------------------------------------------------------------------
 
 
 def forward(program: StageProgram, world: StageWorld) -> dict[str, Any]:
@@ -369,8 +372,8 @@ def disagreements(values: dict[str, Any]) -> list[str]:
             have = [r for r in ranks if (tag, ranks, what) in everyone[r][k]]
             if have != list(ranks):
                 out.append(
-                    f"{k} ({x.spec!r}): a backward of the crossing {tag} ({what}) only on ranks {have}, without "
-                    f"{[r for r in ranks if r not in have]}"
+                    f"{k} ({x.spec!r}): a backward of the crossing {tag} ({what}) only on ranks "
+                    f"{have}, without {[r for r in ranks if r not in have]}"
                 )
     return out
 
@@ -425,7 +428,8 @@ def problems(program: StageProgram) -> list[str]:
 
 
 def run(programs: Sequence[StageProgram], progress: str = "", shrink: bool = False) -> list[str]:
-    """Reports of the programs that fail; runs on every rank. ``progress``: a file that tells which one runs."""
+    """Reports of the programs that fail; runs on every rank. ``progress``: a file that tells which
+    one runs."""
     reports = []
     for i, program in enumerate(programs):
         if progress and dist.get_rank() == 0:

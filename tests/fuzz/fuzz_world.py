@@ -24,7 +24,8 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Program:
-    """``lines``: statements; ``end``: how gradients are asked for; ``leaves``: names whose gradients are compared."""
+    """``lines``: statements; ``end``: how gradients are asked for; ``leaves``: names whose
+    gradients are compared."""
 
     lines: tuple[str, ...]
     end: str = "backward"
@@ -63,7 +64,8 @@ def placements(text: str) -> list[Placement]:
 
 @dataclass
 class World:
-    """The names that programs use beside torch and F; without a mesh they are about plain tensors."""
+    """The names that programs use beside torch and F; without a mesh they are about plain
+    tensors."""
 
     mesh: ProcessMesh | None = None
     jitter: float = 0.0
@@ -189,7 +191,8 @@ def execute(program: Program, world: World) -> tuple[dict[str, Any], dict[str, A
 
 
 def steady(program: Program) -> bool:
-    """Do values and gradients of plain tensors stay put when the inputs change by rounding errors? (No ties at kinks.)"""
+    """Do values and gradients of plain tensors stay put when the inputs change by rounding errors?
+    (No ties at kinks.)"""
     try:
         values, grads = execute(program, World())
         again, grads_again = execute(program, World(jitter=1e-13))

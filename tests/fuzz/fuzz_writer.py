@@ -1,7 +1,8 @@
-"""Writing the fuzzer's programs: lines of ordinary torch, executed on plain tensors as the program grows.
+"""Writing the fuzzer's programs: lines of ordinary torch, executed on plain tensors as the program
+grows.
 
-Each ``@op`` gives the text of one statement over what is there; a line that raises, or whose numbers grow wild, is
-dropped again.
+Each ``@op`` gives the text of one statement over what is there; a line that raises, or whose
+numbers grow wild, is dropped again.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ class Writer:
         inplace = any(
             "_(" in line or "] =" in line or "=" in line.split(" = ", 1)[0] for line in self.lines
         )
-        # torch's formulas save results, whose hooks then run for the second order: not a rule to hold
+        # torch's formulas save results, whose hooks then run for the second order: not a rule to
+        # hold
         once = inplace or any("hook(" in line for line in self.lines)
         end = self.one(
             "backward", "backward", "backward", "twice", "grad", "backward" if once else "double"
@@ -201,7 +203,8 @@ class Writer:
 
 
 def make(seed: int, axes: int) -> Program:
-    """The program of a seed: 3 to 8 operations over 2 to 4 starting tensors. Some seeds need several tries."""
+    """The program of a seed: 3 to 8 operations over 2 to 4 starting tensors. Some seeds need
+    several tries."""
     for attempt in range(50):
         w = Writer(seed * 100 + attempt, axes)
         with warnings.catch_warnings(), contextlib.suppress(LookupError, RuntimeError):
@@ -223,7 +226,7 @@ def tame(v: Tensor) -> bool:
     return not (v.dtype.is_floating_point and v.numel()) or float(v.detach().abs().max()) < 200
 
 
-# The pool of operations: each gives the text of a statement ---------------------------------------------------
+# The pool of operations: each gives the text of a statement ---------------------------------------
 
 Op = Callable[[Writer], "str | None"]
 OPS: list[Op] = []

@@ -1,4 +1,5 @@
-"""Programs of fixed seeds on real ranks. ``tests.fuzz.fuzz_programs.main`` runs others, and makes failures small."""
+"""Programs of fixed seeds on real ranks. ``tests.fuzz.fuzz_programs.main`` runs others, and makes
+failures small."""
 
 from __future__ import annotations
 

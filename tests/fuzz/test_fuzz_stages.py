@@ -1,4 +1,5 @@
-"""Programs of fixed seeds over several meshes, on real ranks. ``python -m tests.fuzz.fuzz_stages`` runs others."""
+"""Programs of fixed seeds over several meshes, on real ranks. ``python -m tests.fuzz.fuzz_stages``
+runs others."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ WRONG_ONCE = [
     # what is computed on running statistics had no gradient outside
     program(
         APART, "v1 = leaf(1, (5, 3), '0: R')", "m, s = data(2, (3,), '0: R'), data(3, (3,), '0: R') ** 2",
-        "v2 = move(F.batch_norm(move(v1, '1: R'), move(m, '1: R'), move(s, '1: R'), training=True), '0: R')", "losses = [v2.sum()]",
+        "v2 = move(F.batch_norm(move(v1, '1: R'), move(m, '1: R'), move(s, '1: R'), "
+        "training=True), '0: R')", "losses = [v2.sum()]",
     ),
     # the number in a 0-d index was asked for where it is not
     program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1[:, index(2, (), 3, '0: R')]", "losses = [v2.sum()]"),
@@ -67,7 +69,8 @@ WRONG_ONCE_ON_FOUR = [
     # a crossing in a region that is computed again, of other ranks
     program(
         EACH, "v1, v2 = leaf(1, (3,), '0: R'), leaf(2, (3,), '2: R')",
-        "v3 = ckpt(lambda a, b: move(move(a.exp(), '1: R').sin(), '2: R') * b.exp(), v1, v2)", "losses = [v3.sum()]",
+        "v3 = ckpt(lambda a, b: move(move(a.exp(), '1: R').sin(), '2: R') "
+        "* b.exp(), v1, v2)", "losses = [v3.sum()]",
     ),
 ]  # fmt: skip
 

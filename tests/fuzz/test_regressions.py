@@ -1,4 +1,5 @@
-"""What was wrong once. Most were found by tests/fuzz/fuzz_programs.py and made smaller; each is checked like its programs."""
+"""What was wrong once. Most were found by tests/fuzz/fuzz_programs.py and made smaller; each is
+checked like its programs."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_program_on_4_ranks(shape, lines, end):
     fuzz_programs.check("\n".join(lines), shape, end)
 
 
-# Views that had to copy -----------------------------------------------------------------------------------
+# Views that had to copy ---------------------------------------------------------------------------
 
 
 def split_rows():
@@ -135,7 +136,7 @@ def test_copies_that_are_gone_leave_nothing_behind():
     assert len(view_copies.LIVE) == before
 
 
-# Reshards and memory ----------------------------------------------------------------------------------------
+# Reshards and memory ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", [[S0], [S1], [Partial()], [Partial("avg")]], ids=str)
@@ -161,7 +162,7 @@ def test_a_write_to_the_source_of_a_pending_sum_is_the_same_on_all_ranks():
     torch.testing.assert_close(x.grad.full_tensor(), 2 * randn(5))
 
 
-# Strides ----------------------------------------------------------------------------------------------------
+# Strides ------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -175,7 +176,7 @@ def test_a_transposed_piece_of_one_row_is_not_contiguous():
     assert F.linear(x, x).is_contiguous()
 
 
-# Copies -----------------------------------------------------------------------------------------------------
+# Copies -------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

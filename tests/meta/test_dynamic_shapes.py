@@ -1,4 +1,5 @@
-"""Functions whose output shape depends on data: ranks outside learn the shape, and the program goes on."""
+"""Functions whose output shape depends on data: ranks outside learn the shape, and the program goes
+on."""
 
 from __future__ import annotations
 
@@ -107,8 +108,10 @@ def nothing_found(x, ints, rows, counts):
 
 
 PROGRAMS = [
-    nonzero, nonzero_tuple, argwhere, where, masked_select, getitem, getitem_rows, getitem_mixed, setitem, setitem_rows, unique,
-    unique_all, unique_dim, unique_consecutive, bincount, repeat_interleave, repeat_interleave_of_counts, one_hot, nothing_found,
+    nonzero, nonzero_tuple, argwhere, where, masked_select, getitem, getitem_rows, getitem_mixed,
+    setitem, setitem_rows, unique,
+    unique_all, unique_dim, unique_consecutive, bincount, repeat_interleave,
+    repeat_interleave_of_counts, one_hot, nothing_found,
 ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""What a program sees of tensors whose mesh this rank is not in: what the ranks inside see, but for the data."""
+"""What a program sees of tensors whose mesh this rank is not in: what the ranks inside see, but for
+the data."""
 
 from __future__ import annotations
 
@@ -621,18 +622,25 @@ def test_hooks_are_called_where_the_gradient_is():
     assert sorted(calls) == (["after", "leaf", "result"] if a.is_initialized else [])
 
 
-# Values ----------------------------------------------------------------------------------------------------
+# Values -------------------------------------------------------------------------------------------
 
 ASKING = {
-    "item": lambda x: x(1).item(), "bool": lambda x: bool((x(3) > 9).any()), "int": lambda x: int(x(1)),
-    "float": lambda x: float(x(1)), "complex": lambda x: complex(x(1)), "tolist": lambda x: x(3).tolist(),
-    "numpy": lambda x: x(3).numpy().sum().item(), "numpy forced": lambda x: x(3).numpy(force=True).tolist(),
+    "item": lambda x: x(1).item(), "bool": lambda x: bool((x(3) > 9).any()),
+    "int": lambda x: int(x(1)),
+    "float": lambda x: float(x(1)), "complex": lambda x: complex(x(1)),
+    "tolist": lambda x: x(3).tolist(),
+    "numpy": lambda x: x(3).numpy().sum().item(),
+    "numpy forced": lambda x: x(3).numpy(force=True).tolist(),
     "format": lambda x: f"{x(3).sum():.3f}", "percent": lambda x: "%.2f" % x(3).sum(),  # noqa: UP031
     "in": lambda x: 2.0 in x(3),
-    "equal": lambda x: torch.equal(x(3), x(3)), "allclose": lambda x: x(3).allclose(x(3)), "not": lambda x: not x(1),
-    "index": lambda x: [7, 8, 9][x.ints(3, (1,))], "if": lambda x: 1 if x(3).sum() > 0 else 2, "and": lambda x: x(1) > 0 and 5,
-    "is_nonzero": lambda x: torch.is_nonzero(x(1)), "sorted": lambda x: [float(v) for v in sorted(x(3))],
-    "any": lambda x: any(x(3) > 9), "list of numbers": lambda x: torch.tensor([x(1).sum(), 2.0]).tolist(),
+    "equal": lambda x: torch.equal(x(3), x(3)), "allclose": lambda x: x(3).allclose(x(3)),
+    "not": lambda x: not x(1),
+    "index": lambda x: [7, 8, 9][x.ints(3, (1,))], "if": lambda x: 1 if x(3).sum() > 0 else 2,
+    "and": lambda x: x(1) > 0 and 5,
+    "is_nonzero": lambda x: torch.is_nonzero(x(1)),
+    "sorted": lambda x: [float(v) for v in sorted(x(3))],
+    "any": lambda x: any(x(3) > 9),
+    "list of numbers": lambda x: torch.tensor([x(1).sum(), 2.0]).tolist(),
     "full": lambda x: torch.full((2,), x(1).sum()).tolist(),
 }  # fmt: skip
 
@@ -673,18 +681,26 @@ def test_values_reach_everywhere():
     assert here.dtype == torch.float64 and here.numel() == (15 if x.mesh.coordinate else 0)
 
 
-# Random numbers --------------------------------------------------------------------------------------------
+# Random numbers -----------------------------------------------------------------------------------
 
 DRAWING = [
-    lambda x: F.dropout(x(6, 5), 0.5), lambda x: F.dropout(x(6, 5), 0.0), lambda x: F.dropout(x(6, 5), 0.5, training=False),
-    lambda x: F.dropout(x(6, 5) * 1, 0.5, inplace=True), lambda x: F.dropout2d(x(2, 3, 4, 4), 0.5), lambda x: F.dropout(x(0, 5), 0.5),
-    lambda x: F.alpha_dropout(x(6, 5), 0.5, True), lambda x: F.rrelu(x(6, 5), training=True), lambda x: F.rrelu(x(6, 5)),
-    lambda x: F.gumbel_softmax(x(6, 5)), lambda x: torch.rand_like(x(6, 5)), lambda x: torch.bernoulli(x(6, 5).detach().abs().clamp(max=1)),
-    lambda x: torch.multinomial(x(6, 5).detach().abs(), 2), lambda x: x(6, 5).detach().exponential_(),
+    lambda x: F.dropout(x(6, 5), 0.5), lambda x: F.dropout(x(6, 5), 0.0),
+    lambda x: F.dropout(x(6, 5), 0.5, training=False),
+    lambda x: F.dropout(x(6, 5) * 1, 0.5, inplace=True), lambda x: F.dropout2d(x(2, 3, 4, 4), 0.5),
+    lambda x: F.dropout(x(0, 5), 0.5),
+    lambda x: F.alpha_dropout(x(6, 5), 0.5, True), lambda x: F.rrelu(x(6, 5), training=True),
+    lambda x: F.rrelu(x(6, 5)),
+    lambda x: F.gumbel_softmax(x(6, 5)), lambda x: torch.rand_like(x(6, 5)),
+    lambda x: torch.bernoulli(x(6, 5).detach().abs().clamp(max=1)),
+    lambda x: torch.multinomial(x(6, 5).detach().abs(), 2),
+    lambda x: x(6, 5).detach().exponential_(),
     lambda x: F.scaled_dot_product_attention(*[x(2, 3, 6, 4)] * 3, dropout_p=0.3),
-    lambda x: F.scaled_dot_product_attention(*[x(2, 3, 6, 4)] * 3), lambda x: dt.rand(3, mesh=x.mesh), lambda x: dt.zeros(3, mesh=x.mesh),
-    lambda x: dt.randperm(5, mesh=x.mesh), lambda x: nn.init.orthogonal_(x(6, 5)), lambda x: nn.init.trunc_normal_(x(6, 5)),
-    lambda x: nn.init.zeros_(x(6, 5)), lambda x: nn.init.kaiming_uniform_(x(6, 5)), lambda x: nn.init.sparse_(x(6, 5), 0.5),
+    lambda x: F.scaled_dot_product_attention(*[x(2, 3, 6, 4)] * 3),
+    lambda x: dt.rand(3, mesh=x.mesh), lambda x: dt.zeros(3, mesh=x.mesh),
+    lambda x: dt.randperm(5, mesh=x.mesh), lambda x: nn.init.orthogonal_(x(6, 5)),
+    lambda x: nn.init.trunc_normal_(x(6, 5)),
+    lambda x: nn.init.zeros_(x(6, 5)), lambda x: nn.init.kaiming_uniform_(x(6, 5)),
+    lambda x: nn.init.sparse_(x(6, 5), 0.5),
     lambda x: F.fractional_max_pool2d(x(2, 3, 8, 8), 2, output_size=4),
     lambda x: x.module(nn.LSTM(5, 4, 2, dropout=0.5))(x(3, 6, 5)),
     lambda x: x.module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True))(x(3, 6, 8)),
@@ -708,7 +724,7 @@ def test_random_calls_count_alike(policy):
     assert counts[:3] == [1, 0, 0]
 
 
-# Cost ------------------------------------------------------------------------------------------------------
+# Cost ---------------------------------------------------------------------------------------------
 
 
 class Kernels(TorchDispatchMode):

@@ -1,4 +1,5 @@
-"""Modules that lie elsewhere are skipped whole, with the same values and gradients; those that must not be are not."""
+"""Modules that lie elsewhere are skipped whole, with the same values and gradients; those that must
+not be are not."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def value(mesh, *shape, requires_grad=False):
     return dt.shard_tensor(torch.ones(*shape), mesh, requires_grad=requires_grad)
 
 
-# Values, gradients, random numbers ------------------------------------------------------------------------
+# Values, gradients, random numbers ----------------------------------------------------------------
 
 
 def three_times(block, forward=lambda block, x: block(x)):
@@ -201,7 +202,7 @@ def test_random_numbers_go_on_behind_a_skipped_module():
     torch.testing.assert_close(draws(stage_meshes()), draws([both, both]))
 
 
-# What is skipped ---------------------------------------------------------------------------------------------
+# What is skipped ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -381,7 +382,8 @@ def test_an_input_that_is_written_to_depends_on_what_was_written(world):
 
 
 def test_results_depend_on_the_inputs_that_they_are_made_of(world):
-    """On a rank that sent x and y: the backward of a result waits for the gradients of its own inputs only."""
+    """On a rank that sent x and y: the backward of a result waits for the gradients of its own
+    inputs only."""
     module, mesh = elsewhere(Pairs)
     mine = dt.ProcessMesh([1], ("x",))
     for i in range(3):

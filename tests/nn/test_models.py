@@ -1,4 +1,5 @@
-"""Models of Hugging Face transformers, unmodified: loss and all gradients on a mesh are those of one process."""
+"""Models of Hugging Face transformers, unmodified: loss and all gradients on a mesh are those of
+one process."""
 
 from __future__ import annotations
 
@@ -98,8 +99,9 @@ def test_the_example_has_the_same_losses_on_one_process_and_on_four(tmp_path: Pa
     assert losses[0][-1] < losses[0][0] - 1.0
 
 
-# What a model with two layers sends over tp. Each way, on activations [batch, time, width]: one for each place where a
-# split layer ends (forward) or begins (backward); and what the loss over a split vocabulary needs, per token.
+# What a model with two layers sends over tp. Each way, on activations [batch, time, width]: one for
+# each place where a split layer ends (forward) or begins (backward); and what the loss over a split
+# vocabulary needs, per token.
 WIDE, LOSS = [4, 7, 16], [[28], [2, 28]]
 EXPECTED: dict[str, dict[str, list[Any]]] = {
     # embedding, attention and MLP of both layers; attention and MLP of both layers, head

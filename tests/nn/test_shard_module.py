@@ -1,4 +1,5 @@
-"""Modules with DistTensor parameters: shard_module's plans, meta device, ties; and nn.Module's own methods."""
+"""Modules with DistTensor parameters: shard_module's plans, meta device, ties; and nn.Module's own
+methods."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ def test_meta_parameters_that_nobody_initializes_are_an_error():
         dt.shard_module(table, grid())
 
 
-# nn.Module's own methods ------------------------------------------------------------------------------
+# nn.Module's own methods --------------------------------------------------------------------------
 
 
 @everywhere

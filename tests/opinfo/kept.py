@@ -3,10 +3,11 @@
     python -m tests.opinfo.kept                       every OpInfo with float32 samples; prints the table
     python -m tests.opinfo.kept --ops add,bmm --all   a line for each sample and dim
 
-A dim of the first tensor is *independent* in a call if the call on slices along it (the other tensors sliced too, or
-whole) gives slices of the results: put together along a dim of each, they are what the call on the whole gives, wherever
-the cut is. This is found with plain torch. On a mesh of two ranks the call must then keep ``Shard`` on that dim, of each
-result, with zero bytes moved; one rank is enough to see that: the other one is not there (torch's fake process group).
+A dim of the first tensor is *independent* in a call if the call on slices along it (the other
+tensors sliced too, or whole) gives slices of the results: put together along a dim of each, they
+are what the call on the whole gives, wherever the cut is. This is found with plain torch. On a mesh
+of two ranks the call must then keep ``Shard`` on that dim, of each result, with zero bytes moved;
+one rank is enough to see that: the other one is not there (torch's fake process group).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tests.opinfo.opinfo_call import replace, rounds, seed
 from tests.opinfo.opinfo_check import OPS, common_methods_invocations, unseeded
 from tests.support import oracle
 
-# Functions that read outside their memory if a matrix and what was made of it are cut apart: only batch dims are tried.
+# Functions that read outside their memory if a matrix and what was made of it are cut apart: only
+# batch dims are tried.
 TRUSTING = (
     "lu_unpack",
     "linalg.lu_solve",
@@ -51,7 +53,8 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Independent:
-    """``ins[i]``: the dim along which tensor i is sliced (None: whole); ``outs[j]``: that of result j."""
+    """``ins[i]``: the dim along which tensor i is sliced (None: whole); ``outs[j]``: that of result
+    j."""
 
     ins: Dims
     outs: Dims
@@ -59,7 +62,8 @@ class Independent:
 
 @dataclass
 class Row:
-    """An OpInfo. ``dims``: what was found of (sample, dim of the first tensor): "" where the sharding is kept."""
+    """An OpInfo. ``dims``: what was found of (sample, dim of the first tensor): "" where the
+    sharding is kept."""
 
     name: str
     dims: list[tuple[int, int, int, str]] = field(
@@ -78,13 +82,14 @@ class Row:
         return None if not found else not any(found)
 
 
-# What is independent -----------------------------------------------------------------------------------
+# What is independent ------------------------------------------------------------------------------
 
 
 def independent(
     func: Any, given: Any, dim: int, chance: bool, trusting: bool
 ) -> Iterator[Independent]:
-    """The ways in which ``dim`` of the first tensor is independent. ``chance``: only shapes can be compared."""
+    """The ways in which ``dim`` of the first tensor is independent. ``chance``: only shapes can be
+    compared."""
     tensors = oracle.tensors_in(given)
     n = tensors[0].shape[dim]
     whole = results(func, given, tensors)
@@ -125,7 +130,8 @@ def sliced(tensors: Sequence[Tensor], ins: Dims, part: tuple[int, int], n: int) 
 
 
 def ways(tensors: Sequence[Tensor], dim: int, n: int) -> Iterator[Dims]:
-    """Dims by which to slice all tensors, the likeliest first: as the first one from the right, from the left."""
+    """Dims by which to slice all tensors, the likeliest first: as the first one from the right,
+    from the left."""
     first = tensors[0].ndim
     choices: list[list[int | None]] = [[dim]]
     for t in tensors[1:]:
@@ -168,7 +174,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-# What is kept ------------------------------------------------------------------------------------------
+# What is kept -------------------------------------------------------------------------------------
 
 
 def keeps(func: Any, given: Any, way: Independent, mesh: Any) -> str:

@@ -1,10 +1,12 @@
-"""Writes docs/operators.md: for each torch function its rule, in words and as factors, and what it gathers.
+"""Writes docs/operators.md: for each torch function its rule, in words and as factors, and what it
+gathers.
 
     python -m tests.opinfo.operators                  prints the page
     python -m tests.opinfo.operators docs/operators.md
 
-The factors are those of a sample of PyTorch's own op_db: of all that are tried, the call with the most dims. Functions
-that no sample calls have a rule in words only. Nothing is communicated: one rank of two, the other is not there.
+The factors are those of a sample of PyTorch's own op_db: of all that are tried, the call with the
+most dims. Functions that no sample calls have a rule in words only. Nothing is communicated: one
+rank of two, the other is not there.
 """
 
 from __future__ import annotations

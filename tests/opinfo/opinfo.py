@@ -3,14 +3,15 @@
     python -m tests.opinfo.opinfo                      every OpInfo with float32 samples; prints the table
     python -m tests.opinfo.opinfo --ops add,std.unbiased --most 20
 
-Each OpInfo runs on two real ranks: its samples as they are (sizes that do not divide, no elements, 0-d), each with
-its tensors in the layouts of ``opinfo_check.LAYOUTS``, also in place and with out= where there are such variants;
-with --world 4 on a 2x2 mesh, in placements drawn by its name, pending sums among them. Value, shape, dtype and the
-gradient of every input are compared with plain torch on the full tensors, as are the bits of replicas. Of random
-functions shape and dtype are compared; what plain torch refuses is left out.
+Each OpInfo runs on two real ranks: its samples as they are (sizes that do not divide, no elements,
+0-d), each with its tensors in the layouts of ``opinfo_check.LAYOUTS``, also in place and with out=
+where there are such variants; with --world 4 on a 2x2 mesh, in placements drawn by its name,
+pending sums among them. Value, shape, dtype and the gradient of every input are compared with plain
+torch on the full tensors, as are the bits of replicas. Of random functions shape and dtype are
+compared; what plain torch refuses is left out.
 
-A function that kills its ranks, or hangs, is named; the others go on in new processes. tests/opinfo/opinfo_check.py is
-what the ranks do.
+A function that kills its ranks, or hangs, is named; the others go on in new processes.
+tests/opinfo/opinfo_check.py is what the ranks do.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def measure(
     world: int = 2,
     say: Callable[[Result], None] = lambda r: None,
 ) -> list[Result]:
-    """The results of these jobs. One that kills its ranks, or lets them hang, fails with what they say."""
+    """The results of these jobs. One that kills its ranks, or lets them hang, fails with what they
+    say."""
     results: list[Result] = []
     while len(results) < len(jobs):
         batch, error = list(jobs[len(results) :][:BATCH]), ""
@@ -98,7 +100,8 @@ def table(results: Sequence[Result], verbose: bool) -> str:
         if not r.failures:
             if verbose:
                 lines.append(
-                    f"pass  {r.name} {r.dtype}: {r.cases} cases, {r.gradients} with gradients, {r.gathered} gathered"
+                    f"pass  {r.name} {r.dtype}: {r.cases} cases, {r.gradients} with gradients, "
+                    f"{r.gathered} gathered"
                 )
             continue
         known = f" (known: {KNOWN[r.name]})" if r.name in KNOWN else ""
@@ -116,7 +119,8 @@ def table(results: Sequence[Result], verbose: bool) -> str:
     wrong = sorted({r.name for r in failed if any(is_wrong(p) for _, p in r.failures)})
     lines += [
         "",
-        f"{len(results) - len(failed)} of {len(results)} pass, in {sum(r.cases for r in results)} cases, {sum(r.gradients for r in results)} with gradients",
+        f"{len(results) - len(failed)} of {len(results)} pass, in {sum(r.cases for r in results)} "
+        f"cases, {sum(r.gradients for r in results)} with gradients",
         f"{len(wrong)} give a wrong number: {' '.join(wrong)}",
         f"{sum(bool(r.gathered) for r in results)} gather their inputs in some case",
         f"{sum(not r.cases for r in results)} have no case (no tensor among the arguments)",

@@ -1,4 +1,5 @@
-"""One call of an OpInfo on plain tensors: what it gives, how exact that is, and how to run it on DistTensors."""
+"""One call of an OpInfo on plain tensors: what it gives, how exact that is, and how to run it on
+DistTensors."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ class Call:
         )
 
 
-# Values ----------------------------------------------------------------------------------------------
+# Values -------------------------------------------------------------------------------------------
 
 
 def replace(value: Any, new: Iterator[Tensor]) -> Any:

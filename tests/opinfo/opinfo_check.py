@@ -1,7 +1,8 @@
 """One OpInfo on the ranks of a world: its calls on plain tensors and on DistTensors, compared.
 
-The ranks tell each other through the store, not by a collective, how a case ended. So a rank that failed alone, or
-hangs, is found within ``PATIENCE`` seconds, and named with its function (tests/opinfo/opinfo.py).
+The ranks tell each other through the store, not by a collective, how a case ended. So a rank that
+failed alone, or hangs, is found within ``PATIENCE`` seconds, and named with its function
+(tests/opinfo/opinfo.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ LIMIT = 120.0  # seconds for one OpInfo
 PATIENCE = 60.0  # seconds that a rank waits for the other at the end of a case
 DRAWS = 2  # layouts of a sample on a mesh of several axes
 
-# By name: the placement of tensor i of a call on a mesh of one axis (replicated where it has no dims).
+# By name: the placement of tensor i of a call on a mesh of one axis (replicated where it has no
+# dims).
 LAYOUTS = {
     "R": lambda i: Replicate(),
     "S0": lambda i: Shard(0),
@@ -78,7 +80,8 @@ class Result:
 
 
 def on_rank(jobs: Sequence[tuple[str, str]], most: int, notes: str, run: str) -> None:
-    """Check these (OpInfo, dtype) with the other ranks. Each rank notes in a file what it began, and what came of it."""
+    """Check these (OpInfo, dtype) with the other ranks. Each rank notes in a file what it began,
+    and what came of it."""
     mine = f"{notes}.{dist.get_rank()}"
     with open(mine, "a") as file, open(mine + "-stack", "w") as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,11 +128,12 @@ def unseeded(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-# Samples and layouts ---------------------------------------------------------------------------------
+# Samples and layouts ------------------------------------------------------------------------------
 
 
 def samples_of(op: Any, dtype: torch.dtype, most: int) -> Iterator[tuple[Any, Any]]:
-    """((args, kwargs), sample), the same on every rank: at most ``most``, from the first to the last."""
+    """((args, kwargs), sample), the same on every rank: at most ``most``, from the first to the
+    last."""
     seed(0)
     asks = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     found = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=asks), 400))
@@ -148,7 +152,8 @@ def samples_of(op: Any, dtype: torch.dtype, most: int) -> Iterator[tuple[Any, An
 
 
 def layouts_for(call: Call, mesh: ProcessMesh, key: str) -> Iterator[tuple[str, Layouts]]:
-    """Layouts of the tensors and of what ``out=`` is given: those of ``LAYOUTS``, or some drawn by ``key``."""
+    """Layouts of the tensors and of what ``out=`` is given: those of ``LAYOUTS``, or some drawn by
+    ``key``."""
     tensors = [*call.tensors, *call.targets]
     if not call.tensors:
         return
@@ -180,7 +185,8 @@ def whole(t: Tensor) -> bool:
 
 
 def place(full: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
-    """``full`` as a DistTensor. The pieces of a sum are 2 x, -x and zeros: they add up without rounding."""
+    """``full`` as a DistTensor. The pieces of a sum are 2 x, -x and zeros: they add up without
+    rounding."""
     mine = full.detach().clone()
     shares = (2, -1)
     for axis, p in enumerate(placements):
@@ -195,14 +201,16 @@ def place(full: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> D
     return dt.from_local(local.detach().clone(), mesh, placements, shape=full.shape)
 
 
-# Of these the bits hang on where the memory of the inputs begins, in one process too (LAPACK's gelsy).
+# Of these the bits hang on where the memory of the inputs begins, in one process too (LAPACK's
+# gelsy).
 UNSTEADY = {"linalg.lstsq"}
 
-# One case --------------------------------------------------------------------------------------------
+# One case -----------------------------------------------------------------------------------------
 
 
 def compare(call: Call, layouts: Layouts, mesh: ProcessMesh, unset: bool) -> tuple[str, list[Any]]:
-    """(what differs or "", digests of what must be alike on replicas). All communication comes first."""
+    """(what differs or "", digests of what must be alike on replicas). All communication comes
+    first."""
     seed(1)
     dt.manual_seed(1)
     try:
@@ -269,7 +277,8 @@ def value_differs(call: Call, got: Outcome, grads: list[Any], unset: bool) -> st
 
 
 def agree(key: str, problem: str, digests: list[Any]) -> str:
-    """The problem of the case, the same on every rank. Raises RuntimeError where a rank does not come."""
+    """The problem of the case, the same on every rank. Raises RuntimeError where a rank does not
+    come."""
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[me], pickle.dumps((problem, digests)))

@@ -1,12 +1,14 @@
-"""What a rank outside a mesh knows of a call, compared with the ranks inside, for every function of PyTorch's op_db.
+"""What a rank outside a mesh knows of a call, compared with the ranks inside, for every function of
+PyTorch's op_db.
 
     python -m tests.opinfo.opinfo_outside                  every OpInfo; prints where ranks disagree
     python -m tests.opinfo.opinfo_outside --ops add,sort
 
-Rank 0 and 1 compute, rank 2 is outside. Every tensor of a sample comes as if it had crossed from another mesh, so that
-it shows which crossings a backward of each result would reach. All ranks must say the same: what is reached,
-requires_grad, shape, dtype, layout, what is written in place, and how many random calls there were. Nothing is sent: the
-three ranks run one after the other, each in a process of its own with a fake process group.
+Rank 0 and 1 compute, rank 2 is outside. Every tensor of a sample comes as if it had crossed from
+another mesh, so that it shows which crossings a backward of each result would reach. All ranks must
+say the same: what is reached, requires_grad, shape, dtype, layout, what is written in place, and
+how many random calls there were. Nothing is sent: the three ranks run one after the other, each in
+a process of its own with a fake process group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sharding is kept without communication where that is natural: by most functions, and by all of these families."""
+"""Sharding is kept without communication where that is natural: by most functions, and by all of
+these families."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.opinfo import kept
 
 SHARE = 0.85  # of the OpInfos that have an independent dim
 
-# One or more OpInfos of each family: all keep their first independent dim, and the second where there is one.
+# One or more OpInfos of each family: all keep their first independent dim, and the second where
+# there is one.
 FAMILIES = {
     "matrix products": "matmul mm bmm baddbmm addmm mv einsum nn.functional.linear nn.functional.bilinear linalg.multi_dot",
     "elementwise": "add mul div.no_rounding_mode pow exp where clamp sigmoid nn.functional.gelu lerp addcmul floor_divide isnan",
@@ -23,7 +25,8 @@ FAMILIES = {
     "softmax": "softmax log_softmax nn.functional.softmin",
     "norms": "nn.functional.layer_norm nn.functional.rms_norm nn.functional.normalize nn.functional.local_response_norm",
     "losses": "nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss nn.functional.l1_loss nn.functional.kl_div "
-    "nn.functional.smooth_l1_loss nn.functional.binary_cross_entropy_with_logits nn.functional.huber_loss",
+    "nn.functional.smooth_l1_loss nn.functional.binary_cross_entropy_with_logits "
+    "nn.functional.huber_loss",
     "gather and scatter": "gather scatter scatter_add index_select index_add index_copy index_fill take_along_dim select_scatter",
     "masks": "masked_fill tril triu",
     "embedding": "nn.functional.embedding nn.functional.embedding_bag",
@@ -98,7 +101,8 @@ def test_independent_dims_are_found():
 def test_what_is_lost_is_seen():
     """A rule that makes everything whole, in the table."""
     code = (
-        "from tests import kept; import torch, ops; from ops.registry import RULES; mesh = kept.world()\n"
+        "from tests import kept; import torch, ops; from ops.registry import RULES; mesh = "
+        "kept.world()\n"
         "for f in (torch.exp, torch.Tensor.exp): RULES.pop(f)\n"
         "row = kept.measure('exp', 3, mesh); print(row.kept(0), row.of(0)[-1])"
     )

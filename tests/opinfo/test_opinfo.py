@@ -57,7 +57,8 @@ def test_a_wrong_number_is_found(what):
 
 
 def broken(what):
-    """The result of torch.mul where full values, or gradients, of DistTensors are off by a thousandth."""
+    """The result of torch.mul where full values, or gradients, of DistTensors are off by a
+    thousandth."""
     real = opinfo_check.Call.run
 
     def run(self, leaves, targets):

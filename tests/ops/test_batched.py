@@ -1,4 +1,5 @@
-"""Linear algebra, Fourier transforms, interpolation: what is independent is split, also where a rank has nothing."""
+"""Linear algebra, Fourier transforms, interpolation: what is independent is split, also where a
+rank has nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ def check(func: Any, *args: Any, **kwargs: Any) -> None:
 
 
 MATRICES = [
-    torch.linalg.cholesky, torch.linalg.cholesky_ex, torch.linalg.det, torch.det, torch.linalg.slogdet, torch.logdet,
-    torch.linalg.inv, torch.inverse, torch.Tensor.inverse, torch.linalg.eigvalsh, torch.linalg.svdvals, torch.linalg.qr,
+    torch.linalg.cholesky, torch.linalg.cholesky_ex, torch.linalg.det, torch.det,
+    torch.linalg.slogdet, torch.logdet,
+    torch.linalg.inv, torch.inverse, torch.Tensor.inverse, torch.linalg.eigvalsh,
+    torch.linalg.svdvals, torch.linalg.qr,
     torch.matrix_exp, torch.linalg.lu_factor,
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Convolutions keep a dim split that the window slides over: values, gradients, their gradients; what is sent."""
+"""Convolutions keep a dim split that the window slides over: values, gradients, their gradients;
+what is sent."""
 
 from __future__ import annotations
 

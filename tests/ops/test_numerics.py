@@ -1,4 +1,5 @@
-"""The numbers where other systems are silently wrong, each on real ranks: value and gradient, uneven sizes."""
+"""The numbers where other systems are silently wrong, each on real ranks: value and gradient,
+uneven sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ ON_GRID = [[S0, S1], [S1, S0], [S0, S0], [R, S0], [S1, P], [P, P], [P, R]]
 
 
 def everywhere(func, *shapes, grids=ON_GRID, **options):
-    """One function of tensors of these shapes, all in one layout after the other, entering as leaf and otherwise."""
+    """One function of tensors of these shapes, all in one layout after the other, entering as leaf
+    and otherwise."""
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
     for n, layout in enumerate(ON_LINE if mesh.ndim == 1 else grids):
         args = [s if isinstance(s, Tensor) else randn(*s, seed=i) for i, s in enumerate(shapes)]
@@ -60,7 +62,7 @@ def on_both(body):
     return both(test)
 
 
-# Losses ------------------------------------------------------------------------------------------------
+# Losses -------------------------------------------------------------------------------------------
 
 
 @on_both
@@ -141,7 +143,7 @@ def test_vocabulary_split_cross_entropy_gathers_no_logits():
     assert {r.kind for r in log} == {"all_reduce"}, str(log)
 
 
-# Reductions ----------------------------------------------------------------------------------------------
+# Reductions ---------------------------------------------------------------------------------------
 
 
 @on_both
@@ -193,14 +195,19 @@ def exact(layouts):
 
 @on_both
 def test_gradients_of_extremes_with_ties():
-    """NaN in DTensor. torch divides the gradient among ties (amax, norm) or gives it to the first (max with a dim)."""
+    """NaN in DTensor. torch divides the gradient among ties (amax, norm) or gives it to the first
+    (max with a dim)."""
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
     for layout in exact(ON_LINE if mesh.ndim == 1 else ON_GRID):
         for way in ("leaf", "product", "view"):
             for func in (
-                lambda x: x.max(), lambda x: x.min(), lambda x: x.amax(), lambda x: x.amin(), lambda x: x.amax(0), lambda x: x.amax(1), lambda x: x.amin((0, 1)),
-                lambda x: x.max(0), lambda x: x.max(1), lambda x: x.min(0), lambda x: x.min(1, keepdim=True), lambda x: x.norm(INF), lambda x: x.norm(INF, 0),
-                lambda x: torch.linalg.vector_norm(x, INF, 1), lambda x: torch.linalg.vector_norm(x, -INF), lambda x: x.median(), lambda x: torch.aminmax(x, dim=0), lambda x: x.cummax(0),
+                lambda x: x.max(), lambda x: x.min(), lambda x: x.amax(), lambda x: x.amin(),
+                lambda x: x.amax(0), lambda x: x.amax(1), lambda x: x.amin((0, 1)),
+                lambda x: x.max(0), lambda x: x.max(1), lambda x: x.min(0),
+                lambda x: x.min(1, keepdim=True), lambda x: x.norm(INF), lambda x: x.norm(INF, 0),
+                lambda x: torch.linalg.vector_norm(x, INF, 1),
+                lambda x: torch.linalg.vector_norm(x, -INF), lambda x: x.median(),
+                lambda x: torch.aminmax(x, dim=0), lambda x: x.cummax(0),
             ):  # fmt: skip
                 check_op(func, TIES, layouts=[layout], mesh=mesh, ways=[way])
 
@@ -224,9 +231,13 @@ def test_nan_and_inf_propagate():
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
     for layout in exact(ON_LINE if mesh.ndim == 1 else ON_GRID):
         for func in (
-            lambda x: x.max(), lambda x: x.amin(0), lambda x: x.max(0), lambda x: x.min(1), lambda x: x.sum(0), lambda x: x.mean(), lambda x: x.norm(INF), lambda x: x.logsumexp(0),
-            lambda x: x.argmax(), lambda x: x.argmin(0), lambda x: x.nansum(0), lambda x: x.nanmean(), lambda x: x.softmax(0), lambda x: x.isnan().any(), lambda x: x.cumsum(0), lambda x: x.sort(0), lambda x: x.topk(2, 0),
-            lambda x: torch.where(x.isnan(), 0.0, x).amax(0), lambda x: x.nan_to_num(0.5, 2, -2), lambda x: x.prod(),
+            lambda x: x.max(), lambda x: x.amin(0), lambda x: x.max(0), lambda x: x.min(1),
+            lambda x: x.sum(0), lambda x: x.mean(), lambda x: x.norm(INF), lambda x: x.logsumexp(0),
+            lambda x: x.argmax(), lambda x: x.argmin(0), lambda x: x.nansum(0),
+            lambda x: x.nanmean(), lambda x: x.softmax(0), lambda x: x.isnan().any(),
+            lambda x: x.cumsum(0), lambda x: x.sort(0), lambda x: x.topk(2, 0),
+            lambda x: torch.where(x.isnan(), 0.0, x).amax(0), lambda x: x.nan_to_num(0.5, 2, -2),
+            lambda x: x.prod(),
         ):  # fmt: skip
             check_op(func, x, layouts=[layout], mesh=mesh, grad=False)
 
@@ -296,7 +307,7 @@ def test_empty_shards_in_reductions():
     everywhere(lambda x: (x.mean(), x.sum(1), x.mean(1)), (0, 3), grad=False)  # nan, as torch gives
 
 
-# Pending reductions ---------------------------------------------------------------------------------------
+# Pending reductions -------------------------------------------------------------------------------
 
 
 @on_both
@@ -456,7 +467,7 @@ def test_clamp_in_place_on_a_partial():
             check_op(f, randn(5, 3), layouts=[layout], inplace=True)
 
 
-# In place ---------------------------------------------------------------------------------------------------
+# In place -----------------------------------------------------------------------------------------
 
 
 @on_both
@@ -495,7 +506,7 @@ def test_writing_to_a_view_that_had_to_be_copied_is_an_error():
         raise RuntimeError("no copy was needed")
 
 
-# Halves of a split dim ----------------------------------------------------------------------------------------
+# Halves of a split dim ----------------------------------------------------------------------------
 
 
 @on_both
@@ -520,7 +531,7 @@ def test_gated_functions_pair_the_halves_of_the_whole_dim():
     everywhere(lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1), (5, 6))
 
 
-# Types ----------------------------------------------------------------------------------------------------------
+# Types --------------------------------------------------------------------------------------------
 
 
 @on_both
@@ -640,7 +651,7 @@ def test_a_replica_counts_once_in_a_sum_over_ranks():
             )
 
 
-# The oracle itself -------------------------------------------------------------------------------------------------
+# The oracle itself --------------------------------------------------------------------------------
 
 
 def _differs(on_dist, on_plain):

@@ -1,4 +1,5 @@
-"""Rules of functions on lists, of fused optimizers and of the gradient scaler; every optimizer's functions have one."""
+"""Rules of functions on lists, of fused optimizers and of the gradient scaler; every optimizer's
+functions have one."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def written(
     mesh_shape: tuple[int, ...] = (2, 2),
     **kwargs: Any,
 ) -> Any:
-    """Run a function that gives nothing and writes its arguments, plain and in pieces: all targets must be equal, in
-    the layouts they came in. None if the rule gives no decision."""
+    """Run a function that gives nothing and writes its arguments, plain and in pieces: all targets
+    must be equal, in the layouts they came in. None if the rule gives no decision."""
     found, factors, decision, inplace = plan(func, args, kwargs, layouts, mesh_shape)
     assert inplace
     if decision is None:
@@ -370,7 +371,8 @@ def test_the_scale_is_updated_alike_on_every_rank() -> None:
 # Torch.optim --------------------------------------------------------------------------------------
 
 NO_COMPUTATION = {
-    "__get__", "__set__", "requires_grad_", "is_complex", "is_floating_point", "dim", "size", "numel", "item", "__float__",
+    "__get__", "__set__", "requires_grad_", "is_complex", "is_floating_point", "dim", "size",
+    "numel", "item", "__float__",
     "__bool__", "backward",
 }  # fmt: skip
 OPTIMIZERS = [

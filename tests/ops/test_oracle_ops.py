@@ -1,7 +1,8 @@
-"""Every family of functions on real ranks, against the plain function: values, gradients, placements, replicas.
+"""Every family of functions on real ranks, against the plain function: values, gradients,
+placements, replicas.
 
-Each line of a table runs in many layouts (R, S(d), P, and plain tensors), on 2 ranks and on 2x2, uneven; a failing
-line is named with its layouts. To add a function, add a line.
+Each line of a table runs in many layouts (R, S(d), P, and plain tensors), on 2 ranks and on 2x2,
+uneven; a failing line is named with its layouts. To add a function, add a line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rules of elementwise functions, casts and factories: values, gradients, and where a Partial may flow."""
+"""Rules of elementwise functions, casts and factories: values, gradients, and where a Partial may
+flow."""
 
 from __future__ import annotations
 

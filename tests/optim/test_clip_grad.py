@@ -1,4 +1,5 @@
-"""Clipping by global norm, GradScaler and optimizers over several meshes: as one process does it, on every rank."""
+"""Clipping by global norm, GradScaler and optimizers over several meshes: as one process does it,
+on every rank."""
 
 from __future__ import annotations
 
@@ -191,7 +192,8 @@ def test_a_norm_that_is_not_finite_is_the_same_error_on_all_ranks():
 
 @on_ranks(2)
 def test_a_norm_of_one_stage_is_refused():
-    """Where torch's function was imported before disttensor, it sees the gradients of its own mesh alone."""
+    """Where torch's function was imported before disttensor, it sees the gradients of its own mesh
+    alone."""
     _, staged = both(two_stages, stage_meshes())
     for how in (
         lambda: clip_grad._clip_norm(staged.leaves, 1.0),
@@ -217,7 +219,7 @@ def test_plain_tensors_are_clipped_by_torch():
     assert nn.utils.clip_grad_norm_([], 1.0).item() == 0.0
 
 
-# Optimizers ------------------------------------------------------------------------------------------------
+# Optimizers ---------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
@@ -280,11 +282,12 @@ def test_steps_over_meshes_that_overlap(name):
     check_steps([grid(), ProcessMesh([2, 3], ("tp",))], 0, OPTIMIZERS[name])
 
 
-# GradScaler ------------------------------------------------------------------------------------------------
+# GradScaler ---------------------------------------------------------------------------------------
 
 
 def scaled_steps(on, make, poison):
-    """Three steps, of which the gradient of ``poison`` (a leaf) is infinite in the second: (scales, skipped)"""
+    """Three steps, of which the gradient of ``poison`` (a leaf) is infinite in the second: (scales,
+    skipped)"""
     on.run()
     optimizers = make(on.leaves)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)

@@ -1,4 +1,5 @@
-"""The norm of gradients in every layout: the number that torch gives in one process, for one small reduction."""
+"""The norm of gradients in every layout: the number that torch gives in one process, for one small
+reduction."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LAYOUTS: list[Sequence[Any]] = [
 def make(
     grads: Sequence[Tensor], layouts: Sequence[Any], mesh: ProcessMesh
 ) -> tuple[list[Any], list[Any]]:
-    """(plain, ours): leaves with these gradients; a Partial in a layout is one of the gradient alone."""
+    """(plain, ours): leaves with these gradients; a Partial in a layout is one of the gradient
+    alone."""
     plain, ours = [], []
     for g, layout in zip(grads, layouts, strict=True):
         plain.append(torch.zeros_like(g).requires_grad_())
@@ -44,7 +46,8 @@ def same_grads(plain: Sequence[Any], ours: Sequence[Any]) -> None:
 
 
 def some(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """A gradient for each layout; 3 rows over 4 ranks leave one empty. One has zeros, one nothing else."""
+    """A gradient for each layout; 3 rows over 4 ranks leave one empty. One has zeros, one nothing
+    else."""
     grads = [randn(3 if i % 2 else 5, 4, seed=i, dtype=dtype) for i in range(len(LAYOUTS))]
     grads[1][0] = 0.0
     grads[4].zero_()
@@ -136,7 +139,8 @@ def test_several_meshes_of_other_shapes_are_one_reduction():
 )
 @on_ranks(4)
 def test_one_bad_element_of_one_piece(bad, foreach):
-    """Every rank raises before anything is scaled; without the flag every rank has the same norm, nan or inf."""
+    """Every rank raises before anything is scaled; without the flag every rank has the same norm,
+    nan or inf."""
     for order in (0.5, 2.0, math.inf):
         grads = some()
         grads[3][1, 3] = bad

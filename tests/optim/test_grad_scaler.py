@@ -1,4 +1,5 @@
-"""shard_scaler: whether a step is skipped is one decision of the world, whatever a rank has of the parameters."""
+"""shard_scaler: whether a step is skipped is one decision of the world, whatever a rank has of the
+parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def leaf(mesh: ProcessMesh, layout: Sequence[Any], size: Sequence[int] = (3, 2))
 def train(
     optimizers: Sequence[Any], leaves: Sequence[Any], bad: Any, explicit: bool
 ) -> list[float]:
-    """Four steps of a gradient of ones, of which the second has, on one rank, an infinite element; the scales.
+    """Four steps of a gradient of ones, of which the second has, on one rank, an infinite element;
+    the scales.
 
     ``bad``: (a leaf, a rank): that rank writes it into its own piece."""
     scale, scales = new_scaler(), []
@@ -89,7 +91,8 @@ def check(optimizers: Any, leaves: Any, bad: Any, make: Any, explicit: bool = Tr
 @pytest.mark.parametrize("explicit", [True, False])
 @on_ranks(4)
 def test_a_bad_piece_of_one_rank_skips_the_step_everywhere(name, explicit):
-    """Tensor parallel, sharded and replicated leaves; 3 rows over 4 ranks leave one without an element."""
+    """Tensor parallel, sharded and replicated leaves; 3 rows over 4 ranks leave one without an
+    element."""
     make, mesh = OPTIMIZERS[name], grid()
     for at, rank in ((0, 1), (1, 2), (3, 0)):
         leaves = [leaf(mesh, p) for p in ([R, S0], [S0, S0], [R, R], [S1, R])]

@@ -1,4 +1,5 @@
-"""Strategies: degrees, groups and sharding configs as pure values; meshes and placements on 32 fake ranks; training on real ones."""
+"""Strategies: degrees, groups and sharding configs as pure values; meshes and placements on 32 fake
+ranks; training on real ones."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from disttensor.parallel.rematerialize import Recomputed, chosen
 from disttensor.parallel.strategy import Strategy
 from tests.support.pool import fake_world, on_ranks
 
-# Degrees: pp, dp, sharding, cp, tp ------------------------------------------------------------------
+# Degrees: pp, dp, sharding, cp, tp ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_degrees_left_out_follow_from_the_world(given, world, expected):
     ("given", "world", "words"),
     [
         ({"dp": 3, "tp": 2}, 8,
-         "dp=3 x tp=2 needs a multiple of 6 processes, and the world has 8. Start 12, or choose what fits 8: dp=4 x tp=2, dp=2 x sharding=2 x tp=2"),
+         "dp=3 x tp=2 needs a multiple of 6 processes, and the world has 8. Start 12, or choose "
+         "what fits 8: dp=4 x tp=2, dp=2 x sharding=2 x tp=2"),
         ({"dp": 4}, 6, "needs a multiple of 4 processes, and the world has 6. Start 8, or choose what fits 6: dp=3 x sharding=2, dp=6"),
         ({"tp": 8}, 4, "tp=8 needs a multiple of 8 processes, and the world has 4. Start 8, or choose what fits 4: tp=4, dp=2 x tp=2, dp=4 x tp=1"),
         ({"pp": 1, "dp": 3, "sharding": 1, "cp": 1, "tp": 2}, 8, "needs exactly 6 processes, and the world has 8. Start 6, or choose what fits 8: dp=4 x tp=2"),
@@ -108,7 +110,7 @@ def test_a_strategy_is_a_value():
         one.tp = 4
 
 
-# Groups ---------------------------------------------------------------------------------------------
+# Groups -------------------------------------------------------------------------------------------
 
 FOUR = {
     "sharding 32": ({"sharding_degree": 32}, (1, 1, 32, 1, 1)),
@@ -185,7 +187,7 @@ def test_groups_are_those_of_the_meshes():
             assert ranks == tuple(int(array[place]) for place in places)
 
 
-# Sharding configs -----------------------------------------------------------------------------------
+# Sharding configs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_configs_and_the_world():
         Strategy.from_sharding_configs({"sharding_degree": 8, "mp_degree": 4})
 
 
-# Apply ----------------------------------------------------------------------------------------------
+# Apply --------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -355,7 +357,8 @@ def adam(groups):
 
 
 def check_trains(strategy, **how):
-    """Losses and parameters after two steps are those of one process; returns the model and its optimizer."""
+    """Losses and parameters after two steps are those of one process; returns the model and its
+    optimizer."""
     plain, model = net(), net()
     reference, optimizer = adam(groups_of(plain)), adam(groups_of(model))
     count = strategy.accumulate_steps
@@ -595,12 +598,13 @@ def test_how_a_batch_lies():
     assert Strategy().batch(sequence=None) == [split, split, whole, whole]
 
 
-# 32 ranks -------------------------------------------------------------------------------------------
+# 32 ranks -----------------------------------------------------------------------------------------
 
 
-# Of a step, beside those of the tensor parallelism: the model is one segment, kept for the backward, and the loss counts its
-# targets. Its reductions: to shards, of the embedding, whose 7 rows are uneven over tp, by itself; then over replicas, of
-# biases that the first rank of tp adds, over tp too.
+# Of a step, beside those of the tensor parallelism: the model is one segment, kept for the
+# backward, and the loss counts its targets. Its reductions: to shards, of the embedding, whose 7
+# rows are uneven over tp, by itself; then over replicas, of biases that the first rank of tp adds,
+# over tp too.
 COLLECTIVES = {
     (1, 1, 32, 1, 1): {
         ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 1, ("all_reduce", "sharding"): 1,

@@ -77,7 +77,8 @@ def example(name: str) -> ModuleType:
 
 
 def trained(command: list[str], model: str, folder: Path) -> tuple[list[float], str]:
-    """The losses of 30 steps with those of the validation behind them, and what the model writes."""
+    """The losses of 30 steps with those of the validation behind them, and what the model
+    writes."""
     status, out, err = finished(
         [*command, *TINY, *model.split(), "--steps=30", "--sample=8", "--losses=losses.json"],
         folder,
@@ -124,11 +125,12 @@ def test_any_mesh_has_the_losses_of_one_process(
     assert text == its_text or not exact  # what the model writes
 
 
-# On the workers of tests/support/pool.py: what takes long is to start processes ---------------------------------
+# On the workers of tests/support/pool.py: what takes long is to start processes -------------------
 
 
 def short_run(options: str, folder: str) -> tuple[list[float], str]:
-    """On a rank of a running world: the losses, the validation's behind them, and what the model writes."""
+    """On a rank of a running world: the losses, the validation's behind them, and what the model
+    writes."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     before = sys.argv, torch.get_default_dtype(), dict(os.environ)
     file = Path(folder, f"{time.monotonic_ns()}-{os.getpid()}.json")

@@ -1,4 +1,5 @@
-"""pipeline.run: gradients as by plain accumulation, for every schedule; what is live when; errors before anything is sent."""
+"""pipeline.run: gradients as by plain accumulation, for every schedule; what is live when; errors
+before anything is sent."""
 
 from __future__ import annotations
 

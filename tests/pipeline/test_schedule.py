@@ -27,7 +27,8 @@ def simulated_peak(made: Schedule, stage: int) -> int:
 
 
 def assert_obeys(made: Schedule) -> None:
-    """Every start in the simulation comes after what it needs, written down once more from the definition."""
+    """Every start in the simulation comes after what it needs, written down once more from the
+    definition."""
     p, last = made.stages, made.stages * made.chunks - 1
     span = {}
     for stage, row in enumerate(made.ticks(3, 5)):

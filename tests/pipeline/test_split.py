@@ -1,4 +1,5 @@
-"""pipeline.split: ordinary models on stages give the loss and the gradients of one process, without a change to a forward."""
+"""pipeline.split: ordinary models on stages give the loss and the gradients of one process, without
+a change to a forward."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Every block sees the embedding too (a skip connection over all stages); the head may be tied to the embedding."""
+    """Every block sees the embedding too (a skip connection over all stages); the head may be tied
+    to the embedding."""
 
     def __init__(
         self, blocks: int = 3, tie: bool = False, skip: bool = True, device: str | None = None

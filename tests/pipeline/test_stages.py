@@ -1,4 +1,5 @@
-"""Backward through stages: ``loss.backward()`` on every rank, values and gradients as in one process."""
+"""Backward through stages: ``loss.backward()`` on every rank, values and gradients as in one
+process."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def base_elsewhere(on: Stages):
 
 
 PROGRAMS = [
-    chain, two_at_once, crossing_ways, skip, circular, unused_branch, detached, tied, masks, in_place, views, frozen, recomputed,
+    chain, two_at_once, crossing_ways, skip, circular, unused_branch, detached, tied, masks,
+    in_place, views, frozen, recomputed,
     scalars, loss_on_the_first, written_views, base_elsewhere,
 ]  # fmt: skip
 by_name = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)

@@ -1,4 +1,5 @@
-"""Random numbers: the same bits on one process and on 2x2, replicas that never differ, recomputation that repeats."""
+"""Random numbers: the same bits on one process and on 2x2, replicas that never differ,
+recomputation that repeats."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def replicas_agree(x: Tensor) -> bool:
 def drawn(
     names: list[str], cases: dict[str, Callable[..., Any]], placements: Placements, seed: int = 3
 ) -> dict[str, Tensor]:
-    """By name what the case gives for a 5 x 6 tensor of 0.3 in this layout, whole; checks torch's own generator."""
+    """By name what the case gives for a 5 x 6 tensor of 0.3 in this layout, whole; checks torch's
+    own generator."""
     mesh = grid()
     dt.manual_seed(seed)
     out = {}
@@ -303,7 +305,7 @@ def test_gradients_of_masks() -> None:
             assert torch.allclose(everything(x.grad), everything(y) / -2.0)
 
 
-# Modules --------------------------------------------------------------------------------------------------
+# Modules ------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -382,7 +384,8 @@ def test_modules_on_meta_start_with_the_weights_of_one_process() -> None:
 
 
 def trained(steps: int, policy: str | None) -> list[float]:
-    """Train with dropout on the mesh of this world; checks after each step that replicas are the same bits."""
+    """Train with dropout on the mesh of this world; checks after each step that replicas are the
+    same bits."""
     mesh = grid()
     dt.manual_seed(2)
     torch.set_default_dtype(torch.float64)
@@ -424,7 +427,7 @@ def test_fifty_steps_with_dropout_and_no_replica_drifts(policy: str) -> None:
         )
 
 
-# Recomputation --------------------------------------------------------------------------------------------
+# Recomputation ------------------------------------------------------------------------------------
 
 
 def region(x: Tensor, w: Tensor) -> Tensor:
@@ -509,7 +512,7 @@ def test_numbers_in_a_backward_without_a_region_are_refused() -> None:
     assert w.grad is not None
 
 
-# Bad input ------------------------------------------------------------------------------------------------
+# Bad input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

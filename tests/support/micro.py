@@ -83,7 +83,8 @@ def step_of(
     model: Net, mesh: ProcessMesh | None, seed: int, reduce: str | None, micro: int = MICRO,
     each: Callable[[int], Any] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The losses of the micro-batches; gradients are left on the parameters. reduce: None for no context."""
+    """The losses of the micro-batches; gradients are left on the parameters. reduce: None for no
+    context."""
     losses = []
     for i in range(micro):
         last = i == micro - 1

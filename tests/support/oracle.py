@@ -1,6 +1,7 @@
 """The oracle on real ranks: run a function on plain tensors and on DistTensors and compare.
 
-Called inside a body on ranks (``@on_ranks(2)``, or 4 as 2x2), with the same full tensors on every rank::
+Called inside a body on ranks (``@on_ranks(2)``, or 4 as 2x2), with the same full tensors on every
+rank::
 
     check_op(torch.add, randn(5, 3), randn(5, 3), layouts=[(S0, R), (R, P)])
 
@@ -53,7 +54,7 @@ def mesh_of_world() -> ProcessMesh:
     return grid() if dist.get_world_size() == 4 else line()
 
 
-# Inputs ----------------------------------------------------------------------------------------------
+# Inputs -------------------------------------------------------------------------------------------
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -126,7 +127,8 @@ def layouts_of(full: Tensor, mesh_ndim: int, partial: bool = True) -> list[tuple
 def some_layouts(
     tensors: Sequence[Tensor], mesh_ndim: int, most: int, key: Any, exact: Sequence[int] = ()
 ) -> list[Layouts]:
-    """Layouts for all tensors together: all of them, or ``most`` drawn by ``key`` (alike on every rank).
+    """Layouts for all tensors together: all of them, or ``most`` drawn by ``key`` (alike on every
+    rank).
 
     ``exact``: numbers of tensors whose values must be exact, as the sum of random pieces is not."""
     each = [[*layouts_of(t, mesh_ndim, i not in exact), None] for i, t in enumerate(tensors)]
@@ -140,7 +142,7 @@ def some_layouts(
     return [c for c in chosen if any(x is not None for x in c)] or [tuple(e[0] for e in each)]
 
 
-# Running ---------------------------------------------------------------------------------------------
+# Running ------------------------------------------------------------------------------------------
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -205,15 +207,19 @@ def fallbacks() -> Iterator[list[str]]:
 
 
 def check_op(
-    func: Callable[..., Any], *args: Any, layouts: Layouts, mesh: ProcessMesh | None = None, grad: bool = True,
+    func: Callable[..., Any], *args: Any, layouts: Layouts, mesh: ProcessMesh | None = None,
+    grad: bool = True,
     ways: Sequence[str] = ("leaf",), inplace: bool = False, outputs: Sequence[Any] | None = None,
-    comms: Sequence[str] | None = None, may_fall_back: bool = False, rtol: float = 1e-9, atol: float = 1e-9,
+    comms: Sequence[str] | None = None, may_fall_back: bool = False, rtol: float = 1e-9,
+    atol: float = 1e-9,
     weigh: str = "full", frozen: Sequence[int] = (), **kwargs: Any,
 ) -> None:  # fmt: skip
-    """``func(*args, **kwargs)`` on full tensors and on DistTensors in ``layouts``: the same, gradients too.
+    """``func(*args, **kwargs)`` on full tensors and on DistTensors in ``layouts``: the same,
+    gradients too.
 
     ways      how each tensor that can require grad comes (repeated as needed): as a "leaf", a "product" of one,
-              a "view" of one, "moved" from another layout; a tensor whose layout is None is a plain leaf
+              a "view" of one, "moved" from another layout; a tensor whose layout is None is a plain
+              leaf
     inplace   the first tensor is written: it is entered as a product, and must keep its placement
     outputs   expected placements of each result; comms: expected kinds of the forward's collectives
     frozen    numbers of the tensors that are no input of the gradient
@@ -312,7 +318,8 @@ def check_op(
             raise Problem(f"result {i} is {o.spec!r}, plain {p.dtype} {list(p.shape)}")
         if tuple(o.to_local().shape) != tuple(o.spec.local_shape) or o.to_local().dtype != o.dtype:
             raise Problem(
-                f"result {i}: {o.spec!r} but the local is {o.to_local().dtype} {list(o.to_local().shape)}"
+                f"result {i}: {o.spec!r} but the local is {o.to_local().dtype} "
+                f"{list(o.to_local().shape)}"
             )
         if o.requires_grad != p_out.requires_grad and o.numel():
             raise Problem(
@@ -369,8 +376,9 @@ def _close(got: Tensor, want: Tensor, what: str, rtol: float = 1e-9, atol: float
         where = bad.nonzero()[:3].tolist()
         ratio = (got[bad] / want[bad]).flatten()[:3].tolist() if got.dtype.is_floating_point else []
         raise Problem(
-            f"{what}: {int(bad.sum())} of {bad.numel()} differ, at {where}: {got[bad].flatten()[:3].tolist()}, "
-            f"plain {want[bad].flatten()[:3].tolist()} (ratio {[round(r, 4) for r in ratio]})"
+            f"{what}: {int(bad.sum())} of {bad.numel()} differ, at {where}: "
+            f"{got[bad].flatten()[:3].tolist()}, plain {want[bad].flatten()[:3].tolist()} (ratio "
+            f"{[round(r, 4) for r in ratio]})"
         )
 
 
@@ -380,7 +388,8 @@ def _digest(x: Tensor) -> str:
 
 
 def compare_replicas(tensors: Sequence[Any], error: str = "") -> None:
-    """Ranks that hold the same piece hold the same bits. Raises on every rank alike, also where one has an error."""
+    """Ranks that hold the same piece hold the same bits. Raises on every rank alike, also where one
+    has an error."""
     mine = []
     for t in tensors:
         if isinstance(t, DistTensor):
@@ -410,7 +419,7 @@ def compare_replicas(tensors: Sequence[Any], error: str = "") -> None:
                 raise Problem(f"tensor {i} ({spec}): replicas differ in bits (rank {rank})")
 
 
-# Many cases, and programs --------------------------------------------------------------------------------
+# Many cases, and programs -------------------------------------------------------------------------
 
 
 @dataclass
@@ -428,7 +437,8 @@ def case(name: str, func: Callable[..., Any], *args: Any, **options: Any) -> Cas
 
 
 def check_cases(cases: Sequence[Case], most: int = 12) -> None:
-    """Every case in ``most`` layouts and with inputs entering in several ways; failures are named together."""
+    """Every case in ``most`` layouts and with inputs entering in several ways; failures are named
+    together."""
     mesh = mesh_of_world()
     failures = []
     for c in cases:
@@ -472,13 +482,15 @@ def _frames(error: BaseException) -> str:
 
 
 def check_program(
-    program: Callable[..., Any], params: Sequence[tuple[Tensor, Sequence[Placement]]], *args: Any, mesh: ProcessMesh | None = None,
+    program: Callable[..., Any], params: Sequence[tuple[Tensor, Sequence[Placement]]], *args: Any,
+    mesh: ProcessMesh | None = None,
     layouts: Layouts = (), steps: int = 1, rtol: float = 1e-9, atol: float = 1e-9,
 ) -> list[Any]:  # fmt: skip
-    """``program(*params, *args)`` gives a scalar loss: the same loss and gradients as on plain tensors.
+    """``program(*params, *args)`` gives a scalar loss: the same loss and gradients as on plain
+    tensors.
 
-    params: (full value, placements) of leaves; args: full tensors in ``layouts`` that need no gradient.
-    ``steps`` > 1 accumulates as many backward passes. Gives the DistTensor leaves back.
+    params: (full value, placements) of leaves; args: full tensors in ``layouts`` that need no
+    gradient. ``steps`` > 1 accumulates as many backward passes. Gives the DistTensor leaves back.
     """
     mesh = mesh or mesh_of_world()
     plain = [t.detach().clone().requires_grad_() for t, _ in params]

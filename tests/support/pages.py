@@ -1,6 +1,7 @@
 """The Python of the pages for people, as programs.
 
-As a script (``pages.py RESULT PAGE ...``) it runs pages one after the other and writes what each has printed.
+As a script (``pages.py RESULT PAGE ...``) it runs pages one after the other and writes what each
+has printed.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
     ranks = run_on_ranks(2, dist.get_rank)       # results by rank: [0, 1]
 
-The workers of a world (tests/support/pool_worker.py) start at first use and are kept: most tests pay for
-the call only. After anything but success they are ended, and the next test gets new ones, because
-ranks that failed may be out of step. Every call ends: ranks that do not answer within ``timeout``
-seconds are named, with the Python stack that they hang in.
+The workers of a world (tests/support/pool_worker.py) start at first use and are kept: most tests
+pay for the call only. After anything but success they are ended, and the next test gets new ones,
+because ranks that failed may be out of step. Every call ends: ranks that do not answer within
+``timeout`` seconds are named, with the Python stack that they hang in.
 """
 
 from __future__ import annotations

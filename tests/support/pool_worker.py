@@ -1,4 +1,5 @@
-"""One rank of tests/support/pool.py: joins the process group, then runs what the pool sends, until it ends.
+"""One rank of tests/support/pool.py: joins the process group, then runs what the pool sends, until
+it ends.
 
 Started as ``python -m tests.support.pool_worker RANK WORLD PORT FD STACK_FILE``.
 """

@@ -5,8 +5,8 @@
         h = on.value(randn(4, 3), 0) @ w.t()
         return on.to(h, 1).sum()                    # crosses to stage 1
 
-``check_stages`` compares value, requires_grad and every gradient; in one process ``leaf`` and ``value`` give plain
-tensors and ``to`` gives its argument.
+``check_stages`` compares value, requires_grad and every gradient; in one process ``leaf`` and
+``value`` give plain tensors and ``to`` gives its argument.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LAYOUTS = {2: ([0], [1]), 4: ([0, 1], [2, 3]), 3: ([0], [1, 2], [3]), 1: ([0], [
 
 
 def stage_meshes(kind: int = 0) -> list[ProcessMesh]:
-    """Meshes of this world's stages: halves of it; 3: one, two and one ranks; 1: each rank on its own."""
+    """Meshes of this world's stages: halves of it; 3: one, two and one ranks; 1: each rank on its
+    own."""
     kind = kind or dist.get_world_size()
     return [ProcessMesh(ranks, ("tp",)) for ranks in LAYOUTS[kind]]
 
@@ -82,7 +83,8 @@ def check_stages(
     backward: Callable[[Any], Any] = lambda loss: loss.backward(),
     same_flags: bool = True,
 ) -> Stages:
-    """``program`` on ``meshes`` gives the loss, and the leaves the gradients, that one process gives."""
+    """``program`` on ``meshes`` gives the loss, and the leaves the gradients, that one process
+    gives."""
     plain, staged = Stages(None), Stages(meshes, seed)
     expected, loss = program(plain), program(staged)
     expected_list = expected if isinstance(expected, (list, tuple)) else [expected]

@@ -1,6 +1,8 @@
-"""The same training loop in one process and on ranks, under shard_data_parallel: losses, gradients and parameters are compared.
+"""The same training loop in one process and on ranks, under shard_data_parallel: losses, gradients
+and parameters are compared.
 
-A case is a function that makes a float64 model and a step (forward, loss, backward) of that model; both run unchanged.
+A case is a function that makes a float64 model and a step (forward, loss, backward) of that model;
+both run unchanged.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def values(model: nn.Module) -> dict[str, Any]:
 def train(
     model: nn.Module, step: Step, batches: Sequence[Any], optimizer: Any = sgd, zero: Any = True
 ) -> list[Any]:
-    """Per step: loss, gradients; then the parameters. ``zero``: set_to_none, or None for no zero_grad."""
+    """Per step: loss, gradients; then the parameters. ``zero``: set_to_none, or None for no
+    zero_grad."""
     opt = optimizer([p for p in model.parameters() if p.requires_grad])
     out: list[Any] = []
     for batch in batches:
@@ -89,11 +92,14 @@ def train(
 
 
 def check(
-    make: Callable[[], nn.Module], step: Step = squares, *, mesh: ProcessMesh, split: Sequence[Any] | None = None,
+    make: Callable[[], nn.Module], step: Step = squares, *, mesh: ProcessMesh,
+    split: Sequence[Any] | None = None,
     shape: Sequence[int] = (5, 6), steps: int = 3, optimizer: Any = sgd, zero: Any = True,
-    plan: Mapping[str, Any] | None = None, batches: Any = None, tolerance: float = 1e-9, **options: Any,
+    plan: Mapping[str, Any] | None = None, batches: Any = None, tolerance: float = 1e-9,
+    **options: Any,
 ) -> nn.Module:  # fmt: skip
-    """Train in one process and on ``mesh``; ``split``: placements of the batches. Gives the module on the ranks."""
+    """Train in one process and on ``mesh``; ``split``: placements of the batches. Gives the module
+    on the ranks."""
     batches = batches or [randn(*shape, seed=i) for i in range(steps)]
     torch.manual_seed(0)
     want = train(make(), step, batches, optimizer, zero)

@@ -1,4 +1,5 @@
-"""What tests of the runtime share: a body on four ranks and in a world of one, layouts, and comparison."""
+"""What tests of the runtime share: a body on four ranks and in a world of one, layouts, and
+comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DistTensor as a tensor: every attribute and method answers as on the global tensor, on every rank."""
+"""DistTensor as a tensor: every attribute and method answers as on the global tensor, on every
+rank."""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ def test_deepcopy_takes_the_gradient_along_and_refuses_results():
         copy.deepcopy(x + 1)
 
 
-# Gradients as attributes ------------------------------------------------------------------------------
+# Gradients as attributes --------------------------------------------------------------------------
 
 
 @everywhere
@@ -227,7 +228,7 @@ def test_gradient_attributes(layout):
     same(results[0], results[1])
 
 
-# Plain tensors and numbers among DistTensors ----------------------------------------------------------
+# Plain tensors and numbers among DistTensors ------------------------------------------------------
 
 MIXED = """
 x + p; p + x; x * p; p * x; p - x; x / p; p @ x.t(); x @ p.t(); p.add(x); torch.where(x > 4, x, p); torch.where(p > 4, p, x); x.mul(p) + p

@@ -1,4 +1,5 @@
-"""A model with what is needed to try it: its batch, its loss and a plan; and the comparison with one process."""
+"""A model with what is needed to try it: its batch, its loss and a plan; and the comparison with
+one process."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def check(
     plan: Mapping[Any, Any] | None = None,
     stage: int | None = None,
 ) -> dt.CommLog:
-    """Loss and gradients on ``mesh`` (axes named dp, tp) are those of one process. ``stage``: with state in shards over dp.
+    """Loss and gradients on ``mesh`` (axes named dp, tp) are those of one process. ``stage``: with
+    state in shards over dp.
 
     Returns what was communicated in forward and backward.
     """

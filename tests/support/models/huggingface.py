@@ -1,4 +1,5 @@
-"""Tiny random models of Hugging Face transformers, as they are in the package; nothing is downloaded."""
+"""Tiny random models of Hugging Face transformers, as they are in the package; nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def mixtral(experts: str = "eager") -> torch.nn.Module:
         hf.MixtralConfig(
             vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-            num_experts_per_tok=2, max_position_embeddings=16, output_router_logits=True, experts_implementation=experts,
+            num_experts_per_tok=2, max_position_embeddings=16, output_router_logits=True,
+            experts_implementation=experts,
         )
     )  # fmt: skip
 
