@@ -5,6 +5,7 @@ They differentiate what they are given, and the wrapper is in no graph: the grad
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from disttensor.comm_log import user_line
 from disttensor.tensor import DistTensor
 
-_plain_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+# As the class holds it, not bound to a class yet: a classmethod written in Python up to torch 2.13, one written in C since.
+_plain_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
 
 class CustomFunctionError(RuntimeError):
@@ -52,7 +54,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{cls.__name__}.apply at {user_line()}: a custom autograd.Function sees only the wrapper of a DistTensor and would "
                 "lose its gradient. Run it on the locals: local_map(F.apply, in_placements=..., out_placements=...)(x)"
             )
-    return _plain_apply(cls, *args, **kwargs)
+    return _plain_apply.__get__(None, cls)(*args, **kwargs)
 
 
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]

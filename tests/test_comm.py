@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from disttensor import comm, comm_debug
+from disttensor import comm, comm_debug, comm_groups
 from disttensor.comm_log import record_comms
 from disttensor.mesh import ProcessMesh
 from tests import pool
@@ -353,7 +353,7 @@ def lose_a_rank(background):
     dist.barrier()
     if group.index == 1:
         return "away"
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group.pg)
+    comm_groups.set_timeout(timedelta(seconds=1), group.pg)
     with pytest.raises(comm.CommError) as caught:
         if background:
             pending = comm.start_all_reduce(torch.ones(1), "sum", group)

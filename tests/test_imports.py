@@ -16,6 +16,7 @@ PACKAGES = ("disttensor", "ops", "reshard")
 # Modules by layer, from the bottom. A module may import its own layer (without a cycle) and those
 # before it. Submodules of a listed package are in the package's layer.
 LAYERS = [
+    ["disttensor.versions"],
     [
         "disttensor.placement",
         "disttensor.layout",
