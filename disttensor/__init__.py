@@ -6,43 +6,47 @@ The examples in docstrings run after ``import torch, disttensor as dt; mesh = dt
 """
 # ruff: noqa: I001  (imports stand from the bottom up)
 
-from disttensor.errors import (
-    CommError, CustomFunctionError, FallbackWarning, MismatchError, StrictError,
-)  # fmt: skip
-from disttensor.placement import Partial, Placement, Replicate, Shard
-from disttensor.layout import Layout
-from disttensor.comm.groups import Group
-from disttensor.comm.desync import debug
-from disttensor.comm.log import CommLog, CommRecord, record_comms
-from disttensor.mesh import ProcessMesh
-from disttensor.spec import DistSpec
-import ops as _ops  # noqa: F401
-import reshard as _reshard  # noqa: F401
-from disttensor.random.state import manual_seed, rng
-from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import sync_gradients
-from disttensor.tensor.values import broadcast_value, values_everywhere
-from disttensor.meta.skip import never_skip
-import disttensor.dispatch.handlers  # completes DistTensor
-from disttensor.dispatch.explain import Explanation, explain
-from disttensor.dispatch.strict import strict
-from disttensor.optim.clip_grad import clip_grad_norm_
-from disttensor.optim.grad_scaler import shard_scaler
-from disttensor.create import (
-    empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard, shard_tensor,
-    zeros,
-)  # fmt: skip
-from disttensor.interop import from_dtensor, to_dtensor
-from disttensor.local_map import local_map
-from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
-from disttensor.nn.shard_module import shard_module
-from disttensor.fsdp.replicas import check_replicas
-from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
-from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
-from disttensor.parallel.strategy import Strategy
-import disttensor.nn.init
-import disttensor.patches.autograd_function
-import disttensor.patches.checkpoint  # noqa: F401
+from disttensor import versions as _versions
+
+with _versions.importing():
+    from disttensor.errors import (
+        CommError, CustomFunctionError, FallbackWarning, MismatchError, StrictError,
+    )  # fmt: skip
+    from disttensor.placement import Partial, Placement, Replicate, Shard
+    from disttensor.layout import Layout
+    from disttensor.comm.groups import Group
+    from disttensor.comm.desync import debug
+    from disttensor.comm.log import CommLog, CommRecord, record_comms
+    from disttensor.mesh import ProcessMesh
+    from disttensor.spec import DistSpec
+    import ops as _ops  # noqa: F401
+    import reshard as _reshard  # noqa: F401
+    from disttensor.random.state import manual_seed, rng
+    from disttensor.tensor.dist_tensor import DistTensor
+    from disttensor.tensor.grad_sync import sync_gradients
+    from disttensor.tensor.values import broadcast_value, values_everywhere
+    from disttensor.meta.skip import never_skip
+    import disttensor.dispatch.handlers  # completes DistTensor
+    from disttensor.dispatch.explain import Explanation, explain
+    from disttensor.dispatch.strict import strict
+    from disttensor.optim.clip_grad import clip_grad_norm_
+    from disttensor.optim.grad_scaler import shard_scaler
+    from disttensor.create import (
+        empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard,
+        shard_tensor,
+        zeros,
+    )  # fmt: skip
+    from disttensor.interop import from_dtensor, to_dtensor
+    from disttensor.local_map import local_map
+    from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
+    from disttensor.nn.shard_module import shard_module
+    from disttensor.fsdp.replicas import check_replicas
+    from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
+    from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+    from disttensor.parallel.strategy import Strategy
+    import disttensor.nn.init
+    import disttensor.patches.autograd_function
+    import disttensor.patches.checkpoint  # noqa: F401
 
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",

@@ -44,6 +44,9 @@ class Group:
         return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
 
 
+# Public since torch 2.14. The private one of before is deprecated there.
+set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
 _groups: dict[tuple[Any, ...], Any] = {}
 _naming = threading.Lock()
 
@@ -122,7 +125,7 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
             made = dist.new_group(members, limit, use_local_synchronization=True)
             if limit is not None:  # of the making only
                 usual = c10d._get_default_timeout(c10d.Backend(dist.get_backend(made)))
-                c10d._set_pg_timeout(usual, made)
+                set_timeout(usual, made)
             return made
         finally:
             c10d._process_group_name = torchs

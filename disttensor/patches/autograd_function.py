@@ -6,6 +6,7 @@ without a word.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from disttensor.errors import CustomFunctionError, user_line
 from disttensor.tensor.dist_tensor import DistTensor
 
-_plain_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+# As the class holds it, not bound to a class yet: a classmethod written in Python up to torch 2.13,
+# one written in C since.
+_plain_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +38,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 "wrapper of a DistTensor and would lose its gradient. Run it on the locals: "
                 "local_map(F.apply, in_placements=..., out_placements=...)(x)"
             )
-    return _plain_apply(cls, *args, **kwargs)
+    return _plain_apply.__get__(None, cls)(*args, **kwargs)
 
 
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]

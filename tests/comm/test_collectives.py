@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor import errors
-from disttensor.comm import collectives, desync
+from disttensor.comm import collectives, desync, groups
 from disttensor.comm.log import record_comms
 from disttensor.mesh import ProcessMesh
 from tests.support import pool
@@ -360,7 +360,7 @@ def lose_a_rank(background):
     dist.barrier()
     if group.index == 1:
         return "away"
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group.pg)
+    groups.set_timeout(timedelta(seconds=1), group.pg)
     with pytest.raises(collectives.CommError) as caught:
         if background:
             pending = collectives.start_all_reduce(torch.ones(1), "sum", group)

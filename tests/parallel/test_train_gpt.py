@@ -41,9 +41,13 @@ def job(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """A running job. However the block ends, no process of it is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
+    # A shell has SIGINT ignored in what it runs in the background, and a child inherits that. What
+    # is caught here is not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True
     ) as process:
+        signal.signal(signal.SIGINT, before)
         try:
             yield process
         finally:
@@ -201,8 +205,17 @@ def test_any_strategy_has_the_losses_of_one_process(mesh: str, model: str, folde
     assert text == its_text or amp
 
 
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """As in a job of a shell that was started with &."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
 @pytest.mark.limit(180)
+@pytest.mark.usefixtures("in_the_background")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 @pytest.mark.parametrize(
     ("victim", "by", "message"),

@@ -1,0 +1,54 @@
+"""Which torch this runs on: one that is too old is refused, and an unknown newer one imports, or
+says clearly that it does not."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+OLDEST, NEWEST = (2, 12), (2, 15)  # the two ends of constraints-torch.txt
+
+
+def number(version: str) -> tuple[int, int] | None:
+    """The first two numbers of a version; None where it has no such form."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def dotted(parts: tuple[int, int]) -> str:
+    return ".".join(map(str, parts))
+
+
+@contextmanager
+def importing(version: str = torch.__version__) -> Iterator[None]:
+    """Around the imports of the package: a torch that it cannot run on is one error, with the
+    version and the range.
+
+    On a tested torch errors pass as they are. So does that of a package which is missing.
+    """
+    found, tested = number(version), f"torch {dotted(OLDEST)} to {dotted(NEWEST)}"
+    if found is not None and found < OLDEST:
+        raise ImportError(
+            f"disttensor is tested on {tested}, and this is torch {version}, which lacks some of "
+            f"what it needs. Install a newer one: pip install 'torch>={dotted(OLDEST)}'",
+            name="torch",
+        )
+    try:
+        yield
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("torch")
+        if missing or (found is not None and found <= NEWEST):
+            raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        above = NEWEST[0], NEWEST[1] + 1
+        raise ImportError(
+            f"disttensor is tested on {tested}, and does not import on torch {version}, where "
+            f"something that it needs has moved: {where.filename}:{where.lineno}: "
+            f"{type(error).__name__}: {error}. Install a newer disttensor, or a torch that is "
+            f"tested: pip install 'torch<{dotted(above)}'",
+            name="torch",
+        ) from None
