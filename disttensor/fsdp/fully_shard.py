@@ -21,7 +21,8 @@ from disttensor.fsdp.segment_policy import Cut, SegmentBySize, Segments, segment
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
-from disttensor.nn.shard_module import Slot, shard_module, slots
+from disttensor.nn.parameters import Slot, slots
+from disttensor.nn.shard_module import shard_module
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap

@@ -17,7 +17,7 @@ import torch
 
 from disttensor.fsdp.bucket import piece
 from disttensor.layout import Axes, Layout
-from disttensor.nn.shard_module import Slot
+from disttensor.nn.parameters import Slot
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.gradient import keep, uses

@@ -6,7 +6,6 @@ Three ways to give each place in the tree of modules (``disttensor.fsdp.module_t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from disttensor.fsdp.module_tree import Cut as Cut
 from disttensor.fsdp.module_tree import Home, Place, cuts, tree
-from disttensor.nn.shard_module import alike
+from disttensor.nn.names import known, matching
 
 MIB = 2**20
 
@@ -100,26 +99,26 @@ def _by_size(nodes: list[Place], limit: float) -> None:
 
 
 def _by_anchors(nodes: list[Place], names: Sequence[str]) -> None:
-    known = {node.name: node for node in nodes}
+    by_name = {node.name: node for node in nodes}
     around: dict[Place, str] = {}  # module -> an anchor in it
     for name in names:
-        if name not in known:
+        if name not in by_name:
             raise ValueError(f"SegmentByAnchors: {_unknown(name, nodes)}")
-        if not known[name].total:
+        if not by_name[name].total:
             raise ValueError(
                 f"SegmentByAnchors: {name!r} has no parameters to begin a segment with"
             )
-        place = known[name].parent
+        place = by_name[name].parent
         while place is not None and place not in around:
             around[place] = name
             place = place.parent
     for name in names:
-        if known[name] in around:
+        if by_name[name] in around:
             raise ValueError(
-                f"SegmentByAnchors: {around[known[name]]!r} is inside of {name!r}, and segments do "
+                f"SegmentByAnchors: {around[by_name[name]]!r} is inside of {name!r}, and segments do "
                 "not nest: leave one out"
             )
-    waiting = sorted((known[name].index for name in names), reverse=True)
+    waiting = sorted((by_name[name].index for name in names), reverse=True)
     current = Home(-1)
     for unit in _units(nodes, lambda node: node not in around):
         if current.start < 0 or (waiting and waiting[-1] <= unit.index):
@@ -146,15 +145,9 @@ def _units(nodes: list[Place], whole: Callable[[Place], bool]) -> Iterator[Place
 
 def _by_names(nodes: list[Place], patterns: Sequence[str]) -> None:
     named: set[Place] = set()
-    known = {node.name: node for node in nodes}
-    parts = [(node, node.name.split(".")) for node in nodes]
+    by_name = {node.name: node for node in nodes}
     for pattern in patterns:
-        want = pattern.split(".")
-        found = (
-            [known[pattern]]
-            if pattern in known
-            else [node for node, have in parts if alike(have, want)]
-        )
+        found = [by_name[name] for name in matching(pattern, by_name)]
         if not found:
             raise ValueError(f"segments: {_unknown(pattern, nodes)}")
         if not any(node.total for node in found):
@@ -191,11 +184,6 @@ def _checked(what: str, names: Any) -> tuple[str, ...]:
 
 def _unknown(name: str, nodes: list[Place]) -> str:
     there = [node.name for node in nodes if node.name and node.total]
-    close = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
-    rest = [other for other in there if other not in close]
-    shown = (close + rest)[:8]
-    more = ", ..." if len(there) > len(shown) else ""
-    return (
-        f"{name!r} is no module of {type(nodes[0].module).__name__}; there are "
-        f"{', '.join(map(repr, shown)) or 'none with parameters inside it'}{more}"
+    return f"{name!r} is no module of {type(nodes[0].module).__name__}; there are " + (
+        known(name, there) or "none with parameters inside it"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,8 @@ from disttensor.create import shard_tensor
 from disttensor.layout import layout_of, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute, skip
+from disttensor.nn.names import covers, known
+from disttensor.nn.parameters import Slot, slots
 from disttensor.placement import Placement
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -57,26 +58,6 @@ def shard_module(
     return module
 
 
-class Slot(NamedTuple):
-    """Where a module holds a parameter or buffer; a tied one has several."""
-
-    name: str
-    owner: nn.Module
-    table: dict[str, Any]
-    key: str
-    value: torch.Tensor
-
-
-def slots(module: nn.Module) -> list[Slot]:
-    return [
-        Slot(f"{prefix}.{key}" if prefix else key, owner, table, key, value)
-        for prefix, owner in module.named_modules()
-        for table in (owner._parameters, owner._buffers)
-        for key, value in table.items()
-        if value is not None
-    ]
-
-
 def place(
     module: nn.Module,
     before: list[Slot],
@@ -92,12 +73,11 @@ def place(
     chosen = _choose(module, mesh_of, plan)
     if init is None:
         _check_meta(module, mesh_of)
-    made = {
-        id(slot.value): slot.table[slot.key]
-        for slot in before
-        if slot.value is not slot.table.get(slot.key)
-        and isinstance(slot.table.get(slot.key), DistTensor)
-    }
+    made: dict[int, Any] = {}
+    for slot in before:
+        now = slot.table.get(slot.key)
+        if now is not slot.value and isinstance(now, DistTensor):
+            made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
     for name, owner, table, key, value in slots(module):
         mesh = None if isinstance(value, DistTensor) else mesh_of(value)
@@ -106,45 +86,34 @@ def place(
             if value.is_meta:
                 fresh.add(owner)
         table[key] = made.get(id(value), value)
-    for slot in before:  # an optimizer that still has the old one is told so: sync.check_fresh
-        now: Any = slot.table.get(slot.key)
+    for slot in before:  # an optimizer that still has the old one is told so: grad_sync.check_fresh
+        now = slot.table.get(slot.key)
         if now is not slot.value and isinstance(now, DistTensor):
             slot.value._replaced = f"{slot.name!r} became {now.spec!r}"  # type: ignore[attr-defined]
     for child in inner_first(module):
         if child in fresh:
-            (init or _initializer)(child)
+            init(child) if init else _initializer(child)()
     skip.attach(module)
 
 
 def _initializer(module: nn.Module) -> Any:
-    """Call what initializes the parameters of this module itself."""
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(
-        module, "_reset_parameters", None
-    )
-    return reset()
+    """What initializes the parameters of this module itself, or None."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
     """Raise for a tensor on the meta device, of those to be placed, in a module that cannot
     initialize it."""
-    for prefix, child in module.named_modules():
-        if callable(
-            getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
-        ):
+    for name, owner, _, _, value in slots(module):
+        if isinstance(value, DistTensor) or not value.is_meta or mesh_of(value) is None:
             continue
-        for key, value in (*child._parameters.items(), *child._buffers.items()):
-            if (
-                isinstance(value, torch.Tensor)
-                and not isinstance(value, DistTensor)
-                and value.is_meta
-                and mesh_of(value) is not None
-            ):
-                raise ValueError(
-                    f"shard_module: {prefix + '.' if prefix else ''}{key} is on the meta device, "
-                    f"and its module {type(child).__name__} has no reset_parameters, so nothing "
-                    "would give it values. Pass init=function(module), give the module a "
-                    "reset_parameters, or make this tensor on a real device"
-                )
+        if not callable(_initializer(owner)):
+            raise ValueError(
+                f"shard_module: {name} is on the meta device, and its module "
+                f"{type(owner).__name__} has no reset_parameters, so nothing would give it "
+                "values. Pass init=function(module), give the module a reset_parameters, or make "
+                "this tensor on a real device"
+            )
 
 
 def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
@@ -199,12 +168,11 @@ def _choose(
             literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
             if literal is not exact:
                 continue
-            hits = [name for name in tensors if _matches(pattern, name, modules)]
+            hits = [name for name in tensors if covers(pattern, name, modules)]
             if not hits:
-                close = ", ".join(list(tensors)[:8])
                 raise ValueError(
                     f"shard_module: {pattern!r} matches no parameter, buffer or module; there are "
-                    f"{close}, ..."
+                    f"{known(str(pattern), tensors)}"
                 )
             for name in hits:
                 mesh = mesh_of(tensors[name])
@@ -239,20 +207,3 @@ def _check_placements(
             )
     except (ValueError, TypeError) as error:
         raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
-
-
-def alike(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Do the parts of a module's name match those of a glob, in which ``*`` stands for one part or
-    some of one?"""
-    return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
-
-
-def _matches(pattern: Any, name: str, modules: set[str]) -> bool:
-    owners = [name]
-    while "." in owners[-1]:
-        owners.append(owners[-1].rsplit(".", 1)[0])
-    if isinstance(pattern, re.Pattern):
-        return any(pattern.fullmatch(o) for o in owners)
-    if pattern in modules and pattern:
-        return name == pattern or name.startswith(pattern + ".")
-    return any(o == pattern or fnmatchcase(o, pattern) for o in owners)

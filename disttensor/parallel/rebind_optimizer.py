@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.nn.shard_module import Slot, slots
+from disttensor.nn.parameters import Slot, slots
 
 Optimizer = torch.optim.Optimizer
 Maker = Callable[[Iterable[torch.Tensor]], Optimizer]

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disttensor.meta.skip import Skip
-from disttensor.pipeline.partition import named_like
-
-_NO_FORWARD = nn.Module.forward
+from disttensor.nn.names import find_modules, has_forward
 
 
 class Recomputed:
@@ -38,24 +35,19 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     means none, and for what cannot be wrapped."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for pattern in names:
-        hits = named_like(pattern, model)
-        if not hits:
-            there = [name for name, _ in model.named_modules() if name]
-            close = get_close_matches(pattern, there, 3, 0.5) or there[:8]
-            raise ValueError(
-                f"Strategy: recompute={pattern!r} matches no module of {type(model).__name__}; "
-                f"there are {', '.join(close)}, ..."
-            )
+        hits = find_modules(model, pattern, "Strategy: recompute=")
         found.update({id(module): (name, module) for name, module in hits})
     for name, module in found.values():
-        if type(module).forward is _NO_FORWARD or not isinstance(
-            module.__dict__.get("forward"), (Skip, type(None))
-        ):
-            raise ValueError(
-                f"Strategy: recompute={name!r}: this {type(module).__name__} has "
-                + ("no forward" if type(module).forward is _NO_FORWARD else "a forward of its own already")
-                + ", so there is nothing that could be wrapped; name the modules in it that are called"
-            )  # fmt: skip
+        if not has_forward(module):
+            why = "no forward"
+        elif not isinstance(module.__dict__.get("forward"), (Skip, type(None))):
+            why = "a forward of its own already"
+        else:
+            continue
+        raise ValueError(
+            f"Strategy: recompute={name!r}: this {type(module).__name__} has {why}, so there is "
+            "nothing that could be wrapped; name the modules in it that are called"
+        )
     return [module for _, module in found.values()]
 
 

@@ -4,10 +4,10 @@ Strategy. Pure."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
+from disttensor.nn.names import close_to
 
 _MB, _ANCHORS = "segment_broadcast_MB", "segment_anchors"
 DEFAULT_MB = 32.0
@@ -69,15 +69,11 @@ def _checked(configs: Mapping[str, Any]) -> dict[str, Any]:
         )
     for key, value in configs.items():
         if key not in KEYS:
-            close = get_close_matches(str(key), KEYS, 3, 0.4)
-            raise ValueError(
-                f"sharding configs: there is no key {key!r}"
-                + (
-                    f"; close to it are {', '.join(close)}"
-                    if close
-                    else f"; there are {', '.join(KEYS)}"
-                )
+            close = close_to(key, KEYS)
+            there = (
+                f"close to it are {', '.join(close)}" if close else f"there are {', '.join(KEYS)}"
             )
+            raise ValueError(f"sharding configs: there is no key {key!r}; {there}")
         types, words = KEYS[key]
         if value is not None and (
             not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
@@ -93,10 +89,10 @@ def _segments(given: Mapping[str, Any]) -> SegmentBySize | SegmentByAnchors:
     size: float = given.get(_MB, DEFAULT_MB)
     anchors: Sequence[str] = given.get(_ANCHORS, ())
     if how not in (_MB, _ANCHORS):
-        close = get_close_matches(how, (_MB, _ANCHORS), 1, 0.3) or [_MB]
+        close = close_to(how, (_MB, _ANCHORS), 1)
         raise ValueError(
-            f"sharding configs: sharding_segment_strategy={how!r}: it is {_MB!r} or {_ANCHORS!r}; "
-            f"did you mean {close[0]!r}?"
+            f"sharding configs: sharding_segment_strategy={how!r}: it is {_MB!r} or {_ANCHORS!r}"
+            + (f"; did you mean {close[0]!r}?" if close else "")
         )
     if how == _MB and anchors:
         raise ValueError(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,7 +17,9 @@ from disttensor.create import init_mesh, start
 from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
 from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.mesh import ProcessMesh
-from disttensor.nn.shard_module import shard_module, slots
+from disttensor.nn.names import close_to
+from disttensor.nn.parameters import slots
+from disttensor.nn.shard_module import shard_module
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
 from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec, check_degree
@@ -291,17 +292,13 @@ def _on_stage(plan: Any) -> Any:
         if isinstance(places, Mapping):
             for axis in places:
                 if axis not in STAGE_AXES:
-                    close = get_close_matches(str(axis), STAGE_AXES, 1, 0.5)
-                    why = (
-                        "stages are made of whole layers"
-                        if axis == "pp"
-                        else f"did you mean {close[0]!r}?"
-                        if close
-                        else ""
-                    )
+                    close = close_to(axis, STAGE_AXES)
+                    why = f" (did you mean {close[0]!r}?)" if close else ""
+                    if axis == "pp":
+                        why = " (stages are made of whole layers)"
                     raise ValueError(
                         f"Strategy.apply: plan entry {pattern!r}: a stage has no axis {axis!r}; "
-                        f"its axes are {', '.join(STAGE_AXES)}" + (f" ({why})" if why else "")
+                        f"its axes are {', '.join(STAGE_AXES)}{why}"
                     )
             places = [places.get(axis, Replicate()) for axis in STAGE_AXES]
         if isinstance(places, Sequence) and len(places) == len(STAGE_AXES):

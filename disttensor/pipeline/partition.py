@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from disttensor.mesh import ProcessMesh
-from disttensor.nn.shard_module import Slot, alike
+from disttensor.nn.names import find_modules, has_forward
+from disttensor.nn.parameters import Slot
 from disttensor.tensor.dist_tensor import DistTensor
 
 Layers = list[tuple[str, nn.Module]]
-_NO_FORWARD = nn.Module.forward
 
 
 def chosen(
@@ -44,7 +44,7 @@ def chosen(
     layers: Layers = []
     for entry in entries:
         if isinstance(entry, str):
-            layers += _named(entry, root)
+            layers += find_modules(root, entry, "pipeline.split: ")
         elif id(entry) in names:
             layers.append((names[id(entry)], entry))
         else:
@@ -53,30 +53,6 @@ def chosen(
             )
     _check_layers(layers)
     return root, layers
-
-
-def named_like(pattern: str, root: nn.Module) -> Layers:
-    """The modules whose names match, part by part; in place of a ModuleList its elements."""
-    parts = pattern.split(".")
-    found: Layers = []
-    for name, module in root.named_modules():
-        if name and alike(name.split("."), parts):
-            if type(module).forward is _NO_FORWARD and isinstance(module, nn.ModuleList):
-                found += [(f"{name}.{key}", child) for key, child in module.named_children()]
-            else:
-                found.append((name, module))
-    return found
-
-
-def _named(pattern: str, root: nn.Module) -> Layers:
-    found = named_like(pattern, root)
-    if not found:
-        close = ", ".join(name for name, _ in root.named_children())
-        raise ValueError(
-            f"pipeline.split: {pattern!r} matches no module of {type(root).__name__}; there are "
-            f"{close}"
-        )
-    return found
 
 
 def _check_layers(layers: Layers) -> None:
@@ -88,7 +64,7 @@ def _check_layers(layers: Layers) -> None:
                 + (f", first as {names[id(layer)]!r}" if names[id(layer)] != name else "")
                 + "; a layer lies on one stage, however often the model calls it"
             )
-        if type(layer).forward is _NO_FORWARD:
+        if not has_forward(layer):
             raise ValueError(
                 f"pipeline.split: {name!r}, a {type(layer).__name__}, has no forward, so nothing "
                 "could be brought to it: list the modules in it that are called"

@@ -17,7 +17,8 @@ from torch import nn
 
 from disttensor.create import reshard
 from disttensor.mesh import ProcessMesh
-from disttensor.nn.shard_module import Plan, place, slots
+from disttensor.nn.parameters import slots
+from disttensor.nn.shard_module import Plan, place
 from disttensor.pipeline.partition import check_tensors, chosen, deal
 from disttensor.placement import Partial, Placement, Replicate
 from disttensor.tensor.dist_tensor import DistTensor

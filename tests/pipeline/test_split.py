@@ -331,7 +331,7 @@ def test_what_cannot_be_split():
             ([three[0], three[0]], [a, b], {}, "'0' is listed twice"),
             (["tok", "blocks.*", "blocks.0", "head"], [a, b], {"of": net}, "'blocks.0' is listed twice"),
             (["tok", "blocks", "blocks.0.up"], [a, b], {"of": net}, "'blocks.0.up' is listed, and is a part of 'blocks.0'"),
-            (["tok", "block.*"], [a, b], {"of": net}, "'block.*' matches no module of GPT; there are tok, pos, blocks"),
+            (["tok", "block.*"], [a, b], {"of": net}, "'block.*' matches no module of GPT; there are blocks"),
             (["tok", "blocks.*", "norm", "head"], [a, b], {"of": net}, "pos.weight: in no layer that is listed"),
             (["tok", "pos"], [a, b], {}, "Give of=model"),
             (net, [a, b], {}, "the order in which GPT runs its layers is not known"),

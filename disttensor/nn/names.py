@@ -1,0 +1,67 @@
+"""Names of modules and parameters: what a pattern means, and what else there is when it means
+nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+
+def has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def matching(pattern: str, names: Collection[str]) -> list[str]:
+    """Those of ``names`` that ``pattern`` means: itself, or else what it matches part by part as a
+    glob, in which ``*`` stands for one part or some of one."""
+    if pattern in names:
+        return [pattern]
+    want = pattern.split(".")
+    split = ((name, name.split(".")) for name in names)
+    return [n for n, have in split if len(have) == len(want) and all(map(fnmatchcase, have, want))]
+
+
+def find_modules(root: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
+    """(name, module) for each module that ``pattern`` means; a ModuleList stands for its elements.
+    Raises ValueError, which begins with ``where``, if there is none."""
+    modules = {name: module for name, module in root.named_modules() if name}
+    found: list[tuple[str, nn.Module]] = []
+    for name in matching(pattern, modules):
+        if isinstance(modules[name], nn.ModuleList) and not has_forward(modules[name]):
+            found += [(f"{name}.{key}", m) for key, m in modules[name].named_children()]
+        else:
+            found.append((name, modules[name]))
+    if not found:
+        raise ValueError(
+            f"{where}{pattern!r} matches no module of {type(root).__name__}; there are "
+            f"{known(pattern, modules)}"
+        )
+    return found
+
+
+def covers(pattern: str | re.Pattern[str], name: str, modules: Collection[str]) -> bool:
+    """Does an entry of a plan mean the tensor ``name``, by its own name or that of a module around
+    it? A regex has to match all of a name; ``*`` in a glob stands for any number of parts."""
+    if isinstance(pattern, str) and pattern and pattern in modules:
+        return name == pattern or name.startswith(pattern + ".")
+    parts = name.split(".")
+    around = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    if isinstance(pattern, re.Pattern):
+        return any(map(pattern.fullmatch, around))
+    return any(fnmatchcase(part, pattern) for part in around)
+
+
+def close_to(name: Any, names: Iterable[str], most: int = 3) -> list[str]:
+    """The names that somebody who wrote ``name`` may have meant, the likeliest first."""
+    return get_close_matches(str(name), list(names), most, 0.5)
+
+
+def known(name: str, names: Collection[str], most: int = 8) -> str:
+    """``names`` for an error about an unknown ``name``: close ones first, then in their order."""
+    shown = list(dict.fromkeys([*close_to(name, names), *names]))[:most]
+    return ", ".join(shown) + (", ..." if len(names) > most else "")
