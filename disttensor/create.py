@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import reshard as reshard_package
 from disttensor.autograd.grad_types import whole_grad
+from disttensor.cache import Cache
 from disttensor.comm import collectives, objects
 from disttensor.layout import Layout, layout_from_mapping, layout_of, replicated
 from disttensor.mesh import ProcessMesh
@@ -228,8 +229,7 @@ def digest(x: Tensor) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-_targets: dict[Any, DistSpec] = {}  # of reshards so far
-_MOST = 4096
+_targets: Cache[Any, DistSpec] = Cache(4096)  # of reshards so far
 
 
 def reshard(
@@ -268,8 +268,6 @@ def reshard(
         layout = layout_from(mesh, x.ndim, placements, dims_mapping, partial_status)
         dst = DistSpec(mesh, layout, x.spec.shape, x.spec.dtype)
         check_partial(dst)
-        if len(_targets) >= _MOST:
-            _targets.clear()
         if key is not None:
             _targets[key] = dst
     if mesh is not x.spec.mesh:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.create import from_pieces
 from disttensor.dispatch.dispatch import one_mesh
@@ -50,7 +51,9 @@ def local_map(
             "local_map: out_placements says what the results are; give placements for each result"
         )
 
-    known: dict[Any, Any] = {}  # what ranks outside the mesh have been told, by kind of call
+    known: Cache[Any, Any] = Cache(
+        256
+    )  # what ranks outside the mesh have been told, by kind of call
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = flat((args, kwargs), [])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
+from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
@@ -49,7 +49,7 @@ def grid_of(
     return (*(piece.mesh.shape[a] for a in axes), *piece.local_shape), tuple(perm)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def joining(src: DistSpec, dst: DistSpec, axes: Axes) -> Joining:
     group, mesh = src.mesh.group(axes), src.mesh
     even = grid_of(src, dst, axes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
+from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
@@ -22,7 +22,7 @@ class Even(NamedTuple):
     shape: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def even(src: DistSpec, dst: DistSpec, axes: Axes) -> Even | None:
     """None where pieces differ in size, or several axes are not in mesh order on one dim."""
     i, j = src.layout.dim_of(axes[0]), dst.layout.dim_of(axes[0])

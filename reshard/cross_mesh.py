@@ -9,10 +9,10 @@ sent to whom is planned in ``crossing_plan`` and ``routing``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 
+from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
 from disttensor.spec import DistSpec
 from reshard import planner
@@ -101,7 +101,7 @@ def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
     return assembled
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _routes(crossing: Crossing, rank: int) -> Routes:
     return crossing.routes(rank)
 
@@ -140,7 +140,7 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     return planner.choose(src, dst) if src.mesh is dst.mesh else _across(src, dst)
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _across(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     crossing = plan_crossing(src, dst)
     before, after = crossing.before, crossing.after

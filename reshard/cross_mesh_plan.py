@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
+from disttensor.cache import cached
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
 from reshard import planner
@@ -57,7 +57,7 @@ class Crossing:
         return f"{self.src!r} on {self.src.mesh!r} -> {self.dst!r} on {self.dst.mesh!r}"
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def plan_crossing(src: DistSpec, dst: DistSpec) -> Crossing:
     """The cheapest crossing: fewest bytes on the wire, then fewest messages.
 

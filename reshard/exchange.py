@@ -9,8 +9,8 @@ the fewest axes, and of several the next one after it, so that senders share the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.layout import Axes as DimAxes
 from disttensor.spec import DistSpec
@@ -50,7 +50,7 @@ def common(a: DimAxes, b: DimAxes) -> int:
     return n
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def routes(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
     mesh = src.mesh
     group = mesh.group(axes)

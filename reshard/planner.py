@@ -8,8 +8,8 @@ the bytes that a rank sends, plus a constant per collective, so that equal colle
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from disttensor.cache import cached
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
 from reshard import all_gather, all_reduce, all_to_all, reduce_scatter, slice, to_partial
@@ -51,7 +51,7 @@ def stay(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     return x if x.shape == dst.local_shape else x.new_empty(dst.local_shape)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     """``reshard.choose`` within one mesh."""
     assert src.mesh is dst.mesh

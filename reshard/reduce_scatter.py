@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
+from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.placement import Partial, Shard
 from disttensor.spec import DistSpec
@@ -29,7 +29,7 @@ class Cutting:
     boxes: tuple[Box, ...] = ()
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def cutting(src: DistSpec, dst: DistSpec, axes: Axes) -> Cutting:
     group, op, mesh = src.mesh.group(axes), pending(src, axes), src.mesh
     even = grid_of(dst, src, axes)

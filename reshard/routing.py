@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from disttensor.cache import cached
 from disttensor.spec import DistSpec
 from reshard.box import Box, intersect, numel
 
@@ -65,7 +65,7 @@ class Routing:
         )
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def routing(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
     """``src`` has reductions on the ``kept`` axes only, of both meshes; of the axes ``once`` of
     dst's mesh only the first rank receives."""

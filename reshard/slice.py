@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
+from disttensor.cache import cached
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
 from reshard.box import Box, cut
 from reshard.registry import Axes, Tensor, register
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def boxes(src: DistSpec, dst: DistSpec) -> tuple[Box, Box]:
     return (src.local_offset, src.local_shape), (dst.local_offset, dst.local_shape)
 

@@ -19,6 +19,7 @@ import torch
 
 import reshard
 from disttensor.autograd import recompute
+from disttensor.cache import Cache
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
@@ -33,7 +34,7 @@ class Typed(NamedTuple):
     varying: Axes = ()
 
 
-_duals: dict[Typed, tuple[Typed, float]] = {}
+_duals: Cache[Typed, tuple[Typed, float]] = Cache(8192)
 
 
 def dual(t: Typed) -> tuple[Typed, float]:
@@ -57,8 +58,6 @@ def dual(t: Typed) -> tuple[Typed, float]:
             t.spec.with_layout(Layout(layout.dims, pending, own)),
             tuple(sorted(layout.partial_axes)),
         )
-        if len(_duals) > 8192:
-            _duals.clear()
         found = _duals[t] = (flipped, scale)
     return found
 

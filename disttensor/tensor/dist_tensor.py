@@ -8,13 +8,13 @@ every torch function goes through ``disttensor.dispatch.dispatch``, which comple
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 import reshard
 from disttensor.autograd.grad_types import Typed, move, whole_grad
+from disttensor.cache import cached
 from disttensor.layout import Axes, dims_mapping_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 _subclass: Callable[..., Any] = Tensor._make_subclass
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def relabels(src: DistSpec, dst: DistSpec) -> bool:
     """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
     ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)

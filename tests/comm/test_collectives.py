@@ -183,7 +183,7 @@ def test_what_is_recorded():
     assert outer.total_bytes == sum(r.bytes for r in outer)
     assert outer.counts() == outer.counts("forward") and outer.counts()["all_to_all"] == 2
     assert outer.counts("backward") == {}
-    assert all("test_comm.py:" in r.where for r in outer), [r.where for r in outer]
+    assert all("test_collectives.py:" in r.where for r in outer), [r.where for r in outer]
     table = str(outer).splitlines()
     assert table[0].split() == ["kind", "axis", "bytes", "phase", "shape", "where"]
     assert table[-1].split()[:2] == ["total", "6"] and len(table) == 8
@@ -272,7 +272,7 @@ def test_what_is_recorded_of_background_collectives():
     assert len(none) == 0
     assert [(r.kind, r.axis, r.bytes) for r in log] == [(r.kind, r.axis, r.bytes) for r in want]
     assert [r.bytes for r in log] == [192, 384, 96]
-    assert all("test_comm.py:" in r.where for r in log)
+    assert all("test_collectives.py:" in r.where for r in log)
     with desync.debug(seconds=10):
         collectives.start_all_reduce(x, "sum", group).wait()
         with pytest.raises(errors.MismatchError, match=r"rank 1: all_reduce\(max\)"):
@@ -341,7 +341,7 @@ def disagree(what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("kind", ["rank 0: all_gather", "rank 1: all_reduce", "test_comm.py:"]),
+        ("kind", ["rank 0: all_gather", "rank 1: all_reduce", "test_collectives.py:"]),
         ("shape", ["(3,)", "(4,)"]),
         ("op", ["all_reduce(sum)", "all_reduce(max)"]),
         ("absence", ["rank 1 did not come within 2 s", "rank 0 is at all_reduce(sum)"]),

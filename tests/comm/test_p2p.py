@@ -151,7 +151,8 @@ def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
     messages."""
     head = """
         import sys, time, datetime, torch, torch.distributed as dist
-        from disttensor import p2p, CommError
+        from disttensor import CommError
+        from disttensor.comm import p2p
         rank = int(sys.argv[1])
         store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2,

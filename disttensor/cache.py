@@ -1,0 +1,59 @@
+"""Caches: of a bounded size, and emptied when their world ends.
+
+Specs and meshes are keys of nearly all of them, and would keep process groups alive that have been
+destroyed. A cache of things without a mesh (a dtype, a device, a function) needs no more than
+``functools.lru_cache``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+F = TypeVar("F", bound=Callable[..., object])
+
+_dicts: weakref.WeakValueDictionary[int, Cache[object, object]] = weakref.WeakValueDictionary()
+_functions: list[Callable[[], None]] = []
+_lock = threading.RLock()
+
+
+class Cache(dict[K, V]):
+    """A dict of at most ``limit`` entries: one more drops the oldest. Read it with ``get``, which
+    is that of dict."""
+
+    __slots__ = ("__weakref__", "limit")
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        _dicts[id(self)] = self  # type: ignore[assignment]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        with _lock:
+            while len(self) >= self.limit and key not in self:
+                del self[next(iter(self))]
+            super().__setitem__(key, value)
+
+
+def cached(limit: int) -> Callable[[F], F]:
+    """``@cached(1024)``: a function of hashable arguments remembers its last ``limit`` results."""
+
+    def remember(function: F) -> F:
+        made = lru_cache(maxsize=limit)(function)
+        _functions.append(made.cache_clear)
+        return made  # type: ignore[return-value]
+
+    return remember
+
+
+def clear() -> None:
+    """Empty all caches."""
+    for cache in list(_dicts.values()):
+        cache.clear()
+    for empty in _functions:
+        empty()

@@ -1,0 +1,57 @@
+"""Caches are bounded, drop the oldest entry first, and can all be emptied at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+from disttensor import cache
+from disttensor.cache import Cache, cached
+
+
+def test_the_oldest_entry_goes_first() -> None:
+    squares: Cache[int, int] = Cache(3)
+    for i in range(5):
+        squares[i] = i * i
+    assert squares == {2: 4, 3: 9, 4: 16}
+    squares[3] = 10  # no new entry: nothing is dropped
+    assert squares == {2: 4, 3: 10, 4: 16} and squares.get(0) is None
+
+
+def test_clear_empties_every_cache() -> None:
+    calls = []
+
+    @cached(8)
+    def double(x: int) -> int:
+        calls.append(x)
+        return 2 * x
+
+    own: Cache[str, int] = Cache(8)
+    own["a"] = double(1) + double(1)
+    assert own == {"a": 4} and calls == [1]
+    cache.clear()
+    assert not own and double(1) == 2 and calls == [1, 1]
+
+
+def test_a_cache_dies_with_its_owner() -> None:
+    own: Cache[str, int] = Cache(8)
+    known, gone = len(cache._dicts), weakref.ref(own)
+    del own
+    gc.collect()
+    assert gone() is None and len(cache._dicts) == known - 1
+
+
+def test_threads_may_share_a_cache() -> None:
+    shared: Cache[int, int] = Cache(4)
+
+    def fill(start: int) -> None:
+        for i in range(start, start + 5000):
+            shared[i] = i
+
+    threads = [threading.Thread(target=fill, args=(10000 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(shared) == 4 and shared == {i: i for i in shared}
