@@ -1,7 +1,7 @@
 """The planner: the cheapest steps from one spec to another on its mesh. Pure: all ranks find the
 same.
 
-A shortest-path search over layouts. An edge is one registered move (see search.py); its length is
+A shortest-path search over layouts. An edge is one registered move (see graph.py); its length is
 the bytes that a rank sends, plus a constant per collective, so that equal collectives become one.
 """
 

@@ -136,7 +136,7 @@ class Segment:
         self.epoch = -1  # the forward of the root in which it has its position
         self.running = 0  # forwards of its modules that are on the stack
         self.ran: set[nn.Module] = set()
-        self.passing: Any = None  # the pass that is being made: see passes.py
+        self.passing: Any = None  # the pass that is being made: see graph_hooks.py
         self.made: list[Any] = []  # passes of this epoch
         self.leaves: list[str] = []  # of the twins' leaves, the parameter
         self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached,

@@ -658,7 +658,7 @@ def test_values_are_refused_outside_and_the_error_says_what_to_do():
             with pytest.raises(RuntimeError, match=r"dt\.broadcast_value\(x\)") as caught:
                 ask(x)
             if name != "is_nonzero":
-                assert "test_outside.py:" in str(caught.value), name
+                assert "test_execute.py:" in str(caught.value), name
 
 
 @on_ranks(4)

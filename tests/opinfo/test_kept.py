@@ -101,7 +101,7 @@ def test_independent_dims_are_found():
 def test_what_is_lost_is_seen():
     """A rule that makes everything whole, in the table."""
     code = (
-        "from tests import kept; import torch, ops; from ops.registry import RULES; mesh = "
+        "from tests.opinfo import kept; import torch, ops; from ops.registry import RULES; mesh = "
         "kept.world()\n"
         "for f in (torch.exp, torch.Tensor.exp): RULES.pop(f)\n"
         "row = kept.measure('exp', 3, mesh); print(row.kept(0), row.of(0)[-1])"
