@@ -46,7 +46,7 @@ class DistSpec:
         "local_shape",
         "mesh",
         "placements",
-        "proto",
+        "meta_tensor",
         "shape",
         "varies",
     )  # fmt: skip
@@ -59,7 +59,7 @@ class DistSpec:
     local_shape: tuple[int, ...]  # of this rank; (0,), a ghost's, outside the mesh
     local_offset: tuple[int, ...]
     varies: frozenset[int]  # mesh axes over which locals differ
-    proto: torch.Tensor  # global shape, one element of storage: what wrappers are made of
+    meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it
     _derived: dict[Any, DistSpec]
 
     def __new__(
@@ -77,7 +77,7 @@ class DistSpec:
             self.local_offset, self.local_shape = self.box_at(mesh.coordinate)
         else:
             self.local_offset, self.local_shape = (0,) * len(shape), (0,)
-        self.proto = _scalar(dtype, mesh.device).expand(self.shape)
+        self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         _interned[key] = self
         return self

@@ -107,7 +107,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     replays = plan.view and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
     itself = plan.view  # may give its argument, as x.contiguous() does
     dtype: Any = None  # unknown until the first result
-    proto = spec.proto
+    meta_tensor = spec.meta_tensor
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         if two:
@@ -118,7 +118,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             x = args[0]
             out = local(x.local, *args[1:])
             if out is not x.local and type(out) is Tensor and out.dtype is dtype and not x._copied:
-                new = _make(DistTensor, proto)
+                new = _make(DistTensor, meta_tensor)
                 new.local = out
                 new.spec = spec
                 if replays and out.requires_grad and torch.is_grad_enabled():
@@ -130,7 +130,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
                 return written(args[0], out)
         if itself or type(out) is not Tensor or out.dtype is not dtype:
             return finish(args, kwargs, out)
-        new = _make(DistTensor, proto)
+        new = _make(DistTensor, meta_tensor)
         new.local = out
         new.spec = spec
         return new
@@ -150,7 +150,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         )
 
     def finish(args: Sequence[Any], kwargs: Any, out: Any) -> Any:
-        nonlocal spec, dtype, proto
+        nonlocal spec, dtype, meta_tensor
         x: Any = args[0] if args else None
         if type(x) is DistTensor and out is x.local:
             return x
@@ -158,7 +158,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             return give(out, [spec], plan)
         if out.dtype is not dtype:
             spec = checked(plan, out, spec)
-            dtype, proto = spec.dtype, spec.proto
+            dtype, meta_tensor = spec.dtype, spec.meta_tensor
         new = wrap(out, spec)
         if itself and type(x) is DistTensor and x._copied:
             view_copies.inherit(new, x)

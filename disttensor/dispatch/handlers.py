@@ -62,12 +62,12 @@ HANDLERS[torch.is_floating_point] = lambda input: input.spec.dtype.is_floating_p
 HANDLERS[torch.numel] = lambda input: input.numel()
 
 
-def _of_proto(func: Any) -> None:
+def _of_meta_tensor(func: Any) -> None:
     """Functions that ask for shape and dtype only: answered by a plain stand-in of the global
     shape."""
 
     def stand_in(v: Any) -> Any:
-        return v.spec.proto if type(v) is DistTensor else v
+        return v.spec.meta_tensor if type(v) is DistTensor else v
 
     HANDLERS[func] = lambda *args, **kwargs: func(
         *map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()}
@@ -80,7 +80,7 @@ for _func in (
     torch.is_inference, Tensor.is_inference,
     Tensor.get_device, Tensor.dim_order,
 ):  # fmt: skip
-    _of_proto(_func)
+    _of_meta_tensor(_func)
 
 
 def _of_local(func: Any) -> None:
@@ -112,7 +112,7 @@ for _method in (
 @handler(Tensor.type)
 def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
-        return x.spec.proto.type()
+        return x.spec.meta_tensor.type()
     if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor", torch.FloatTensor
         dtype = torch.empty(0).type(dtype).dtype
     return x.to(dtype, non_blocking=non_blocking)

@@ -111,7 +111,7 @@ def _token(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, bare:
 
 def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
     (source,) = sources
-    device, proto = spec.mesh.device, spec.proto
+    device, meta_tensor = spec.mesh.device, spec.meta_tensor
     nothing, bare = token.blank(device), token.bare(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
                 local = nothing
             elif local.grad_fn is None:
                 local = bare
-        new = _make(DistTensor, proto)
+        new = _make(DistTensor, meta_tensor)
         new.local = local
         new.spec = spec
         return new
@@ -133,7 +133,7 @@ def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
 
 def _of_two(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
     first, second = sources
-    device, proto = spec.mesh.device, spec.proto
+    device, meta_tensor = spec.mesh.device, spec.meta_tensor
     nothing, bare = token.blank(device), token.bare(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _of_two(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
             local = _token(args, sources[:1], nothing, bare)
         elif local is bare and not _grad():
             local = nothing
-        new = _make(DistTensor, proto)
+        new = _make(DistTensor, meta_tensor)
         new.local = local
         new.spec = spec
         return new
@@ -162,7 +162,7 @@ def _one(
     viewed: int | None,
     draws: ProcessMesh | None,
 ) -> Runner:
-    device, proto = spec.mesh.device, spec.proto
+    device, meta_tensor = spec.mesh.device, spec.meta_tensor
     nothing, bare = token.blank(device), token.bare(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def _one(
             args = spread(args, kwargs)
         if draws is not None:
             state.draw(draws, "fast")
-        new = _make(DistTensor, proto)
+        new = _make(DistTensor, meta_tensor)
         new.local = _token(args, sources, nothing, bare) if sources else nothing
         new.spec = spec
         if viewed is not None:
@@ -204,7 +204,7 @@ def _several(
         local = _token(args, sources, nothing, bare)
         results = []
         for spec, of in made:
-            new = _make(DistTensor, spec.proto)
+            new = _make(DistTensor, spec.meta_tensor)
             new.local = local
             new.spec = spec
             if of is not None:

@@ -304,7 +304,7 @@ def spread_of(spec: DistSpec, dim: int | None) -> Any:
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     """A DistTensor of what this rank computed."""
-    out = _subclass(DistTensor, spec.proto)
+    out = _subclass(DistTensor, spec.meta_tensor)
     out.local = local
     out.spec = spec
     return out

@@ -479,7 +479,7 @@ def become(x: DistTensor, value: DistTensor) -> DistTensor:
 
 
 def wrap_proto(spec: DistSpec) -> Tensor:
-    return torch.Tensor._make_subclass(DistTensor, spec.proto, False)
+    return torch.Tensor._make_subclass(DistTensor, spec.meta_tensor, False)
 
 
 def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
