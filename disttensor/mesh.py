@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor.comm import collectives
+from disttensor.torch_private import default_group
 
 
 class ProcessMesh:
@@ -78,7 +79,7 @@ class ProcessMesh:
                 )
             )
         device_type = device_type or _default_device_type()
-        default = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+        default = default_group() if dist.is_initialized() else None
         key = (default, array.shape, ranks, names, device_type)
         if key in cls._interned:
             return cls._interned[key]

@@ -45,8 +45,8 @@ class DistSpec:
         "local_offset",
         "local_shape",
         "mesh",
-        "placements",
         "meta_tensor",
+        "placements",
         "shape",
         "varies",
     )  # fmt: skip

@@ -17,6 +17,7 @@ PACKAGES = ("disttensor", "ops", "reshard")
 # it.
 ROOMS = (
     "versions",
+    "torch_private",
     "cache",
     "errors",
     "placement",

@@ -23,6 +23,7 @@ from disttensor.cache import Cache
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
+from disttensor.torch_private import direct_apply, is_view, storage_id
 
 Tensor = torch.Tensor
 
@@ -88,7 +89,7 @@ class Move(torch.autograd.Function):
         out = reshard.run(x, src.spec, dst.spec)
         if out is x:
             return x.view_as(x)
-        if out._is_view() and out.untyped_storage()._cdata != x.untyped_storage()._cdata:
+        if is_view(out) and storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
             out = (
                 out.data
             )  # of a buffer that nobody else has: not a view, so that it may be written to
@@ -107,4 +108,4 @@ class Move(torch.autograd.Function):
 
 
 # Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
-move: Any = super(torch.autograd.Function, Move).apply
+move: Any = direct_apply(Move)

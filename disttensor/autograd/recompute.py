@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.torch_private import current_backward
+
 _autograd: Any = torch._C._autograd
 _top: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 _FILE = "torch.utils.checkpoint"
@@ -92,7 +94,7 @@ def note(where: Scope | None, what: Any) -> None:
     repeats no region."""
     if where is not None and where.source is not None:
         where.source.taken += 1
-    elif torch._C._current_graph_task_id() != -1:
+    elif current_backward() != -1:
         raise RuntimeError(
             "random numbers for a DistTensor are drawn inside a backward, outside a region of "
             "torch.utils.checkpoint(..., use_reentrant=False): whether they should repeat those of "

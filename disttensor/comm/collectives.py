@@ -23,6 +23,12 @@ from disttensor.comm.groups import process_group as process_group
 from disttensor.comm.groups import the_world as the_world
 from disttensor.comm.groups import world as world
 from disttensor.errors import CommError as CommError
+from disttensor.torch_private import (
+    all_gather_single,
+    all_to_all_single,
+    backend_of,
+    reduce_scatter_single,
+)  # fmt: skip
 
 Tensor = torch.Tensor
 
@@ -37,11 +43,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
         "all": dist.ReduceOp.MIN}  # fmt: skip
 
 # The methods of a process group that torch.distributed's functions end in: a third of the time of a
-# small collective is spent on the way there. Newer names first.
+# small collective is spent on the way there.
 _PG = dist.ProcessGroup
-_gather = getattr(_PG, "all_gather_single", None) or _PG._allgather_base
-_scatter_sum = getattr(_PG, "reduce_scatter_single", None) or _PG._reduce_scatter_base
-_exchange = getattr(_PG, "all_to_all_single", None) or _PG.alltoall_base
+_gather, _scatter_sum = all_gather_single, reduce_scatter_single
+_exchange = all_to_all_single
 
 
 def _options(options: Any, op: str = "", background: bool = False) -> Any:
@@ -170,7 +175,7 @@ def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
 def _scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
     """The backend's reduction for ``op``, and the factors before and after it."""
     if op == "avg" and wire.dtype != torch.float16:
-        if group.pg._get_backend(wire.device).name() in _AVERAGE:
+        if backend_of(group.pg, wire.device).name() in _AVERAGE:
             return "avg", 1.0, 1.0
     elif op != "avg" and (op != "sum" or wire.dtype != torch.float16):
         return op, 1.0, 1.0
@@ -472,7 +477,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, op: str, group: Group) -> Pendi
     wire = x.view(-1)
     if not group.straight:
         wire = x.view(n, -1)[[group.order.index(i) for i in range(n)]].view(-1)
-    if op in ("sum", "avg") and group.pg._get_backend(x.device).name() == "gloo":
+    if op in ("sum", "avg") and backend_of(group.pg, x.device).name() == "gloo":
         rows = torch.empty_like(wire)
         return _start(
             "reduce_scatter", group, x, (n - 1) / n, _exchange, group.pg, rows, wire, [], [],

@@ -11,9 +11,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from disttensor.errors import MismatchError, user_line
+from disttensor.torch_private import default_store
 
 enabled = os.environ.get("DISTTENSOR_DEBUG", "") not in ("", "0")
 timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30")))
@@ -46,7 +45,7 @@ class debug:
 
 
 def compare(group: Any, what: str) -> None:
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     rank = group.ranks[group.index]
     call = group.calls[0]
     group.calls[0] += 1

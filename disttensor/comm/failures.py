@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+
+from disttensor.torch_private import default_store
 
 _KEY = "disttensor/failed"
 _installed: list[Any] = []
@@ -33,7 +34,7 @@ def watch() -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if dist.is_initialized() and issubclass(kind, Exception):
         with contextlib.suppress(Exception):  # whatever happens, the error itself is shown
-            store = c10d._get_default_store()
+            store = default_store()
             line = traceback.extract_tb(trace)[-1] if trace is not None else None
             where = f" ({line.filename}:{line.lineno})" if line is not None else ""
             text = str(error).splitlines()
@@ -47,7 +48,7 @@ def first() -> str:
     if not dist.is_initialized():
         return ""
     try:
-        store = c10d._get_default_store()
+        store = default_store()
         store.set_timeout(timedelta(seconds=5))
         if not store.check([_KEY]):
             return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from disttensor.comm import failures
 from disttensor.errors import CommError
+from disttensor.torch_private import (
+    default_group,
+    default_store,
+    default_timeout,
+    group_name,
+    set_timeout,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -44,11 +50,7 @@ class Group:
         return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
 
 
-# Public since torch 2.14. The private one of before is deprecated there.
-set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
-
 _groups: dict[tuple[Any, ...], Any] = {}
-_naming = threading.Lock()
 
 
 def world() -> tuple[int, int]:
@@ -94,7 +96,7 @@ def process_group(
     collective.
     """
     rank, size = world()
-    default = dist.distributed_c10d._get_default_group()
+    default = default_group()
     key = (default, members, lane)
     if key not in _groups:
         failures.watch()
@@ -117,18 +119,12 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
     torch puts the number of groups that a rank already has into the name: ranks of different meshes
     would wait for each other in vain."""
     digest = hashlib.sha256(repr((members, lane)).encode()).hexdigest()[:32]
-    with _naming:
-        torchs = c10d._process_group_name
-        c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"disttensor_{digest}")
-        try:
-            limit = None if timeout is None else timedelta(seconds=timeout)
-            made = dist.new_group(members, limit, use_local_synchronization=True)
-            if limit is not None:  # of the making only
-                usual = c10d._get_default_timeout(c10d.Backend(dist.get_backend(made)))
-                set_timeout(usual, made)
-            return made
-        finally:
-            c10d._process_group_name = torchs
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    with group_name(f"disttensor_{digest}"):
+        made = dist.new_group(members, limit, use_local_synchronization=True)
+        if limit is not None:  # of the making only
+            set_timeout(default_timeout(c10d.Backend(dist.get_backend(made))), made)
+        return made
 
 
 @atexit.register
@@ -208,11 +204,11 @@ class _Meeting:
     _held: ClassVar[dict[Any, int]] = {}  # default group -> how many meetings there were
 
     def __init__(self, timeout: float) -> None:
-        default = c10d._get_default_group()
+        default = default_group()
         number = self._held.get(default, 0)
         self._held.clear()
         self._held[default] = number + 1
-        self.store = dist.PrefixStore(f"disttensor/groups{number}", c10d._get_default_store())
+        self.store = dist.PrefixStore(f"disttensor/groups{number}", default_store())
         self.rank, self.size, self.timeout = *world(), timeout
 
     def tell(self, what: str) -> str:

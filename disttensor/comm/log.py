@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from disttensor.errors import user_line
+from disttensor.torch_private import current_backward
 
 active: list[
     CommLog
@@ -98,7 +99,7 @@ def record_comms() -> CommLog:
 
 
 def record(kind: str, axes: tuple[str, ...], nbytes: int, shape: Any, dtype: torch.dtype) -> None:
-    phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+    phase = "backward" if current_backward() != -1 else "forward"
     entry = CommRecord(kind, "+".join(axes), nbytes, phase, user_line(), tuple(shape), dtype)
     for log in active:
         log.records.append(entry)

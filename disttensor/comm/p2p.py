@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from disttensor.comm import failures, log
 from disttensor.comm.collectives import CommError, _dense, _raw, world
+from disttensor.torch_private import default_group
 
 Tensor = torch.Tensor
 
@@ -70,7 +70,7 @@ def channel(number: int) -> Iterator[None]:
 
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
-    group = c10d._get_default_group() if dist.is_initialized() else None
+    group = default_group() if dist.is_initialized() else None
     if group is not _counted_in[0]:
         _counts.clear()
         _counted_in[0] = group
@@ -196,7 +196,7 @@ def _post(
     """gloo: every message on its own, as bytes, in any dtype."""
     if not sends and not receives:
         return [], []
-    group = c10d._get_default_group()
+    group = default_group()
     works = [[group.recv([x.view(torch.uint8)], source, tag)] for source, x in receives]
     return works, [group.send([_raw(x)], to, tag) for to, x in sends]
 
@@ -260,7 +260,7 @@ class Outbox:
                     work.wait()
             except RuntimeError as error:
                 self.failed = self.failed or _failure(what, error)
-                self.group = c10d._get_default_group() if dist.is_initialized() else None
+                self.group = default_group() if dist.is_initialized() else None
             del work, buffer, what
             with self.changed:
                 self.open -= 1
@@ -269,7 +269,7 @@ class Outbox:
     def check(self) -> None:
         """Raises the failure of an earlier message, as long as its process group is there."""
         if self.failed is not None:
-            if dist.is_initialized() and c10d._get_default_group() is self.group:
+            if dist.is_initialized() and default_group() is self.group:
                 raise self.failed
             self.failed = None
 

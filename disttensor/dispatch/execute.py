@@ -19,13 +19,13 @@ from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, relabels, wrap
 from disttensor.tensor.grad_sync import sync_gradients
 from disttensor.tensor.gradient import owner_of
+from disttensor.torch_private import make_subclass
 from disttensor.tree import flat, rebuilt, substitute
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
 
-_make: Callable[..., Any] = Tensor._make_subclass
 _setitem: Callable[..., Any] = Tensor.__setitem__
 
 
@@ -118,7 +118,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             x = args[0]
             out = local(x.local, *args[1:])
             if out is not x.local and type(out) is Tensor and out.dtype is dtype and not x._copied:
-                new = _make(DistTensor, meta_tensor)
+                new = make_subclass(DistTensor, meta_tensor)
                 new.local = out
                 new.spec = spec
                 if replays and out.requires_grad and torch.is_grad_enabled():
@@ -130,7 +130,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
                 return written(args[0], out)
         if itself or type(out) is not Tensor or out.dtype is not dtype:
             return finish(args, kwargs, out)
-        new = _make(DistTensor, meta_tensor)
+        new = make_subclass(DistTensor, meta_tensor)
         new.local = out
         new.spec = spec
         return new

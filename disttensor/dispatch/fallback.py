@@ -21,6 +21,7 @@ from disttensor.random.state import forked
 from disttensor.spec import DistSpec
 from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.torch_private import storage_id
 from disttensor.tree import flat, rebuilt
 
 Tensor = torch.Tensor
@@ -133,13 +134,13 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
             args[0].forget_uses()
             return args[0] if isinstance(out, Tensor) else out
         result = dress(out, mesh, itself)
-        sources = {full.untyped_storage()._cdata: tensor for tensor, full, _ in seen}
+        sources = {storage_id(full.untyped_storage()): tensor for tensor, full, _ in seen}
         for t in flat(result, []):
             if (
-                type(t) is DistTensor and t.local.untyped_storage()._cdata in sources
+                type(t) is DistTensor and storage_id(t.local.untyped_storage()) in sources
             ):  # a view, in one process
                 view_copies.enter(
-                    t, sources[t.local.untyped_storage()._cdata], errors.name_of(func)
+                    t, sources[storage_id(t.local.untyped_storage())], errors.name_of(func)
                 )
         if objects.others(mesh) and infer.dynamic(func, args, kwargs):
             objects.tell(mesh, objects.described(result))

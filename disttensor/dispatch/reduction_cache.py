@@ -21,12 +21,11 @@ from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, relabels, resharded, wrap
+from disttensor.torch_private import top_saved_tensors_hooks
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Any], Any], Any]
-
-_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Reduced(NamedTuple):
@@ -41,7 +40,7 @@ class Reduced(NamedTuple):
 
 
 def _region() -> Any:
-    top = _top(True)
+    top = top_saved_tensors_hooks(True)
     return None if top is None else weakref.ref(top[0])
 
 

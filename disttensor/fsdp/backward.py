@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from disttensor.comm import collectives
 from disttensor.fsdp.graph_hooks import Pass
 from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
+from disttensor.torch_private import after_backward, current_backward
 
 _MOST = 2  # reductions to shards under way at once: each holds the gradients of a segment
 
@@ -160,9 +159,9 @@ class Backward:
 
 def number() -> int:
     """Of the backward that this code runs in; -1 outside."""
-    return int(torch._C._current_graph_task_id())
+    return current_backward()
 
 
 def at_the_end(run: Callable[[], Any]) -> None:
     """Run this when the present backward has run all its nodes."""
-    torch.autograd.Variable._execution_engine.queue_callback(run)
+    after_backward(run)

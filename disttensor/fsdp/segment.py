@@ -20,6 +20,7 @@ from disttensor.comm import collectives
 from disttensor.fsdp.bucket import Rows
 from disttensor.fsdp.param import Twin
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import set_versions, storage_id
 from disttensor.tree import flat
 
 Tensor = torch.Tensor
@@ -104,7 +105,7 @@ class Buffer:
         return self.whole and self.memory._version != self._version
 
     def _be_version(self, version: int) -> None:
-        torch._C._autograd._unsafe_set_version_counter((self.memory,), (version,))
+        set_versions((self.memory,), (version,))
 
 
 class Segment:
@@ -192,8 +193,8 @@ class Segment:
         """Is x a twin, or a view of one? Its memory is about to be freed."""
         if self.persist or type(x) is not DistTensor:
             return False
-        at = x.local.untyped_storage()._cdata
-        return any(b.memory.untyped_storage()._cdata == at for b in self.buffers)
+        at = storage_id(x.local.untyped_storage())
+        return any(storage_id(b.memory.untyped_storage()) == at for b in self.buffers)
 
     def show(self) -> None:
         """The modules hold the twins."""

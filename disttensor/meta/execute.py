@@ -21,13 +21,12 @@ from disttensor.meta.quick import quick
 from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.torch_private import autocast_is_on
 from disttensor.tree import flat, rebuilt
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
-
-_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
@@ -144,7 +143,7 @@ def general(
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         kwargs = kwargs or {}
-        now, specs = case(args, kwargs) if _autocast() else first
+        now, specs = case(args, kwargs) if autocast_is_on() else first
         tensors = flat((args, kwargs), [])
         refuse_plain(func, mesh, tensors)
         if now.draws:

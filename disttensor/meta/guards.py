@@ -16,10 +16,10 @@ from operator import is_
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from disttensor.autograd import token
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import global_module_hooks
 
 
 class Watcher(Protocol):
@@ -27,12 +27,6 @@ class Watcher(Protocol):
 
 
 _watchers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-_global_hooks: tuple[Any, ...] = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
 _TELLING = (
     "__setattr__", "__delattr__", "add_module", "register_forward_hook",
     "register_forward_pre_hook",
@@ -53,7 +47,7 @@ class Subtree:
                 for name in ("_parameters", "_buffers"):
                     m.__dict__[name] = _Table.of(m, m.__dict__[name])
             _watchers[m].add(watcher)
-        self._hooks = [*_global_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
+        self._hooks = [*global_module_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
         self.hooked = _any(self._hooks)
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
         self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
@@ -75,7 +69,9 @@ class Subtree:
         watcher."""
         if self.hooked:
             return _any(self._hooks)
-        return not any(_global_hooks) and (self._remade == token.remade[0] or self._as_they_were())
+        return not any(global_module_hooks) and (
+            self._remade == token.remade[0] or self._as_they_were()
+        )
 
     def _as_they_were(self) -> bool:
         self._remade = token.remade[0]

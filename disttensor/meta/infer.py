@@ -13,11 +13,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependent
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttensor.errors import name_of
+from disttensor.torch_private import DataDependentOutput as DataDependent
+from disttensor.torch_private import (
+    DynamicOutputShape,
+    FakeTensorMode,
+    TorchDispatchMode,
+    storage_id,
+)
 from disttensor.tree import flat, rebuilt, substitute
 
 __all__ = ["DataDependent", "Dynamic", "Found", "Out", "dynamic", "found"]
@@ -134,10 +138,10 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
         with fake_mode(), seeded, torch.set_grad_enabled(bool(needing)), _hidden():
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
-    except DynamicOutputShapeException:
+    except DynamicOutputShape:
         raise Dynamic(name_of(func)) from None
     outs: list[Out] = []
-    owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(fakes)))}
+    owners = {storage_id(t.untyped_storage()): i for i, t in reversed(list(enumerate(fakes)))}
 
     def describe(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -151,7 +155,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
                     value.dtype,
                     _reached(value, leaves),
                     same,
-                    owners.get(value.untyped_storage()._cdata),
+                    owners.get(storage_id(value.untyped_storage())),
                 )
             )
             return outs[-1]

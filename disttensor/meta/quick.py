@@ -18,13 +18,12 @@ from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import autocast_is_on, make_subclass
 from disttensor.tree import flat
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Any], Any], Any]
 
-_make: Callable[..., Any] = Tensor._make_subclass
-_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _grad: Callable[[], bool] = torch.is_grad_enabled
 
 
@@ -115,7 +114,7 @@ def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
     nothing, bare = token.blank(device), token.bare(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if _autocast():
+        if autocast_is_on():
             return run(args, kwargs)
         local = args[source].local
         if local is not nothing:
@@ -123,7 +122,7 @@ def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
                 local = nothing
             elif local.grad_fn is None:
                 local = bare
-        new = _make(DistTensor, meta_tensor)
+        new = make_subclass(DistTensor, meta_tensor)
         new.local = local
         new.spec = spec
         return new
@@ -137,7 +136,7 @@ def _of_two(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
     nothing, bare = token.blank(device), token.bare(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if _autocast():
+        if autocast_is_on():
             return run(args, kwargs)
         local = args[first].local
         if local is not args[second].local:
@@ -146,7 +145,7 @@ def _of_two(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
             local = _token(args, sources[:1], nothing, bare)
         elif local is bare and not _grad():
             local = nothing
-        new = _make(DistTensor, meta_tensor)
+        new = make_subclass(DistTensor, meta_tensor)
         new.local = local
         new.spec = spec
         return new
@@ -166,13 +165,13 @@ def _one(
     nothing, bare = token.blank(device), token.bare(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if _autocast():
+        if autocast_is_on():
             return run(args, kwargs)
         if spread is not _positional:
             args = spread(args, kwargs)
         if draws is not None:
             state.draw(draws, "fast")
-        new = _make(DistTensor, meta_tensor)
+        new = make_subclass(DistTensor, meta_tensor)
         new.local = _token(args, sources, nothing, bare) if sources else nothing
         new.spec = spec
         if viewed is not None:
@@ -196,7 +195,7 @@ def _several(
     made = list(zip(specs, viewed, strict=True))
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if _autocast():
+        if autocast_is_on():
             return run(args, kwargs)
         args = spread(args, kwargs)
         if draws is not None:
@@ -204,7 +203,7 @@ def _several(
         local = _token(args, sources, nothing, bare)
         results = []
         for spec, of in made:
-            new = _make(DistTensor, spec.meta_tensor)
+            new = make_subclass(DistTensor, spec.meta_tensor)
             new.local = local
             new.spec = spec
             if of is not None:

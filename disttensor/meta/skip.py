@@ -19,12 +19,10 @@ from torch import nn
 from disttensor.meta.guards import Subtree
 from disttensor.meta.trace import CONSTANTS, Case, rehearse
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_autocast: Any = torch._C._is_any_autocast_enabled
 _grad: Any = torch.is_grad_enabled
-_modes: Any = torch._C._len_torch_function_stack
-_task: Any = torch._C._current_graph_task_id
 _MOST = 64  # kinds of calls that are kept of a module
 _TRIALS = 16  # rehearsals beyond the number of calls that they have saved
 
@@ -107,7 +105,7 @@ class Skip:
         return sorted({reason for reason in reasons if reason})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._why or _rehearsing.now or _modes():
+        if self._why or _rehearsing.now or count_function_modes():
             return self._run(args, kwargs)
         subtree = self._subtree
         if subtree is None or not subtree.unchanged():
@@ -159,7 +157,9 @@ class Skip:
     def _rehearse(
         self, subtree: Subtree, key: Any, inputs: list[DistTensor], args: Any, kwargs: Any
     ) -> Any:
-        if _task() != -1 or not inputs:  # what a backward computes again shows no random calls
+        if (
+            current_backward() != -1 or not inputs
+        ):  # what a backward computes again shows no random calls
             return self._run(args, kwargs)
         if subtree.hooked or any(x.is_initialized for x in inputs):
             self._cases[key] = "hooks in it, or inputs on this rank"
@@ -207,7 +207,7 @@ class Skip:
         if self._flags is None:
             self._flags = tuple([m.training for m in subtree.modules])
         parts += (self._flags, _grad(), torch.get_default_dtype())
-        if _autocast():
+        if autocast_is_on():
             device = inputs[0].device.type if inputs else "cpu"
             parts += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         return tuple(parts), inputs

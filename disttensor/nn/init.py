@@ -22,6 +22,7 @@ from disttensor.layout import Layout
 from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.torch_private import correct_fan
 
 Tensor = torch.Tensor
 _init: Any = nn.init
@@ -56,9 +57,7 @@ def kaiming_uniform_(
     if 0 in tensor.shape:
         warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=2)
         return tensor
-    std = _init.calculate_gain(nonlinearity, a) / math.sqrt(
-        _init._calculate_correct_fan(tensor, mode)
-    )
+    std = _init.calculate_gain(nonlinearity, a) / math.sqrt(correct_fan(tensor, mode))
     bound = math.sqrt(3.0) * std
     with torch.no_grad():
         return tensor.uniform_(-bound, bound, generator=generator)

@@ -20,6 +20,7 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.cross_mesh import TAPE, start_back
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.gradient import run_backward, seed
+from disttensor.torch_private import node_number
 from reshard.cross_mesh import Arrival
 
 Tensor = torch.Tensor
@@ -155,7 +156,7 @@ class Tape:
         connection is."""
         if local.grad_fn is None:
             return now
-        number = local.grad_fn._sequence_nr()
+        number = node_number(local.grad_fn)
         return max(v for v, began in enumerate(self._began) if began < number)
 
     # Backward -------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def _number() -> int:
     """What autograd counts up with every node that this thread makes."""
     with torch.enable_grad():
         node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return int(node._sequence_nr())
+    return node_number(node)
 
 
 def _touch(ghost_of: Tensor) -> None:

@@ -19,6 +19,7 @@ from disttensor.comm import p2p
 from disttensor.spec import DistSpec
 from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.torch_private import direct_apply, storage_id
 from reshard.cross_mesh import Arrival, start
 
 Tensor = torch.Tensor
@@ -71,7 +72,7 @@ class Cross(torch.autograd.Function):
         return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
 
 
-_cross: Any = super(torch.autograd.Function, Cross).apply
+_cross: Any = direct_apply(Cross)
 
 
 def cross(x: DistTensor, dst: DistSpec) -> DistTensor:
@@ -97,7 +98,7 @@ def cross(x: DistTensor, dst: DistSpec) -> DistTensor:
         with torch.no_grad():
             arrival = start(local.detach(), src, dst, tag)
             held = tape.arrive(arrival, sends, receives) if tape else arrival.wait()
-            if sends and held.untyped_storage()._cdata == local.untyped_storage()._cdata:
+            if sends and storage_id(held.untyped_storage()) == storage_id(local.untyped_storage()):
                 held = held.clone()  # nothing moved: it must not be the same memory
     if where is not None:  # a region that is computed again sends and receives nothing again
         recompute.note(where, held)

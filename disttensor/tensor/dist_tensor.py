@@ -20,10 +20,10 @@ from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 from disttensor.spec import DistSpec
 from disttensor.tensor import view_copies
+from disttensor.torch_private import make_subclass, storage_id
 from ops.shape.strides import spread
 
 Tensor = torch.Tensor
-_subclass: Callable[..., Any] = Tensor._make_subclass
 
 
 @cached(4096)
@@ -304,7 +304,7 @@ def spread_of(spec: DistSpec, dim: int | None) -> Any:
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     """A DistTensor of what this rank computed."""
-    out = _subclass(DistTensor, spec.meta_tensor)
+    out = make_subclass(DistTensor, spec.meta_tensor)
     out.local = local
     out.spec = spec
     return out
@@ -321,7 +321,7 @@ def resharded(x: DistTensor, dst: DistSpec, fresh: bool = False) -> DistTensor:
     if not x.is_initialized:
         return wrap(x.local if torch.is_grad_enabled() else x.local.detach(), dst)
     moved = x.moved_for(dst, ())
-    if fresh and moved.untyped_storage()._cdata == x.local.untyped_storage()._cdata:
+    if fresh and storage_id(moved.untyped_storage()) == storage_id(x.local.untyped_storage()):
         moved = moved.clone()
     out = wrap(moved, dst)
     if out.local.requires_grad:

@@ -9,15 +9,14 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._foreach_utils import _foreach_supported_types as clip_types
 
 from disttensor.comm import collectives, desync
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.gradient import settled
+from disttensor.torch_private import foreach_types
 
 Tensor = torch.Tensor
 
@@ -190,6 +189,6 @@ torch.nn.Module.zero_grad = _zeroing(torch.nn.Module.zero_grad)  # type: ignore[
 torch.optim.Optimizer.zero_grad = _zeroing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
 
 # torch chooses its functions on lists for the types that it lists here (as DTensor enters itself).
-for _types in (optimizer_types, clip_types):
+for _types in foreach_types:
     if DistTensor not in _types:
         _types.append(DistTensor)

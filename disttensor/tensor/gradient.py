@@ -20,6 +20,7 @@ from disttensor.layout import Axes, Layout
 from disttensor.spec import DistSpec
 from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, resharded, wrap
+from disttensor.torch_private import after_backward, make_subclass, no_torch_function
 
 Tensor = torch.Tensor
 
@@ -460,7 +461,7 @@ def set_data(self: DistTensor, value: Any) -> None:
     if value.spec is not self.spec:
         self.spec = value.spec
         self._grad = None
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             Tensor.data.__set__(self, wrap_proto(value.spec))  # type: ignore[attr-defined]
 
 
@@ -473,13 +474,13 @@ def become(x: DistTensor, value: DistTensor) -> DistTensor:
     token.remade[0] += 1
     x.local, x.spec = value.local, value.spec
     x._aliases, x._origin, x._grad = None, value._origin, None
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         Tensor.data.__set__(x, wrap_proto(value.spec))  # type: ignore[attr-defined]
     return x
 
 
 def wrap_proto(spec: DistSpec) -> Tensor:
-    return torch.Tensor._make_subclass(DistTensor, spec.meta_tensor, False)
+    return make_subclass(DistTensor, spec.meta_tensor, False)
 
 
 def register_hook(self: DistTensor, hook: Callable[[Any], Any]) -> Any:
@@ -556,6 +557,6 @@ def register_post_accumulate_grad_hook(self: DistTensor, hook: Callable[[Any], A
     def on(_: Tensor) -> None:
         if not waiting:
             waiting.append(True)
-            torch.autograd.Variable._execution_engine.queue_callback(done)
+            after_backward(done)
 
     return Handles([leaf.register_post_accumulate_grad_hook(on) for _, leaf in uses(self)])

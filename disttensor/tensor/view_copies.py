@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from disttensor.torch_private import storage_id
+
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
 # storages of copies whose write is being brought back: they are up to date
 _current: list[int] = []
@@ -75,7 +77,7 @@ def inherit(view: Any, source: Any) -> None:
 def _follow(copy: Any, copied: Copied) -> None:
     copy._copied = copied
     for storage in copied.storages:
-        key = storage._cdata
+        key = storage_id(storage)
         copies = LIVE.setdefault(key, [])
 
         def gone(ref: weakref.ref[Any], key: int = key) -> None:
@@ -90,12 +92,12 @@ def _follow(copy: Any, copied: Copied) -> None:
 
 def outdate(written: torch.Tensor) -> None:
     """The memory of ``written`` has changed: copies that were taken from it hold old values."""
-    for ref in LIVE.get(written.untyped_storage()._cdata, ()):
+    for ref in LIVE.get(storage_id(written.untyped_storage()), ()) if LIVE else ():
         copy = ref()
         if (
             copy is not None
             and not isinstance(copy.local, Outdated)
-            and copy.local.untyped_storage()._cdata not in _current
+            and storage_id(copy.local.untyped_storage()) not in _current
         ):
             copy.local = Outdated(
                 f"{copy.spec!r} came from {copy._copied}, which had to move data and gave a copy; "
@@ -114,7 +116,7 @@ def check(copy: Any) -> None:
 @contextmanager
 def up_to_date(copy: Any) -> Iterator[None]:
     """While a write to ``copy`` is brought back to what it was taken from."""
-    _current.append(copy.local.untyped_storage()._cdata)
+    _current.append(storage_id(copy.local.untyped_storage()))
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from disttensor.torch_private import nn_functions
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import RULES, Function, Rule, register
@@ -71,7 +72,7 @@ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __
 __ilshift__ __rshift__ __rrshift__ __irshift__
 """
 
-PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, torch._C._nn)
+PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, nn_functions)
 _OPERATOR_IN_PLACE = frozenset(
     f"__i{name}__"
     for name in [

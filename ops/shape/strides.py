@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from disttensor.torch_private import is_view
+
 Local = Callable[..., Any]
 
 
@@ -43,11 +45,11 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
         whole = torch.empty_strided(shape, spread(strides, piece, shape), device="meta")
         if always:
             return whole.contiguous() is whole
-        return target == shape or whole.reshape(target)._is_view()
+        return target == shape or is_view(whole.reshape(target))
 
     def checked(input: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
         out: torch.Tensor = run(input, *args, **words)
-        if out is input or out._is_view():
+        if out is input or is_view(out):
             strides = input.stride()
             if strides not in known:
                 known[strides] = shared(strides)

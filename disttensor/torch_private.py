@@ -1,0 +1,155 @@
+"""The private names of torch that disttensor uses, all of them: another torch breaks this file first.
+
+Each name is looked up once, at import, and is the function of torch itself, so that a call through
+it costs nothing. A name that is gone is one error, which says what it was needed for. Not here:
+functions that rules are registered for by name (``torch._foreach_add``); they are data.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DataDependentOutput", "DynamicOutputShape", "FakeTensorMode", "TorchDispatchMode",
+    "after_backward", "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
+    "correct_fan", "count_function_modes", "current_backward", "default_group", "default_store",
+    "default_timeout", "direct_apply", "foreach_types", "global_module_hooks", "group_name",
+    "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
+    "reduce_scatter_single", "set_timeout", "set_versions", "storage_id",
+    "top_saved_tensors_hooks",
+]  # fmt: skip
+
+
+def need(purpose: str, owner: Any, *names: str) -> Any:
+    """The first of ``names`` that ``owner`` has. Raises ImportError where it has none of them."""
+    for name in names:
+        found = getattr(owner, name, None)
+        if found is not None:
+            return found
+    where = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
+    raise ImportError(
+        f"torch {torch.__version__} has no {where}.{' or '.join(names)}, which disttensor needs "
+        f"{purpose}",
+        name="torch",
+    )
+
+
+# Autograd -----------------------------------------------------------------------------------------
+
+_engine = need("to run code after a backward", torch.autograd.Variable, "_execution_engine")
+_C_autograd = need("to follow saved tensors", torch._C, "_autograd")
+
+# The number of the backward that this code runs in; -1 outside.
+current_backward: Callable[[], int] = need(
+    "to tell a backward from a forward", torch._C, "_current_graph_task_id"
+)
+# Run a function when the present backward has run all its nodes.
+after_backward: Callable[[Callable[[], Any]], None] = _engine.queue_callback
+# The innermost pair of saved-tensors hooks, or None.
+top_saved_tensors_hooks: Callable[[bool], Any] = need(
+    "to tell checkpointed regions apart", _C_autograd, "_top_saved_tensors_default_hooks"
+)
+set_versions: Callable[[Any, Any], None] = need(
+    "for gathered memory that keeps its version", _C_autograd, "_unsafe_set_version_counter"
+)
+# The place of a node of autograd's graph in the order in which nodes were made.
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+no_torch_function: Any = need(
+    "to reach the C++ tensor of a wrapper", torch._C, "DisableTorchFunctionSubclass"
+)
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` in C++, without what torch and ``disttensor.patches`` put before it."""
+    return super(torch.autograd.Function, function).apply
+
+
+# Tensors ------------------------------------------------------------------------------------------
+
+make_subclass: Callable[..., Any] = need("to make a DistTensor", torch.Tensor, "_make_subclass")
+is_view: Callable[[torch.Tensor], bool] = need(
+    "to tell views from copies", torch.Tensor, "_is_view"
+)
+# Of an untyped storage: a number that is its own as long as it lives, also where it is empty.
+storage_id: Callable[[Any], int] = attrgetter("_cdata")
+nn_functions: Any = need("for the rules of torch.nn.functional", torch._C, "_nn")
+
+# Modes --------------------------------------------------------------------------------------------
+
+autocast_is_on: Callable[[], bool] = need(
+    "to see autocast of any device", torch._C, "_is_any_autocast_enabled"
+)
+count_function_modes: Callable[[], int] = need(
+    "to see modes that record calls", torch._C, "_len_torch_function_stack"
+)
+
+# Process groups -----------------------------------------------------------------------------------
+
+default_group: Callable[[], Any] = need("for the world's group", c10d, "_get_default_group")
+default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_default_store")
+default_timeout: Callable[[Any], Any] = need(
+    "for the usual timeout of a backend", c10d, "_get_default_timeout"
+)
+# Public since torch 2.14. The private one of before is deprecated there.
+set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or need(
+    "to give a group a timeout", c10d, "_set_pg_timeout"
+)
+# The methods that torch.distributed's functions end in. Newer names first.
+all_gather_single: Any = need(
+    "to gather", dist.ProcessGroup, "all_gather_single", "_allgather_base"
+)
+reduce_scatter_single: Any = need(
+    "to reduce and scatter", dist.ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base"
+)
+all_to_all_single: Any = need(
+    "to exchange pieces", dist.ProcessGroup, "all_to_all_single", "alltoall_base"
+)
+backend_of: Callable[[Any, torch.device], Any] = need(
+    "to know the backend of a group", dist.ProcessGroup, "_get_backend"
+)
+_naming = threading.Lock()
+
+
+@contextmanager
+def group_name(name: str) -> Iterator[None]:
+    """The process group that is made inside bears ``name``: for this moment torch's own function is
+    replaced. ``new_group`` takes no name."""
+    with _naming:
+        usual = need("to name a group", c10d, "_process_group_name")
+        c10d._process_group_name = lambda *_, **__: c10d.GroupName(name)
+        try:
+            yield
+        finally:
+            c10d._process_group_name = usual
+
+
+# Modules, optimizers, gradients -------------------------------------------------------------------
+
+global_module_hooks: tuple[Any, ...] = tuple(
+    need("to see hooks of all modules", nn_module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+correct_fan: Callable[[Any, str], int] = need(
+    "for kaiming_uniform_", nn.init, "_calculate_correct_fan"
+)
+# The types of tensors for which torch chooses its functions on lists, here and in optimizers.
+foreach_types: tuple[list[type], ...] = tuple(
+    need("for functions on lists of DistTensors", owner, "_foreach_supported_types")
+    for owner in (optimizer, _foreach_utils)
+)
