@@ -7,9 +7,12 @@ Pieces follow torch.chunk: of 5 over 4 ranks the pieces are 2, 2, 1, 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from disttensor.placement import Partial, Placement, Replicate, Shard, show
 
@@ -149,11 +152,42 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(start + step, size) - start
 
 
-def box(
-    shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape
-) -> tuple[Shape, Shape]:
-    """(offsets, sizes) of the piece at ``coordinate``: the one function that knows where data
-    lies."""
+class Box(NamedTuple):
+    """A piece of a tensor: where it begins in the whole, and its sizes.
+
+    >>> dt.layout.Box((2, 0), (2, 6)).intersect(dt.layout.Box((3, 2), (4, 2)))
+    Box(offset=(3, 2), shape=(1, 2))
+    """
+
+    offset: Shape
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """``whole[box.slices]`` is the piece."""
+        return tuple(slice(o, o + n) for o, n in zip(*self, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements that are in both, or None where there is none."""
+        starts = tuple(map(max, self.offset, other.offset))
+        stops = [min(i + n, j + m) for i, n, j, m in zip(*self, *other, strict=True)]
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if all(n > 0 for n in sizes) else None
+
+    def cut(self, x: Tensor, outer: Box) -> Tensor:
+        """The view of x that covers this box; x holds the elements of ``outer``, around it."""
+        for dim, (start, length, first, size) in enumerate(zip(*self, *outer, strict=True)):
+            if length != size:  # an empty piece may begin behind the end
+                x = x.narrow(dim, min(start - first, size - length), length)
+        return x
+
+
+def box_at(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape) -> Box:
+    """The piece at ``coordinate``: the one function that knows where data lies."""
     offsets, sizes = [], []
     for size, axes in zip(shape, dims, strict=True):
         offset = 0
@@ -162,7 +196,7 @@ def box(
             offset += start
         offsets.append(offset)
         sizes.append(size)
-    return tuple(offsets), tuple(sizes)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 _SHORT = {

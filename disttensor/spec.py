@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Layout, box, describe, layout_of
+from disttensor.layout import Box, Layout, box_at, describe, layout_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 
@@ -42,7 +42,7 @@ class DistSpec:
         "dtype",
         "dual",
         "layout",
-        "local_offset",
+        "local_box",
         "local_shape",
         "mesh",
         "meta_tensor",
@@ -57,7 +57,7 @@ class DistSpec:
     dtype: torch.dtype
     placements: tuple[Placement, ...]
     local_shape: tuple[int, ...]  # of this rank; (0,), a ghost's, outside the mesh
-    local_offset: tuple[int, ...]
+    local_box: Box
     varies: frozenset[int]  # mesh axes over which locals differ
     meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it
     _derived: dict[Any, DistSpec]
@@ -74,9 +74,10 @@ class DistSpec:
         self.placements = layout.placements(mesh.ndim)
         self.varies = layout.varies()
         if mesh.coordinate is not None:
-            self.local_offset, self.local_shape = self.box_at(mesh.coordinate)
+            self.local_box = self.box_at(mesh.coordinate)
         else:
-            self.local_offset, self.local_shape = (0,) * len(shape), (0,)
+            self.local_box = Box((0,) * len(shape), (0,))
+        self.local_shape = self.local_box.shape
         self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         _interned[key] = self
@@ -91,9 +92,9 @@ class DistSpec:
         """Bytes of the global tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def box_at(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offsets, sizes) of the local of any coordinate, from the spec alone."""
-        return box(self.shape, self.layout.dims, self.mesh.shape, coordinate)
+    def box_at(self, coordinate: tuple[int, ...]) -> Box:
+        """The local of any coordinate, from the spec alone."""
+        return box_at(self.shape, self.layout.dims, self.mesh.shape, coordinate)
 
     def with_dtype(self, dtype: torch.dtype) -> DistSpec:
         spec = self._derived.get(dtype)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from disttensor.layout import Axes
+from disttensor.layout import Axes, Box
 from ops.factors import Letter
 
 
@@ -20,7 +20,14 @@ class Piece(Protocol):
     shape: Any
     layout: Any
     local_shape: tuple[int, ...]
-    local_offset: tuple[int, ...]
+    local_box: Box
+
+
+class Part(NamedTuple):
+    """This rank's box of a tensor that is none of the call's own."""
+
+    shape: tuple[int, ...]
+    local_box: Box
 
 
 class Draw(Protocol):
@@ -30,9 +37,9 @@ class Draw(Protocol):
     invariant: bool  # by global position (``numbers``); else by torch's own generator (``seeded``)
 
     def numbers(self, kind: str, piece: Any, dtype: Any, device: Any, **options: Any) -> Any:
-        """This rank's piece of a tensor of random numbers. ``piece``: shape, local_offset,
-        local_shape; ``kind``: "uniform", "normal", "bernoulli", ...: a function of
-        disttensor.random.philox, with its options."""
+        """This rank's piece of a tensor of random numbers. ``piece``: a Piece or a Part; ``kind``:
+        "uniform", "normal", "bernoulli", ...: a function of disttensor.random.distributions, with
+        its options."""
 
     def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:
         """Inside, torch's generator draws alike on ranks that have one place on ``axes``; then it

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.layout import Box
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
-from reshard.box import Box, cut, numel
 from reshard.registry import Axes, Tensor, register
 
 
@@ -27,7 +27,7 @@ class Joining:
     grid: tuple[int, ...] = ()
     perm: tuple[int, ...] | None = None
     padded: int | None = None
-    whole: Box = ((), ())
+    whole: Box | None = None
     boxes: tuple[Box, ...] = ()
     inline: bool = False
 
@@ -63,7 +63,7 @@ def joining(src: DistSpec, dst: DistSpec, axes: Axes) -> Joining:
     return Joining(
         group,
         dst.local_shape,
-        padded=max(map(numel, boxes)),
+        padded=max(box.numel for box in boxes),
         whole=dst.box_at(mesh.coordinate),
         boxes=boxes,
         inline=len(axes) == 1 and src.layout.dim_of(axes[0]) == 0,
@@ -88,8 +88,9 @@ def all_gather(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     gathered = collectives.all_gather(flat, how.group)
     if how.inline:
         return gathered.view(-1)[: math.prod(how.shape)].view(how.shape)
+    assert how.whole is not None
     out = x.new_empty(how.shape)
     for piece, box in zip(gathered, how.boxes, strict=True):
-        if numel(box):
-            cut(out, how.whole, box).copy_(piece[: numel(box)].view(box[1]))
+        if box.numel:
+            box.cut(out, how.whole).copy_(piece[: box.numel].view(box.shape))
     return out

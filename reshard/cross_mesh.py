@@ -14,9 +14,9 @@ import torch
 
 from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
+from disttensor.layout import Box
 from disttensor.spec import DistSpec
 from reshard import planner
-from reshard.box import Box, cut, numel
 from reshard.cross_mesh_plan import Crossing, plan_crossing
 from reshard.planner import Step
 from reshard.registry import Axes, Tensor
@@ -75,7 +75,7 @@ def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
         x = x.resolve_conj().resolve_neg()
     x = x.detach()
     sends = [(to, packed(x, how.source, boxes)) for to, boxes in how.sends]
-    receives = [(source, sum(map(numel, boxes))) for source, boxes in how.receives]
+    receives = [(source, sum(box.numel for box in boxes)) for source, boxes in how.receives]
     pending = p2p.transfer(sends, receives, dtype, device, tag, crossing)
     place = after.mesh.coordinate
     if place is None:
@@ -84,18 +84,20 @@ def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
         return lambda: fill(_empty(after), place, crossing)
     target = how.target
     if how.source and how.kept == target and not (crossing.once or crossing.routing.messages):
-        whole = cut(x, how.source, target)
+        whole = target.cut(x, how.source)
         return lambda: whole
     if len(pending) == 1 and how.receives[0][1] == (target,):
-        return lambda: fill(pending[0].wait().view(target[1]), place, crossing)
-    out = torch.empty(target[1], dtype=dtype, device=device)
+        return lambda: fill(pending[0].wait().view(target.shape), place, crossing)
+    out = torch.empty(target.shape, dtype=dtype, device=device)
     if how.source and how.kept:
-        cut(out, target, how.kept).copy_(cut(x, how.source, how.kept))
+        how.kept.cut(out, target).copy_(how.kept.cut(x, how.source))
 
     def assembled() -> Tensor:
         for message, (_, boxes) in zip(pending, how.receives, strict=True):
-            for piece, box in zip(message.wait().split([*map(numel, boxes)]), boxes, strict=True):
-                cut(out, target, box).copy_(piece.view(box[1]))
+            for piece, box in zip(
+                message.wait().split([*(box.numel for box in boxes)]), boxes, strict=True
+            ):
+                box.cut(out, target).copy_(piece.view(box.shape))
         return fill(out, place, crossing)
 
     return assembled
@@ -109,7 +111,7 @@ def _routes(crossing: Crossing, rank: int) -> Routes:
 def packed(x: Tensor, outer: Box | None, boxes: Sequence[Box]) -> Tensor:
     """The boxes of x, flat and one after the other, in memory of their own."""
     assert outer is not None
-    return torch.cat([cut(x, outer, box).reshape(-1) for box in boxes])
+    return torch.cat([box.cut(x, outer).reshape(-1) for box in boxes])
 
 
 def _empty(spec: DistSpec) -> Tensor:

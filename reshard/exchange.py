@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.layout import Axes as DimAxes
+from disttensor.layout import Box
 from disttensor.spec import DistSpec
-from reshard.box import Box, cut, intersect, numel
 from reshard.registry import Axes, Tensor
 
 Place = tuple[int, ...]
@@ -75,15 +75,15 @@ def routes(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
     sent: list[Box | None] = [None] * len(places)
     received: list[Box | None] = [None] * len(places)
     for receiver in places:
-        piece = intersect(source, dst.box_at(receiver))
+        piece = source.intersect(dst.box_at(receiver))
         if piece and receiver != me and sender(receiver, mine) == me:
             sent[index[receiver]] = piece
     for cell, ranks in holders.items():
-        piece = intersect(src.box_at(ranks[0]), target) if cell != mine else None
+        piece = src.box_at(ranks[0]).intersect(target) if cell != mine else None
         if piece:
             received[index[sender(me, cell)]] = piece
-    numels = tuple(numel(box) if box else 0 for box in received)
-    kept = intersect(source, target)
+    numels = tuple(box.numel if box else 0 for box in received)
+    kept = source.intersect(target)
     return Routes(group, source, target, kept, tuple(sent), tuple(received), numels)
 
 
@@ -91,12 +91,12 @@ def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """``f32[8@dp+tp]`` to ``f32[8@tp+dp]``, and every other change between layouts of S and R."""
     how = routes(src, dst, axes)
     none = x.new_empty(0)
-    pieces = [cut(x, how.source, box) if box else none for box in how.sent]
+    pieces = [box.cut(x, how.source) if box else none for box in how.sent]
     got = collectives.all_to_all(pieces, how.numels, how.group)
     out = x.new_empty(dst.local_shape)
     if how.kept:
-        cut(out, how.target, how.kept).copy_(cut(x, how.source, how.kept))
+        how.kept.cut(out, how.target).copy_(how.kept.cut(x, how.source))
     for piece, box in zip(got, how.received, strict=True):
         if box:
-            cut(out, how.target, box).copy_(piece.view(box[1]))
+            box.cut(out, how.target).copy_(piece.view(box.shape))
     return out

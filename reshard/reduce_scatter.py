@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.layout import Box
 from disttensor.placement import Partial, Shard
 from disttensor.spec import DistSpec
 from reshard.all_gather import grid_of
 from reshard.all_reduce import pending
-from reshard.box import Box, cut, numel
 from reshard.registry import Axes, Tensor, register
 
 
@@ -25,7 +25,7 @@ class Cutting:
     grid: tuple[int, ...] = ()
     perm: tuple[int, ...] | None = None
     padded: int | None = None
-    whole: Box = ((), ())
+    whole: Box | None = None
     boxes: tuple[Box, ...] = ()
 
 
@@ -46,7 +46,7 @@ def cutting(src: DistSpec, dst: DistSpec, axes: Axes) -> Cutting:
         group,
         op,
         dst.local_shape,
-        padded=max(map(numel, boxes)),
+        padded=max(box.numel for box in boxes),
         whole=src.box_at(mesh.coordinate),
         boxes=boxes,
     )
@@ -62,9 +62,10 @@ def reduce_scatter(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tenso
         if how.perm is not None:
             x = x.reshape(how.grid).permute(how.perm)
         return collectives.reduce_scatter(x, how.op, how.group, how.shape)
+    assert how.whole is not None
     pieces = x.new_zeros(how.group.size, how.padded)
     for piece, box in zip(pieces, how.boxes, strict=True):
-        if numel(box):
-            piece[: numel(box)].view(box[1]).copy_(cut(x, how.whole, box))
+        if box.numel:
+            piece[: box.numel].view(box.shape).copy_(box.cut(x, how.whole))
     out = collectives.reduce_scatter(pieces, how.op, how.group)
     return out[: math.prod(how.shape)].view(how.shape)

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from disttensor.cache import cached
+from disttensor.layout import Box
 from disttensor.spec import DistSpec
-from reshard.box import Box, intersect, numel
 
 Axes = tuple[int, ...]
 Key = tuple[Axes, Box]  # coordinates on the kept axes, and the box of a cell
@@ -53,7 +53,7 @@ class Routing:
     def of(self, rank: int) -> Routes:
         """What ``rank`` does. Boxes of a message are in the same order at both ends."""
         source, target = self.held.get(rank), self.needed.get(rank)
-        kept = intersect(source[1], target[1]) if source and target else None
+        kept = source[1].intersect(target[1]) if source and target else None
         if source and target and source[0] != target[0]:
             kept = None  # another summand of a reduction
         return Routes(
@@ -85,10 +85,10 @@ def routing(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
             ranks = holders[at, cell]
             if receiver in ranks:
                 continue
-            piece = intersect(cell, target)
+            piece = cell.intersect(target)
             assert piece is not None
             sender = min(ranks, key=lambda r: (out.sent[r], (place[r] - i) % len(place)))
-            out.sent[sender] += numel(piece)
+            out.sent[sender] += piece.numel
             out.messages.setdefault((sender, receiver), []).append(piece)
     return out
 
@@ -103,7 +103,7 @@ class _Cells:
     """The cells of a source. They are a grid: each is the product of one interval per dim."""
 
     def __init__(self, src: DistSpec, held: dict[int, Key]) -> None:
-        boxes = {box for _, box in held.values() if numel(box)}
+        boxes = {box for _, box in held.values() if box.numel}
         self.intervals = [
             sorted({(starts[d], sizes[d]) for starts, sizes in boxes}) for d in range(src.ndim)
         ]
@@ -111,11 +111,11 @@ class _Cells:
 
     def overlapping(self, target: Box) -> Iterator[Box]:
         """The cells that have elements in ``target``, in order."""
-        if self.empty or not numel(target):
+        if self.empty or not target.numel:
             return
         hits = [
             [(a, n) for a, n in row if a < start + size and start < a + n]
             for row, start, size in zip(self.intervals, *target, strict=True)
         ]
         for cell in itertools.product(*hits):
-            yield tuple(a for a, _ in cell), tuple(n for _, n in cell)
+            yield Box(tuple(a for a, _ in cell), tuple(n for _, n in cell))

@@ -10,7 +10,6 @@ import torch
 from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
 from reshard.all_reduce import pending
-from reshard.box import cut
 from reshard.registry import Axes, Tensor, register
 
 
@@ -52,6 +51,6 @@ def pad_with_neutral(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Ten
     """
     op = pending(dst, axes)
     out = x.new_full(dst.local_shape, neutral(op, x.dtype))
-    piece = cut(out, (dst.local_offset, dst.local_shape), (src.local_offset, src.local_shape))
+    piece = src.local_box.cut(out, dst.local_box)
     piece.copy_(x * math.prod(src.mesh.shape[a] for a in axes) if op == "avg" else x)
     return out

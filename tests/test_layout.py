@@ -9,7 +9,7 @@ import torch
 
 from disttensor.layout import (
     Layout,
-    box,
+    box_at,
     chunk,
     describe,
     dims_mapping_of,
@@ -77,7 +77,7 @@ def test_boxes_tile_the_tensor(shape, mesh):
         dims = tuple(tuple(reversed([a for a in axes if where[a] == d])) for d in range(len(shape)))
         holders = torch.zeros(shape)
         for place in itertools.product(*map(range, mesh)):
-            offsets, sizes = box(shape, dims, mesh, place)
+            offsets, sizes = box_at(shape, dims, mesh, place)
             holders[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
         copies = torch.Size(mesh[a] for a in axes if where[a] is None).numel()
         assert torch.equal(holders, torch.full(shape, float(copies)))
@@ -86,7 +86,7 @@ def test_boxes_tile_the_tensor(shape, mesh):
 def test_nested_pieces_are_pieces_of_pieces():
     rows = torch.arange(13)
     for i, j in itertools.product(range(2), range(3)):
-        ((offset,), (size,)) = box((13,), ((0, 1),), (2, 3), (i, j))
+        ((offset,), (size,)) = box_at((13,), ((0, 1),), (2, 3), (i, j))
         outer = rows.chunk(2)[i].chunk(3)
         want = outer[j].tolist() if j < len(outer) else []
         assert rows[offset : offset + size].tolist() == want

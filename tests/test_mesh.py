@@ -129,7 +129,7 @@ def test_specs_are_interned(eight):
 def test_local_shape_and_offset_of_this_rank(eight):
     mesh = ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))  # this is rank 3, at (1, 1)
     spec = DistSpec(mesh, layout_of([S(0), S(0)], 2, 2), (5, 3), torch.float32)
-    assert (spec.local_offset, spec.local_shape) == ((4, 0), (1, 3))
+    assert (spec.local_box.offset, spec.local_shape) == ((4, 0), (1, 3))
     assert [spec.box_at(c)[1][0] for c in mesh.coordinates()] == [2, 1, 1, 1]
 
 

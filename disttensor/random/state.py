@@ -115,9 +115,7 @@ class Draw:
     ) -> Tensor:
         """``kind``: a function of disttensor.random.philox."""
         draw: Callable[..., Tensor] = getattr(philox, kind)
-        return draw(
-            *self.key, piece.shape, piece.local_offset, piece.local_shape, dtype, device, **options
-        )
+        return draw(*self.key, piece.shape, *piece.local_box, dtype, device, **options)
 
     def seeded(self, axes: Axes, device: torch.device) -> Seeded:
         place = self.mesh.coordinate or (0,) * self.mesh.ndim
@@ -297,7 +295,7 @@ def _randint(this: Draw, spec: DistSpec, *bounds: int) -> Tensor:
 def _randperm(this: Draw, spec: DistSpec) -> Tensor:
     dtype = torch.int64 if spec.dtype == torch.get_default_dtype() else spec.dtype
     whole = philox.permutation(*this.key, math.prod(spec.shape), spec.mesh.device).to(dtype)
-    return whole.narrow(0, spec.local_offset[0], spec.local_shape[0]).clone()
+    return whole.narrow(0, spec.local_box.offset[0], spec.local_shape[0]).clone()
 
 
 def _either(

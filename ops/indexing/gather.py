@@ -75,7 +75,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
         if not call.axes(at):
             return call.func
         piece = call.inputs[0]
-        owned = Owned(piece.local_offset[at], piece.local_shape[at], input.shape[at])
+        owned = Owned(piece.local_box.offset[at], piece.local_shape[at], input.shape[at])
         tail = (1,) * (input.ndim - at - 1)
 
         def run(input: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
         if not call.axes(at):
             return call.func
         piece = call.inputs[0]
-        owned = Owned(piece.local_offset[at], piece.local_shape[at], input.shape[at])
+        owned = Owned(piece.local_box.offset[at], piece.local_shape[at], input.shape[at])
 
         def run(input: Tensor, *more: Any, **words: Any) -> Tensor:
             index: Any = next(a for a in (*more, *words.values()) if isinstance(a, Tensor))

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disttensor.layout import Box
 from ops.empty_pieces import or_zeros
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import Call, Draw
-from ops.random.fill import box, drawing
+from ops.local import Call, Draw, Part
+from ops.random.fill import drawing
 from ops.registry import rule
 
 
@@ -69,7 +70,7 @@ def causal(call: Call) -> Callable[..., Any]:
     """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to
     each."""
     plain, out = or_zeros(call), call.outputs[0]
-    count, first = out.local_shape[-2], out.local_offset[-2]
+    count, first = out.local_shape[-2], out.local_box.offset[-2]
     if not call.axes("l") or not math.prod(out.local_shape):
         return plain
 
@@ -92,9 +93,10 @@ def with_dropout(call: Call) -> Callable[..., Any]:
     width of the values may be split: those ranks share the mask."""
     out, keys = call.outputs[0], call.inputs[1]
     size = keys.shape[-2]
-    mask = box((*out.shape[:-1], size), (*out.local_shape[:-1], size), (*out.local_offset[:-1], 0))
+    offset, rows = out.local_box
+    mask = Part((*out.shape[:-1], size), Box((*offset[:-1], 0), (*rows[:-1], size)))
     place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
-    plain, first = or_zeros(call), out.local_offset[-2]
+    plain, first = or_zeros(call), offset[-2]
 
     def by_position(
         draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,

@@ -65,7 +65,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
         if not call.split:
             return call.func
         piece = call.inputs[0]
-        owned = Owned(piece.local_offset[at], piece.local_shape[at], piece.shape[at])
+        owned = Owned(piece.local_box.offset[at], piece.local_shape[at], piece.shape[at])
         options = Options(at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.reach)
         return _local(call.func, options)
 

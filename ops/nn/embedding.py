@@ -40,7 +40,7 @@ def _lookup(call: Any) -> Callable[..., Tensor]:
     if not call.axes("v"):
         return F.embedding
     table = call.inputs[1]
-    owned = Owned(table.local_offset[0], table.local_shape[0], table.shape[0])
+    owned = Owned(table.local_box.offset[0], table.local_shape[0], table.shape[0])
 
     def embedding(
         input: Tensor, weight: Tensor, padding_idx: Any = None, *more: Any, **words: Any

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, box, chunk
+from disttensor.layout import Axes, box_at, chunk
 from ops.local import Call
 
 Range = tuple[int, int]  # start and stop
@@ -72,7 +72,7 @@ def halo(call: Call, dim: int, axes: Axes, window: Window) -> Halo:
     def cut(size: int, place: tuple[int, ...]) -> Range:
         at = dict(zip(axes, place, strict=True))
         coordinate = tuple(at.get(a, 0) for a in range(len(call.mesh_shape)))
-        (offset,), (length,) = box((size,), (axes,), call.mesh_shape, coordinate)
+        (offset,), (length,) = box_at((size,), (axes,), call.mesh_shape, coordinate)
         return offset, length
 
     places = list(itertools.product(*(range(call.mesh_shape[a]) for a in axes)))

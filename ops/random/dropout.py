@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disttensor.layout import Box
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import Call, Draw
-from ops.random.fill import FIRST, box, drawing
+from ops.local import Call, Draw, Part, Piece
+from ops.random.fill import FIRST, drawing
 from ops.registry import Function, Rule, register, rule
 
 LINEAR: list[Function] = [
@@ -47,12 +48,10 @@ def masked(call: Call) -> Callable[..., Any]:
     out = call.outputs[0]
     place = call.axes(0, 1) if feature else None
     if feature:  # one number for a channel
-        rest = (1,) * (len(out.shape) - 2)
-        mask = box(
-            (*out.shape[:2], *rest),
-            (*out.local_shape[:2], *rest),
-            (*out.local_offset[:2], *[0 for _ in rest]),
-        )
+        n = len(out.shape) - 2
+        offset, sizes = out.local_box
+        box = Box((*offset[:2], *[0] * n), (*sizes[:2], *[1] * n))
+        mask: Part | Piece = Part((*out.shape[:2], *[1] * n), box)
     else:
         mask = out
 

@@ -8,7 +8,6 @@ numbers of this one call
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,13 +49,6 @@ def drawing(
 
 def _tensor_of(args: Any, kwargs: Any) -> Tensor:
     return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-
-
-def box(shape: Any, local_shape: Any, local_offset: Any) -> Any:
-    """A piece of a tensor that is none of the call's own."""
-    return SimpleNamespace(
-        shape=tuple(shape), local_shape=tuple(local_shape), local_offset=tuple(local_offset)
-    )
 
 
 def whole_float(dtype: torch.dtype) -> int:

@@ -131,12 +131,12 @@ def candidate(x: Tensor, gone: tuple[int, ...], call: Call, largest: bool) -> tu
         return value, torch.full(shape, NOWHERE, device=x.device)
     if one:
         value, index = (torch.max if largest else torch.min)(x, gone[0])
-        return value, index + piece.local_offset[gone[0]]
+        return value, index + piece.local_box.offset[gone[0]]
     flat = x.reshape(-1)
     value, index = (torch.max if largest else torch.min)(flat, 0)
     place = torch.zeros_like(index)
     for at, offset, size in zip(
-        torch.unravel_index(index, x.shape), piece.local_offset, piece.shape, strict=True
+        torch.unravel_index(index, x.shape), piece.local_box.offset, piece.shape, strict=True
     ):
         place = place * size + (at + offset)
     return value, place

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ops
-from disttensor.layout import box
+from disttensor.layout import box_at
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
 from ops.local import Call
@@ -75,7 +75,7 @@ def written(
     def rank(c: Any) -> None:
         try:
             inputs = [
-                Piece(tuple(t.shape), w, *reversed(box(t.shape, w.dims, mesh_shape, c)), t.dtype)
+                Piece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
                 for t, w in zip(found, decision.wants, strict=True)
             ]
             call = Call(func, inputs, (), decision.split, mesh_shape, c, SimulatedReach(world, c))

@@ -14,7 +14,6 @@ import torch
 
 import reshard
 from disttensor.mesh import ProcessMesh
-from reshard.box import cut
 from reshard.cross_mesh import fill, plan_crossing
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, layouts, locals_of, spec, value, value_of, window
@@ -60,18 +59,18 @@ def check(plan, dtype=torch.float64):
         box = after.box_at(place)
         if any(place[axis] for axis, _ in plan.once):
             assert how.target is None and not how.receives
-            arrived[place] = fill(torch.empty(box[1], dtype=dtype), place, plan)
+            arrived[place] = fill(torch.empty(box.shape, dtype=dtype), place, plan)
             continue
         assert how.target == box
         count = torch.zeros(after.shape, dtype=torch.int64)
         got = torch.full(after.shape, HOPELESS, dtype=torch.float64).to(dtype)
         if how.kept:
             part(count, how.kept).add_(1)
-            part(got, how.kept).copy_(cut(held[rank], how.source, how.kept))
+            part(got, how.kept).copy_(how.kept.cut(held[rank], how.source))
         for sender, boxes in how.receives:
             for piece in boxes:
                 part(count, piece).add_(1)
-                part(got, piece).copy_(cut(held[sender], routes[sender].source, piece))
+                part(got, piece).copy_(piece.cut(held[sender], routes[sender].source))
         assert (part(count, box) == 1).all() and count.sum() == part(count, box).sum()
         summand = before.mesh.coordinate_of(rank)  # on the axes of reductions that stay
         if how.source and all(summand[axis] == place[axis] for axis, _ in before.layout.partial):
@@ -84,7 +83,7 @@ def check(plan, dtype=torch.float64):
 
 
 def part(x, box):
-    return x[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+    return x[box.slices]
 
 
 def overlap(a, b):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Layout, box
+from disttensor.layout import Layout, box_at
 from tests.support.thread_ranks import Coordinate, reduce_all
 
 
@@ -45,8 +45,7 @@ def cut(
     out = {}
     for c in itertools.product(*(range(n) for n in mesh_shape)):
         value = next(v for at, v in pieces if all(c[a] == i for a, i in at.items()))
-        offsets, sizes = box(x.shape, layout.dims, mesh_shape, c)
-        out[c] = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].clone()
+        out[c] = value[box_at(x.shape, layout.dims, mesh_shape, c).slices].clone()
     return out
 
 
@@ -90,7 +89,6 @@ def assemble(
     out = torch.empty(tuple(shape), dtype=first.dtype)
     done: dict[tuple[int, ...], Tensor] = {}
     for c, piece in pieces.items():
-        offsets, sizes = box(shape, layout.dims, mesh_shape, c)
         key = tuple(c[a] for a in sorted(layout.sharded))
         if key in done:
             torch.testing.assert_close(
@@ -103,7 +101,7 @@ def assemble(
             )
             continue
         done[key] = piece
-        out[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = piece
+        out[box_at(shape, layout.dims, mesh_shape, c).slices] = piece
     return out
 
 

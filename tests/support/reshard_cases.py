@@ -17,7 +17,7 @@ import torch
 
 import reshard
 from disttensor.comm import collectives
-from disttensor.layout import layout_of
+from disttensor.layout import Box, layout_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.spec import DistSpec
@@ -83,8 +83,8 @@ def locals_of(s: DistSpec, whole: Tensor, seed: int = 1) -> dict[tuple[int, ...]
     return {place: window(v, s.box_at(place)) for place, v in values.items()}
 
 
-def window(x: Tensor, box: tuple[Any, Any]) -> Tensor:
-    return x[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].clone()
+def window(x: Tensor, box: Box) -> Tensor:
+    return x[box.slices].clone()
 
 
 def value_of(s: DistSpec, parts: dict[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Layout, box
+from disttensor.layout import Box, Layout, box_at
 from disttensor.placement import Partial, Placement, Replicate, Shard, show
 from ops.factors import Arg, Factors
 from ops.infer import decide
@@ -36,9 +36,12 @@ class Piece:
 
     shape: tuple[int, ...]
     layout: Layout
-    local_shape: tuple[int, ...]
-    local_offset: tuple[int, ...]
+    local_box: Box
     dtype: Any = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.local_box.shape
 
 
 @dataclass
@@ -124,8 +127,7 @@ def simulate(
     reaches = {c: SimulatedReach(world, c) for c in world.all}
 
     def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> Piece:
-        offset, sizes = box(shape, layout.dims, mesh_shape, c)
-        return Piece(tuple(shape), layout, sizes, offset, dtype)
+        return Piece(tuple(shape), layout, box_at(shape, layout.dims, mesh_shape, c), dtype)
 
     def one_rank(c: Coordinate) -> None:
         leaves = [p[c] for p in cuts]
@@ -262,8 +264,7 @@ def _seed(g: Tensor, layout: Layout, mesh_shape: Coordinate, c: Coordinate) -> T
     pending)."""
     for axis, op in layout.partial:
         g = g / mesh_shape[axis] if op == "avg" else g
-    offsets, sizes = box(g.shape, layout.dims, mesh_shape, c)
-    return g[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].clone()
+    return g[box_at(g.shape, layout.dims, mesh_shape, c).slices].clone()
 
 
 def _gradient(
