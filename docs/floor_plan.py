@@ -1,0 +1,140 @@
+"""Draws docs/floor_plan.svg: the rooms of the house, and which imports which, from the imports.
+
+    python docs/floor_plan.py            writes the picture
+    python docs/floor_plan.py --check    exits with 1 where the picture is not that of the imports
+
+A room is a package, or a module at the root of ``disttensor``. A room stands above all that it
+imports. An arrow that follows from others (a imports b, b imports c, so a -> c) is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import textwrap
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "docs" / "floor_plan.svg"
+WIDTH, HEIGHT, GAP, LINES = 178, 74, 14, 4  # of a room, in pixels; lines of its text
+DOOR = "disttensor"
+
+
+def rooms() -> dict[str, list[Path]]:
+    """The files of each room."""
+    found: dict[str, list[Path]] = {"ops": [], "reshard": [], DOOR: []}
+    for package in ("disttensor", "ops", "reshard"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            name = package if package != "disttensor" else DOOR if len(parts) == 2 else parts[1]
+            if package == "disttensor" and len(parts) == 2 and parts[1] != "__init__":
+                name = parts[1]
+            found.setdefault(name, []).append(file)
+    return found
+
+
+def imported(file: Path, names: set[str]) -> set[str]:
+    """The rooms that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for parts in (target.split(".") for target in targets):
+            if parts[0] in ("ops", "reshard"):
+                found.add(parts[0])
+            elif parts[0] == "disttensor" and len(parts) > 1 and parts[1] in names:
+                found.add(parts[1])
+    return found
+
+
+def graph() -> dict[str, set[str]]:
+    """room -> the rooms that it imports. The two files that begin with ``import disttensor`` do so
+    for the order of loading only."""
+    files = rooms()
+    names = set(files)
+    return {
+        room: set().union(*(imported(f, names) for f in files[room])) - {room} for room in files
+    }
+
+
+def levels(needs: dict[str, set[str]]) -> list[list[str]]:
+    """Rooms by floor, from the ground: each stands right above the highest that it imports."""
+    floor: dict[str, int] = {}
+    while len(floor) < len(needs):
+        free = [r for r in needs if r not in floor and needs[r] <= floor.keys()]
+        if not free:
+            raise SystemExit(f"these rooms import each other: {sorted(needs.keys() - floor)}")
+        floor |= {r: 1 + max((floor[n] for n in needs[r]), default=-1) for r in free}
+    return [[r for r in needs if floor[r] == n] for n in range(max(floor.values()) + 1)]
+
+
+def direct(needs: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The arrows that do not follow from others."""
+
+    def reached(room: str) -> set[str]:
+        return needs[room].union(*(reached(n) for n in needs[room]))
+
+    return {
+        (room, n)
+        for room, ns in needs.items()
+        for n in ns
+        if not any(n in reached(other) for other in ns - {n})
+    }
+
+
+def said(room: str) -> str:
+    """The first sentence of what a room says of itself."""
+    files = rooms()[room]
+    head = next((f for f in files if f.stem == "__init__"), files[0])
+    text = " ".join((ast.get_docstring(ast.parse(head.read_text())) or "").split("\n\n")[0].split())
+    return text.removeprefix(f"{room}: ").split(". ")[0].rstrip(".").replace("``", "")
+
+
+def svg() -> str:
+    needs = graph()
+    floors = levels(needs)
+    width = max(map(len, floors)) * (WIDTH + GAP) + GAP
+    place: dict[str, tuple[float, float]] = {}
+    for n, floor in enumerate(reversed(floors)):
+        left = (width - len(floor) * (WIDTH + GAP) + GAP) / 2
+        for i, room in enumerate(sorted(floor)):
+            place[room] = left + i * (WIDTH + GAP), GAP + n * (HEIGHT + 3 * GAP)
+    height = GAP + len(floors) * (HEIGHT + 3 * GAP) - 2 * GAP
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif">',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    for above, below in sorted(direct(needs)):
+        (x0, y0), (x1, y1) = place[above], place[below]
+        start, end = (x0 + WIDTH / 2, y0 + HEIGHT), (x1 + WIDTH / 2, y1)
+        bend = (end[1] - start[1]) / 2
+        out.append(
+            f'<path d="M{start[0]:g} {start[1]:g}C{start[0]:g} {start[1] + bend:g} {end[0]:g} '
+            f'{end[1] - bend:g} {end[0]:g} {end[1]:g}" fill="none" stroke="#9aa5b1"/>'
+        )
+    for room, (x, y) in place.items():
+        package = len(rooms()[room]) > 1
+        out.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" '
+            f'fill="{"#e3f0ff" if package else "#f4f4f0"}" stroke="#52606d"/>'
+            f'<text x="{x + 8:g}" y="{y + 16:g}" font-size="13" font-weight="bold">{room}</text>'
+        )
+        lines = textwrap.wrap(said(room), 33, max_lines=LINES, placeholder=" ...")
+        out += [
+            f'<text x="{x + 8:g}" y="{y + 30 + 12 * i:g}" font-size="10">{escape(line)}</text>'
+            for i, line in enumerate(lines)
+        ]
+    return "\n".join([*out, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    if "--check" not in sys.argv:
+        FILE.write_text(svg())
+    elif FILE.read_text() != svg():
+        sys.exit(f"{FILE.name} is not that of the imports: run python {sys.argv[0]}")
