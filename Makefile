@@ -5,6 +5,9 @@
 #              the table in docs/parallel.md
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
+# make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
+#              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
+# make newest  import, examples and a part of the tests on the newest torch, where it can be installed
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 
@@ -15,7 +18,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench coverage operators lint clean
+.PHONY: train test bench coverage operators matrix newest lint clean
 
 train: .venv/.installed
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -37,6 +40,12 @@ coverage: .venv/.installed
 operators: .venv/.installed
 	$(BIN)/python -m tests.opinfo.kept $(ARGS)
 	$(BIN)/python -m tests.opinfo.operators docs/operators.md
+
+matrix:
+	$(PYTHON) -m tests.matrix $(ARGS)
+
+newest:
+	$(PYTHON) -m tests.matrix --torch newest --quick --if-possible $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

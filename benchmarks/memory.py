@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from table import machine
 
 import disttensor as dt
 from disttensor import pipeline
@@ -266,14 +267,15 @@ def run(rank: int, port: int, only: str, markdown: str | None) -> None:
             gc.collect()
             lines.append(cells(row, figures, known) if rank == 0 else [])
     if rank == 0:
-        print(table(lines))
+        print(f"{machine()}\n\n{table(lines)}")
         if WRONG:
             raise SystemExit("\n".join(WRONG))
         if markdown:
             page = Path(markdown).read_text()
             before, _, rest = page.partition(BEGIN)
             after = rest.partition(END)[2]
-            Path(markdown).write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{after}")
+            whole = f"{table(lines)}\n\nOn torch {torch.__version__}."
+            Path(markdown).write_text(f"{before}{BEGIN}\n{whole}\n{END}{after}")
     dist.destroy_process_group()
 
 

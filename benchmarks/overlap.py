@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from replicas import BLOCKS, Settings, free_port, ours, zero3
+from table import machine
 from torch import nn
 
 import disttensor as dt
@@ -266,8 +267,9 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
             spans = clock.step(run.forward, run.update)
             if not best or spans[-1].end - spans[0].start < best[-1].end - best[0].start:
                 best = spans
-        charts.append((f"{title} (rank 0 of {args.ranks})", best))
+        charts.append((f"{title} (rank 0 of {args.ranks}, torch {torch.__version__})", best))
     if rank == 0:
+        print(machine(), end="\n\n")
         print("\n\n".join(text(*chart) for chart in charts))
         if args.svg:
             args.svg.write_text(svg(charts), encoding="utf-8")

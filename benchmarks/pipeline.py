@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from table import machine
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -111,6 +112,7 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, best: dict[str, float], bubble: float) -> None:
+    print(machine())
     m = args.micro_batches
     theory = (STAGES - 1) / (m + STAGES - 1)
     print(
