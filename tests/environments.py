@@ -1,8 +1,10 @@
-"""An environment for each torch and Python that is tested, kept in a folder outside of the checkout.
+"""An environment for each torch and Python that is tested, kept in a folder outside of the
+checkout.
 
-The folder is ``$DISTTENSOR_ENVIRONMENTS``, or ``disttensor/environments`` where caches are kept (``$XDG_CACHE_HOME``, or
-``~/.cache``). An environment holds what the package and its tests need, and not the package: that is found by PYTHONPATH, so
-that all checkouts share it. Made once, and again when constraints.txt changes. Delete a folder to be rid of it.
+The folder is ``$DISTTENSOR_ENVIRONMENTS``, or ``disttensor/environments`` where caches are kept
+(``$XDG_CACHE_HOME``, or ``~/.cache``). An environment holds what the package and its tests need,
+and not the package: that is found by PYTHONPATH, so that all checkouts share it. Made once, and
+again when constraints.txt changes. Delete a folder to be rid of it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def folder() -> Path:
 
 
 def environment(torch: str, python: str) -> Path:
-    """The interpreter of the environment, which is made where it is missing. Raises UnavailableError."""
+    """The interpreter of the environment, which is made where it is missing. Raises
+    UnavailableError."""
     home = folder() / f"torch-{torch}-python-{python}"
     wanted = [f"torch=={torch}", *(p for p in pins("constraints.txt") if p[:7] != "torch==")]
     text = "".join(f"{pin}\n" for pin in wanted)
@@ -79,7 +82,8 @@ def _install(home: Path, python: str) -> None:
 
 
 def interpreter(python: str) -> Path:
-    """One that runs: a name on the PATH may be a shim of pyenv's for a version that is not switched on."""
+    """One that runs: a name on the PATH may be a shim of pyenv's for a version that is not switched
+    on."""
     for candidate in _candidates(python):
         code = "import sys, ensurepip; print('%d.%d' % sys.version_info[:2])"
         try:

@@ -1,4 +1,5 @@
-"""The suite on every torch and Python that is tested, one environment after the other, with a table at the end.
+"""The suite on every torch and Python that is tested, one environment after the other, with a table
+at the end.
 
     python3 -m tests.matrix                                    every torch on the oldest Python, the newest torch on the others
     python3 -m tests.matrix --torch 2.15.0 -k pipeline         one torch, on the oldest Python; other options are pytest's
@@ -33,15 +34,15 @@ from tests.environments import (
 
 # Import, examples, the pages' programs, and what lies closest to torch's own code.
 QUICK = (
-    "versions",
-    "imports",
-    "public",
-    "docs",
-    "dispatch",
-    "interop",
-    "comm",
-    "gradients",
-    "errors",
+    "test_versions",
+    "test_imports",
+    "test_public",
+    "test_docs",
+    "test_errors",
+    "test_interop",
+    "dispatch/test_dispatch",
+    "comm/test_collectives",
+    "autograd/test_gradients",
 )
 BEGIN, END = "<!-- the table of the matrix -->", "<!-- its end -->"
 COLUMNS = ["torch", "Python", "passed", "skipped", "failed", "minutes", "commit", "date"]
@@ -135,7 +136,7 @@ def main() -> int:
     if args.markdown and (options or args.quick):
         parser.error("--markdown is for the whole suite: leave out --quick and pytest's options")
     if args.quick:
-        options += ["-m", "not slow", *(f"tests/test_{name}.py" for name in QUICK)]
+        options += ["-m", "not slow", *(f"tests/{name}.py" for name in QUICK)]
     results, failed = [], False
     for torch, python in cells(args):
         print(f"torch {torch}, Python {python}:", flush=True)

@@ -1,4 +1,5 @@
-"""``make matrix``: where it runs, what it says, and what it writes. Nothing is installed here, and no suite runs."""
+"""``make matrix``: where it runs, what it says, and what it writes. Nothing is installed here, and
+no suite runs."""
 
 from __future__ import annotations
 
