@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from disttensor import runtime
 from disttensor.comm import collectives
-from disttensor.torch_private import default_group
 
 
 class ProcessMesh:
@@ -33,9 +34,8 @@ class ProcessMesh:
     dim_names: tuple[str, ...]
     device_type: str
     coordinate: tuple[int, ...] | None
+    specs: weakref.WeakValueDictionary[Any, Any]  # of the tensors on it, while they are used
     _groups: dict[tuple[Any, ...], collectives.Group]  # by axes, or by (axes, lane)
-
-    _interned: ClassVar[dict[tuple[Any, ...], ProcessMesh]] = {}
 
     def __new__(
         cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
@@ -79,17 +79,17 @@ class ProcessMesh:
                 )
             )
         device_type = device_type or _default_device_type()
-        default = default_group() if dist.is_initialized() else None
-        key = (default, array.shape, ranks, names, device_type)
-        if key in cls._interned:
-            return cls._interned[key]
+        meshes = runtime.current().meshes
+        key = (array.shape, ranks, names, device_type)
+        if key in meshes:
+            return meshes[key]  # type: ignore[no-any-return]
         self = super().__new__(cls)
         self.ranks, self.shape, self.dim_names = ranks, tuple(array.shape), names
         self.device_type = device_type
         where = np.argwhere(array == rank)
         self.coordinate = tuple(int(i) for i in where[0]) if len(where) else None
-        self._groups = {}
-        cls._interned[key] = self
+        self.specs, self._groups = weakref.WeakValueDictionary(), {}
+        meshes[key] = self
         return self
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,8 +11,6 @@ import torch
 from disttensor.layout import Box, Layout, box_at, describe, layout_of
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
-
-_interned: weakref.WeakValueDictionary[tuple[Any, ...], DistSpec] = weakref.WeakValueDictionary()
 
 
 @lru_cache(maxsize=256)
@@ -65,10 +62,10 @@ class DistSpec:
     def __new__(
         cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype
     ) -> DistSpec:
-        key = (mesh, layout, tuple(shape), dtype)
-        self = _interned.get(key)
-        if self is not None:
-            return self
+        key = (layout, tuple(shape), dtype)
+        known: DistSpec | None = mesh.specs.get(key)
+        if known is not None:
+            return known
         self = super().__new__(cls)
         self.mesh, self.layout, self.shape, self.dtype = mesh, layout, torch.Size(shape), dtype
         self.placements = layout.placements(mesh.ndim)
@@ -80,7 +77,7 @@ class DistSpec:
         self.local_shape = self.local_box.shape
         self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
-        _interned[key] = self
+        mesh.specs[key] = self
         return self
 
     @property

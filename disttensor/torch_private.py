@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DataDependentOutput", "DynamicOutputShape", "FakeTensorMode", "TorchDispatchMode",
     "after_backward", "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "correct_fan", "count_function_modes", "current_backward", "default_group", "default_store",
+    "correct_fan", "count_function_modes", "current_backward", "default_store",
     "default_timeout", "direct_apply", "foreach_types", "global_module_hooks", "group_name",
     "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
     "reduce_scatter_single", "set_timeout", "set_versions", "storage_id",
@@ -101,7 +101,6 @@ count_function_modes: Callable[[], int] = need(
 
 # Process groups -----------------------------------------------------------------------------------
 
-default_group: Callable[[], Any] = need("for the world's group", c10d, "_get_default_group")
 default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_default_store")
 default_timeout: Callable[[Any], Any] = need(
     "for the usual timeout of a backend", c10d, "_get_default_timeout"

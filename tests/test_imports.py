@@ -19,6 +19,7 @@ ROOMS = (
     "versions",
     "torch_private",
     "cache",
+    "runtime",
     "errors",
     "placement",
     "layout",

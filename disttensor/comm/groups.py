@@ -9,15 +9,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from disttensor import runtime
 from disttensor.comm import failures
 from disttensor.errors import CommError
 from disttensor.torch_private import (
-    default_group,
     default_store,
     default_timeout,
     group_name,
@@ -25,7 +26,7 @@ from disttensor.torch_private import (
 )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Group:
     """Ranks that communicate: ``ranks`` in mesh order, ``index`` of this rank among them.
 
@@ -48,9 +49,6 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
-
-
-_groups: dict[tuple[Any, ...], Any] = {}
 
 
 def world() -> tuple[int, int]:
@@ -96,22 +94,21 @@ def process_group(
     collective.
     """
     rank, size = world()
-    default = default_group()
-    key = (default, members, lane)
-    if key not in _groups:
+    now = runtime.current()
+    key = (members, lane)
+    if key not in now.groups:
         failures.watch()
-        for stale in [k for k in _groups if k[0] is not default]:
-            del _groups[stale]
+        _linger()
         try:
             whole = members == tuple(range(size)) and not lane
-            _groups[key] = default if whole else _new_process_group(members, lane, timeout)
+            now.groups[key] = now.default if whole else _new_process_group(members, lane, timeout)
         except Exception as error:
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: "
                 f"it needs ranks {list(members)} to arrive here together.{failures.first()} "
                 f"Backend's words: {error}"
             ) from error
-    return _groups[key]
+    return now.groups[key]
 
 
 def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | None) -> Any:
@@ -127,13 +124,12 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
         return made
 
 
-@atexit.register
-def _settle() -> None:
-    """Give gloo's threads a moment to let go of the last tensors. One that asks for the GIL to do
-    so while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in plain
-    torch programs too)."""
-    if _groups:
-        time.sleep(0.1)
+@cache
+def _linger() -> None:
+    """At exit, give gloo's threads a moment to let go of the last tensors. One that asks for the GIL
+    to do so while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in
+    plain torch programs too)."""
+    atexit.register(time.sleep, 0.1)
 
 
 # All groups up front ------------------------------------------------------------------------------
@@ -201,14 +197,10 @@ class _Meeting:
     """Ranks wait for each other, by the store of the world: it works where there is no communicator
     yet, and knows who is missing."""
 
-    _held: ClassVar[dict[Any, int]] = {}  # default group -> how many meetings there were
-
     def __init__(self, timeout: float) -> None:
-        default = default_group()
-        number = self._held.get(default, 0)
-        self._held.clear()
-        self._held[default] = number + 1
-        self.store = dist.PrefixStore(f"disttensor/groups{number}", default_store())
+        now = runtime.current()
+        self.store = dist.PrefixStore(f"disttensor/groups{now.meetings}", default_store())
+        now.meetings += 1
         self.rank, self.size, self.timeout = *world(), timeout
 
     def tell(self, what: str) -> str:

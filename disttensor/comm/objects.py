@@ -8,11 +8,11 @@ whether it tells or hears, so that the messages of all ranks are in step.
 from __future__ import annotations
 
 import pickle
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
 from disttensor.layout import Layout
 
@@ -26,7 +26,7 @@ class Tensor(NamedTuple):
     requires_grad: bool
 
 
-@cache
+@cached(256)
 def others(mesh: Any) -> list[int]:
     """The ranks of the world that are not in ``mesh``."""
     inside = set(mesh.ranks)

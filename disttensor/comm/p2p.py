@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from disttensor import runtime
 from disttensor.comm import failures, log
 from disttensor.comm.collectives import CommError, _dense, _raw, world
-from disttensor.torch_private import default_group
 
 Tensor = torch.Tensor
 
@@ -52,8 +52,6 @@ _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free
 # Tags ------------------------------------------------------------------------------------------
 
 _channel: ContextVar[int] = ContextVar("channel", default=0)
-_counts: dict[int, int] = {}
-_counted_in: list[Any] = [None]  # the process group that the counts belong to
 
 
 @contextlib.contextmanager
@@ -70,20 +68,18 @@ def channel(number: int) -> Iterator[None]:
 
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
-    group = default_group() if dist.is_initialized() else None
-    if group is not _counted_in[0]:
-        _counts.clear()
-        _counted_in[0] = group
-        _meet(group)
+    tags = runtime.current().tags
+    if not tags:
+        _meet()
     number = _channel.get()
-    count = _counts.get(number, 0)
-    _counts[number] = count + 1
+    count = tags.get(number, 0)
+    tags[number] = count + 1
     return _OURS | number << 16 | count % _TRANSFERS << 1
 
 
-def _meet(group: Any) -> None:
+def _meet() -> None:
     """NCCL: batched messages between some ranks are defined only after a collective of all."""
-    if group is not None and "nccl" in str(dist.get_backend_config()):
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         dist.barrier()
 
 
@@ -166,7 +162,7 @@ def transfer(
     Raises CommError, for an earlier message of this rank too that could not be delivered.
     """
     failures.watch()
-    _outbox.check()
+    check_delivered()
     me = world()[0]
     if log.active:
         for to, x in sends:
@@ -196,7 +192,7 @@ def _post(
     """gloo: every message on its own, as bytes, in any dtype."""
     if not sends and not receives:
         return [], []
-    group = default_group()
+    group = dist.group.WORLD
     works = [[group.recv([x.view(torch.uint8)], source, tag)] for source, x in receives]
     return works, [group.send([_raw(x)], to, tag) for to, x in sends]
 
@@ -234,8 +230,6 @@ class Outbox:
         self.waiting: deque[tuple[Any, Tensor, object]] = deque()
         self.open = 0  # messages that are not delivered yet
         self.used = False
-        self.failed: CommError | None = None
-        self.group: Any = None  # the process group that the failure belongs to
 
     def put(self, work: Any, buffer: Tensor, what: object) -> None:
         with self.changed:
@@ -259,19 +253,12 @@ class Outbox:
                 else:
                     work.wait()
             except RuntimeError as error:
-                self.failed = self.failed or _failure(what, error)
-                self.group = default_group() if dist.is_initialized() else None
+                now = runtime.current()
+                now.undelivered = now.undelivered or _failure(what, error)
             del work, buffer, what
             with self.changed:
                 self.open -= 1
                 self.changed.notify_all()
-
-    def check(self) -> None:
-        """Raises the failure of an earlier message, as long as its process group is there."""
-        if self.failed is not None:
-            if dist.is_initialized() and default_group() is self.group:
-                raise self.failed
-            self.failed = None
 
     def flush(self, seconds: float | None) -> bool:
         with self.changed:
@@ -281,6 +268,13 @@ class Outbox:
 _outbox = Outbox()
 
 
+def check_delivered() -> None:
+    """Raises the failure of an earlier message of this world."""
+    error = runtime.current().undelivered
+    if error is not None:
+        raise error
+
+
 def flush(seconds: float | None = None) -> None:
     """Wait until all messages of this rank are delivered. Raises CommError where one is not."""
     if not _outbox.flush(seconds):
@@ -288,7 +282,7 @@ def flush(seconds: float | None = None) -> None:
             f"rank {world()[0]}: {_outbox.open} messages were not taken within {seconds} s by the "
             "ranks that they were sent to"
         )
-    _outbox.check()
+    check_delivered()
 
 
 @atexit.register

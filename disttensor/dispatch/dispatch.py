@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttensor import errors
+from disttensor.cache import Cache
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.execute import runner_of
 from disttensor.dispatch.plan import Uncacheable, key_of, layouts_of, make_plan, plain_spec
@@ -29,8 +30,7 @@ Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
 
 HANDLERS: dict[Function, Function] = {}  # functions that are answered as they are: no rule, no key
-PLANS: dict[Any, Runner] = {}
-_MOST = 16384
+PLANS: Cache[Any, Runner] = Cache(16384)
 
 
 def dispatch(
@@ -68,10 +68,7 @@ def dispatch(
         return prepare(func, args, kwargs or {})(args, kwargs or {})
     run = PLANS.get(key)
     if run is None:
-        run = prepare(func, args, kwargs or {})
-        if len(PLANS) >= _MOST:
-            PLANS.clear()
-        PLANS[key] = run
+        run = PLANS[key] = prepare(func, args, kwargs or {})
     return run(args, kwargs)
 
 
@@ -109,14 +106,12 @@ def prepare(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Runn
 def _by_value(func: Function) -> Runner:
     """For functions whose rule depends on the value of a float: plans by value, below the plan by
     type."""
-    plans: dict[Any, Runner] = {}
+    plans: Cache[Any, Runner] = Cache(256)
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         kwargs = kwargs or {}
         key = tuple([key_of(a, floats=True) for a in (*args, *kwargs.items())])
         if key not in plans:
-            if len(plans) >= 256:
-                plans.clear()
             plans[key] = _planned(func, args, kwargs)
         return plans[key](args, kwargs)
 

@@ -11,6 +11,7 @@ import torch
 
 import reshard
 from disttensor import errors
+from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
 from disttensor.dispatch.decompose import body_of
@@ -65,7 +66,9 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
     goes back into the placement it had. ``quiet``: no warning (an in-place function that had to go
     this way)."""
     writing = writes(func)
-    runners: dict[Any, Callable[..., Any]] = {}  # on ranks outside the mesh, by kind of call
+    runners: Cache[Any, Callable[..., Any]] = Cache(
+        256
+    )  # on ranks outside the mesh, by kind of call
 
     def elsewhere(mesh: Any, args: Sequence[Any], kwargs: Any) -> Callable[..., Any]:
         try:
@@ -73,8 +76,6 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         except Uncacheable:
             return execute.runner_of(func, mesh, None, args, kwargs, writing)
         if key not in runners:
-            if len(runners) >= 256:
-                runners.clear()
             runners[key] = execute.runner_of(func, mesh, None, args, kwargs, writing)
         return runners[key]
 

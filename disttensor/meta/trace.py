@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from disttensor import runtime
 from disttensor.autograd import token
-from disttensor.comm import p2p
 from disttensor.meta.guards import Subtree
 from disttensor.random import state
 from disttensor.spec import DistSpec
@@ -248,7 +248,7 @@ def _world() -> tuple[Any, ...]:
     return (
         state._State.calls,
         state._State.seed,
-        dict(p2p._counts),
+        dict(runtime.current().tags),
         torch.get_rng_state(),
         python_random.getstate(),
         (numpy_state[1].tobytes(), *numpy_state[2:]),

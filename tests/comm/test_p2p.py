@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import disttensor as dt
+from disttensor import runtime
 from disttensor.comm import p2p
 from tests.support.pool import fake_world, on_ranks
 
@@ -138,7 +139,7 @@ def test_tags_count_by_channel():
 def test_tags_wrap_within_an_int(monkeypatch):
     with fake_world(2), p2p.channel(p2p.CHANNELS - 1):
         first = p2p.next_tag()
-        p2p._counts[p2p.CHANNELS - 1] = p2p._TRANSFERS - 1
+        runtime.current().tags[p2p.CHANNELS - 1] = p2p._TRANSFERS - 1
         assert p2p.next_tag() == 2**31 - 2
         assert p2p.next_tag() == first
 

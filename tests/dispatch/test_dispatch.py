@@ -81,11 +81,11 @@ def test_floats_do_not_fill_the_plans(mesh: dt.ProcessMesh) -> None:
 
 
 def test_plans_are_bounded(mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MOST", len(dispatch.PLANS) + 5)
+    monkeypatch.setattr(dispatch.PLANS, "limit", len(dispatch.PLANS) + 5)
     for n in range(1, 20):
         x = sharded(mesh, n, 2)
         assert (x + x).shape == (2 * n, 2)
-    assert len(dispatch.PLANS) <= dispatch._MOST
+    assert len(dispatch.PLANS) <= dispatch.PLANS.limit
 
 
 def test_the_order_of_a_norm_counts_by_value(mesh: dt.ProcessMesh) -> None:

@@ -1,0 +1,106 @@
+"""What belongs to a world ends with it: nothing of earlier rounds is alive, and nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import disttensor as dt
+from disttensor import runtime
+from disttensor.comm import p2p
+from disttensor.dispatch import dispatch
+from tests.support.pool import fake_world
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def use(mesh: dt.ProcessMesh) -> list[Any]:
+    """A bit of everything that is remembered; what must not outlive the world of ``mesh``."""
+    first, last = mesh.dim_names[0], mesh.dim_names[-1]
+    rows = [dt.Shard(0) if name == first else dt.Replicate() for name in mesh.dim_names]
+    columns = [dt.Shard(1) if name == last else dt.Replicate() for name in mesh.dim_names]
+    x = dt.ones(8, 4, mesh=mesh, placements=rows, requires_grad=True)
+    y = dt.reshard(x, mesh, columns).relu() @ dt.randn(4, 4, mesh=mesh)
+    y.mean().backward()
+    layer = dt.shard_module(nn.Linear(4, 4), mesh, {})
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(x.detach()).sum().backward()
+    optimizer.step()
+    dt.local_map(torch.sin, out_placements=rows, out_shapes=(8, 4))(x.detach())
+    corner = dt.ProcessMesh([0], ("one",))
+    dt.reshard(x.detach(), corner)
+    p2p.next_tag()
+    plan = next(run for run in dispatch.PLANS.values() if isinstance(run, type(use)))
+    return [mesh, x.spec, y.spec, corner, plan, mesh.group((0,)), runtime.current()]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_nothing_of_earlier_worlds_is_alive(world: int) -> None:
+    before: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        with fake_world(world):
+            mesh = dt.init_mesh((world, 1), ("dp", "tp"))
+            assert runtime.current().tags == {}
+            gc.collect()
+            alive = [value for value in (ref() for ref in before) if value is not None]
+            assert not alive, alive
+            before = [weakref.ref(value) for value in use(mesh)]
+            del mesh
+    p2p.next_tag()  # without a process group there is a world, too
+    gc.collect()
+    assert [ref() for ref in before if ref() is not None] == []
+
+
+def test_without_a_process_group_meshes_stay() -> None:
+    mesh = dt.ProcessMesh([0], ("dp",))
+    x = dt.ones(3, mesh=mesh)
+    with fake_world(2):
+        assert dt.ProcessMesh([0], ("dp",)) is not mesh
+    assert dt.ProcessMesh([0], ("dp",)) is mesh and (x + dt.ones(3, mesh=mesh)).shape == (3,)
+
+
+def rounds() -> None:
+    """200 worlds of one, in a process of their own: what grows between the 50th and the last?"""
+    import resource
+    import threading
+
+    from disttensor import cache
+
+    def state() -> dict[str, int]:
+        gc.collect()
+        return {
+            "threads": threading.active_count(),
+            "system threads": len(list(Path("/proc/self/task").iterdir())),
+            "files": len(list(Path("/proc/self/fd").iterdir())),
+            "caches": len(cache._dicts) + len(cache._functions),
+            "entries": sum(map(len, cache._dicts.values())),
+            "meshes": sum(type(o) is dt.ProcessMesh for o in gc.get_objects()),
+            "specs": sum(type(o) is dt.DistSpec for o in gc.get_objects()),
+        }
+
+    for number in range(200):
+        use(dt.init_mesh((1, 1), ("dp", "tp")))
+        dist.destroy_process_group()
+        sys.excepthook = sys.__excepthook__  # torch adds to it in each round
+        if number == 49:
+            early, size = state(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    late, grown = state(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size
+    assert late == early, (early, late)
+    assert grown < 8 << 10, f"{grown} KiB"
+
+
+def test_two_hundred_worlds_leave_nothing_behind() -> None:
+    code = "from tests.test_runtime import rounds; rounds()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
