@@ -30,7 +30,7 @@ from table import machine
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.fsdp.segment import Buffer
+from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT, GPTConfig, init_weights
@@ -186,13 +186,13 @@ def held(tensors: Iterable[Any]) -> int:
 
 
 @contextmanager
-def peak(buffers: list[Buffer]) -> Iterator[list[int]]:
+def peak(buffers: list[AllGatherBuffer]) -> Iterator[list[int]]:
     """Bytes of gathered parameters, each time that some have come or gone."""
     seen: list[int] = []
-    originals = {name: getattr(Buffer, name) for name in ("start", "finish", "free")}
+    originals = {name: getattr(AllGatherBuffer, name) for name in ("start", "finish", "free")}
 
     def looking(original: Any) -> Any:
-        def run(self: Buffer) -> None:
+        def run(self: AllGatherBuffer) -> None:
             original(self)
             arriving = sum(b._arriving[1].nbytes for b in buffers if b._arriving)
             seen.append(arriving + sum(b.memory.untyped_storage().nbytes() for b in buffers))
@@ -200,12 +200,12 @@ def peak(buffers: list[Buffer]) -> Iterator[list[int]]:
         return run
 
     for name, original in originals.items():
-        setattr(Buffer, name, looking(original))
+        setattr(AllGatherBuffer, name, looking(original))
     try:
         yield seen
     finally:
         for name, original in originals.items():
-            setattr(Buffer, name, original)
+            setattr(AllGatherBuffer, name, original)
 
 
 def kept(program: Any, batch: Any, parameters: Iterable[Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Several backwards that add up: what they reached, and what waits for the last of them."""
+"""Several backwards that add up: what they reached, and what is deferred to the last of them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,41 @@ from disttensor.fsdp.segment import Segment
 class Accumulation:
     """The state between the backwards of one accumulation.
 
-    owing  segments whose gradients wait for the last micro-batch; ``reduce`` is what reduces those
-    of one completely first  the parameters that the first backward reached
+    deferred  segments whose gradients wait for the last micro-batch; ``reduce`` reduces those of
+              one completely
+    first     the parameters that the first backward reached
     """
 
     def __init__(self, reduce: Callable[[Segment], list[Steps]]) -> None:
         self.reduce = reduce
-        self.owing: dict[Segment, None] = {}
+        self.deferred: dict[Segment, None] = {}
         self.first: frozenset[str] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.owing or self.first)
+        return bool(self.deferred or self.first)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self.first = None
-        self.owing.clear()
+        self.deferred.clear()
 
-    def after(self, now: Backward, window: Window) -> None:
+    def after(self, backward: Backward, window: Window) -> None:
         """A backward is over. Raises RuntimeError where it reached other parameters than the first
         one."""
+        entered = backward.entered
         if not window.last:
-            self.owing.update(dict.fromkeys(now.passes))
-            for twin in [t for s in now.passes for t in s.apart]:
-                if twin.spec.dtype is not twin.held.dtype and twin.collected():
-                    twin.lay_by(twin.held.dtype)
+            self.deferred.update(dict.fromkeys(entered))
+            for param in [p for s in entered for p in s.copied]:
+                wider = param.sharded_param.dtype
+                if param.spec.dtype is not wider and param.has_grads():
+                    param.upcast(wider)
         elif window.counted:
-            self.pay([s for s in self.owing if s not in now.passes])
-        for segment in now.passes if window.last else ():
-            self.owing.pop(segment, None)
+            self._reduce([s for s in self.deferred if s not in entered])
+        for segment in entered if window.last else ():
+            self.deferred.pop(segment, None)
         if window.counted:
-            reached = frozenset(s.leaves[leaf] for s, came in now.came.items() for leaf in came)
+            reached = frozenset(
+                s.leaves[leaf] for s, came in backward.came.items() for leaf in came
+            )
             first, self.first = self.first, None if window.last else self.first or reached
             if first is not None and first != reached:
                 self.first = None
@@ -54,18 +59,17 @@ class Accumulation:
                     "backward without accumulate)"
                 )
 
-    def pay(self, segments: Iterable[Segment]) -> None:
-        """Reduce what waits for a last micro-batch, which did not come, or did not come by here."""
+    def flush(self) -> None:
+        """The gradients are about to be read: reduce what waits for a last micro-batch."""
+        self._reduce(self.deferred)
+        self.first = None
+
+    def _reduce(self, segments: Iterable[Segment]) -> None:
         for segment in list(segments):
             for steps in self.reduce(segment):
-                for pending in steps:
-                    pending.wait()
-            self.owing.pop(segment, None)
-
-    def flush(self) -> None:
-        """The gradients are about to be read."""
-        self.pay(self.owing)
-        self.first = None
+                for work in steps:
+                    work.wait()
+            self.deferred.pop(segment, None)
 
 
 def _some(names: frozenset[str]) -> str:

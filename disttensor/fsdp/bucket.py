@@ -1,4 +1,4 @@
-"""Rows: several tensors in one collective, as one row per rank.
+"""Several tensors in one collective, as one row per rank.
 
     tensors  [5, 2] and [3], over n = 2 ranks            row 0:  a0 a1 a2  b0 b1
     cut along dim 0 as torch.chunk does                  row 1:  a3 a4 --  b2 --
@@ -21,11 +21,11 @@ from disttensor.layout import chunk
 Tensor = torch.Tensor
 
 
-class Rows:
+class BucketLayout:
     """How tensors of these (local) shapes lie in ``n`` rows.
 
-    sizes[j], offsets[j]  elements of tensor j in a row, and where they begin; total: of all, the
-    length of a row
+    sizes[j], offsets[j]  elements of tensor j in a row, and where they begin
+    total                 the length of a row
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], n: int) -> None:
@@ -35,7 +35,7 @@ class Rows:
         self.offsets = list(itertools.accumulate(self.sizes, initial=0))
         self.total = self.offsets.pop()
 
-    def joined(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def pack_row(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """[total]: the row of the rank that holds these pieces."""
         row = torch.empty(self.total, dtype=dtype, device=pieces[0].device)
         parts, flat = [], []
@@ -52,12 +52,11 @@ class Rows:
         return row
 
     def blocks(self, memory: Tensor) -> list[Tensor]:
-        """[n * total] as one [n, size] for each tensor, in which the tensor itself lies from the
-        beginning on."""
+        """[n * total] as one [n, size] for each tensor, which begins with the tensor's elements."""
         parts = memory.split([self.n * size for size in self.sizes])
         return [p.view(self.n, size) for p, size in zip(parts, self.sizes, strict=True)]
 
-    def wholes(self, memory: Tensor) -> list[Tensor]:
+    def tensors(self, memory: Tensor) -> list[Tensor]:
         """The tensors that lie in ``memory`` ([n * total]): views."""
         return [
             block.view(-1)[: math.prod(shape)].view(shape)
@@ -65,7 +64,7 @@ class Rows:
         ]
 
     def unpack(self, rows: Tensor, blocks: list[Tensor]) -> None:
-        """Bring the pieces of all ranks, [n, total], to their places."""
+        """Copy the pieces of all ranks, [n, total], to their places."""
         torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=blocks)
 
     def pieces(self, row: Tensor, index: int) -> list[Tensor]:
@@ -80,30 +79,30 @@ class Rows:
         shape = self.shapes[j]
         return (chunk(shape[0], self.n, index)[1], *shape[1:]) if shape else ()
 
-    def piece(self, j: int, whole: Tensor, index: int) -> Tensor:
-        """Piece ``index`` of the whole tensor j: a view."""
-        return piece(whole, self.n, index) if self.shapes[j] else whole
+    def piece(self, j: int, tensor: Tensor, index: int) -> Tensor:
+        """Piece ``index`` of tensor j: a view."""
+        return chunk_of(tensor, self.n, index) if self.shapes[j] else tensor
 
 
-def piece(whole: Tensor, n: int, index: int) -> Tensor:
+def chunk_of(tensor: Tensor, n: int, index: int) -> Tensor:
     """Piece ``index`` of n along dim 0: a view."""
-    start, length = chunk(len(whole), n, index)
-    return whole[start : start + length]
+    start, length = chunk(len(tensor), n, index)
+    return tensor[start : start + length]
 
 
-Group = tuple[Rows, Sequence[Tensor], Sequence[float]]
+Bucket = tuple[BucketLayout, Sequence[Tensor], Sequence[float]]  # layout, its tensors, tail
 
 
-def packed(groups: Sequence[Group], dtype: torch.dtype) -> Tensor:
-    """[n, sum of (total + len(tail))]: whole tensors cut into rows, those of a group followed by
-    its tail in each row."""
-    n, first = groups[0][0].n, groups[0][1][0]
-    # Sums that were kept are of the dtype of the parameter; one dtype goes into a wire.
-    of = functools.reduce(torch.promote_types, (w.dtype for _, wholes, _ in groups for w in wholes))
-    out = first.new_empty(n, sum(r.total + len(tail) for r, _, tail in groups), dtype=dtype)
+def pack(buckets: Sequence[Bucket], dtype: torch.dtype) -> Tensor:
+    """[n, sum of (total + len(tail))]: the tensors cut into rows, those of a bucket followed by its
+    tail in each row."""
+    n, first = buckets[0][0].n, buckets[0][1][0]
+    # Upcast sums have the dtype of the parameter; what is sent has one dtype.
+    of = functools.reduce(torch.promote_types, (t.dtype for _, full, _ in buckets for t in full))
+    out = first.new_empty(n, sum(b.total + len(tail) for b, _, tail in buckets), dtype=dtype)
     parts: list[Tensor] = []
-    for _, wholes, tail in groups:
-        parts += [w.to(of) for w in wholes if w.numel()]  # what is empty takes no place in a row
+    for _, tensors, tail in buckets:
+        parts += [t.to(of) for t in tensors if t.numel()]  # an empty one takes no place in a row
         if tail:
             parts.append(first.new_tensor(list(tail) * n, dtype=of))
     torch._chunk_cat(parts, dim=0, num_chunks=n, out=out)

@@ -13,11 +13,12 @@ from torch import nn
 import reshard
 from disttensor.autograd.accumulation import Window
 from disttensor.fsdp.engine import Engine
-from disttensor.fsdp.off_mesh import Elsewhere
-from disttensor.fsdp.param import Twin
+from disttensor.fsdp.module_tree import SegmentSpec
+from disttensor.fsdp.off_mesh import OffMeshSegment
+from disttensor.fsdp.param import FSDPParam
 from disttensor.fsdp.replicas import broadcast_replicas
 from disttensor.fsdp.segment import Segment
-from disttensor.fsdp.segment_policy import Cut, SegmentBySize, Segments, segments_of
+from disttensor.fsdp.segment_policy import SegmentBySize, Segments, segments_of
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
@@ -42,24 +43,24 @@ def shard_data_parallel(
     """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the
     module back.
 
-    Every parameter becomes a DistTensor cut along dim 0 over the axis (beside what tensor
-    parallelism has cut): this is what the optimizer, built after this call, and ``state_dict`` see.
-    While a forward or backward of its segment runs, the module holds it whole. Values are taken
+    Every parameter becomes a DistTensor split along dim 0 over the axis (in addition to what tensor
+    parallelism splits): this is what the optimizer, built after this call, and ``state_dict`` see.
+    While a forward or backward of its segment runs, the module holds it unsharded. Values are taken
     from the first rank of the mesh.
 
-    ``stage`` 1: optimizer state is spread; whole parameters are kept, gradients all-reduced. 2:
-    gradients too
-    (reduce-scattered, half the bytes). 3: parameters too: gathered per segment before use, freed after the forward (unless
-    ``reshard_after_forward`` is False), gathered again for the backward. ``prefetch``: segments
-    gathered ahead of their use. ``segments``: what is gathered and reduced at once: SegmentBySize
-    (without it 32 MiB, 25 where nothing is cut), SegmentByAnchors, or names of modules. ``mesh``:
-    where plain parameters go; None if all are DistTensors, each on its own mesh (of a pipeline
-    stage). ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist.
-    Gradients are summed over all axes over which they are contributions, whatever these are called.
-    ``shard_axis=None``: nothing is cut; gradients are reduced in segments during the backward.
-    ``param_dtype``: of the whole copies and of floating arguments of the modules; the parameters
-    keep theirs. ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up in the
-    dtype of the parameters.
+    ``stage`` 1: the optimizer's state is sharded; unsharded parameters are kept, gradients
+    all-reduced. 2: gradients too (reduce-scattered, half the bytes). 3: parameters too: gathered
+    per segment before use, freed after the forward (unless ``reshard_after_forward`` is False),
+    gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
+    ``segments``: what is gathered and reduced at once: SegmentBySize (the default: 32 MiB, 25 with
+    ``shard_axis=None``), SegmentByAnchors, or names of modules. ``mesh``: where plain parameters
+    go; None if all are DistTensors, each on its own mesh (of a pipeline stage).
+    ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are
+    summed over all axes over which they are Partial, whatever these are called.
+    ``shard_axis=None``: nothing is sharded; gradients are reduced in segments during the backward.
+    ``param_dtype``: of unsharded parameters and of floating arguments of the modules; the sharded
+    parameters keep theirs. ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up
+    in the dtype of the sharded parameters.
 
     Raises ValueError for an axis, a stage, or segments that do not fit, before anything is changed.
 
@@ -70,7 +71,7 @@ def shard_data_parallel(
     """
     if segments is None:
         segments = REPLICAS if shard_axis is None else SHARDS
-    cuts = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
+    specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
     _check_dtypes(param_dtype, reduce_dtype)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
         raise NotImplementedError(
@@ -80,34 +81,38 @@ def shard_data_parallel(
     names = {id(p): name for name, p in module.named_parameters()}
     if mesh is not None:
         _place(module, mesh, shard_axis)
-    own = slots(module)
-    broadcast_replicas(s.value for s in own if isinstance(s.value, DistTensor))
-    held = _cut_all(module, own, shard_axis)
+    before = slots(module)
+    broadcast_replicas(s.value for s in before if isinstance(s.value, DistTensor))
+    sharded = _shard_all(module, before, shard_axis)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
         places.setdefault(id(slot.value), []).append(slot)
-    built = []
-    for cut in cuts:
-        twins = []
-        for before in cut.params:
-            p = held[names[id(before)]]
+    segments_here = []
+    for spec in specs:
+        params = []
+        for value in spec.params:
+            p = sharded[names[id(value)]]
             axis = None if shard_axis is None else p.spec.mesh.axis(shard_axis)
-            floating = p.dtype.is_floating_point and param_dtype is not None
-            dtype: Any = param_dtype if floating else p.dtype
-            twins.append(Twin(names[id(before)], p, places[id(p)], axis, dtype))
-        if not twins[0].held.is_initialized:
-            away = Elsewhere(cut.modules, twins, param_dtype)
-            module.register_forward_hook(away.root_ends, always_call=True)
+            low = param_dtype if p.dtype.is_floating_point else None
+            params.append(FSDPParam(names[id(value)], p, places[id(p)], axis, low or p.dtype))
+        if not params[0].sharded_param.is_initialized:
+            off_mesh = OffMeshSegment(spec.modules, params, param_dtype)
+            module.register_forward_hook(off_mesh.root_ends, always_call=True)
             continue
         # A backward can enter a module that several stages run in at any of its nodes: there is no
         # moment to gather.
-        persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in cut.modules)
-        free = not persist and reshard_after_forward and module not in cut.modules
-        built.append(
-            Segment(cut.name, cut.modules, twins, persist=persist, free_after_forward=free)
+        persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in spec.modules)
+        free = not persist and reshard_after_forward and module not in spec.modules
+        segments_here.append(
+            Segment(spec.name, spec.modules, params, persist=persist, free_after_forward=free)
         )
     module.__dict__[_ENGINE] = Engine(
-        module, built, scatter=stage > 1, prefetch=prefetch, compute=param_dtype, wire=reduce_dtype
+        module,
+        segments_here,
+        scatter=stage > 1,
+        prefetch=prefetch,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
     )
     return module
 
@@ -116,7 +121,7 @@ def _checked(
     module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None,
     stage: int,
     segments: Segments, prefetch: int,
-) -> list[Cut]:  # fmt: skip
+) -> list[SegmentSpec]:  # fmt: skip
     """The segments, after all checks."""
     who = "shard_data_parallel"
     if not isinstance(module, nn.Module):
@@ -173,7 +178,7 @@ def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
 
 
 def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None:
-    """Plain parameters and buffers become DistTensors; those on the meta device are born as
+    """Plain parameters and buffers become DistTensors; those on the meta device are made as
     shards."""
     plan: dict[Any, Any] = {}
     if shard_axis is not None:
@@ -185,26 +190,26 @@ def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None
         shard_module(module, mesh, plan)
 
 
-def _cut_all(
-    module: nn.Module, own: Iterable[Slot], shard_axis: str | None
+def _shard_all(
+    module: nn.Module, before: Iterable[Slot], shard_axis: str | None
 ) -> dict[str, DistTensor]:
-    """name -> parameter, cut over the axis, in all its slots."""
+    """name -> parameter, split by the axis, in all its slots."""
     made: dict[int, DistTensor] = {}
-    held: dict[str, DistTensor] = {}
-    for slot in own:
+    sharded: dict[str, DistTensor] = {}
+    for slot in before:
         if slot.table is not slot.owner._parameters:
             continue
         p: Any = slot.value
         if id(p) not in made:
-            made[id(p)] = p if shard_axis is None else _cut(p, p.spec.mesh.axis(shard_axis))
+            made[id(p)] = p if shard_axis is None else _shard(p, p.spec.mesh.axis(shard_axis))
             if made[id(p)] is not p:
                 p._replaced = "shard_data_parallel cut them into shards"
-        slot.table[slot.key] = held[slot.name] = made[id(p)]
-    return held
+        slot.table[slot.key] = sharded[slot.name] = made[id(p)]
+    return sharded
 
 
-def _cut(p: DistTensor, axis: int) -> DistTensor:
-    """``p`` cut along dim 0 by one more mesh axis, the minor one there."""
+def _shard(p: DistTensor, axis: int) -> DistTensor:
+    """``p`` split along dim 0 by one more mesh axis, the minor one there."""
     spec = p.spec
     if not spec.ndim or not math.prod(spec.shape) or axis in spec.layout.sharded:
         return p
@@ -225,7 +230,7 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
 
     ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum;
     only the last reduces over all other axes, after adding. ``"none"``: nothing is communicated
-    until the last, and whole gradients are kept, not yet in ``p.grad``. zero_grad drops all of it;
+    until the last, and unsharded gradients are kept, not yet in ``p.grad``. zero_grad drops all of it;
     an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without this
     context every backward reduces completely. Raises RuntimeError, in the backward, for a
     micro-batch that reaches other parameters than the one before.

@@ -1,11 +1,11 @@
-"""Places: the tree of a module's modules, in order of definition, and the cuts that follow once
-each place has a home.
+"""The tree of a module's modules, in order of definition, and the segments that follow once each
+node has one.
 
-A parameter is at home in the segment of the place that holds it. The ``cover`` of a place is the
-module whose forward needs what is held there: one that runs. A ModuleList has no forward, so what
-it holds itself is needed by the module around it; so are the children of nn.MultiheadAttention,
-which reads their parameters and never calls them. Sizes come from specs alone: all ranks, those
-outside a mesh too, find the same.
+A parameter belongs to the segment of the node that holds it. The ``cover`` of a node is the module
+whose forward needs what the node holds: one that runs. A ModuleList has no forward, so what it
+holds itself is needed by the module around it; so are the children of nn.MultiheadAttention, which
+reads their parameters and never calls them. Sizes come from specs alone: all ranks, those outside a
+mesh too, find the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_FORWARD = nn.Module.forward
 _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
-class Cut(NamedTuple):
+class SegmentSpec(NamedTuple):
     """One segment. ``params`` are gathered before the first of ``modules`` runs, and freed after
     the last."""
 
@@ -32,58 +32,58 @@ class Cut(NamedTuple):
     params: tuple[Tensor, ...]
 
 
-class Home:
-    """A segment. ``start``: its first place. ``name``: of the module that it is of; without it its
-    modules give the name."""
+class SegmentId:
+    """Stands for a segment. ``start``: index of its first node; ``name``: of the module that it is
+    of, if it is one's."""
 
     def __init__(self, start: int, name: str = "") -> None:
         self.start, self.name = start, name
 
 
-class Place:
+class ModuleNode:
     """A place of a module. A second place of the same module is a leaf with all its parameters."""
 
-    home: Home
-    cover: Place  # runs, and needs what is held here
-    again: bool  # a module that has an earlier place
+    segment: SegmentId
+    cover: ModuleNode  # runs, and needs what is held here
+    repeated: bool  # the module has an earlier node
 
-    def __init__(self, module: nn.Module, name: str, parent: Place | None, index: int) -> None:
+    def __init__(self, module: nn.Module, name: str, parent: ModuleNode | None, index: int) -> None:
         self.module, self.name, self.parent = module, name, parent
         self.title = name or type(module).__name__
         self.index, self.end = index, index + 1  # of its subtree
         self.params: list[Tensor] = []
-        self.total = self.nbytes = 0  # of its subtree; the bytes of a tied one at its first place
+        self.total = self.nbytes = 0  # of its subtree; the bytes of a tied one at its first node
         self.is_leaf = True  # nothing below holds parameters
-        self.own = Home(index, self.title)  # of what is in no smaller one
+        self.own_segment = SegmentId(index, self.title)  # of what is in no smaller one
         forward = getattr(module.forward, "__func__", module.forward)
-        self.read: bool = parent is not None and (
-            parent.read or isinstance(parent.module, _READS_CHILDREN)
+        self.is_read: bool = parent is not None and (
+            parent.is_read or isinstance(parent.module, _READS_CHILDREN)
         )
-        runs = parent is None or (forward is not _NO_FORWARD and not self.read)
-        self.runner: Place = self if runs else parent.runner  # type: ignore[union-attr]
+        runs = parent is None or (forward is not _NO_FORWARD and not self.is_read)
+        self.runner: ModuleNode = self if runs else parent.runner  # type: ignore[union-attr]
 
 
-Held = tuple[Tensor, list[Place]]  # a parameter, and the modules that need it
+Use = tuple[Tensor, list[ModuleNode]]  # a parameter, and the modules that need it
 
 
-def tree(module: nn.Module) -> list[Place]:
+def module_tree(module: nn.Module) -> list[ModuleNode]:
     """All nodes, each before what is in it."""
-    nodes: list[Place] = []
+    nodes: list[ModuleNode] = []
     seen: set[int] = set()
     counted: set[int] = set()
 
-    def visit(module: nn.Module, name: str, parent: Place | None) -> Place:
-        node = Place(module, name, parent, len(nodes))
+    def visit(module: nn.Module, name: str, parent: ModuleNode | None) -> ModuleNode:
+        node = ModuleNode(module, name, parent, len(nodes))
         nodes.append(node)
-        node.again = id(module) in seen
+        node.repeated = id(module) in seen
         seen.add(id(module))
-        held = module.parameters() if node.again else module._parameters.values()
-        node.params = [p for p in held if p is not None]
+        params = module.parameters() if node.repeated else module._parameters.values()
+        node.params = [p for p in params if p is not None]
         node.total = len(node.params)
         for p in node.params:
             node.nbytes += 0 if id(p) in counted else _nbytes(p)
             counted.add(id(p))
-        for key, child in () if node.again else module._modules.items():
+        for key, child in () if node.repeated else module._modules.items():
             if child is not None:
                 below = visit(child, f"{name}.{key}" if name else key, node)
                 node.total += below.total
@@ -104,26 +104,26 @@ def _nbytes(p: Tensor) -> int:
     return torch.Size(sizes).numel() * p.itemsize
 
 
-def cuts(nodes: list[Place]) -> list[Cut]:
-    """What the homes and covers of all nodes come to."""
-    places: dict[int, tuple[Tensor, list[Place]]] = {}
+def segment_specs(nodes: list[ModuleNode]) -> list[SegmentSpec]:
+    """The segments, once each node has its ``segment`` and ``cover``."""
+    holders: dict[int, tuple[Tensor, list[ModuleNode]]] = {}
     for node in nodes:
         for p in node.params:
-            places.setdefault(id(p), (p, []))[1].append(node)
-    members: dict[Home, list[Held]] = {}
-    for p, holders in places.values():
-        first = holders[0]
+            holders.setdefault(id(p), (p, []))[1].append(node)
+    members: dict[SegmentId, list[Use]] = {}
+    for p, at in holders.values():
+        first = at[0]
         if any(
-            n.home is not first.home or (n.again and n.cover is not first.cover) for n in holders
+            n.segment is not first.segment or (n.repeated and n.cover is not first.cover)
+            for n in at
         ):
-            holders = [_around(holders)]
-        held = p, [node.cover for node in holders]
-        members.setdefault(holders[0].home, []).append(held)
-    found = sorted(members, key=lambda home: home.start)
-    return [cut for home in found for cut in _cuts(home, members[home])]
+            at = [_around(at)]
+        members.setdefault(at[0].segment, []).append((p, [node.cover for node in at]))
+    found = sorted(members, key=lambda segment: segment.start)
+    return [spec for segment in found for spec in _specs(segment, members[segment])]
 
 
-def _around(nodes: list[Place]) -> Place:
+def _around(nodes: list[ModuleNode]) -> ModuleNode:
     """The lowest node that all of these are in."""
     low, high = min(n.index for n in nodes), max(n.index for n in nodes)
     node = nodes[0]
@@ -133,20 +133,21 @@ def _around(nodes: list[Place]) -> Place:
     return node
 
 
-def _cuts(home: Home, held: list[Held]) -> Iterator[Cut]:
-    """One for each mesh that its parameters lie on."""
-    meshes: dict[Any, list[Held]] = {}
-    for p, covers in held:
+def _specs(segment: SegmentId, uses: list[Use]) -> Iterator[SegmentSpec]:
+    """One for each mesh that the parameters of a segment lie on."""
+    by_mesh: dict[Any, list[Use]] = {}
+    for p, covers in uses:
         mesh = p.spec.mesh if isinstance(p, DistTensor) else None
-        meshes.setdefault(mesh, []).append((p, covers))
-    for mesh, some in meshes.items():
+        by_mesh.setdefault(mesh, []).append((p, covers))
+    for mesh, some in by_mesh.items():
         covers = sorted({node for _, covers in some for node in covers}, key=lambda n: n.index)
-        outermost: list[Place] = []
+        outermost: list[ModuleNode] = []
         for node in covers:
             if not outermost or node.index >= outermost[-1].end:
                 outermost.append(node)
-        name = home.name or " .. ".join(dict.fromkeys((outermost[0].title, outermost[-1].title)))
-        if len(meshes) > 1:
+        ends = dict.fromkeys((outermost[0].title, outermost[-1].title))
+        name = segment.name or " .. ".join(ends)
+        if len(by_mesh) > 1:
             name += f" on {mesh}" if mesh is not None else " on no mesh"
         modules = {id(node.module): node.module for node in outermost}
-        yield Cut(name, tuple(modules.values()), tuple(p for p, _ in some))
+        yield SegmentSpec(name, tuple(modules.values()), tuple(p for p, _ in some))

@@ -1,10 +1,10 @@
-"""A parameter between steps and while it is in use.
+"""A parameter in its two states: sharded between steps, unsharded while it is used.
 
-``held`` is what the module, the optimizer and a checkpoint see: a DistTensor, cut over the shard
-axis. ``whole`` is its twin while a forward or a backward of its segment runs: not cut over that
-axis, in the dtype of the computation. The twin is a leaf, so its gradients collect on it as on any
-leaf, by the axes over which uses vary (``DistTensor.local_for``); what comes of them is added to
-the gradient of ``held``. Where nothing is cut or cast both are one tensor.
+``sharded_param`` is what the module, the optimizer and a checkpoint see: a DistTensor that the
+shard axis splits. During a forward or backward of its segment the module holds ``unsharded_param``
+instead: not split by that axis, in the dtype of the computation, and a leaf, so its gradients
+collect as on any leaf, by the axes over which uses vary (``DistTensor.local_for``). What comes of
+them is added to the gradient of ``sharded_param``. If nothing is split or cast, both are one tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from disttensor.fsdp.bucket import piece
+from disttensor.fsdp.bucket import chunk_of
 from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
-from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.gradient import keep, uses
 from disttensor.tree import substitute
@@ -26,146 +25,146 @@ from disttensor.tree import substitute
 Tensor = torch.Tensor
 
 
-def uncut(spec: DistSpec, axis: int | None) -> DistSpec:
-    """``spec`` without the split of dim 0 by ``axis``, which is the minor one there."""
-    layout = spec.layout
-    if axis is None or axis not in layout.sharded:
-        return spec
-    dims = (tuple(a for a in layout.dims[0] if a != axis), *layout.dims[1:])
-    return spec.with_layout(Layout(dims, layout.partial, layout.own))
-
-
-class Twin:
-    """One parameter and its twin.
-
-    axis    the mesh axis that cuts ``held``; None where nothing does
-    """
+class FSDPParam:
+    """axis: the mesh axis that splits ``sharded_param``, None if none does; spec: of
+    ``unsharded_param``."""
 
     def __init__(
-        self, name: str, held: DistTensor, slots: list[Slot], axis: int | None, dtype: torch.dtype
+        self, name: str, param: DistTensor, slots: list[Slot], axis: int | None, dtype: torch.dtype
     ) -> None:
-        self.name, self.held, self.slots = name, held, slots
-        mesh = held.spec.mesh
-        cut = axis is not None and axis in held.spec.layout.sharded and mesh.shape[axis] > 1
-        self.axis = axis if cut else None
-        self.spec = uncut(held.spec, self.axis).with_dtype(dtype)
-        self.whole: DistTensor = held
+        self.name, self.sharded_param, self.slots = name, param, slots
+        spec, dims = param.spec, param.spec.layout.dims
+        self.axis = None
+        if axis is not None and axis in spec.layout.sharded and spec.mesh.shape[axis] > 1:
+            self.axis = axis
+            rest = (tuple(a for a in dims[0] if a != axis), *dims[1:])
+            spec = spec.with_layout(Layout(rest, spec.layout.partial, spec.layout.own))
+        self.spec = spec.with_dtype(dtype)
+        self.unsharded_param: DistTensor = param
         self._data: Tensor | None = None
-        self._renewed = 0  # how often ``held`` was given other memory
-        self._kept: dict[Axes, Tensor] = {}  # gradients in another dtype than autograd adds in
-        self._hooked = 0
+        self._times_renewed = 0  # how often ``p.data = x`` has been done
+        self._upcast: dict[Axes, Tensor] = {}  # gradients in a wider dtype than autograd adds in
+        self._hooked = 0  # how many leaves ``new_leaves`` has given
         self._axes: Axes = ()
-        self._seen: list[Axes] = []  # the ways there were when these were last put together
-        # Of users: called when ``held`` has its gradient.
-        self.hooks: dict[int, Callable[[Any], Any]] = {}
-        self._given = False
+        self._leaves_seen: list[Axes] = []  # when ``_axes`` was computed
+        self.hooks: dict[int, Callable[[Any], Any]] = {}  # of users, after accumulation
+        self._accumulated = False
 
     @property
-    def apart(self) -> bool:
-        return self.whole is not self.held
+    def is_copy(self) -> bool:
+        return self.unsharded_param is not self.sharded_param
 
-    def be(self, local: Tensor) -> None:
-        """``local`` is the memory of the twin from now on."""
-        leaf = local.detach().requires_grad_(self.held.requires_grad)
-        self.whole = wrap(leaf, self.spec)
-        self.whole._is_param = True
-        self.held._twin = self
+    def set_unsharded(self, param: DistTensor) -> None:
+        param._is_param = True
+        self.unsharded_param = param
 
-    def swap(self, old: DistTensor, new: DistTensor) -> None:
+    def use_memory(self, memory: Tensor) -> None:
+        """``memory`` is the local of ``unsharded_param`` from now on."""
+        leaf = memory.detach().requires_grad_(self.sharded_param.requires_grad)
+        self.set_unsharded(wrap(leaf, self.spec))
+        self.sharded_param._twin = self
+
+    def show_unsharded(self) -> None:
+        requires_grad = self.sharded_param.local.requires_grad
+        if self.unsharded_param.local.requires_grad is not requires_grad:
+            self.unsharded_param.requires_grad_(requires_grad)
+        self._swap(self.sharded_param, self.unsharded_param)
+
+    def show_sharded(self) -> None:
+        self._swap(self.unsharded_param, self.sharded_param)
+
+    def _swap(self, old: DistTensor, new: DistTensor) -> None:
         """The modules hold ``new`` in place of ``old``, unless somebody has put another tensor
-        there. Nobody is told: for those who look from outside nothing changes."""
+        there. It bypasses the guards of skipped modules, which must not see it: the table is that
+        of the owner now, as a guard may have replaced ``slot.table``."""
         for slot in self.slots:
-            table: Any = (
-                slot.owner._parameters
-            )  # not slot.table: one that is watched takes its place
+            table: Any = slot.owner._parameters
             if table.get(slot.key) is old:
                 dict.__setitem__(table, slot.key, new)
 
-    def follow(self) -> None:
-        """The twin requires grad where the parameter does."""
-        if self.whole.local.requires_grad is not self.held.local.requires_grad:
-            self.whole.requires_grad_(self.held.local.requires_grad)
-
-    # What leaves no trace in autograd -------------------------------------------------------------
+    # Writes to ``p.data``, which leave no trace in autograd ---------------------------------------
 
     def data(self) -> Tensor:
-        """``p.data``: always one tensor, by whose version a write to it is seen."""
+        """``p.data``: always one tensor, so that its version shows writes."""
         if self._data is None:
-            self._data = self.held.local.data
+            self._data = self.sharded_param.local.data
         return self._data.detach()
 
     def renew(self) -> None:
         """``p.data = x`` has been done."""
         self._data = None
-        self._renewed += 1
+        self._times_renewed += 1
 
-    def writes(self) -> tuple[int, int]:
-        return self._renewed, 0 if self._data is None else self._data._version
+    def version(self) -> tuple[int, int, int]:
+        """Changes with each write to ``sharded_param``, on ranks with an empty piece too."""
+        data = 0 if self._data is None else self._data._version
+        return self.sharded_param.local._version, self._times_renewed, data
 
-    # Gradients on the twin ------------------------------------------------------------------------
+    # Gradients of ``unsharded_param`` -------------------------------------------------------------
 
-    def ways(self) -> list[tuple[Axes, Tensor]]:
-        """The leaves on which gradients collect; without the one of ``held`` itself, whose gradient
-        is there already."""
-        return [way for way in uses(self.whole) if self.apart or way[0]]
+    def grad_leaves(self) -> list[tuple[Axes, Tensor]]:
+        """(axes over which the uses vary, leaf that collects their gradient), without the leaf of
+        ``sharded_param`` itself: its gradient is complete."""
+        return [use for use in uses(self.unsharded_param) if self.is_copy or use[0]]
 
     def new_leaves(self) -> list[Tensor]:
-        """Leaves that appeared since the last call."""
-        if not self.whole.local.requires_grad:
+        """The leaves that have come since the last call."""
+        if not self.unsharded_param.local.requires_grad:
             return []
-        leaves = [leaf for _, leaf in self.ways()]
+        leaves = [leaf for _, leaf in self.grad_leaves()]
         new, self._hooked = leaves[self._hooked :], len(leaves)
         return new
 
-    def axes(self) -> Axes:
-        """The mesh axes over which some use varied: the gradient is a sum of contributions there.
-        Known on all ranks."""
-        ways = [axes for axes, _ in uses(self.whole)]
-        if ways != self._seen:
+    def pending_axes(self) -> Axes:
+        """The mesh axes over which some use varied: the gradient is a sum over their ranks. Known
+        on all ranks."""
+        varying = [axes for axes, _ in uses(self.unsharded_param)]
+        if varying != self._leaves_seen:
             shape = self.spec.mesh.shape
-            found = {a for axes in ways for a in axes if shape[a] > 1}
-            self._seen, self._axes = ways, tuple(sorted(found))
+            found = {a for axes in varying for a in axes if shape[a] > 1}
+            self._leaves_seen, self._axes = varying, tuple(sorted(found))
         return self._axes
 
     @cached_property
-    def even(self) -> bool:
-        """Are all ranks' locals of one size? Else it does not share a wire with those that are: the
-        order in which a backend adds hangs on where a number lies, and ranks that hold the same
-        number should get the same bits."""
+    def divisible(self) -> bool:
+        """Do all ranks have locals of one size? Others get a bucket of their own: the order in
+        which a backend sums depends on the offset, and replicas must get the same bits."""
         first = self.spec.box_at((0,) * self.spec.mesh.ndim)[1]
         return first == self.spec.box_at(tuple(n - 1 for n in self.spec.mesh.shape))[1]
 
-    def collected(self) -> bool:
-        return bool(self._kept) or any(leaf.grad is not None for _, leaf in self.ways())
+    def has_grads(self) -> bool:
+        return bool(self._upcast) or any(leaf.grad is not None for _, leaf in self.grad_leaves())
 
-    def lay_by(self, dtype: torch.dtype) -> None:
-        """Add what has collected to a sum in ``dtype``, which is wider than the twin's."""
-        for axes, leaf in self.ways():
+    def upcast(self, dtype: torch.dtype) -> None:
+        """Move the gradients so far to a sum in ``dtype``, which is wider than theirs."""
+        for axes, leaf in self.grad_leaves():
             if leaf.grad is not None:
                 grad, leaf.grad = leaf.grad, None
-                kept = self._kept.get(axes)
-                self._kept[axes] = grad.to(dtype) if kept is None else kept.add_(grad)
+                total = self._upcast.get(axes)
+                self._upcast[axes] = grad.to(dtype) if total is None else total.add_(grad)
 
     def drop(self) -> None:
-        """Forget what has collected."""
-        self._kept.clear()
-        for _, leaf in self.ways():
+        """Forget the gradients so far."""
+        self._upcast.clear()
+        for _, leaf in self.grad_leaves():
             leaf.grad = None
 
-    def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """(contributions, still to be summed over ``axes()``; the whole gradient of uses that did
-        not vary), and forget them. None: there is none on this rank."""
-        union, coordinate = self.axes(), self.spec.mesh.coordinate or ()
+    def zeros(self) -> Tensor:
+        spec = self.spec
+        return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.sharded_param.device)
+
+    def pop_grads(self) -> tuple[Tensor | None, Tensor | None]:
+        """(contribution of this rank, still to be summed over ``pending_axes()``; complete gradient
+        of uses that did not vary), and forget them. None: this rank has none."""
+        union, coordinate = self.pending_axes(), self.spec.mesh.coordinate or ()
         pending: Tensor | None = None
         complete: Tensor | None = None
-        came = False
-        for axes, leaf in self.ways():
-            grad, kept = leaf.grad, self._kept.pop(axes, None)
+        contributes = False
+        for axes, leaf in self.grad_leaves():
+            grad, total = leaf.grad, self._upcast.pop(axes, None)
             leaf.grad = None
-            if grad is None or kept is None:
-                grad = kept if grad is None else grad
-            else:
-                grad = kept.add_(grad)
+            if total is not None:
+                grad = total if grad is None else total.add_(grad)
             if grad is None:
                 continue
             if grad.requires_grad:
@@ -177,56 +176,55 @@ class Twin:
             if not any(self.spec.mesh.shape[a] > 1 for a in axes):
                 complete = grad if complete is None else complete + grad
                 continue
-            came = True
-            # Where it is whole already, it is the share of the first rank.
+            contributes = True
+            # On an axis over which it is complete already, the first rank contributes it.
             if not any(coordinate[a] for a in union if a not in axes):
                 pending = grad if pending is None else pending + grad
-        if came and pending is None:
-            pending = torch.zeros(
-                self.spec.local_shape, dtype=self.spec.dtype, device=self.held.device
-            )
+        if contributes and pending is None:
+            pending = self.zeros()
         return pending, complete
 
-    def tell(self) -> None:
-        """Call the hooks, if a gradient was given since the last call."""
-        given, self._given = self._given, False
-        for hook in list(self.hooks.values()) if given else ():
-            hook(self.held)
+    def own_piece(self, grad: Tensor) -> Tensor:
+        """This rank's piece of a gradient of ``unsharded_param``: a view."""
+        mesh = self.spec.mesh
+        if self.axis is None or mesh.coordinate is None:
+            return grad
+        return chunk_of(grad, mesh.shape[self.axis], mesh.coordinate[self.axis])
 
-    # Gradients of the parameter -------------------------------------------------------------------
+    # Gradients of ``sharded_param`` ---------------------------------------------------------------
 
-    def stashed(self, axes: Axes) -> Tensor | None:
-        """The partial sums over ``axes`` that earlier micro-batches left on the parameter; no
-        longer there after."""
-        for own, leaf in uses(self.held):
+    def pop_partial(self, axes: Axes) -> Tensor | None:
+        """The sum that earlier micro-batches left on the parameter, still to be summed over
+        ``axes``."""
+        for own, leaf in uses(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
                 return grad
         return None
 
-    def give(self, grad: Tensor, axes: Axes) -> None:
+    def accumulate_grad(self, grad: Tensor, axes: Axes) -> None:
         """Add ``grad``, still to be summed over ``axes``, to the gradient of the parameter."""
-        self._given = True
-        grad = grad.to(self.held.dtype)
-        leaf = self.held.local
+        self._accumulated = True
+        grad = grad.to(self.sharded_param.dtype)
+        leaf = self.sharded_param.local
         if not axes and leaf.grad is None:
             leaf.grad = grad
             return
-        for own, leaf in uses(self.held):
+        for own, leaf in uses(self.sharded_param):
             if own == axes and leaf.grad is not None:
                 leaf.grad.add_(grad)
                 return
-        keep(self.held, axes, grad)
+        keep(self.sharded_param, axes, grad)
+
+    def run_hooks(self) -> None:
+        """Call the users' hooks, if a gradient was accumulated since the last call."""
+        accumulated, self._accumulated = self._accumulated, False
+        for hook in list(self.hooks.values()) if accumulated else ():
+            hook(self.sharded_param)
 
 
-def piece_of(twin: Twin, grad: Tensor) -> Tensor:
-    """This rank's piece of a whole gradient."""
-    mesh = twin.spec.mesh
-    if twin.axis is None or mesh.coordinate is None:
-        return grad
-    return piece(grad, mesh.shape[twin.axis], mesh.coordinate[twin.axis])
-
-
-def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Arguments of a module as its twins compute with them."""
-    return substitute(values, lambda x: x.to(dtype) if x.is_floating_point() else x)
+def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any] | None:
+    """Arguments of a module in the dtype of its unsharded parameters, as a pre-hook returns them."""
+    if dtype is None:
+        return None
+    return substitute((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)

@@ -1,16 +1,16 @@
-"""The gradients of one segment, reduced: contributions on the twins become gradients of the
-parameters.
+"""The gradients of one segment, reduced: those of unsharded parameters become those of sharded
+ones.
 
-    twin {dp: P, fsdp: P}  --reduce-scatter over fsdp-->  shard {dp: P}  --all-reduce over dp-->
-    shard
+    unsharded {dp: P, fsdp: P}  --reduce-scatter over fsdp-->  {dp: P, fsdp: S}  --all-reduce over
+    dp-->  {dp: R, fsdp: S}
 
-One flat collective for all parameters that wait on the same axes. Each step is a generator: what it
-yields is under way, and it is resumed when that has arrived, so that several reductions and the
-rest of the backward overlap.
+One flat collective for all parameters that wait on the same axes. Each reduction is a generator: it
+yields what is under way, and is resumed when that has arrived, so that several of them and the rest
+of the backward overlap.
 
-A row ends with one number per parameter: how many ranks bring a gradient. Where that is none, the
-parameter gets none
-(as in one process), though every rank took part; what a rank sends never depends on what it has.
+A row ends with one number per parameter: how many ranks have a gradient of it. If none has, the
+parameter gets none (as in one process), though every rank took part; what a rank sends never
+depends on what it has.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives
-from disttensor.fsdp.bucket import Rows, packed
-from disttensor.fsdp.param import Twin, piece_of
+from disttensor.fsdp.bucket import BucketLayout, pack
+from disttensor.fsdp.param import FSDPParam
 from disttensor.layout import Axes
 
 Tensor = torch.Tensor
@@ -31,208 +31,188 @@ Steps = Generator[collectives.Pending, None, None]
 
 
 def reductions(
-    twins: Sequence[Twin], *, scatter: bool, last: bool, dtype: torch.dtype | None
+    params: Sequence[FSDPParam], *, scatter: bool, last: bool, dtype: torch.dtype | None
 ) -> list[Steps]:
-    """What reduces the gradients of these twins: one generator for all that are cut, and one for
-    each set of axes of others.
+    """What reduces the gradients of these parameters: one generator for all that are sharded, and
+    one for each set of axes of others.
 
-    scatter  reduce to shards where the parameter is one (stages 2 and 3), else whole gradients, and
-    then cut
-    last     also over the axes that do not cut the parameter; else its gradient stays Partial there
+    scatter  reduce to shards (stages 2 and 3); otherwise reduce full gradients, then cut them
+    last     reduce over axes that do not shard the parameter too; otherwise its gradient stays
+             Partial on them
     dtype    of the sums on the wire; None: that of the gradients
     """
-    kinds: dict[tuple[Axes, int | None, torch.dtype, bool], list[Twin]] = {}
-    for twin in twins:
-        if twin.held.requires_grad:
-            key = (twin.axes(), twin.axis, twin.spec.dtype, twin.even)
-            kinds.setdefault(key, []).append(twin)
+    kinds: dict[tuple[Axes, int | None, torch.dtype, bool], list[FSDPParam]] = {}
+    for param in params:
+        if param.sharded_param.requires_grad:
+            key = (param.pending_axes(), param.axis, param.spec.dtype, param.divisible)
+            kinds.setdefault(key, []).append(param)
     out: list[Steps] = []
-    together: dict[Any, list[tuple[Axes, list[Twin]]]] = {}
-    for (axes, axis, of, even), members in kinds.items():
+    together: dict[Any, list[tuple[Axes, list[FSDPParam]]]] = {}
+    for (axes, axis, of, divisible), members in kinds.items():
         wire = dtype or of
         if not axes:
-            _settle(members)
+            _accumulate_complete(members)
         elif axis is not None and scatter and axis in axes:
-            together.setdefault((axis, wire, even), []).append((axes, members))
+            together.setdefault((axis, wire, divisible), []).append((axes, members))
         elif axis is not None and scatter:
-            out.append(_sliced(members, axes, axis, last, wire))
+            out.append(_slice(members, axes, axis, last, wire))
         elif last:
-            out.append(_whole(members, axes, wire))
-    scattered = [_scattered(g, axis, last, wire) for (axis, wire, _), g in together.items()]
-    return scattered + out
+            out.append(_all_reduce(members, axes, wire))
+    return [_reduce_scatter(g, axis, last, wire) for (axis, wire, _), g in together.items()] + out
 
 
-def _own_piece(twin: Twin, complete: Tensor) -> Tensor:
-    """This rank's piece of a gradient that is whole everywhere: not a view, which would hold on to
-    all of it."""
-    piece = piece_of(twin, complete)
-    return piece if piece.shape == complete.shape else piece.clone()
-
-
-def make_groups(twins: Sequence[Twin], *, scatter: bool) -> None:
-    """The groups that reductions of these twins need. To make one all its ranks must come: in a
-    forward, where all come in the order of the program, not in a backward, where one may be waited
-    for elsewhere."""
-    for twin in twins:
-        axes, mesh = twin.axes(), twin.spec.mesh
-        if twin.axis is None or not scatter:
-            ways = [(axes, "reduce")]
-        else:
-            rest = tuple(a for a in axes if a != twin.axis)
-            ways = [((twin.axis,), "reduce"), (rest, "replicas")]
-        for over, lane in ways:
+def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
+    """Make the groups that reductions of these parameters need. All ranks of a group must take
+    part: that is in a forward, where they come in the order of the program, not in a backward,
+    where one may be waited for elsewhere."""
+    for param in params:
+        axes, mesh = param.pending_axes(), param.spec.mesh
+        groups = [(axes, "reduce")]
+        if param.axis is not None and scatter:
+            rest = tuple(a for a in axes if a != param.axis)
+            groups = [((param.axis,), "reduce"), (rest, "replicas")]
+        for over, lane in groups:
             if over:
                 mesh.group(over, lane)
 
 
-def _settle(twins: Sequence[Twin]) -> None:
-    """Nothing to communicate: gradients that are whole on every rank."""
-    for twin in twins:
-        _, complete = twin.take()
+def _accumulate_complete(params: Sequence[FSDPParam]) -> list[Tensor | None]:
+    """Accumulate what is complete on every rank, which needs no communication. What is pending."""
+    out = []
+    for param in params:
+        pending, complete = param.pop_grads()
         if complete is not None:
-            twin.give(_own_piece(twin, complete), ())
+            piece = param.own_piece(complete)
+            # Not a view, which would hold on to the full gradient.
+            piece = piece if piece.shape == complete.shape else piece.clone()
+            param.accumulate_grad(piece, ())
+        out.append(pending)
+    return out
 
 
-def _taken(twins: Sequence[Twin]) -> tuple[list[Tensor], list[float]]:
+def _pop_grads(params: Sequence[FSDPParam]) -> tuple[list[Tensor], list[float]]:
     """The contributions of this rank, zeros where it has none, and which it has."""
-    grads, present = [], []
-    for twin in twins:
-        pending, complete = twin.take()
-        if complete is not None:
-            twin.give(_own_piece(twin, complete), ())
-        present.append(0.0 if pending is None else 1.0)
-        if pending is None:
-            pending = torch.zeros(
-                twin.spec.local_shape, dtype=twin.spec.dtype, device=twin.held.device
-            )
-        grads.append(pending)
-    return grads, present
+    grads = _accumulate_complete(params)
+    present = [float(grad is not None) for grad in grads]
+    return [p.zeros() if g is None else g for p, g in zip(params, grads, strict=True)], present
 
 
-class Part:
-    """Parameters of one wire that wait on the same axes, in a reduction to shards over ``axis``
-    first.
+class _Bucket:
+    """Parameters that wait on the same axes, in a reduction to shards over ``axis``.
 
-    rest  the axes over which the shards are still to be summed then less  in fp16 what lies between
-    the two sums is smaller by this factor, for all ranks: a sum over the shards alone may be
-          large on its way to a small one. It grows again, by ``more``, in the dtype of the
-          parameter.
+    rest       the other axes, over which the shards are summed then
+    prescale   in fp16, applied before the reduce-scatter to avoid overflow until the all-reduce is
+               done; postscale after it, in the dtype of the parameter
     """
 
     def __init__(
-        self, twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype
+        self, params: Sequence[FSDPParam], axes: Axes, axis: int, last: bool, dtype: torch.dtype
     ) -> None:
-        mesh = twins[0].spec.mesh
-        self.twins, self.mesh = twins, mesh
+        mesh = params[0].spec.mesh
+        self.params, self.mesh = params, mesh
         self.index = (mesh.coordinate or ())[axis]
         self.rest = tuple(a for a in axes if a != axis)
-        # What follows a first sum has an order of its own, and so another lane.
+        # A lane of its own: what follows a first sum comes in another order.
         self.replicas = mesh.group(self.rest, "replicas") if self.rest and last else None
-        self.rows = Rows([t.spec.local_shape for t in twins], mesh.shape[axis])
-        self.width = self.rows.total + len(twins)
-        self.grads, self.present = _taken(twins)
-        self.less, self.more = 1.0, 1.0
+        self.layout = BucketLayout([p.spec.local_shape for p in params], mesh.shape[axis])
+        self.width = self.layout.total + len(params)
+        self.grads, self.present = _pop_grads(params)
+        self.prescale, self.postscale = 1.0, 1.0
         if axis in axes and self.rest:
             ranks = math.prod(mesh.shape[a] for a in axes)
-            self.less, self.more = collectives.factors("sum", ranks, dtype)
+            self.prescale, self.postscale = collectives.factors("sum", ranks, dtype)
 
-    def cut(self, dtype: torch.dtype) -> Tensor:
-        """[width]: the row of this rank, of gradients that are whole over the axis already."""
+    def own_row(self, dtype: torch.dtype) -> Tensor:
+        """[width]: the row of this rank, of gradients that are complete over the axis."""
         grads, self.grads = self.grads, []
-        pieces = [self.rows.piece(j, g, self.index) for j, g in enumerate(grads)]
+        pieces = [self.layout.piece(j, g, self.index) for j, g in enumerate(grads)]
         counts = grads[0].new_tensor(self.present, dtype=dtype)
-        return torch.cat([self.rows.joined(pieces, dtype), counts])
+        return torch.cat([self.layout.pack_row(pieces, dtype), counts])
 
-    def shards(self, row: Tensor) -> Steps:
+    def reduce_replicas(self, row: Tensor) -> Steps:
         """From [width], summed over the axis, to gradients of the parameters."""
-        pieces = self.rows.pieces(row[: self.rows.total], self.index)
-        counts = row[self.rows.total :]
+        pieces = self.layout.pieces(row[: self.layout.total], self.index)
+        counts = row[self.layout.total :]
         rest = self.rest
         if self.replicas is not None:
-            for i, twin in enumerate(self.twins):
-                earlier = twin.stashed(rest)
+            for i, param in enumerate(self.params):
+                earlier = param.pop_partial(rest)
                 if earlier is not None:
-                    pieces[i].add_(earlier, alpha=self.less)
+                    pieces[i].add_(earlier, alpha=self.prescale)
                     counts[i] += 1
             yield collectives.start_all_reduce(row, "sum", self.replicas)
             rest = ()
-        if self.more != 1:
+        if self.postscale != 1:
             pieces = [
-                p.to(t.held.dtype, copy=True).mul_(self.more)
-                for t, p in zip(self.twins, pieces, strict=True)
+                piece.to(param.sharded_param.dtype, copy=True).mul_(self.postscale)
+                for param, piece in zip(self.params, pieces, strict=True)
             ]
-        _give(self.twins, pieces, rest, self.present, counts)
+        _accumulate(self.params, pieces, rest, self.present, counts)
 
 
 @torch.no_grad()
-def _scattered(
-    groups: Sequence[tuple[Axes, Sequence[Twin]]], axis: int, last: bool, dtype: torch.dtype
+def _reduce_scatter(
+    groups: Sequence[tuple[Axes, Sequence[FSDPParam]]], axis: int, last: bool, dtype: torch.dtype
 ) -> Steps:
-    """One reduce-scatter over ``axis``; then those of each set of axes over what else they wait
-    on."""
-    parts = [Part(twins, axes, axis, last, dtype) for axes, twins in groups]
-    mesh = parts[0].mesh
-    widths = [part.width for part in parts]
-    wire = packed([(part.rows, part.grads, part.present) for part in parts], dtype)
-    for part, block in zip(parts, wire.split(widths, dim=1), strict=True):
-        part.grads = []
-        if part.less != 1:
-            block.mul_(part.less)
+    """One reduce-scatter over ``axis``; then each set of axes that is left."""
+    buckets = [_Bucket(params, axes, axis, last, dtype) for axes, params in groups]
+    mesh = buckets[0].mesh
+    widths = [bucket.width for bucket in buckets]
+    wire = pack([(b.layout, b.grads, b.present) for b in buckets], dtype)
+    for bucket, block in zip(buckets, wire.split(widths, dim=1), strict=True):
+        bucket.grads = []
+        if bucket.prescale != 1:
+            block.mul_(bucket.prescale)
     row = wire.new_empty(wire.shape[1])
-    pending = collectives.start_reduce_scatter(
-        wire.view(-1), row, "sum", mesh.group((axis,), "reduce")
-    )
-    del wire
-    yield pending
-    yield from _one_after_another(
-        [p.shards(r) for p, r in zip(parts, row.split(widths), strict=True)]
-    )
-
-
-@torch.no_grad()
-def _sliced(twins: Sequence[Twin], axes: Axes, axis: int, last: bool, dtype: torch.dtype) -> Steps:
-    """Nothing to sum over ``axis``; then over the others."""
-    part = Part(twins, axes, axis, last, dtype)
-    row = part.cut(dtype)
-    # so that what follows is in one order with that of those that had something to do
-    yield collectives.OVER
-    yield from part.shards(row)
-
-
-def _one_after_another(steps: Sequence[Steps]) -> Steps:
-    """Start them all, and go on with each when what it waits for has come."""
-    for pending, rest in [(next(one, None), one) for one in steps]:
-        if pending is not None:
-            yield pending
+    group = mesh.group((axis,), "reduce")
+    work = collectives.start_reduce_scatter(wire.view(-1), row, "sum", group)
+    del wire, block
+    yield work
+    steps = [b.reduce_replicas(r) for b, r in zip(buckets, row.split(widths), strict=True)]
+    for work_, rest in [(next(one, None), one) for one in steps]:  # start all, then finish each
+        if work_ is not None:
+            yield work_
             yield from rest
 
 
 @torch.no_grad()
-def _whole(twins: Sequence[Twin], axes: Axes, dtype: torch.dtype) -> Steps:
+def _slice(
+    params: Sequence[FSDPParam], axes: Axes, axis: int, last: bool, dtype: torch.dtype
+) -> Steps:
+    """Nothing to sum over ``axis``; then over the others."""
+    bucket = _Bucket(params, axes, axis, last, dtype)
+    row = bucket.own_row(dtype)
+    # What follows keeps the order of the reductions that did communicate.
+    yield collectives.OVER
+    yield from bucket.reduce_replicas(row)
+
+
+@torch.no_grad()
+def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> Steps:
     """Over all axes at once."""
-    mesh = twins[0].spec.mesh
-    grads, present = _taken(twins)
+    mesh = params[0].spec.mesh
+    grads, present = _pop_grads(params)
     flat = [g.reshape(-1) for g in grads]
-    row = torch.empty(len(twins) + sum(map(len, flat)), dtype=dtype, device=grads[0].device)
-    *parts, counts = row.split([*map(len, flat), len(twins)])
+    row = torch.empty(len(params) + sum(map(len, flat)), dtype=dtype, device=grads[0].device)
+    *parts, counts = row.split([*map(len, flat), len(params)])
     torch._foreach_copy_(parts, flat)
     counts.copy_(torch.tensor(present))
     shapes = [g.shape for g in grads]
     del grads, flat
     yield collectives.start_all_reduce(row, "sum", mesh.group(axes, "reduce"))
     totals = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    pieces = [piece_of(twin, total) for twin, total in zip(twins, totals, strict=True)]
-    _give(twins, pieces, (), present, counts)
+    pieces = [param.own_piece(total) for param, total in zip(params, totals, strict=True)]
+    _accumulate(params, pieces, (), present, counts)
 
 
-def _give(
-    twins: Sequence[Twin],
+def _accumulate(
+    params: Sequence[FSDPParam],
     pieces: Sequence[Tensor],
     axes: Axes,
     present: Sequence[float],
     counts: Tensor,
 ) -> None:
     found = present if all(present) else counts.tolist()
-    for twin, piece, count in zip(twins, pieces, found, strict=True):
+    for param, piece, count in zip(params, pieces, found, strict=True):
         if count:
-            twin.give(piece, axes)
+            param.accumulate_grad(piece, axes)

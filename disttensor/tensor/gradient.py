@@ -211,7 +211,7 @@ def leaves_of(inputs: Any) -> list[Tensor] | None:
         elif x.is_initialized:
             out += [leaf for _, leaf in uses(x)]
             if x._twin is not None:
-                out += [leaf for _, leaf in x._twin.ways()]
+                out += [leaf for _, leaf in x._twin.grad_leaves()]
         elif not out:  # torch wants one at least, and no input lies on this rank
             out.append(token.leaf(x.spec.mesh.device, x.spec.dtype))
     return out

@@ -310,9 +310,9 @@ class Waiting(NamedTuple):
 
 
 class Alone:
-    """What a reduction needs of a twin: gradients of 16 elements, an element pair per shard."""
+    """What a reduction needs of a parameter: gradients of 16 elements, an element pair per shard."""
 
-    name, axis, even = "w", 1, True
+    name, axis, divisible = "w", 1, True
 
     def __init__(self, rank: int) -> None:
         r, s = self.at = divmod(rank, SHARDS)
@@ -322,23 +322,23 @@ class Alone:
             shape=(REPLICAS, SHARDS), ndim=2, coordinate=self.at, group=lambda axes, _: rows if axes == (1,) else columns
         )  # fmt: skip
         self.spec = SimpleNamespace(mesh=mesh, local_shape=(16,), dtype=torch.float64)
-        self.held = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
+        self.sharded_param = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
         self.pending: Tensor | None = None
         self.partial: Tensor | None = None
         self.complete: Tensor | None = None
 
-    def axes(self) -> tuple[int, ...]:
+    def pending_axes(self) -> tuple[int, ...]:
         return 0, 1
 
-    def take(self) -> tuple[Tensor | None, None]:
+    def pop_grads(self) -> tuple[Tensor | None, None]:
         return self.pending, None
 
-    def stashed(self, axes: Any) -> Tensor | None:
+    def pop_partial(self, axes: Any) -> Tensor | None:
         assert axes == (0,)
         earlier, self.partial = self.partial, None
         return earlier
 
-    def give(self, grad: Tensor, axes: Any) -> None:
+    def accumulate_grad(self, grad: Tensor, axes: Any) -> None:
         if axes:
             self.partial = grad if self.partial is None else self.partial + grad
         else:
@@ -371,16 +371,16 @@ def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -
     world = [Alone(rank) for rank in range(REPLICAS * SHARDS)]
     g = torch.randn(2, len(world), 16, generator=torch.Generator().manual_seed(0)).double()
     for micro in range(2):
-        for twin, grad in zip(world, g[micro] / len(world), strict=True):  # the loss divides
-            twin.pending = grad
+        for param, grad in zip(world, g[micro] / len(world), strict=True):  # the loss divides
+            param.pending = grad
         steps = [reductions([t], scatter=True, last=micro == 1, dtype=None)[0] for t in world]  # type: ignore[list-item]
         advance(steps)
         if micro == 0:
             assert all(t.complete is None and t.partial is not None for t in world)
     mean = (g[0] + g[1]).sum(0) / len(world)
     wrong = g[0].view(REPLICAS, SHARDS, 16).sum(1) / SHARDS + g[1].sum(0) / len(world)
-    for twin in world:
-        r, s = twin.at
+    for param in world:
+        r, s = param.at
         shard = slice(2 * s, 2 * s + 2)
-        torch.testing.assert_close(twin.complete, mean[shard], rtol=1e-12, atol=1e-12)
-        assert not torch.allclose(twin.complete, wrong[r, shard], rtol=1e-3)
+        torch.testing.assert_close(param.complete, mean[shard], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(param.complete, wrong[r, shard], rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Rows: pieces of several tensors in one collective. Pure: what ranks would send and get is put
+"""Pieces of several tensors in one collective. Pure: what ranks would send and get is put
 together here."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disttensor.fsdp.bucket import Rows, packed
+from disttensor.fsdp.bucket import BucketLayout, pack
 from tests.support.oracle import randn
 
 SHAPES = {
@@ -21,7 +21,7 @@ kinds = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 ranks = pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 
 
-def wholes(shapes, seed=0):
+def tensors(shapes, seed=0):
     return [randn(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
 
 
@@ -33,13 +33,13 @@ def piece(x, n, i):
 
 @kinds
 @ranks
-def test_joined_rows_unpack_to_the_wholes(shapes, n):
-    rows, full = Rows(shapes, n), wholes(shapes)
-    sent = [rows.joined([piece(x, n, i) for x in full], torch.float64) for i in range(n)]
-    assert all(len(row) == rows.total for row in sent)
-    memory = torch.full((n * rows.total,), torch.nan, dtype=torch.float64)
-    rows.unpack(torch.stack(sent), rows.blocks(memory))
-    for got, want in zip(rows.wholes(memory), full, strict=True):
+def test_packed_rows_unpack_to_the_tensors(shapes, n):
+    layout, full = BucketLayout(shapes, n), tensors(shapes)
+    sent = [layout.pack_row([piece(x, n, i) for x in full], torch.float64) for i in range(n)]
+    assert all(len(row) == layout.total for row in sent)
+    memory = torch.full((n * layout.total,), torch.nan, dtype=torch.float64)
+    layout.unpack(torch.stack(sent), layout.blocks(memory))
+    for got, want in zip(layout.tensors(memory), full, strict=True):
         assert torch.equal(got, want)
         assert not got.numel() or got.untyped_storage().data_ptr() == memory.data_ptr()
 
@@ -47,35 +47,36 @@ def test_joined_rows_unpack_to_the_wholes(shapes, n):
 @pytest.mark.parametrize("shapes", [s for k, s in SHAPES.items() if k != "a scalar"], ids=str)
 @ranks
 def test_pieces_of_packed_rows_are_those_of_the_sums(shapes, n):
-    rows = Rows(shapes, n)
-    brought = [wholes(shapes, seed=10 * r) for r in range(n)]
+    layout = BucketLayout(shapes, n)
+    brought = [tensors(shapes, seed=10 * r) for r in range(n)]
     tail = [1.0, 0.0]
-    total = sum(packed([(rows, full, tail)], torch.float64) for full in brought)
+    total = sum(pack([(layout, full, tail)], torch.float64) for full in brought)
     sums = [sum(full[j] for full in brought) for j in range(len(shapes))]
-    assert total.shape == (n, 2 + rows.total)
+    assert total.shape == (n, 2 + layout.total)
     for i in range(n):
-        assert total[i, rows.total :].tolist() == [float(n), 0.0]
-        for j, got in enumerate(rows.pieces(total[i, : rows.total], i)):
-            assert got.shape == rows.piece_shape(j, i)
+        assert total[i, layout.total :].tolist() == [float(n), 0.0]
+        for j, got in enumerate(layout.pieces(total[i, : layout.total], i)):
+            assert got.shape == layout.piece_shape(j, i)
             torch.testing.assert_close(got, piece(sums[j], n, i))
-            assert torch.equal(rows.piece(j, sums[j], i), piece(sums[j], n, i))
+            assert torch.equal(layout.piece(j, sums[j], i), piece(sums[j], n, i))
 
 
 @kinds
 @ranks
 def test_a_row_is_as_long_as_the_largest_pieces(shapes, n):
-    rows = Rows(shapes, n)
-    assert rows.total == sum(piece(torch.empty(s), n, 0).numel() for s in shapes)
-    assert rows.offsets == [sum(rows.sizes[:j]) for j in range(len(shapes))]
+    layout = BucketLayout(shapes, n)
+    assert layout.total == sum(piece(torch.empty(s), n, 0).numel() for s in shapes)
+    assert layout.offsets == [sum(layout.sizes[:j]) for j in range(len(shapes))]
 
 
 def test_padding_is_zero_and_the_dtype_is_asked_for():
-    rows = Rows([(3, 2), (1,)], 2)
-    last = rows.joined([torch.ones(1, 2), torch.ones(0)], torch.bfloat16)
+    layout = BucketLayout([(3, 2), (1,)], 2)
+    last = layout.pack_row([torch.ones(1, 2), torch.ones(0)], torch.bfloat16)
     assert last.dtype is torch.bfloat16 and last.tolist() == [1, 1, 0, 0, 0]
     full = [torch.ones(3, 2), torch.ones(1)]
-    both = packed(
-        [(rows, full, [7.0]), (Rows([(2,)], 2), [torch.full((2,), 3.0)], [])], torch.bfloat16
+    both = pack(
+        [(layout, full, [7.0]), (BucketLayout([(2,)], 2), [torch.full((2,), 3.0)], [])],
+        torch.bfloat16,
     )
     assert both.dtype is torch.bfloat16
     assert both.tolist() == [[1, 1, 1, 1, 1, 7, 3], [1, 1, 0, 0, 0, 7, 3]]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.fsdp.segment_policy import Cut, SegmentByAnchors, SegmentBySize, segments_of
+from disttensor.fsdp.module_tree import SegmentSpec
+from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize, segments_of
 from tests.support.pool import fake_world
 
 KIB = 1 / 1024  # of a MiB
@@ -109,11 +110,11 @@ def ways_of(net: nn.Module) -> list:
 
 
 def titles(module: nn.Module, how) -> list[str]:
-    return [cut.name for cut in segments_of(module, how)]
+    return [spec.name for spec in segments_of(module, how)]
 
 
 def needs(net: nn.Module) -> dict[int, list[nn.Module]]:
-    """For each parameter, modules of which one must be in its Cut or around what is: its
+    """For each parameter, modules of which one must be in its SegmentSpec or around what is: its
     holders."""
     found: dict[int, list[nn.Module]] = {}
     for module in net.modules():
@@ -122,29 +123,29 @@ def needs(net: nn.Module) -> dict[int, list[nn.Module]]:
     return found
 
 
-def check(net: nn.Module, how) -> list[Cut]:
-    """What holds for any Cut."""
-    cuts = segments_of(net, how)
+def check(net: nn.Module, how) -> list[SegmentSpec]:
+    """What holds for any SegmentSpec."""
+    specs = segments_of(net, how)
     order = {id(p): i for i, p in enumerate(net.parameters())}
-    assert sorted(order) == sorted(id(p) for cut in cuts for p in cut.params)
-    assert len({cut.name for cut in cuts}) == len(cuts)
+    assert sorted(order) == sorted(id(p) for spec in specs for p in spec.params)
+    assert len({spec.name for spec in specs}) == len(specs)
     index = {id(m): i for i, m in enumerate(net.modules())}
     holders = needs(net)
-    for cut in cuts:
-        assert cut.params and cut.modules and cut.name
-        assert [order[id(p)] for p in cut.params] == sorted(order[id(p)] for p in cut.params)
-        places = [index[id(m)] for m in cut.modules]
+    for spec in specs:
+        assert spec.params and spec.modules and spec.name
+        assert [order[id(p)] for p in spec.params] == sorted(order[id(p)] for p in spec.params)
+        places = [index[id(m)] for m in spec.modules]
         assert places == sorted(set(places))
-        for a, b in itertools.permutations(cut.modules, 2):
+        for a, b in itertools.permutations(spec.modules, 2):
             assert a not in set(b.modules())
-        for module in cut.modules:
+        for module in spec.modules:
             assert module is net or type(module).forward is not nn.Module.forward
-        below = {id(m) for module in cut.modules for m in module.modules()}
-        for p in cut.params:
+        below = {id(m) for module in spec.modules for m in module.modules()}
+        for p in spec.params:
             assert all(id(holder) in below for holder in holders[id(p)])
-        for module in cut.modules:  # none that needs nothing
-            assert {id(p) for p in module.parameters()} & {id(p) for p in cut.params}
-    return cuts
+        for module in spec.modules:  # none that needs nothing
+            assert {id(p) for p in module.parameters()} & {id(p) for p in spec.params}
+    return specs
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -165,10 +166,10 @@ def test_a_segment_is_within_the_size_or_cannot_be_divided(model, how):
     runs."""
     net = MODELS[model]()
     holders = needs(net)
-    for cut in segments_of(net, how):
-        if nbytes(cut.params) > how.megabytes * 2**20:
-            (top,) = cut.modules
-            for p in cut.params:
+    for spec in segments_of(net, how):
+        if nbytes(spec.params) > how.megabytes * 2**20:
+            (top,) = spec.modules
+            for p in spec.params:
                 assert (
                     any(m is top or isinstance(m, nn.ParameterList) for m in holders[id(p)])
                     or len(holders[id(p)]) > 1
@@ -179,7 +180,7 @@ def test_a_segment_is_within_the_size_or_cannot_be_divided(model, how):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_segments_are_as_full_as_they_can_be(count):
     net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(7)])  # 1 KiB each
-    sizes = [len(cut.params) for cut in segments_of(net, SegmentBySize(count * KIB))]
+    sizes = [len(spec.params) for spec in segments_of(net, SegmentBySize(count * KIB))]
     assert sizes == [count] * (7 // count) + [7 % count] * (7 % count > 0)
 
 
@@ -220,8 +221,8 @@ def test_small_modules_of_different_parents_share_a_segment():
 
 def test_what_a_divided_module_holds_itself_is_a_segment_of_that_module():
     net = GPT(2, direct=True)
-    cuts = {cut.name: cut for cut in segments_of(net, SegmentBySize(0.5 * KIB))}
-    root, block = cuts["GPT"], cuts["blocks.0"]
+    specs = {spec.name: spec for spec in segments_of(net, SegmentBySize(0.5 * KIB))}
+    root, block = specs["GPT"], specs["blocks.0"]
     assert root.modules == (net,) and block.modules == (net.blocks[0],)
     assert [tuple(p.shape) for p in root.params] == [(6,), (6,), (3,)]  # with the ParameterList
     assert len(block.params) == 1 and block.params[0] is net.blocks[0].scale
@@ -229,8 +230,8 @@ def test_what_a_divided_module_holds_itself_is_a_segment_of_that_module():
 
 def test_tied_weights_are_in_the_lowest_module_around_them():
     net = GPT(2, tie=True)
-    cuts = segments_of(net, SegmentBySize(0.5 * KIB))
-    assert cuts[0].name == "GPT" and [id(p) for p in cuts[0].params] == [id(net.tok.weight)]
+    specs = segments_of(net, SegmentBySize(0.5 * KIB))
+    assert specs[0].name == "GPT" and [id(p) for p in specs[0].params] == [id(net.tok.weight)]
     assert titles(net, SegmentBySize(8 * KIB)) == ["GPT"]
     block = net.blocks[0]
     block.qkv[0].weight = block.qkv[2].weight
@@ -240,22 +241,22 @@ def test_tied_weights_are_in_the_lowest_module_around_them():
 
 def test_what_only_a_module_without_forward_has_in_common_is_needed_by_the_one_around_it():
     net = tied_blocks()
-    cut = segments_of(net, SegmentBySize(0.8 * KIB))[0]
-    assert cut.modules == (net,) and [id(p) for p in cut.params] == [id(net.blocks[1].out.weight)]
+    spec = segments_of(net, SegmentBySize(0.8 * KIB))[0]
+    assert spec.modules == (net,) and [id(p) for p in spec.params] == [id(net.blocks[1].out.weight)]
 
 
 @pytest.mark.parametrize("how", [SegmentBySize(0.8 * KIB), SegmentByAnchors(["norm"]), ["norm"]])
 def test_a_module_in_several_places_is_tied(how):
     net = shared_block()
-    cut = next(c for c in segments_of(net, how) if c.modules == (net,))
-    assert {id(p) for p in net.blocks[0].parameters()} <= {id(p) for p in cut.params}
+    spec = next(c for c in segments_of(net, how) if c.modules == (net,))
+    assert {id(p) for p in net.blocks[0].parameters()} <= {id(p) for p in spec.params}
 
 
 def test_a_second_place_beside_a_module_around_the_first_is_no_module_of_the_segment():
     inner = nn.Linear(3, 3)
     net = nn.Sequential(nn.Sequential(inner, nn.Linear(3, 3)), inner, nn.Linear(9, 9))
-    cuts = check(net, SegmentByAnchors(["2"]))
-    assert [cut.name for cut in cuts] == ["Sequential", "0", "2"]
+    specs = check(net, SegmentByAnchors(["2"]))
+    assert [spec.name for spec in specs] == ["Sequential", "0", "2"]
 
 
 def test_children_of_attention_never_run():
@@ -266,9 +267,9 @@ def test_children_of_attention_never_run():
         ["layers.*.self_attn.out_proj"],
         SegmentByAnchors(["layers.1.self_attn.out_proj"]),
     ):
-        for cut in segments_of(net, how):
+        for spec in segments_of(net, how):
             assert not any(
-                m is layer.self_attn.out_proj for m in cut.modules for layer in net.layers
+                m is layer.self_attn.out_proj for m in spec.modules for layer in net.layers
             )
         check(net, how)
 
@@ -277,13 +278,13 @@ def test_nor_do_their_children():
     net = nn.MultiheadAttention(4, 2)
     net.out_proj = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for how in (SegmentBySize(1e-6), ["out_proj.1"]):
-        assert all(cut.modules == (net,) for cut in check(net, how))
+        assert all(spec.modules == (net,) for spec in check(net, how))
 
 
 def test_an_anchor_that_only_holds_parameters_begins_nothing_later():
     net = GPT(2, direct=True)
     got = segments_of(net, SegmentByAnchors(["extra", "blocks.0"]))
-    assert [cut.name for cut in got] == ["GPT", "tok .. pos", "blocks.0 .. head"]
+    assert [spec.name for spec in got] == ["GPT", "tok .. pos", "blocks.0 .. head"]
 
 
 @pytest.mark.parametrize(
@@ -305,14 +306,14 @@ def test_a_segment_begins_at_each_anchor(names, expected):
 def test_modules_around_anchors_keep_what_they_hold():
     net = GPT(2, direct=True)
     got = segments_of(net, SegmentByAnchors(["blocks.0.out", "norm"]))
-    assert [cut.name for cut in got] == [
+    assert [spec.name for spec in got] == [
         "GPT",
         "tok .. blocks.0.qkv.2",
         "blocks.0",
         "blocks.0.out .. blocks.1",
         "norm .. head",
     ]
-    assert [len(cut.params) for cut in got] == [3, 7, 1, 10, 3]
+    assert [len(spec.params) for spec in got] == [3, 7, 1, 10, 3]
 
 
 @pytest.mark.parametrize(
@@ -334,13 +335,13 @@ def test_each_named_module_is_a_segment(patterns, expected):
 
 def test_a_named_module_is_gathered_whole():
     net = GPT()
-    modules = [cut.modules for cut in segments_of(net, ["blocks.*"])]
+    modules = [spec.modules for spec in segments_of(net, ["blocks.*"])]
     assert modules == [(net,), *((block,) for block in net.blocks)]
 
 
 def test_a_named_module_without_forward_is_what_runs_in_it():
     net = GPT(3, direct=True)
-    got = {cut.name: cut for cut in segments_of(net, ["blocks", "extra", "blocks.1"])}
+    got = {spec.name: spec for spec in segments_of(net, ["blocks", "extra", "blocks.1"])}
     assert got["GPT"].modules == (net,)
     assert got["blocks"].modules == (net.blocks[0], net.blocks[2])
     assert got["blocks.1"].modules == (net.blocks[1],)
@@ -350,7 +351,7 @@ def test_a_named_module_without_forward_is_what_runs_in_it():
 
 def test_a_tie_between_named_modules_is_in_the_named_one_around_them():
     net = tied_blocks()
-    got = {cut.name: cut for cut in check(net, ["blocks", "blocks.*"])}
+    got = {spec.name: spec for spec in check(net, ["blocks", "blocks.*"])}
     assert got["blocks"].modules == (net,) and len(got["blocks"].params) == 1
 
 
@@ -396,14 +397,14 @@ def test_parameters_of_different_meshes_are_in_different_segments():
         net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
         dt.shard_module(net[:2], first)
         dt.shard_module(net[2:4], second)
-        cuts = check(net, SegmentBySize(1))
-        assert [cut.name for cut in cuts] == [
+        specs = check(net, SegmentBySize(1))
+        assert [spec.name for spec in specs] == [
             "Sequential on ProcessMesh(dp=2)",
             "Sequential on ProcessMesh(dp=2, ranks=[2, 3])",
             "Sequential on no mesh",
         ]
-        cuts = check(net, SegmentByAnchors(["0"]))
-        assert [cut.modules for cut in cuts] == [(net[0], net[1]), (net[2], net[3]), (net[4],)]
+        specs = check(net, SegmentByAnchors(["0"]))
+        assert [spec.modules for spec in specs] == [(net[0], net[1]), (net[2], net[3]), (net[4],)]
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -422,7 +423,7 @@ def test_the_tree_is_walked_once():
     net: nn.Module = nn.Linear(2, 2)
     for _ in range(40):
         net = nn.Sequential(net, net)
-    assert [len(cut.params) for cut in segments_of(net, SegmentBySize(1e-9))] == [2]
+    assert [len(spec.params) for spec in segments_of(net, SegmentBySize(1e-9))] == [2]
 
 
 @pytest.mark.parametrize("way", [SegmentBySize, SegmentByAnchors])

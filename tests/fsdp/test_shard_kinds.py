@@ -42,21 +42,21 @@ def test_frozen_segments_are_freed_in_the_backward():
         dt.shard_data_parallel(m, line(), segments=[str(i) for i in range(8)])
         most = [0]
         e = engine(m)
-        from disttensor.fsdp.segment import Buffer
+        from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 
-        old = Buffer.finish
+        old = AllGatherBuffer.finish
 
         def finish(self):
             old(self)
-            most[0] = max(most[0], sum(b.whole for s in e.segments for b in s.buffers))
+            most[0] = max(most[0], sum(b.is_gathered for s in e.segments for b in s.buffers))
 
-        Buffer.finish = finish
+        AllGatherBuffer.finish = finish
         try:
             for _i in range(3):
                 most[0] = 0
                 squares(m, dt.shard_tensor(randn(5, 6), line(), [S0]))
         finally:
-            Buffer.finish = old
+            AllGatherBuffer.finish = old
         assert most[0] <= 2, most
 
 
@@ -214,7 +214,9 @@ def test_write_in_forward(stage):
     assert all(
         p is q
         for p, q in zip(
-            m.parameters(), [t.held for s in engine(m).segments for t in s.twins], strict=False
+            m.parameters(),
+            [p.sharded_param for s in engine(m).segments for p in s.params],
+            strict=False,
         )
     )
 

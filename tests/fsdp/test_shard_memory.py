@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor.fsdp.bucket import Rows
-from disttensor.fsdp.segment import Buffer, Segment
+from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
+from disttensor.fsdp.bucket import BucketLayout
+from disttensor.fsdp.segment import Segment
 from tests.support.micro import BLOCKS, HIDDEN, WIDTH, batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
 
@@ -119,7 +120,7 @@ def test_four_ranks_between_steps(stage: int) -> None:
 
 class Watch:
     """Looks at the gathered memory of all segments whenever some of it came or went, and at the
-    gradients on the twins."""
+    gradients of the unsharded parameters."""
 
     def __init__(self, model: Any) -> None:
         self.segments = segments_of(model)
@@ -137,15 +138,15 @@ class Watch:
         self.most = max(self.most, gathered if not more else 0)
         self.copied = max(self.copied, gathered)
         self.grads = max(
-            self.grads, sum(any(t.collected() for t in s.twins) for s in self.segments)
+            self.grads, sum(any(p.has_grads() for p in s.params) for s in self.segments)
         )
 
 
 @contextlib.contextmanager
 def watched(model: Any) -> Iterator[Watch]:
     watch = Watch(model)
-    originals = {name: getattr(Buffer, name) for name in ("start", "finish", "free")}
-    unpack = Rows.unpack
+    originals = {name: getattr(AllGatherBuffer, name) for name in ("start", "finish", "free")}
+    unpack = BucketLayout.unpack
 
     def looking(original: Any) -> Any:
         def run(self: Any) -> None:
@@ -160,13 +161,13 @@ def watched(model: Any) -> Iterator[Watch]:
         unpack(self, rows, blocks)
 
     for name, original in originals.items():
-        setattr(Buffer, name, looking(original))
-    Rows.unpack = unpacking  # type: ignore[method-assign]
+        setattr(AllGatherBuffer, name, looking(original))
+    BucketLayout.unpack = unpacking  # type: ignore[method-assign]
     hooks = []
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda *_: watch.look()))
         hooks.append(module.register_forward_hook(lambda *_: watch.look()))
-    for leaf in [leaf for s in watch.segments for t in s.twins for _, leaf in t.ways()]:
+    for leaf in [leaf for s in watch.segments for p in s.params for _, leaf in p.grad_leaves()]:
         hooks.append(leaf.register_post_accumulate_grad_hook(lambda _: watch.look()))
     try:
         yield watch
@@ -174,8 +175,8 @@ def watched(model: Any) -> Iterator[Watch]:
         for hook in hooks:
             hook.remove()
         for name, original in originals.items():
-            setattr(Buffer, name, original)
-        Rows.unpack = unpack  # type: ignore[method-assign]
+            setattr(AllGatherBuffer, name, original)
+        BucketLayout.unpack = unpack  # type: ignore[method-assign]
 
 
 def recomputing(model: Any, how: str) -> None:
@@ -204,7 +205,9 @@ def test_gathered_segments_at_once(prefetch: int, recompute: str) -> None:
     for step in range(3):
         with watched(model) as forward:
             out = model(batch_of(mesh, step)).sum()
-        assert [b.whole for s in segments_of(model) for b in s.buffers] == [True] + [False] * 5
+        assert [b.is_gathered for s in segments_of(model) for b in s.buffers] == [True] + [
+            False
+        ] * 5
         with watched(model) as backward:
             out.backward()
         assert not any(

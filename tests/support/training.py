@@ -135,9 +135,11 @@ def at_rest(model: nn.Module, held: Sequence[Any]) -> None:
     for segment in engine(model).segments:
         assert not segment.shown and not segment.busy, segment.name
         if not segment.persist:
-            assert not any(b.whole or b.memory.untyped_storage().nbytes() for b in segment.buffers)
-        for twin in segment.twins:
-            assert not twin.apart or not twin.collected(), twin.name
+            assert not any(
+                b.is_gathered or b.memory.untyped_storage().nbytes() for b in segment.buffers
+            )
+        for param in segment.params:
+            assert not param.is_copy or not param.has_grads(), param.name
     for p in held:
         assert p.grad is None or not any(isinstance(x, Partial) for x in p.grad.placements)
 

@@ -1,0 +1,96 @@
+"""The memory of unsharded parameters: gathered in one all-gather, freed, and gathered again.
+
+To autograd it is the same memory after each gather, so what a forward saved is valid again in the
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disttensor.comm import collectives
+from disttensor.fsdp.bucket import BucketLayout
+from disttensor.fsdp.param import FSDPParam
+from disttensor.torch_private import set_versions
+
+Tensor = torch.Tensor
+
+
+class AllGatherBuffer:
+    """The memory of the unsharded parameters of one dtype (and one group of ranks)."""
+
+    def __init__(
+        self, params: Sequence[FSDPParam], dtype: torch.dtype, group: collectives.Group | None
+    ) -> None:
+        self.params, self.group = params, group
+        self.layout = BucketLayout([p.spec.local_shape for p in params], group.size if group else 1)
+        device = params[0].spec.mesh.device
+        self.memory = torch.empty(self.layout.n * self.layout.total, dtype=dtype, device=device)
+        self.blocks = self.layout.blocks(self.memory)
+        for param, tensor in zip(params, self.layout.tensors(self.memory), strict=True):
+            param.use_memory(tensor)
+        self.nbytes = self.memory.untyped_storage().nbytes()
+        self.is_gathered = False
+        self._arriving: tuple[collectives.Pending, Tensor, Any] | None = None
+        self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
+        self._version = 1  # of the memory while it is gathered
+        self.free()
+
+    def is_current(self) -> bool:
+        """Does the memory hold (or held it last) the present values of the parameters?"""
+        return self._gathered_versions == self._versions()
+
+    def _versions(self) -> list[tuple[int, ...]]:
+        return [p.version() for p in self.params]
+
+    def start(self) -> None:
+        """Start the all-gather."""
+        if self._arriving is not None or self.is_gathered:
+            return
+        shards = [p.sharded_param.local.detach() for p in self.params]
+        row, work = self.layout.pack_row(shards, self.memory.dtype), collectives.OVER
+        out = row
+        if self.group is not None:
+            out = row.new_empty(self.layout.n * self.layout.total)
+            work = collectives.start_all_gather(row, out, self.group)
+        self._arriving = work, out, self._versions()
+
+    def finish(self) -> None:
+        if self.is_gathered:
+            return
+        self.start()
+        out, versions = self._wait()
+        if versions != self._versions():  # it started before an optimizer step: stale values
+            self.start()
+            out, versions = self._wait()
+        unchanged = self.is_current()
+        self.memory.untyped_storage().resize_(self.nbytes)
+        with torch.no_grad():
+            self.layout.unpack(out.view(self.layout.n, -1), self.blocks)
+        # With the same values it is what autograd saved; otherwise autograd must see a write.
+        self._version += not unchanged
+        self._set_version(self._version)
+        self.is_gathered, self._gathered_versions = True, versions
+
+    def _wait(self) -> tuple[Tensor, Any]:
+        assert self._arriving is not None
+        (work, out, versions), self._arriving = self._arriving, None
+        work.wait()
+        return out, versions
+
+    def free(self) -> None:
+        if self._arriving is not None:
+            self._wait()
+        self.memory.untyped_storage().resize_(0)
+        self._set_version(0)  # a node that would read it now raises
+        self.is_gathered = False
+
+    def was_written(self) -> bool:
+        """Did somebody write to the unsharded parameters?"""
+        return self.is_gathered and self.memory._version != self._version
+
+    def _set_version(self, version: int) -> None:
+        set_versions((self.memory,), (version,))
