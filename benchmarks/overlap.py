@@ -32,6 +32,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.comm import collectives
+from disttensor.comm.work import Work
 
 COLUMNS = 96
 _PAUSE = 0.0002  # seconds between looks at what is under way
@@ -83,7 +84,7 @@ class Clock:
     def watch(self) -> Iterator[None]:
         """Record what is started in the background. It is over when a look finds it so, or a wait
         for it returns: gloo's reduce_scatter does not tell before."""
-        start, wait = collectives._start, collectives.Pending.wait
+        start, wait = collectives.start, Work.wait
         under_way: dict[Any, tuple[str, float]] = {}
         closing = threading.Event()
 
@@ -95,26 +96,27 @@ class Clock:
 
         def started(kind: str, *args: Any, **options: Any) -> Any:
             at = time.perf_counter()
-            pending = start(kind, *args, **options)
-            under_way[pending._work] = kind, at
-            return pending
+            work = start(kind, *args, **options)
+            under_way[work] = kind, at
+            return work
 
-        def waited(pending: Any) -> None:
-            work, at = pending._work, time.perf_counter()
-            wait(pending)
+        def waited(work: Any) -> Any:
+            at = time.perf_counter()
+            result = wait(work)
             over(work)
             self.spans.append(Span("compute", "wait", "", at, time.perf_counter()))
+            return result
 
         def look() -> None:
             while not closing.wait(_PAUSE):
                 for work in list(under_way):
-                    if work.is_completed():
+                    if work.done():
                         over(work)
 
         looking = threading.Thread(target=look)
         looking.start()
         try:
-            with mock.patch.multiple(collectives, _start=started), mock.patch.object(collectives.Pending, "wait", waited):  # fmt: skip
+            with mock.patch.multiple(collectives, start=started), mock.patch.object(Work, "wait", waited):  # fmt: skip
                 yield
         finally:
             closing.set()

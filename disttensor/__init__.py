@@ -17,7 +17,7 @@ with _versions.importing():
     from disttensor.comm.groups import Group
     from disttensor.comm.desync import debug
     from disttensor.comm.log import CommLog, CommRecord, record_comms
-    from disttensor.mesh import ProcessMesh
+    from disttensor.mesh import ProcessMesh, init_mesh
     from disttensor.spec import DistSpec
     import ops as _ops  # noqa: F401
     import reshard as _reshard  # noqa: F401
@@ -32,7 +32,7 @@ with _versions.importing():
     from disttensor.optim.clip_grad import clip_grad_norm_
     from disttensor.optim.grad_scaler import shard_scaler
     from disttensor.create import (
-        empty, from_fn, from_local, full, init_mesh, ones, rand, randn, randperm, reshard,
+        empty, from_fn, from_local, full, ones, rand, randn, randperm, reshard,
         shard_tensor,
         zeros,
     )  # fmt: skip

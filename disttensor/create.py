@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 import reshard as reshard_package
 from disttensor.autograd.grad_types import whole_grad
@@ -26,72 +21,6 @@ from disttensor.tensor.cross_mesh import cross
 from disttensor.tensor.dist_tensor import DistTensor, resharded, wrap
 
 Tensor = torch.Tensor
-
-
-def init_mesh(
-    shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
-    backend: str | None = None, timeout: float = 600.0,
-) -> ProcessMesh:  # fmt: skip
-    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment,
-    or a world of one).
-
-    ``timeout``: seconds that a collective waits for the other ranks. Raises ValueError if the shape
-    does not hold exactly the world, RuntimeError if torchrun's environment is half set.
-
-    >>> dt.init_mesh((1, 1), ("dp", "tp"))
-    ProcessMesh(dp=1, tp=1)
-    """
-    start(device_type, backend, timeout)
-    size = collectives.world()[1]
-    if int(np.prod(tuple(shape))) != size:
-        raise ValueError(
-            f"init_mesh({tuple(shape)}): the mesh has {int(np.prod(tuple(shape)))} places, the "
-            f"world {size} processes; choose sizes whose product is {size}, or start that many "
-            "processes (torchrun --nproc-per-node N)"
-        )
-    return ProcessMesh(np.arange(size).reshape(tuple(shape)), dim_names, device_type)
-
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def start(
-    device_type: str | None = None, backend: str | None = None, timeout: float = 600.0
-) -> None:
-    """The default process group, unless it is there."""
-    if dist.is_initialized():
-        return
-    there = [name for name in _TORCHRUN if name in os.environ]
-    if there and len(there) < len(_TORCHRUN):
-        missing = [name for name in _TORCHRUN if name not in os.environ]
-        raise RuntimeError(
-            f"the environment is half set for a distributed run: {', '.join(there)} is set, "
-            f"{', '.join(missing)} is not. Start with torchrun, which sets all of them, or unset "
-            "them to run as a world of one"
-        )
-    if there:
-        _check_numbers()
-    cuda = device_type == "cuda"
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    wait = timedelta(seconds=timeout)
-    if there:
-        dist.init_process_group(backend, timeout=wait)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
-
-
-def _check_numbers() -> None:
-    """Raise for a rank and a world size that cannot be: joining would wait for ranks that never
-    come."""
-    texts = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
-    if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
-        raise RuntimeError(
-            "the environment does not describe a rank of a world: RANK={!r}, WORLD_SIZE={!r}, "
-            "MASTER_PORT={!r}; RANK counts from 0 to WORLD_SIZE - 1. Start with torchrun, which "
-            "sets all of them, or unset them to run as a world of one".format(*texts)
-        )
 
 
 def layout_from(
@@ -208,8 +137,8 @@ def _from_source(value: Tensor, spec: DistSpec, src_rank: int) -> Tensor:
 
 def _compare(value: Tensor, mesh: ProcessMesh) -> None:
     group = mesh.group(tuple(range(mesh.ndim)))
-    mine = (tuple(value.shape), str(value.dtype), digest(value))
-    everyone = collectives.gather_objects(mine, group)
+    mine = (tuple(value.shape), str(value.dtype), objects.digest(value))
+    everyone = objects.gather_objects(mine, group)
     different = [
         r for r, theirs in zip(group.ranks, everyone, strict=True) if theirs != everyone[0]
     ]
@@ -220,13 +149,6 @@ def _compare(value: Tensor, mesh: ProcessMesh) -> None:
             f"from those of rank {group.ranks[0]}; seed all ranks alike, or pass "
             f"src_rank={group.ranks[0]} to take one rank's data"
         )
-
-
-def digest(x: Tensor) -> str:
-    """Of the bytes: NaN equals itself, -0.0 is not 0.0."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    data: Any = x.reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 _targets: Cache[Any, DistSpec] = Cache(4096)  # of reshards so far
@@ -295,7 +217,7 @@ def from_local(
     layout = layout_from(mesh, local.ndim, placements, dims_mapping, partial_status)
     x = from_pieces(local, mesh, layout, shape)
     if shape is None:
-        objects.tell(mesh, tuple(x.shape))
+        objects.send_object(tuple(x.shape), mesh.ranks, mesh.device)
     return x
 
 
@@ -305,9 +227,7 @@ def from_pieces(
     """``from_local`` on the ranks of the mesh."""
     coordinate = mesh.coordinate or ()
     if shape is None:
-        everyone = collectives.gather_objects(
-            tuple(local.shape), mesh.group(tuple(range(mesh.ndim)))
-        )
+        everyone = objects.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
         shape = _global_shape(everyone, layout, mesh)
         spec = DistSpec(mesh, layout, shape, local.dtype)
         for place, sizes in zip(mesh.coordinates(), everyone, strict=True):
@@ -335,7 +255,7 @@ def from_pieces(
 def _from_elsewhere(local: Tensor, mesh: ProcessMesh, shape: Any, *how: Any) -> DistTensor:
     """What ``from_local`` gives on a rank outside the mesh, which hears of the shape unless it is
     given."""
-    shape = tuple(objects.hear(mesh) if shape is None else shape)
+    shape = tuple(objects.recv_object(mesh.ranks, mesh.device) if shape is None else shape)
     spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
     check_partial(spec)
     return execute.stand_in(spec, local.requires_grad)

@@ -34,7 +34,7 @@ def to_dtensor(x: DistTensor) -> Any:
     mesh = x.spec.mesh
     if any(tuple(sorted(a)) != a for a in x.spec.layout.dims):
         raise ValueError(f"{x.spec!r}: DTensor splits a dim in mesh order only; reshard it first")
-    if any(not mesh.group((a,)).straight for a in range(mesh.ndim)):
+    if any(not mesh.group((a,)).in_rank_order for a in range(mesh.ndim)):
         raise ValueError(
             f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh "
             "whose ranks ascend along each axis"

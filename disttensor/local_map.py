@@ -18,6 +18,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.tensor_meta import described
 from disttensor.tree import flat, rebuilt, substitute
 
 
@@ -79,7 +80,11 @@ def local_map(
             vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
         key = _kind(args, kwargs, tensors) if out_shapes is not None else None
         if mesh.coordinate is None:  # the ranks inside say what came out
-            told = known[key] if key is not None and key in known else objects.hear(mesh)
+            told = (
+                known[key]
+                if key is not None and key in known
+                else objects.recv_object(mesh.ranks, mesh.device)
+            )
             if key is not None:
                 known[key] = told
             return execute.dressed_as(told, mesh, args, kwargs)
@@ -134,7 +139,7 @@ def local_map(
         ]
         result = dressed[0] if lone else rebuilt(result, dressed)
         if key is None or key not in known:
-            objects.tell(mesh, objects.described(result))
+            objects.send_object(described(result), mesh.ranks, mesh.device)
         if key is not None:
             known[key] = True
         return result

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor import runtime
-from disttensor.comm import collectives
+from disttensor.comm.groups import Group, new_group, process_group
+from disttensor.comm.process_group import join_world, world
 
 
 class ProcessMesh:
@@ -35,7 +36,7 @@ class ProcessMesh:
     device_type: str
     coordinate: tuple[int, ...] | None
     specs: weakref.WeakValueDictionary[Any, Any]  # of the tensors on it, while they are used
-    _groups: dict[tuple[Any, ...], collectives.Group]  # by axes, or by (axes, lane)
+    _groups: dict[tuple[Any, ...], Group]  # by axes, or by (axes, lane)
 
     def __new__(
         cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
@@ -47,7 +48,7 @@ class ProcessMesh:
             tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(array.ndim))
         )
         ranks = tuple(int(r) for r in array.reshape(-1))
-        rank, size = collectives.world()
+        rank, size = world()
         if len(names) != array.ndim or len(set(names)) != len(names):
             raise ValueError(
                 f"ProcessMesh: {array.ndim} axes need as many different names, got {names}"
@@ -146,7 +147,7 @@ class ProcessMesh:
             out.append(tuple(place))
         return out
 
-    def group(self, axes: Sequence[int], lane: str = "") -> collectives.Group:
+    def group(self, axes: Sequence[int], lane: str = "") -> Group:
         """The communicator of this rank over ``axes`` together (major first); another one for each
         ``lane``."""
         axes = tuple(axes)
@@ -155,13 +156,12 @@ class ProcessMesh:
         if group is None:
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {collectives.world()[0]} is not in {self!r} and cannot communicate over "
-                    "it"
+                    f"rank {world()[0]} is not in {self!r} and cannot communicate over it"
                 )
             array = self.mesh
             ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
             names = [self.dim_names[a] for a in axes]
-            group = self._groups[key] = collectives.new_group(ranks, names, lane)
+            group = self._groups[key] = new_group(ranks, names, lane)
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:
@@ -172,7 +172,7 @@ class ProcessMesh:
             axes = [self.axis(n) for n in names]
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {collectives.world()[0]} is not in {self!r}, so mesh[{index!r}] has no "
+                    f"rank {world()[0]} is not in {self!r}, so mesh[{index!r}] has no "
                     "meaning here; index by number"
                 )
             array = self.mesh
@@ -204,15 +204,8 @@ class ProcessMesh:
             for a in range(self.ndim):
                 ranks = tuple(int(array[c]) for c in self.members((a,), self.coordinate))
                 if len(ranks) > 1 and (a,) not in self._groups:
-                    members = sorted(ranks)
-                    order = tuple(members.index(r) for r in ranks)
-                    self._groups[(a,)] = collectives.Group(
-                        ranks,
-                        self.coordinate[a],
-                        (names[a],),
-                        mesh.get_group(a),
-                        order,
-                        order == tuple(range(len(order))),
+                    self._groups[(a,)] = Group(
+                        ranks, self.coordinate[a], (names[a],), mesh.get_group(a)
                     )
             if not hasattr(self, "_device_mesh"):
                 self._device_mesh = mesh
@@ -224,7 +217,7 @@ class ProcessMesh:
         if not hasattr(self, "_device_mesh"):
             if self.coordinate is None:
                 raise ValueError(
-                    f"rank {collectives.world()[0]} is not in {self!r} and has no DeviceMesh of it"
+                    f"rank {world()[0]} is not in {self!r} and has no DeviceMesh of it"
                 )
             if not dist.is_initialized():
                 raise ValueError(
@@ -233,9 +226,7 @@ class ProcessMesh:
                 )
             groups = [
                 self.group((a,)).pg
-                or collectives.process_group(
-                    (self.ranks[self.coordinates().index(self.coordinate)],), (name,)
-                )
+                or process_group((self.ranks[self.coordinates().index(self.coordinate)],), (name,))
                 for a, name in enumerate(self.dim_names)
             ]
             self._device_mesh = DeviceMesh.from_group(
@@ -265,3 +256,28 @@ def _default_device_type() -> str:
         backends = dist.get_backend_config()
         return "cuda" if "nccl" in str(backends) and torch.cuda.is_available() else "cpu"
     return "cpu"
+
+
+def init_mesh(
+    shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
+    backend: str | None = None, timeout: float = 600.0,
+) -> ProcessMesh:  # fmt: skip
+    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment,
+    or a world of one).
+
+    ``timeout``: seconds that a collective waits for the other ranks. Raises ValueError if the shape
+    does not hold exactly the world, RuntimeError if torchrun's environment is half set.
+
+    >>> dt.init_mesh((1, 1), ("dp", "tp"))
+    ProcessMesh(dp=1, tp=1)
+    """
+    join_world(device_type, backend, timeout)
+    size = world()[1]
+    places = math.prod(shape)
+    if places != size:
+        raise ValueError(
+            f"init_mesh({tuple(shape)}): the mesh has {places} places, the "
+            f"world {size} processes; choose sizes whose product is {size}, or start that many "
+            "processes (torchrun --nproc-per-node N)"
+        )
+    return ProcessMesh(np.arange(size).reshape(tuple(shape)), dim_names, device_type)

@@ -14,6 +14,7 @@ import torch
 
 from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
+from disttensor.comm.work import Work, finished
 from disttensor.layout import Box
 from disttensor.spec import DistSpec
 from reshard import planner
@@ -24,25 +25,7 @@ from reshard.routing import Routes
 from reshard.to_partial import neutral
 
 
-class Arrival:
-    """A crossing under way. ``wait`` gives this rank's local of ``dst``."""
-
-    __slots__ = ("_done", "_finish")
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
-        self._done: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """The local of dst; an empty tensor on ranks outside its mesh, at once."""
-        if self._finish is not None:
-            self._done = self._finish()
-            self._finish = None
-        assert self._done is not None
-        return self._done
-
-
-def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
+def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
     """Post and send what this rank has to; called on every rank of either mesh, or on all.
 
     ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
@@ -58,11 +41,11 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
             )
         local = planner.run(local, src, crossing.before)
     elif dst.mesh.coordinate is None:
-        return Arrival(lambda: _empty(dst))
+        return finished(_empty(dst))
     arrived = send_recv(local, crossing, tag)
     if dst.mesh.coordinate is None:
-        return Arrival(arrived)
-    return Arrival(lambda: planner.run(arrived(), crossing.after, dst))
+        return Work(arrived)
+    return Work(lambda: planner.run(arrived(), crossing.after, dst))
 
 
 def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:

@@ -9,9 +9,9 @@ from disttensor.comm.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
-    gather_objects,
     reduce_scatter,
 )
+from disttensor.comm.objects import gather_objects
 
 __all__ = [
     "all_gather",

@@ -14,6 +14,8 @@ from typing import Any
 from disttensor.errors import MismatchError, user_line
 from disttensor.torch_private import default_store
 
+# Of the whole process, and no context variables: collectives of a backward run in threads of
+# autograd, which have contexts of their own, and must be compared as well.
 enabled = os.environ.get("DISTTENSOR_DEBUG", "") not in ("", "0")
 timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30")))
 
@@ -47,8 +49,8 @@ class debug:
 def compare(group: Any, what: str) -> None:
     store = default_store()
     rank = group.ranks[group.index]
-    call = group.calls[0]
-    group.calls[0] += 1
+    call = group.calls
+    group.calls += 1
     name = (
         f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}/{call}"
     )

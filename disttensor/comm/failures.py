@@ -1,9 +1,8 @@
-"""Who failed first: a rank that ends with an error leaves word of it, and the errors of those who
-waited for it say so.
+"""Who failed first: the first failing rank posts its error to the store of the process group, and
+other ranks add it to their own errors.
 
-A rank that waits sees no more than that a neighbour is gone, and the neighbour may have waited
-itself. The word is left in the store of the process group, which outlives the rank that failed
-unless that rank keeps the store.
+A rank that waits sees only that a neighbour is gone, and the neighbour may have waited itself. The
+store outlives the rank that failed, unless that rank keeps it.
 """
 
 from __future__ import annotations
@@ -20,15 +19,22 @@ import torch.distributed as dist
 from disttensor.torch_private import default_store
 
 _KEY = "disttensor/failed"
-_installed: list[Any] = []
+_before: Any = None  # the hook that ours calls in the end
 
 
 def watch() -> None:
-    """From now on an uncaught error of this process is told to the others. Once per process, and
-    cheap after."""
-    if not _installed:
-        _installed.append(sys.excepthook)
-        sys.excepthook = _hook
+    """From now on an uncaught error of this process is posted for the others. Cheap after the first
+    call."""
+    global _before
+    if _before is None:
+        _before, sys.excepthook = sys.excepthook, _hook
+
+
+def unwatch() -> None:
+    """Undo ``watch``, unless somebody has put another hook on top since."""
+    global _before
+    if sys.excepthook is _hook:
+        sys.excepthook, _before = _before, None
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -40,7 +46,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
             text = str(error).splitlines()
             words = f"{kind.__name__}: {text[0] if text else ''}"[:400]
             store.compare_set(_KEY, "", f"rank {dist.get_rank()} failed first: {words}{where}")
-    _installed[0](kind, error, trace)
+    (_before or sys.__excepthook__)(kind, error, trace)
 
 
 def first() -> str:

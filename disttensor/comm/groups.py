@@ -7,16 +7,18 @@ import atexit
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from disttensor import runtime
 from disttensor.comm import failures
+from disttensor.comm.process_group import world
 from disttensor.errors import CommError
 from disttensor.torch_private import (
     default_store,
@@ -38,22 +40,36 @@ class Group:
     index: int
     axes: tuple[str, ...]
     pg: Any
-    order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
-    straight: bool = True  # mesh order is the backend's order
-    calls: list[int] = field(default_factory=lambda: [0])
     lane: str = ""  # see new_group
+    calls: int = 0  # of debug mode
+    order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
+    in_rank_order: bool = True  # the backend numbers members by rank: is that the mesh order?
+
+    def __post_init__(self) -> None:
+        numbers = {rank: i for i, rank in enumerate(sorted(self.ranks))}
+        self.order = tuple(numbers[rank] for rank in self.ranks)
+        self.in_rank_order = self.order == tuple(range(len(self.ranks)))
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    def to_backend(self, rows: Any) -> Any:
+        """What there is for each member, in the order of the backend's numbers."""
+        if self.in_rank_order:
+            return rows
+        return _picked(rows, sorted(range(self.size), key=self.order.__getitem__))
+
+    def to_members(self, rows: Any) -> Any:
+        """The way back: from the order of the backend's numbers to that of the mesh."""
+        return rows if self.in_rank_order else _picked(rows, self.order)
+
     def __repr__(self) -> str:
         return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
 
 
-def world() -> tuple[int, int]:
-    """(rank, size) of this process; (0, 1) where no process group was started."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _picked(rows: Any, order: Sequence[int]) -> Any:
+    return rows[list(order)] if isinstance(rows, torch.Tensor) else [rows[i] for i in order]
 
 
 def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
@@ -63,23 +79,14 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Grou
     order with the collectives of another, so that those in the background never come between those
     that are waited for. Raises CommError that names the ranks when they do not all arrive.
     """
-    ranks, rank = tuple(ranks), world()[0]
+    ranks, axes = tuple(ranks), tuple(axes)
     if len(ranks) == 1:
-        return Group(ranks, 0, tuple(axes), None, (0,), lane=lane)
-    members = tuple(sorted(ranks))
-    order = tuple(members.index(r) for r in ranks)
-    return Group(
-        ranks,
-        ranks.index(rank),
-        tuple(axes),
-        process_group(members, axes, lane),
-        order,
-        order == tuple(range(len(order))),
-        lane=lane,
-    )
+        return Group(ranks, 0, axes, None, lane)
+    pg = process_group(tuple(sorted(ranks)), axes, lane)
+    return Group(ranks, ranks.index(world()[0]), axes, pg, lane)
 
 
-def the_world() -> Group:
+def world_group() -> Group:
     """All ranks."""
     return new_group(range(world()[1]), ("world",))
 
@@ -106,7 +113,7 @@ def process_group(
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: "
                 f"it needs ranks {list(members)} to arrive here together.{failures.first()} "
-                f"Backend's words: {error}"
+                f"Backend error: {error}"
             ) from error
     return now.groups[key]
 
@@ -228,7 +235,7 @@ class _Meeting:
                     else f" within {self.timeout:g} s"
                 )
                 if not told:
-                    self.tell(f"rank {self.rank} waited in vain for ranks {missing}")
+                    self.tell(f"rank {self.rank} timed out waiting for ranks {missing}")
                 raise CommError(
                     f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for "
                     f"them to make {_some(wanted, missing)}. Every rank of the world calls "

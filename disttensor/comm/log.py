@@ -13,9 +13,9 @@ import torch
 from disttensor.errors import user_line
 from disttensor.torch_private import current_backward
 
-active: list[
-    CommLog
-] = []  # the logs that are open now; empty almost always, so that the check is cheap
+# The logs that are open now, of the whole process: collectives of a backward run in threads of
+# autograd, which would not see a context variable. Almost always empty, so that to check is cheap.
+active: list[CommLog] = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,87 +1,93 @@
-"""Announcements: what only the ranks of a mesh can know of a tensor, told to all others of the
-world.
+"""Picklable objects, and values that only some ranks have: for set-up and checks, not for data.
 
-Shapes that depend on data, and values that everyone asks for. Every rank of the world takes part,
-whether it tells or hears, so that the messages of all ranks are in step.
+What a few ranks know (of a tensor on their mesh, mostly) goes to all others of the world. Every
+rank takes part, as a sender or a receiver, so that the numbers of messages stay in step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
-from disttensor.layout import Layout
+from disttensor.comm.groups import Group
+from disttensor.comm.process_group import world
+
+Tensor = torch.Tensor
 
 
-class Tensor(NamedTuple):
-    """All that others need to know of a tensor of the mesh."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: Layout
-    requires_grad: bool
-
-
-@cached(256)
-def others(mesh: Any) -> list[int]:
-    """The ranks of the world that are not in ``mesh``."""
-    inside = set(mesh.ranks)
-    return [r for r in range(collectives.world()[1]) if r not in inside]
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every member's picklable ``value``, in mesh order."""
+    if group.size == 1:
+        return [value]
+    out: list[Any] = [None] * group.size
+    unknown = torch.empty(0)  # how much is sent differs between ranks, and is not counted
+    args = out, value, group.pg
+    fn = dist.all_gather_object
+    return collectives.run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))  # type: ignore[no-any-return]
 
 
-def tell(mesh: Any, value: Any) -> None:
-    """Called by all ranks of ``mesh`` with one picklable value: it reaches every other rank of the
-    world."""
-    rest = others(mesh)
+def others(ranks: Sequence[int]) -> list[int]:
+    """The ranks of the world that are not among ``ranks``."""
+    inside = set(ranks)
+    return [r for r in range(world()[1]) if r not in inside]
+
+
+def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
+    """Called by all ``ranks`` with one picklable value: every other rank of the world gets it by
+    ``recv_object``."""
+    rest = others(ranks)
     if not rest:
         return
     tag = p2p.next_tag()
-    if collectives.world()[0] != mesh.ranks[0]:
+    if world()[0] != ranks[0]:
         return
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(mesh.device)
-    size = torch.tensor([len(payload)], device=mesh.device)
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(payload)], device=device)
     for rank in rest:
         for part in (size, payload):
-            p2p.send(part, rank, tag, f"an announcement of {mesh!r}")
+            p2p.send(part, rank, tag, f"an object of ranks {list(ranks)}")
 
 
-def hear(mesh: Any) -> Any:
-    """Called by all ranks outside ``mesh``: what its ranks tell."""
-    tag, source, label = p2p.next_tag(), mesh.ranks[0], f"an announcement of {mesh!r}"
+def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
+    """Called by all ranks but ``ranks``: what those send."""
+    tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
-    def part(n: int, dtype: torch.dtype) -> torch.Tensor:
-        return p2p.receive((n,), dtype, mesh.device, source, tag, label).wait()
+    def part(n: int, dtype: torch.dtype) -> Tensor:
+        return p2p.receive((n,), dtype, device, ranks[0], tag, label).wait()
 
     size = int(part(1, torch.int64))
     return pickle.loads(part(size, torch.uint8).cpu().numpy().tobytes())
 
 
-def spread(mesh: Any, value: torch.Tensor | None, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The plain ``value`` that the ranks of ``mesh`` hold, on every rank of the world."""
-    rest = others(mesh)
+def broadcast_value(
+    value: Tensor | None,
+    ranks: Sequence[int],
+    device: torch.device,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The plain ``value`` that ``ranks`` hold, on every rank of the world; None on the others."""
+    rest = others(ranks)
     if not rest:
         assert value is not None
         return value
-    tag, label = p2p.next_tag(), f"the value of a tensor on {mesh!r}"
+    tag, label = p2p.next_tag(), f"the value of a tensor on ranks {list(ranks)}"
     if value is None:
-        return p2p.receive(shape, dtype, mesh.device, mesh.ranks[0], tag, label).wait()
-    if collectives.world()[0] == mesh.ranks[0]:
+        return p2p.receive(shape, dtype, device, ranks[0], tag, label).wait()
+    if world()[0] == ranks[0]:
         for rank in rest:
             p2p.send(value.detach(), rank, tag, label)
     return value
 
 
-def described(value: Any) -> Any:
-    """A result with a Tensor in place of each DistTensor: what ``tell`` sends of it."""
-    spec = getattr(value, "spec", None)
-    if spec is not None:
-        return Tensor(tuple(spec.shape), spec.dtype, spec.layout, value.requires_grad)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return (
-            [described(v) for v in value] if type(value) is list else tuple(map(described, value))
-        )
-    return value
+def digest(x: Tensor) -> str:
+    """Of the bytes: NaN equals itself, -0.0 is not 0.0."""
+    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    data: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

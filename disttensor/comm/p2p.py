@@ -1,7 +1,6 @@
-"""Point-to-point messages: the second leaf of the one door to torch.distributed.
+"""Point-to-point messages from one rank of the world to another.
 
-A message goes from one rank of the world to another, over the default process group; nobody else
-takes part. Sending returns at once, and receiving is posted now and waited for later, so that ranks
+They go over the default process group, and nobody else takes part. Sending returns at once, and receiving is posted now and waited for later, so that ranks
 need not meet. Messages of one pair of ranks with one tag arrive in the order in which they were
 sent.
 
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -39,7 +37,10 @@ import torch.distributed as dist
 
 from disttensor import runtime
 from disttensor.comm import failures, log
-from disttensor.comm.collectives import CommError, _dense, _raw, world
+from disttensor.comm.process_group import world
+from disttensor.comm.wire import as_bytes, dense
+from disttensor.comm.work import Work
+from disttensor.errors import CommError
 
 Tensor = torch.Tensor
 
@@ -98,39 +99,35 @@ class _What(NamedTuple):
         return f"rank {self.rank} {self.verb} rank {self.peer}: {self.label}"
 
 
-class Pending:
-    """A message that is on its way to this rank; ``wait`` gives it, as often as it is asked."""
+class Message(Work[Tensor]):
+    """A message that is on its way to this rank; ``wait`` raises CommError if the sender is gone or
+    sends nothing in time."""
 
-    __slots__ = ("_failed", "_out", "_what", "_works", "shape")
+    __slots__ = ("_posted",)
 
-    def __init__(
-        self, out: Tensor, works: Sequence[Any], shape: Sequence[int], what: object
-    ) -> None:
-        self._out, self._works, self.shape, self._what = out, works, tuple(shape), what
-        self._failed: CommError | None = None
+    def __init__(self, works: Sequence[Any], out: Tensor, what: object) -> None:
+        def finish() -> Tensor:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise _failure(what, error) from error
+            return out
 
-    def wait(self) -> Tensor:
-        """The message. Raises CommError if the sender is gone or sends nothing in time."""
-        works, self._works = self._works, ()
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            self._failed = _failure(self._what, error)
-        if self._failed is not None:
-            raise self._failed
-        return self._out.view(self.shape)
+        super().__init__(finish, lambda: all(work.is_completed() for work in works))
+        self._posted = works, out, what
 
     def __del__(self) -> None:  # nobody wants it, but the sender must get rid of it
-        if self._works and not sys.is_finalizing():
-            for work in self._works:
-                _outbox.put(work, self._out, self._what)
+        if self._finish is not None and not sys.is_finalizing():
+            works, out, what = self._posted
+            for work in works:
+                _outbox.put(work, out, what)
 
 
 def send(x: Tensor, to: int, tag: int, label: object = "") -> None:
     """A copy of ``x`` goes to the global rank ``to``. Returns at once; x may be changed after."""
-    flat = _dense(x).reshape(-1)
-    transfer([(to, flat.clone())], [], x.dtype, x.device, tag, label)
+    flat = dense(x).reshape(-1)
+    _exchange([(to, flat.clone())], [], tag, label)
 
 
 def receive(
@@ -140,11 +137,10 @@ def receive(
     source: int,
     tag: int,
     label: object = "",
-) -> Pending:
+) -> Message:
     """Ask for the tensor that the global rank ``source`` sends with this tag; wait for it later."""
-    (pending,) = transfer([], [(source, math.prod(shape))], dtype, device, tag, label)
-    pending.shape = tuple(shape)
-    return pending
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return _exchange([], [(source, out)], tag, label)[0]
 
 
 def transfer(
@@ -154,23 +150,32 @@ def transfer(
     device: torch.device,
     tag: int,
     label: object = "",
-) -> list[Pending]:
+) -> list[Message]:
     """All messages of one transfer: ``(to, flat buffer)`` go out, ``(source, elements)`` come in.
 
-    Gives a Pending per receive, flat. The buffers are contiguous, and nobody's any more: they must
-    not be changed. ``label``, of which ``str`` is taken only then, says in errors what was moved.
-    Raises CommError, for an earlier message of this rank too that could not be delivered.
+    Gives a Message per receive, flat. Takes ownership of the contiguous buffers: do not change
+    them. ``label``, of which ``str`` is taken only then, says in errors what was moved. Raises
+    CommError, for an earlier message of this rank too that could not be delivered.
     """
+    outs = [(source, torch.empty(n, dtype=dtype, device=device)) for source, n in receives]
+    return _exchange(sends, outs, tag, label)
+
+
+def _exchange(
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+    tag: int,
+    label: object,
+) -> list[Message]:
     failures.watch()
     check_delivered()
     me = world()[0]
     if log.active:
         for to, x in sends:
-            log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), dtype)
-    outs = [torch.empty(n, dtype=dtype, device=device) for _, n in receives]
-    post = _post if device.type == "cpu" else _post_batch
+            log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
+    on_cpu = all(x.is_cpu for _, x in (*sends, *receives))
     try:
-        works, sent = post(sends, [(r, o) for (r, _), o in zip(receives, outs, strict=True)], tag)
+        works, sent = (_post if on_cpu else _post_batch)(sends, receives, tag)
     except RuntimeError as error:
         peers = sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"
@@ -178,8 +183,8 @@ def transfer(
     for (to, x), work in zip(sends, sent, strict=True):
         _outbox.put(work, x, _What(me, "sends to", to, label))
     return [
-        Pending(out, own, out.shape, _What(me, "receives from", r, label))
-        for (r, _), out, own in zip(receives, outs, works, strict=True)
+        Message(own, out, _What(me, "receives from", r, label))
+        for (r, out), own in zip(receives, works, strict=True)
     ]
 
 
@@ -193,8 +198,8 @@ def _post(
     if not sends and not receives:
         return [], []
     group = dist.group.WORLD
-    works = [[group.recv([x.view(torch.uint8)], source, tag)] for source, x in receives]
-    return works, [group.send([_raw(x)], to, tag) for to, x in sends]
+    works = [[group.recv([as_bytes(x)], source, tag)] for source, x in receives]
+    return works, [group.send([as_bytes(x)], to, tag) for to, x in sends]
 
 
 def _post_batch(
@@ -202,8 +207,8 @@ def _post_batch(
 ) -> Posted:
     """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each
     other."""
-    ops = [dist.P2POp(dist.irecv, x.view(torch.uint8), r, tag=tag) for r, x in receives]
-    ops += [dist.P2POp(dist.isend, _raw(x), r, tag=tag) for r, x in sends]
+    ops = [dist.P2POp(dist.irecv, as_bytes(x), r, tag=tag) for r, x in receives]
+    ops += [dist.P2POp(dist.isend, as_bytes(x), r, tag=tag) for r, x in sends]
     works = dist.batch_isend_irecv(ops) if ops else []
     if len(works) != len(ops):  # one Work for all
         return [list(works) for _ in receives], [works[-1] for _ in sends]
@@ -215,7 +220,7 @@ def _failure(what: object, error: Exception) -> CommError:
     return CommError(
         f"{what}. This failed: the other rank is gone, or did not come here within the time limit "
         f"of the process group; look for the first error among the ranks.{failures.first()} "
-        f"Backend's words: {words[0] if words else error!r}"
+        f"Backend error: {words[0] if words else error!r}"
     )
 
 

@@ -22,6 +22,7 @@ from disttensor.random.state import forked
 from disttensor.spec import DistSpec
 from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.tensor_meta import described
 from disttensor.torch_private import storage_id
 from disttensor.tree import flat, rebuilt
 
@@ -143,8 +144,8 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
                 view_copies.enter(
                     t, sources[storage_id(t.local.untyped_storage())], errors.name_of(func)
                 )
-        if objects.others(mesh) and infer.dynamic(func, args, kwargs):
-            objects.tell(mesh, objects.described(result))
+        if objects.others(mesh.ranks) and infer.dynamic(func, args, kwargs):
+            objects.send_object(described(result), mesh.ranks, mesh.device)
         return result
 
     return run

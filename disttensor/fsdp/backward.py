@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from disttensor.comm import collectives
+from disttensor.comm.work import Work
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
@@ -34,7 +35,7 @@ class Backward:
         self.ready: set[Segment] = set()
         self.launched: set[Segment] = set()
         self.late: set[Segment] = set()
-        self.running: deque[tuple[Steps, collectives.Pending]] = deque()
+        self.running: deque[tuple[Steps, Work[Any]]] = deque()
 
     def enter(self, forward: SegmentForward) -> bool:
         """True for the first time."""

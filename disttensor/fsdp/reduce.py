@@ -22,12 +22,14 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives
+from disttensor.comm.wire import factors
+from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout, pack
 from disttensor.fsdp.param import FSDPParam
 from disttensor.layout import Axes
 
 Tensor = torch.Tensor
-Steps = Generator[collectives.Pending, None, None]
+Steps = Generator[Work[Any], None, None]
 
 
 def reductions(
@@ -120,7 +122,7 @@ class _Bucket:
         self.prescale, self.postscale = 1.0, 1.0
         if axis in axes and self.rest:
             ranks = math.prod(mesh.shape[a] for a in axes)
-            self.prescale, self.postscale = collectives.factors("sum", ranks, dtype)
+            self.prescale, self.postscale = factors("sum", ranks, dtype)
 
     def own_row(self, dtype: torch.dtype) -> Tensor:
         """[width]: the row of this rank, of gradients that are complete over the axis."""
@@ -140,7 +142,7 @@ class _Bucket:
                 if earlier is not None:
                     pieces[i].add_(earlier, alpha=self.prescale)
                     counts[i] += 1
-            yield collectives.start_all_reduce(row, "sum", self.replicas)
+            yield collectives.all_reduce(row, "sum", self.replicas, inplace=True, async_op=True)
             rest = ()
         if self.postscale != 1:
             pieces = [
@@ -165,7 +167,7 @@ def _reduce_scatter(
             block.mul_(bucket.prescale)
     row = wire.new_empty(wire.shape[1])
     group = mesh.group((axis,), "reduce")
-    work = collectives.start_reduce_scatter(wire.view(-1), row, "sum", group)
+    work = collectives.reduce_scatter(wire.view(-1), "sum", group, out=row, async_op=True)
     del wire, block
     yield work
     steps = [b.reduce_replicas(r) for b, r in zip(buckets, row.split(widths), strict=True)]
@@ -183,7 +185,7 @@ def _slice(
     bucket = _Bucket(params, axes, axis, last, dtype)
     row = bucket.own_row(dtype)
     # What follows keeps the order of the reductions that did communicate.
-    yield collectives.OVER
+    yield finished(row)
     yield from bucket.reduce_replicas(row)
 
 
@@ -199,7 +201,9 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
     counts.copy_(torch.tensor(present))
     shapes = [g.shape for g in grads]
     del grads, flat
-    yield collectives.start_all_reduce(row, "sum", mesh.group(axes, "reduce"))
+    yield collectives.all_reduce(
+        row, "sum", mesh.group(axes, "reduce"), inplace=True, async_op=True
+    )
     totals = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     pieces = [param.own_piece(total) for param, total in zip(params, totals, strict=True)]
     _accumulate(params, pieces, (), present, counts)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives
-from disttensor.create import digest
+from disttensor.comm import collectives, objects
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Replicate
 from disttensor.tensor.dist_tensor import DistTensor
@@ -86,12 +85,12 @@ def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
     named = dict(_named(module_or_tensors))
     names = {id(x): name for name, x in reversed(named.items())}
     for x, mesh, axes in _shared(named.values()):
-        entry = (digest(x.local), repr(x.spec))
+        entry = (objects.digest(x.local), repr(x.spec))
         groups.setdefault((mesh, axes), {})[names[id(x)]] = entry
     for (mesh, axes), mine in groups.items():
         group = mesh.group(axes)
-        found += _differences(collectives.gather_objects(mine, group), group)
-    everywhere = collectives.gather_objects(found, collectives.the_world())
+        found += _differences(objects.gather_objects(mine, group), group)
+    everywhere = objects.gather_objects(found, collectives.world_group())
     lines = sorted({tuple(line) for ours in everywhere for line in ours})
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""

@@ -21,6 +21,7 @@ from disttensor.meta.quick import quick
 from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.tensor_meta import TensorMeta, described
 from disttensor.torch_private import autocast_is_on
 from disttensor.tree import flat, rebuilt
 
@@ -212,16 +213,16 @@ def written(
 
 def learned(mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
     """The result of a call whose shapes depend on data: the ranks inside say what they got."""
-    return dressed_as(objects.hear(mesh), mesh, args, kwargs)
+    return dressed_as(objects.recv_object(mesh.ranks, mesh.device), mesh, args, kwargs)
 
 
 def dressed_as(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result that the ranks inside described (``announce.described``), with ghosts."""
+    """The result that the ranks inside described (``described``), with ghosts."""
     tensors = flat((args, kwargs or {}), [])
     device = mesh.device
 
     def dress(value: Any) -> Any:
-        if isinstance(value, objects.Tensor):
+        if isinstance(value, TensorMeta):
             sources = (
                 [t.local for t in tensors if type(t) is DistTensor] if value.requires_grad else []
             )
@@ -239,12 +240,12 @@ def telling(
 ) -> Runner:
     """On a rank inside: the same runner, which tells ranks outside the shapes that depend on
     data."""
-    if not objects.others(mesh) or not infer.dynamic(func, args, kwargs):
+    if not objects.others(mesh.ranks) or not infer.dynamic(func, args, kwargs):
         return run
 
     def told(args: Sequence[Any], kwargs: Any) -> Any:
         result = run(args, kwargs)
-        objects.tell(mesh, objects.described(result))
+        objects.send_object(described(result), mesh.ranks, mesh.device)
         return result
 
     return told

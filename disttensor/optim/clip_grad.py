@@ -102,7 +102,7 @@ def meeting(shares: Shares) -> collectives.Group | None:
     each knows them."""
     meshes = [mesh for mesh in shares if mesh is not None]
     if not everywhere(meshes) or None in shares:
-        return collectives.the_world()
+        return collectives.world_group()
     split = {mesh: split_by(mesh, shares[mesh]) for mesh in meshes}
     if not any(split.values()):
         return None
@@ -110,7 +110,7 @@ def meeting(shares: Shares) -> collectives.Group | None:
     if len(meshes) == 1 and mesh.ranks == tuple(sorted(mesh.ranks)):
         return mesh.group(split[mesh])
     return (
-        collectives.the_world()
+        collectives.world_group()
     )  # rows of a mesh in another order might add up in different orders
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from disttensor.comm import collectives
+from disttensor.comm import collectives, objects
 from disttensor.optim.clip_grad import by_mesh, meeting
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import check_fresh, sync_gradients
@@ -47,7 +47,7 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
             f"shard_scaler: a torch.amp.GradScaler is expected, not {type(scaler).__name__}"
         )
     mine = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
-    everyone = collectives.gather_objects(mine, collectives.the_world())
+    everyone = objects.gather_objects(mine, collectives.world_group())
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(
@@ -86,7 +86,7 @@ def _unscale_grads_(
     except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
         refused = error
         found.fill_(1.0)
-    group = collectives.the_world() if whole else meeting(by_mesh(params))
+    group = collectives.world_group() if whole else meeting(by_mesh(params))
     if group is not None:
         found = collectives.all_reduce(found, "max", group)
     if refused is not None:

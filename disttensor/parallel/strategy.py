@@ -13,10 +13,10 @@ from torch import nn
 
 from disttensor import pipeline
 from disttensor.comm import collectives
-from disttensor.create import init_mesh, start
+from disttensor.comm.process_group import join_world
 from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
 from disttensor.fsdp.segment_policy import Segments, segments_of
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, init_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import shard_module
@@ -146,7 +146,7 @@ class Strategy:
         Degrees(pp=2, dp=4, sharding=1, cp=1, tp=4)
         """
         if world is None:
-            start(self.device_type)
+            join_world(self.device_type)
             world = collectives.world()[1]
         given = {axis: getattr(self, axis) for axis in AXES}
         return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from disttensor.comm import collectives
+from disttensor.comm import collectives, objects
 from disttensor.pipeline.timeline import Event, Timeline
 
 _open: list[Recorder] = []
@@ -33,7 +33,7 @@ class Recorder:
     def timeline(self) -> Timeline:
         """Of all ranks of the world, which all make this call. One clock: the processes of one
         machine."""
-        everyone = collectives.gather_objects(self.events, collectives.the_world())
+        everyone = objects.gather_objects(self.events, collectives.world_group())
         return Timeline([event for events in everyone for event in events])
 
 

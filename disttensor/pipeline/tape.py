@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from disttensor.autograd import recompute, token
+from disttensor.comm.work import Work
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor.cross_mesh import TAPE, start_back
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.gradient import run_backward, seed
 from disttensor.torch_private import node_number
-from reshard.cross_mesh import Arrival
 
 Tensor = torch.Tensor
 
@@ -47,9 +47,9 @@ class Crossing:
         self.sent_in = self.received_in = -1
         self.reached = False
         self.grad: Tensor | None = None
-        self.arrival: Arrival | None = None
+        self.arrival: Work[Tensor] | None = None
 
-    def post(self, grad: Tensor | None) -> Arrival:
+    def post(self, grad: Tensor | None) -> Work[Tensor]:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
             grad = token.blank(self.dst.mesh.device, self.dst.dtype)
@@ -125,7 +125,7 @@ class Tape:
         if self.meshes.index(dst) < self.meshes.index(src):
             self.returns.append(f"from {src!r} to {dst!r}")
 
-    def arrive(self, arrival: Arrival, sends: bool, receives: bool) -> Tensor:
+    def arrive(self, arrival: Work[Tensor], sends: bool, receives: bool) -> Tensor:
         """What a crossing gives on this rank. A receive after a send begins a new visit."""
         if receives and (self._sent or sends):
             self.pause()

@@ -16,11 +16,12 @@ import torch
 from disttensor.autograd import recompute, token
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.comm import p2p
+from disttensor.comm.work import Work
 from disttensor.spec import DistSpec
 from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.torch_private import direct_apply, storage_id
-from reshard.cross_mesh import Arrival, start
+from reshard.cross_mesh import start
 
 Tensor = torch.Tensor
 TAPE: ContextVar[Any] = ContextVar(
@@ -28,7 +29,7 @@ TAPE: ContextVar[Any] = ContextVar(
 )  # of the micro-batch that runs: see disttensor.pipeline
 
 
-def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Arrival:
+def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
     """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
     ``grad`` is that of the local of dst, or of its ghost."""
     (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))

@@ -33,7 +33,9 @@ def full_tensor(self: DistTensor, *, everywhere: bool = False) -> Tensor:
     spec = self.spec
     full = resharded(self, spec.replicated()).local if self.is_initialized else None
     if everywhere:
-        return objects.spread(spec.mesh, full, spec.shape, spec.dtype)
+        return objects.broadcast_value(
+            full, spec.mesh.ranks, spec.mesh.device, spec.shape, spec.dtype
+        )
     return self.to_local() if full is None else full
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor import errors
-from disttensor.comm import collectives, desync, groups
+from disttensor.comm import collectives, desync, groups, objects
 from disttensor.comm.log import record_comms
 from disttensor.mesh import ProcessMesh
 from tests.support import pool
@@ -137,7 +137,7 @@ def test_results_are_plain_and_inputs_stay():
     for out in outs:
         assert not out.requires_grad and out.data_ptr() != x.data_ptr()
     assert torch.equal(x, torch.ones(2, 2))
-    assert collectives.gather_objects({"rank": group.index}, group) == [{"rank": 0}, {"rank": 1}]
+    assert objects.gather_objects({"rank": group.index}, group) == [{"rank": 0}, {"rank": 1}]
 
 
 def test_a_group_of_one_needs_no_backend():
@@ -152,7 +152,7 @@ def test_a_group_of_one_needs_no_backend():
         assert torch.equal(collectives.all_to_all([x], [6], group)[0], x[0])
         assert torch.equal(collectives.broadcast(x, 0, group), x)
         assert torch.equal(collectives.scatter([x], x, 0, group), x)
-        assert collectives.gather_objects(7, group) == [7]
+        assert objects.gather_objects(7, group) == [7]
     assert len(log) == 0
 
 
@@ -208,9 +208,9 @@ def test_background_collectives_give_what_the_others_give(ranks):
             for op in ("sum", "avg", "max"):
                 whole = collectives.all_reduce(every[i], op, group)
                 total, part = every[i].clone(), torch.empty(2, dtype=dtype)
-                first = collectives.start_all_reduce(total, op, group)
+                first = collectives.all_reduce(total, op, group, inplace=True, async_op=True)
                 x = every[i].clone().requires_grad_()
-                second = collectives.start_reduce_scatter(x, part, op, group)
+                second = collectives.reduce_scatter(x, op, group, out=part, async_op=True)
                 second.wait()
                 first.wait()
                 assert equal(total, whole) and equal(part, whole[2 * i : 2 * i + 2])
@@ -223,8 +223,8 @@ def test_background_collectives_give_what_the_others_give(ranks):
             x = torch.arange(3).add(i).to(dtype)
             flat, rows = torch.empty(3 * n, dtype=dtype), torch.empty(n, 3, dtype=dtype)
             pending = (
-                collectives.start_all_gather(x, flat, group),
-                collectives.start_all_gather(x, rows, group),
+                collectives.all_gather(x, group, out=flat, async_op=True),
+                collectives.all_gather(x, group, out=rows, async_op=True),
             )
             for p in (*pending, *pending):
                 p.wait()
@@ -237,15 +237,15 @@ def test_a_started_collective_does_not_wait_for_the_others():
     x, out = torch.ones(4), torch.empty(8)
     if group.index == 0:
         pending = (
-            collectives.start_all_reduce(x, "sum", ahead),
-            collectives.start_all_gather(x[:2], out[:4], ahead),
+            collectives.all_reduce(x, "sum", ahead, inplace=True, async_op=True),
+            collectives.all_gather(x[:2], ahead, out=out[:4], async_op=True),
         )
         assert not pending[0].done() and not pending[1].done()
     collectives.all_reduce(torch.ones(1), "sum", group)  # rank 1 has started nothing yet
     if group.index == 1:
         pending = (
-            collectives.start_all_reduce(x, "sum", ahead),
-            collectives.start_all_gather(x[:2], out[:4], ahead),
+            collectives.all_reduce(x, "sum", ahead, inplace=True, async_op=True),
+            collectives.all_gather(x[:2], ahead, out=out[:4], async_op=True),
         )
     pending[0].wait()
     assert x.tolist() == [2, 2, 2, 2]
@@ -258,9 +258,9 @@ def test_what_is_recorded_of_background_collectives():
     x, out = torch.ones(32), torch.empty(128)
     with record_comms() as log:
         pending = [
-            collectives.start_all_reduce(x, "sum", group),
-            collectives.start_all_gather(x, out, group),
-            collectives.start_reduce_scatter(x, out[:8], "sum", group),
+            collectives.all_reduce(x, "sum", group, inplace=True, async_op=True),
+            collectives.all_gather(x, group, out=out, async_op=True),
+            collectives.reduce_scatter(x, "sum", group, out=out[:8], async_op=True),
         ]
     with record_comms() as none:
         for p in pending:
@@ -274,21 +274,23 @@ def test_what_is_recorded_of_background_collectives():
     assert [r.bytes for r in log] == [192, 384, 96]
     assert all("test_collectives.py:" in r.where for r in log)
     with desync.debug(seconds=10):
-        collectives.start_all_reduce(x, "sum", group).wait()
+        collectives.all_reduce(x, "sum", group, inplace=True, async_op=True).wait()
         with pytest.raises(errors.MismatchError, match=r"rank 1: all_reduce\(max\)"):
-            collectives.start_all_reduce(x, "max" if group.index == 1 else "sum", group)
+            collectives.all_reduce(
+                x, "max" if group.index == 1 else "sum", group, inplace=True, async_op=True
+            )
 
 
 def test_background_collectives_in_a_group_of_one():
     group = ProcessMesh([0], ("dp",)).group((0,), "background")
     x, out = torch.arange(4.0), torch.empty(1, 4)
     for op in ("sum", "avg", "max"):
-        pending = collectives.start_all_reduce(x, op, group)
+        pending = collectives.all_reduce(x, op, group, inplace=True, async_op=True)
         assert pending.done() and equal(x, torch.arange(4.0))
         pending.wait()
-        collectives.start_reduce_scatter(x, out, op, group).wait()
+        collectives.reduce_scatter(x, op, group, out=out, async_op=True).wait()
         assert equal(out[0], x)
-    pending = collectives.start_all_gather(x + 1, out, group)
+    pending = collectives.all_gather(x + 1, group, out=out, async_op=True)
     assert pending.done() and equal(out[0], x + 1)
 
 
@@ -296,11 +298,25 @@ def test_what_cannot_be_sent_as_it_is_is_refused():
     group = ProcessMesh([0], ("dp",)).group((0,))
     x = torch.ones(4)
     for call, words in [
-        (lambda: collectives.start_all_reduce(x.expand(2, 4), "sum", group), "contiguous"),
-        (lambda: collectives.start_all_reduce(x.bool(), "sum", group), "bool"),
-        (lambda: collectives.start_all_reduce(x.int(), "avg", group), "average of"),
-        (lambda: collectives.start_all_gather(x, x[:2], group), "not 1 times"),
-        (lambda: collectives.start_reduce_scatter(x, x.double(), "sum", group), "not 1 times"),
+        (
+            lambda: collectives.all_reduce(
+                x.expand(2, 4), "sum", group, inplace=True, async_op=True
+            ),
+            "contiguous",
+        ),
+        (
+            lambda: collectives.all_reduce(x.bool(), "sum", group, inplace=True, async_op=True),
+            "bool",
+        ),
+        (
+            lambda: collectives.all_reduce(x.int(), "avg", group, inplace=True, async_op=True),
+            "average of",
+        ),
+        (lambda: collectives.all_gather(x, group, out=x[:2], async_op=True), "not 1 times"),
+        (
+            lambda: collectives.reduce_scatter(x, "sum", group, out=x.double(), async_op=True),
+            "not 1 times",
+        ),
     ]:
         with pytest.raises(collectives.CommError, match=words):
             call()
@@ -363,7 +379,9 @@ def lose_a_rank(background):
     groups.set_timeout(timedelta(seconds=1), group.pg)
     with pytest.raises(collectives.CommError) as caught:
         if background:
-            pending = collectives.start_all_reduce(torch.ones(1), "sum", group)
+            pending = collectives.all_reduce(
+                torch.ones(1), "sum", group, inplace=True, async_op=True
+            )
             with pytest.raises(collectives.CommError):
                 pending.wait()
             assert pending.done()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from disttensor.comm import collectives
+from disttensor.comm import collectives, wire
 from disttensor.mesh import ProcessMesh
 from tests.support.pool import fake_world, on_ranks
 
@@ -18,7 +18,7 @@ LARGEST, TINIEST = 65504.0, 2.0**-24
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_fp16_factors_are_powers_of_two_near_the_root_of_n(op):
     for n in range(1, 4097):
-        before, after = collectives.factors(op, n, HALF)
+        before, after = wire.factors(op, n, HALF)
         if op == "avg":  # the rest of the division comes after, too
             assert before * after == pytest.approx(1 / n, rel=1e-15)
         else:
@@ -29,15 +29,15 @@ def test_fp16_factors_are_powers_of_two_near_the_root_of_n(op):
 
 def test_other_dtypes_need_no_factor_before():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert collectives.factors("sum", 48, dtype) == (1, 1)
-        assert collectives.factors("avg", 48, dtype) == (1, 1 / 48)
+        assert wire.factors("sum", 48, dtype) == (1, 1)
+        assert wire.factors("avg", 48, dtype) == (1, 1 / 48)
 
 
 def reduced(x, op, group):
     """The same reduction by all four ways; x is [n] and the part of this rank is [1]."""
     part, total = torch.empty(1, dtype=x.dtype), x.clone()
-    collectives.start_reduce_scatter(x, part, op, group).wait()
-    collectives.start_all_reduce(total, op, group).wait()
+    collectives.reduce_scatter(x, op, group, out=part, async_op=True).wait()
+    collectives.all_reduce(total, op, group, inplace=True, async_op=True).wait()
     return (
         collectives.all_reduce(x, op, group),
         total,
@@ -112,20 +112,20 @@ def test_the_backend_is_asked_for_an_average_where_it_has_one():
     with fake_world(4):
         group = ProcessMesh(range(4), ("dp",)).group((0,))
         x = torch.ones(4)
-        assert collectives._scaled("avg", x, group) == (
+        assert wire.scaled("avg", x, group) == (
             "sum",
             1,
             1 / 4,
         )  # the fake backend has none
-        assert collectives._scaled("avg", x.half(), group) == ("sum", 1 / 2, 2 / 4)
-        assert collectives._scaled("sum", x, group) == ("sum", 1, 1)
-        assert collectives._scaled("max", x.half(), group) == ("max", 1, 1)
+        assert wire.scaled("avg", x.half(), group) == ("sum", 1 / 2, 2 / 4)
+        assert wire.scaled("sum", x, group) == ("sum", 1, 1)
+        assert wire.scaled("max", x.half(), group) == ("max", 1, 1)
     gloo_has_it()
 
 
 @on_ranks(2)
 def gloo_has_it():
     group = ProcessMesh([0, 1], ("dp",)).group((0,))
-    if "gloo" in collectives._AVERAGE:
-        assert collectives._scaled("avg", torch.ones(4), group) == ("avg", 1, 1)
-        assert collectives._scaled("avg", torch.ones(4).bfloat16(), group) == ("avg", 1, 1)
+    if "gloo" in wire.AVERAGES:
+        assert wire.scaled("avg", torch.ones(4), group) == ("avg", 1, 1)
+        assert wire.scaled("avg", torch.ones(4).bfloat16(), group) == ("avg", 1, 1)

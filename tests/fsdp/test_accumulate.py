@@ -365,9 +365,9 @@ def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -
     the all-reduce, the first would count with the ranks of one replica only: (1/8) of them, were
     each sum divided by what it was over."""
     monkeypatch.setattr(
-        collectives, "start_reduce_scatter", lambda x, out, op, ranks: Waiting(x, out, ranks)
+        collectives, "reduce_scatter", lambda x, op, ranks, out, **_: Waiting(x, out, ranks)
     )
-    monkeypatch.setattr(collectives, "start_all_reduce", lambda x, op, ranks: Waiting(x, x, ranks))
+    monkeypatch.setattr(collectives, "all_reduce", lambda x, op, ranks, **_: Waiting(x, x, ranks))
     world = [Alone(rank) for rank in range(REPLICAS * SHARDS)]
     g = torch.randn(2, len(world), 16, generator=torch.Generator().manual_seed(0)).double()
     for micro in range(2):

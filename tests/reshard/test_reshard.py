@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reshard
-from disttensor.comm import collectives
+from disttensor.comm import collectives, objects
 from disttensor.comm.log import record_comms
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -47,7 +47,7 @@ def check_pairs(
         if log:
             assert out.is_contiguous()
         outs.append(out.clone())
-    everybody = collectives.gather_objects(outs, mesh.group(range(mesh.ndim)))
+    everybody = objects.gather_objects(outs, mesh.group(range(mesh.ndim)))
     for i, (a, b) in enumerate(pairs):
         found = {place: each[i] for place, each in zip(mesh.coordinates(), everybody, strict=True)}
         check_pair(spec(mesh, a, shape, dtype), spec(mesh, b, shape, dtype), whole, found)

@@ -1,0 +1,138 @@
+"""How numbers travel: dtypes that every backend sends and reduces, and the limits of fp16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from disttensor.comm.groups import Group
+from disttensor.errors import CommError
+from disttensor.torch_private import backend_of
+
+Tensor = torch.Tensor
+
+# What every backend sends as it is; all else travels as bytes, and is reduced in a wider dtype.
+NATIVE = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+          torch.uint8, torch.int8}  # fmt: skip
+
+# Backends whose own AVG is a sum and one division. Others reduce a sum that is divided here.
+AVERAGES = {"nccl", "gloo"} if torch.__version__ >= "2.13" else {"nccl"}
+
+
+def dense(x: Tensor) -> Tensor:
+    """x as the memory says: detached, contiguous, no conjugation or sign left to be applied."""
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes. One element may have any stride, which a view
+    would not take."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def sendable(x: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend sends."""
+    return x if x.dtype in NATIVE else as_bytes(x)
+
+
+def matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
+    """The same memory in shapes that gloo takes: ``all_`` joins pieces like ``one`` along dim 0."""
+    if one.ndim and one.ndim == all_.ndim and one.shape[1:] == all_.shape[1:]:
+        return one, all_
+    return one.view(-1), all_.view(-1)
+
+
+def in_place(kind: str, x: Tensor, op: str = "") -> Tensor:
+    """x, detached, if its memory can be sent (and with ``op`` reduced) as it is."""
+    if not x.is_contiguous() or x.is_conj() or x.is_neg() or (op and x.dtype not in NATIVE):
+        raise CommError(
+            f"{kind} in place or into a given tensor sends memory as it is: contiguous, and for a "
+            f"reduction of a dtype that every backend reduces, not {x.dtype} of strides "
+            f"{x.stride()}. Make it so first: x.contiguous(), x.to(...)"
+        )
+    _check_average(x, op)
+    return x.detach() if x.requires_grad else x
+
+
+def check_sizes(kind: str, small: Tensor, large: Tensor, n: int) -> None:
+    if small.numel() * n != large.numel() or small.dtype != large.dtype:
+        raise CommError(
+            f"{kind} over {n} ranks: {large.dtype} of {large.numel()} elements is not {n} times "
+            f"{small.dtype} of {small.numel()}"
+        )
+
+
+def _check_average(x: Tensor, op: str) -> None:
+    if op == "avg" and not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise CommError(
+            f"the average of {x.dtype} values is not {x.dtype}: reduce with 'sum' and divide"
+        )
+
+
+def encoded(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """A dense tensor that every backend reduces, and the way back (None: nothing to undo)."""
+    x, dtype = dense(x), x.dtype
+    if dtype.is_complex:
+        if op not in ("sum", "avg"):
+            raise CommError(f"reducing complex numbers with {op!r} has no meaning on the wire")
+        return torch.view_as_real(x), torch.view_as_complex
+    _check_average(x, op)
+    if op in ("any", "all"):
+        wire = (x if dtype == torch.bool else x != 0).to(torch.uint8)
+    elif dtype == torch.bool:
+        wire = x.to(torch.int32 if op == "sum" else torch.uint8)
+    elif dtype not in NATIVE:
+        wire = x.to(torch.float32 if dtype.is_floating_point else torch.int64)
+    else:
+        return x, None
+    return wire, lambda t: t.to(dtype)
+
+
+def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
+    """What n ranks multiply by before and after they add up, so that the result is the ``op``
+    ("sum" or "avg").
+
+    fp16 overflows above 65504 and flushes to zero below 2**-24, so a sum over n ranks is scaled by
+    2**-k before, the power of two near 1/sqrt(n), and the rest of the way after. Sums on the way
+    may then reach 2**k * 65504, and values keep their bits down to 2**k * 2**-24. Other dtypes need
+    nothing before.
+    """
+    half = math.log2(n) / 2
+    if dtype != torch.float16:
+        k = 0
+    elif op == "avg":
+        k = math.floor(half + 0.5)
+    else:  # two ranks have no sum on the way
+        k = math.ceil(half - 0.5)
+    return 2.0**-k, 2.0**k / n if op == "avg" else 2.0**k
+
+
+def scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
+    """The backend's reduction for ``op``, and the factors before and after it."""
+    if op == "avg" and wire.dtype != torch.float16:
+        if backend_of(group.pg, wire.device).name() in AVERAGES:
+            return "avg", 1.0, 1.0
+    elif op != "avg" and (op != "sum" or wire.dtype != torch.float16):
+        return op, 1.0, 1.0
+    return "sum", *factors(op, group.size, wire.dtype)
+
+
+def add_up(rows: list[Tensor], out: Tensor, op: str) -> Tensor:
+    """The sum or average of ``rows`` in ``out``: in one order on all ranks, in float32 for narrower
+    numbers."""
+    first, second, *rest = rows
+    if out.dtype in (torch.float16, torch.bfloat16):
+        total = first.float().add_(second)
+    else:
+        total = torch.add(first, second, out=out)
+    for row in rest:
+        total.add_(row)
+    if op == "avg":
+        total.div_(len(rows))
+    return out if total is out else out.copy_(total)

@@ -1,0 +1,45 @@
+"""Work: what was started, and is waited for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """Something under way. Do not touch the tensors that it was started with before ``wait``.
+
+    ``wait`` gives the result of ``finish``, or raises its error, as often as it is asked.
+    """
+
+    __slots__ = ("_done", "_error", "_finish", "_result")
+
+    def __init__(self, finish: Callable[[], T], done: Callable[[], bool] | None = None) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._done = done  # None: nobody can tell before ``wait``
+        self._error: Exception | None = None
+        self._result: Any = None
+
+    def done(self) -> bool:
+        """Would ``wait`` return, or raise, at once?"""
+        return self._finish is None or (self._done is not None and self._done())
+
+    def wait(self) -> T:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                self._result = finish()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[no-any-return]
+
+
+def finished(result: T) -> Work[T]:
+    """Work with nothing left to do."""
+    work = Work(lambda: result, lambda: True)
+    work.wait()
+    return work
