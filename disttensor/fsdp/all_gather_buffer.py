@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives
+from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
 from disttensor.torch_private import set_versions
@@ -34,7 +35,7 @@ class AllGatherBuffer:
             param.use_memory(tensor)
         self.nbytes = self.memory.untyped_storage().nbytes()
         self.is_gathered = False
-        self._arriving: tuple[collectives.Pending, Tensor, Any] | None = None
+        self._arriving: tuple[Work[Tensor], Tensor, Any] | None = None
         self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
         self._version = 1  # of the memory while it is gathered
         self.free()
@@ -51,11 +52,12 @@ class AllGatherBuffer:
         if self._arriving is not None or self.is_gathered:
             return
         shards = [p.sharded_param.local.detach() for p in self.params]
-        row, work = self.layout.pack_row(shards, self.memory.dtype), collectives.OVER
+        row = self.layout.pack_row(shards, self.memory.dtype)
+        work = finished(row)
         out = row
         if self.group is not None:
             out = row.new_empty(self.layout.n * self.layout.total)
-            work = collectives.start_all_gather(row, out, self.group)
+            work = collectives.all_gather(row, self.group, out=out, async_op=True)
         self._arriving = work, out, self._versions()
 
     def finish(self) -> None:
