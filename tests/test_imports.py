@@ -20,6 +20,7 @@ ROOMS = (
     "torch_private",
     "cache",
     "runtime",
+    "switch",
     "errors",
     "placement",
     "layout",

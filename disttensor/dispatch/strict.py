@@ -8,8 +8,9 @@ from typing import Any
 import reshard
 from disttensor.errors import FallbackWarning, StrictError, name_of, user_line
 from disttensor.spec import DistSpec
+from disttensor.switch import Switch
 
-level = 0  # how many strict() blocks are open
+level = Switch("strict")
 _warned: set[Any] = set()
 
 
@@ -22,13 +23,11 @@ class strict:
     """
 
     def __enter__(self) -> strict:
-        global level
-        level += 1
+        level.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        global level
-        level -= 1
+        level.__exit__()
 
 
 def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]) -> None:

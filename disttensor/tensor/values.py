@@ -15,6 +15,7 @@ from disttensor.errors import user_line
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
+from disttensor.switch import Switch
 from disttensor.tensor import view_copies
 from disttensor.tensor.dist_tensor import DistTensor, resharded, wrap
 
@@ -49,14 +50,14 @@ class values_everywhere:
     2.0
     """
 
-    level = 0
+    level = Switch("values_everywhere")
 
     def __enter__(self) -> values_everywhere:
-        values_everywhere.level += 1
+        self.level.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        values_everywhere.level -= 1
+        self.level.__exit__()
 
 
 def broadcast_value(x: Any) -> Tensor:
