@@ -17,8 +17,8 @@ from disttensor.meta import execute, infer
 from disttensor.placement import Placement
 from disttensor.random import state
 from disttensor.spec import DistSpec
-from disttensor.tensor.cross_mesh import cross
-from disttensor.tensor.dist_tensor import DistTensor, resharded, wrap
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
 
@@ -192,8 +192,6 @@ def reshard(
         check_partial(dst)
         if key is not None:
             _targets[key] = dst
-    if mesh is not x.spec.mesh:
-        return cross(x, dst)
     return resharded(x, dst, fresh=True)
 
 

@@ -18,6 +18,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described
 from disttensor.tree import flat, rebuilt, substitute
 
@@ -108,8 +109,8 @@ def local_map(
                 if (
                     typed.layout != grads
                 ):  # the gradient arrives in another layout than the argument's dual
-                    return _regrad(x.moved_for(spec, ()), spec, spec.with_layout(grads))
-            return x.moved_for(spec, axes)
+                    return _regrad(moved_for(x, spec, ()), spec, spec.with_layout(grads))
+            return moved_for(x, spec, axes)
 
         result = fn(*substitute(args, take), **substitute(kwargs, take))
         lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))

@@ -16,16 +16,14 @@ in the reverse order of their making, runs the transfers of the backward in one 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
 _used: list[torch.device] = []
-remade = [0]  # how often a tensor outside got another ghost or spec than the one it was made with
+replaced = [0]  # how often a tensor outside got another token or spec than the one it was made with
 
 
 @lru_cache(maxsize=64)
@@ -55,30 +53,6 @@ def anchors() -> list[Tensor]:
 
 def leaf(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device, requires_grad=True)
-
-
-def share(view: Any, base: Any) -> None:
-    """``view`` shares the memory of ``base`` on the ranks inside: what is written to one is written
-    to both."""
-    while base._viewed is not None:
-        base = base._viewed
-    view._viewed = base
-    local = base.local
-    if local.requires_grad and local.is_leaf:
-        return  # it cannot be written to
-    views = base._views
-    if views is None:
-        base._views = [weakref.ref(view)]
-        return
-    if len(views) > 31:
-        views[:] = [v for v in views if v() is not None]
-    views.append(weakref.ref(view))
-
-
-def family(x: Any) -> list[Any]:
-    """All that share the memory of x, x among them."""
-    base = x if x._viewed is None else x._viewed
-    return [base, *(v for v in (ref() for ref in base._views or ()) if v is not None), x]
 
 
 def joined(ghosts: Iterable[Tensor], device: torch.device) -> Tensor:

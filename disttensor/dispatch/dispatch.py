@@ -19,7 +19,7 @@ from disttensor.dispatch.execute import runner_of
 from disttensor.dispatch.plan import Uncacheable, key_of, layouts_of, make_plan, plain_spec
 from disttensor.dispatch.reduction_cache import shared
 from disttensor.meta import execute
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
 from disttensor.tree import flat, substitute
 from ops.factors import Arg
 from ops.infer import NoRule
@@ -174,4 +174,4 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> Any:
     return mesh
 
 
-DistTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
+carry_out_with(dispatch)

@@ -15,10 +15,12 @@ from disttensor.dispatch import strict
 from disttensor.dispatch.plan import Plan
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
-from disttensor.tensor import view_copies
-from disttensor.tensor.dist_tensor import DistTensor, relabels, wrap
+from disttensor.tensor import views
+from disttensor.tensor.base import from_origin, origin_of, set_origin
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.grad import is_gradient, owner_of
 from disttensor.tensor.grad_sync import sync_gradients
-from disttensor.tensor.gradient import owner_of
+from disttensor.tensor.reshard import moved_for, relabels
 from disttensor.torch_private import make_subclass
 from disttensor.tree import flat, rebuilt, substitute
 
@@ -62,7 +64,7 @@ def repeating(local: Function, run: Runner) -> Runner:
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         out = run(args, kwargs)
-        if out.local.requires_grad and torch.is_grad_enabled() and out._origin is None:
+        if out.local.requires_grad and torch.is_grad_enabled() and origin_of(out) is None:
             words = kwargs or {}
             made = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
             versions = [_version(t) for t in made]
@@ -79,7 +81,7 @@ def repeating(local: Function, run: Runner) -> Runner:
                     **{k: varying(v, axes) for k, v in words.items()},
                 )
 
-            out._origin = again
+            set_origin(out, again)
         return out
 
     return call
@@ -102,7 +104,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     ]  # axes: varying over them
     as_it_is = not (inplace or plan.view or plan.any_varying or kwargs)
     one, two = as_it_is and uses == [()], as_it_is and uses == [(), ()]
-    views = plan.view and not inplace and not kwargs
+    viewing = plan.view and not inplace and not kwargs
     taken = spec.varies
     replays = plan.view and any(n > 1 and a not in taken for a, n in enumerate(plan.mesh.shape))
     itself = plan.view  # may give its argument, as x.contiguous() does
@@ -114,15 +116,20 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             out = local(args[0].local, args[1].local)
         elif one:
             out = local(args[0].local)
-        elif views:
+        elif viewing:
             x = args[0]
             out = local(x.local, *args[1:])
-            if out is not x.local and type(out) is Tensor and out.dtype is dtype and not x._copied:
+            if (
+                out is not x.local
+                and type(out) is Tensor
+                and out.dtype is dtype
+                and x._view_state is None
+            ):
                 new = make_subclass(DistTensor, meta_tensor)
                 new.local = out
                 new.spec = spec
                 if replays and out.requires_grad and torch.is_grad_enabled():
-                    new._origin = replay(local, x, args[1:], {})
+                    new._grad_state = from_origin(partial(replay, local, x, args[1:], {}))
                 return new
         else:
             out = call(args, kwargs)
@@ -136,7 +143,7 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
         return new
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if inplace and args[0]._copied:
+        if inplace and args[0]._view_state is not None:
             refuse_copies(func, args[0])
         # spelled out, not used(): a call or a keyword for each argument costs in the warm path
         locals_: list[Any] = [
@@ -160,20 +167,19 @@ def direct(func: Function, plan: Plan, args: Sequence[Any], kwargs: dict[str, An
             spec = checked(plan, out, spec)
             dtype, meta_tensor = spec.dtype, spec.meta_tensor
         new = wrap(out, spec)
-        if itself and type(x) is DistTensor and x._copied:
-            view_copies.inherit(new, x)
+        if itself and type(x) is DistTensor and x._view_state is not None:
+            views.inherit(new, x)
         if replays and out.requires_grad and torch.is_grad_enabled():
-            new._origin = replay(local, x, args[1:], kwargs or {})
+            new._grad_state = from_origin(partial(replay, local, x, args[1:], kwargs or {}))
         return new
 
     return run
 
 
-def replay(
-    local: Function, x: DistTensor, rest: Sequence[Any], kwargs: Any
-) -> Callable[[Axes], Tensor]:
+def replay(local: Function, x: DistTensor, rest: Sequence[Any], kwargs: Any, axes: Axes) -> Tensor:
     """The origin of a view: a varying use of the view is the view of a varying use."""
-    return lambda axes: local(x.local_for(axes), *rest, **kwargs)
+    out: Tensor = local(x.local_for(axes), *rest, **kwargs)
+    return out
 
 
 def used(a: Any, axes: Axes | None) -> Any:
@@ -243,16 +249,16 @@ def general(func: Function, plan: Plan, specs: list[DistSpec], shallow: Any) -> 
             and type(result) is DistTensor
         ):
             rest = tuple(local_args[1:])
-            result._origin = replay(local, x, rest, local_kwargs)
-        if plan.view and not moved and type(x) is DistTensor and x._copied:
+            set_origin(result, partial(replay, local, x, rest, local_kwargs))
+        if plan.view and not moved and type(x) is DistTensor and x._view_state is not None:
             for r in flat(result, []):
-                view_copies.inherit(r, x)
+                views.inherit(r, x)
         elif plan.view and moved:
             for r in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(r, DistTensor) and type(x) is DistTensor:
-                    view_copies.enter(r, x, errors.name_of(func))
-                    if func is Tensor.__getitem__:
-                        r._back = partial(_setitem, x, args[1])
+                    indexed = func is Tensor.__getitem__
+                    back = partial(_setitem, x, args[1]) if indexed else None
+                    views.enter(r, x, errors.name_of(func), back)
         return result
 
     return run
@@ -262,7 +268,8 @@ def settle(args: Sequence[Any], kwargs: Any, settles: Sequence[bool]) -> bool:
     """Where pending gradients of parameters are wanted whole, reduce them for good: as an optimizer
     step would."""
     if not kwargs and not any(
-        type(a) is list or type(a) is tuple or getattr(a, "_owner", None) is not None for a in args
+        type(a) is list or type(a) is tuple or (type(a) is DistTensor and is_gradient(a))
+        for a in args
     ):
         return False
     tensors = flat((args, kwargs or {}), [])
@@ -286,7 +293,7 @@ def local_as(t: Tensor, want: DistSpec | None, axes: Axes, spec: DistSpec) -> Te
         t = wrap(t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, spec)
     if want is None:
         return t.local_for(axes) if axes else t.local
-    return t.moved_for(want, axes)
+    return moved_for(t, want, axes)
 
 
 def _local_of(a: Any, plan: Plan) -> Any:
@@ -345,28 +352,18 @@ def give(out: Any, gives: list[DistSpec], plan: Plan) -> Any:
 def refuse_copies(func: Function, target: Any) -> None:
     """Before a write: raise where it would be lost."""
     for t in target if isinstance(target, (list, tuple)) else (target,):
-        if type(t) is DistTensor and t._copied and t._back is None:
-            raise RuntimeError(
-                f"{errors.name_of(func)}: {t.spec!r} came from {t._copied}, which had to move data "
-                "and gave a copy, so writing to it would not reach the tensor it was taken from. "
-                "Reshard that tensor first, or write to a clone()"
-            )
+        if type(t) is DistTensor:
+            views.refuse_copy(t, errors.name_of(func))
 
 
 def written(target: Any, out: Any) -> Any:
     """The result of an in-place function: its target(s), whose uses before this are of the old
     value."""
     if type(target) is DistTensor:
-        if (
-            target._aliases is not None
-            or target._origin is not None
-            or target._reduced is not None
-            or view_copies.LIVE
-        ):
+        if target._grad_state is not None or target._reduced is not None or views.LIVE:
             target.forget_uses()
-        if target._back is not None:
-            with view_copies.up_to_date(target):
-                target._back(target)
+        if target._view_state is not None:
+            views.write_back(target)
         return None if out is None else target
     if isinstance(target, Tensor):  # a plain tensor that took DistTensors in
         return None if out is None else target

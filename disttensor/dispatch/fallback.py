@@ -20,8 +20,9 @@ from disttensor.layout import replicated
 from disttensor.meta import execute, infer
 from disttensor.random.state import forked
 from disttensor.spec import DistSpec
-from disttensor.tensor import view_copies
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described
 from disttensor.torch_private import storage_id
 from disttensor.tree import flat, rebuilt
@@ -89,7 +90,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
         def take(value: Any) -> Any:
             if type(value) is DistTensor:
                 dist.append(value)
-                full = value.moved_for(value.spec.replicated(), ())
+                full = moved_for(value, value.spec.replicated(), ())
                 if value.spec is not value.spec.replicated():
                     if writing and len(dist) == 1:
                         full = full.clone()
@@ -120,18 +121,11 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
             if full._version != version or (
                 writing and tensor is dist[0]
             ):  # apply_ writes without a new version
-                if tensor._copied and tensor._back is None:
-                    raise RuntimeError(
-                        f"{errors.name_of(func)}: {tensor.spec!r} came from {tensor._copied}, "
-                        "which gave a copy: writing to it would not reach the tensor it was taken "
-                        "from. Reshard that tensor first, or write to a clone()"
-                    )
-                back = wrap(full, tensor.spec.replicated()).moved_for(tensor.spec, ())
+                views.refuse_copy(tensor, errors.name_of(func))
+                back = moved_for(wrap(full, tensor.spec.replicated()), tensor.spec, ())
                 tensor.local.copy_(back)
                 tensor.forget_uses()
-                if tensor._back is not None:
-                    with view_copies.up_to_date(tensor):
-                        tensor._back(tensor)
+                views.write_back(tensor)
         if writing and type(args[0]) is DistTensor:
             args[0].forget_uses()
             return args[0] if isinstance(out, Tensor) else out
@@ -141,9 +135,7 @@ def gathered(func: Function, why: str, quiet: bool = False) -> Callable[[Sequenc
             if (
                 type(t) is DistTensor and storage_id(t.local.untyped_storage()) in sources
             ):  # a view, in one process
-                view_copies.enter(
-                    t, sources[storage_id(t.local.untyped_storage())], errors.name_of(func)
-                )
+                views.enter(t, sources[storage_id(t.local.untyped_storage())], errors.name_of(func))
         if objects.others(mesh.ranks) and infer.dynamic(func, args, kwargs):
             objects.send_object(described(result), mesh.ranks, mesh.device)
         return result

@@ -1,60 +1,21 @@
-"""Completes DistTensor: every attribute and method of Tensor that is answered here rather than by a
-rule."""
+"""Functions of torch that are answered here rather than by a rule."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from disttensor.dispatch.dispatch import HANDLERS, handler
 from disttensor.dispatch.fallback import gathered
-from disttensor.tensor import gradient, values
+from disttensor.tensor import backward
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.in_place import become
 
 Tensor = torch.Tensor
 
-
-def _set_requires_grad(x: DistTensor, flag: bool) -> None:
-    x.requires_grad_(flag)
-
-
-_class: Any = DistTensor
-_class.requires_grad = property(lambda x: x.local.requires_grad, _set_requires_grad)
-_class.grad = property(gradient.get_grad, gradient.set_grad, lambda x: gradient.set_grad(x, None))
-_class.data = property(gradient.get_data, gradient.set_data)
-_class.grad_fn = property(lambda x: x.local.grad_fn)
-_class.is_leaf = property(lambda x: x.local.is_leaf)
-_class.retains_grad = property(lambda x: x.local.retains_grad)
-_class.T = property(lambda x: x.permute(*range(x.ndim - 1, -1, -1)))
-_class.mT = property(lambda x: torch.transpose(x, -2, -1))
-_class.H = property(lambda x: torch.transpose(x, 0, 1).conj() if x.ndim else x.conj())
-_class.mH = property(lambda x: torch.transpose(x, -2, -1).conj())
-_class.real = property(lambda x: torch.real(x) if x.is_complex() else x)
-_class.imag = property(lambda x: torch.imag(x))
-for name in (
-    "backward",
-    "requires_grad_",
-    "detach",
-    "detach_",
-    "retain_grad",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-):
-    setattr(DistTensor, name, getattr(gradient, name))
-for name in (
-    "full_tensor", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__",
-    "__float__", "__complex__",
-    "__contains__", "__iter__", "__format__", "__repr__", "__deepcopy__", "__reduce_ex__",
-):  # fmt: skip
-    setattr(DistTensor, name, getattr(values, name))
-del name
-
-# The same as functions ----------------------------------------------------------------------------
-
-HANDLERS[torch.autograd.grad] = gradient.autograd_grad
-HANDLERS[torch.autograd.backward] = gradient.autograd_backward
+HANDLERS[torch.autograd.grad] = backward.autograd_grad
+HANDLERS[torch.autograd.backward] = backward.autograd_backward
 HANDLERS[torch.detach] = lambda input: input.detach()
 HANDLERS[torch.detach_] = lambda input: input.detach_()
 HANDLERS[torch.is_complex] = lambda input: input.spec.dtype.is_complex
@@ -88,19 +49,6 @@ def _of_local(func: Any) -> None:
     HANDLERS[func] = lambda x, *args, **kwargs: func(x.local, *args, **kwargs)
 
 
-def _local_attribute(x: DistTensor, name: str) -> Any:
-    return getattr(x.local, name)
-
-
-for _name in (
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn",
-    "is_mps", "is_mtia", "is_nested",
-    "is_xla", "is_xpu", "is_ipu", "is_maia", "is_vulkan", "_version", "output_nr", "names", "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks", "volatile",
-):  # fmt: skip
-    if hasattr(Tensor, _name):  # a property: without it each question would be a full dispatch
-        setattr(DistTensor, _name, property(partial(_local_attribute, name=_name)))
 for _method in (
     Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage,
     Tensor.storage_type,
@@ -132,9 +80,7 @@ def _is_set_to(x: Any, other: Any) -> bool:
 def _view_in_place(name: str) -> None:
     """``x.t_()`` and its like: x becomes the view."""
     view = getattr(Tensor, name.removesuffix("_"))
-    HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: gradient.become(
-        x, view(x, *args, **kwargs)
-    )
+    HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: become(x, view(x, *args, **kwargs))
 
 
 for _name in (
@@ -186,7 +132,7 @@ def _as_strided(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
 
 @handler(Tensor.__dlpack__)
 def _dlpack(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
-    return values.full_tensor(x).__dlpack__(*args, **kwargs)
+    return x.full_tensor().__dlpack__(*args, **kwargs)
 
 
 @handler(Tensor.pin_memory)
@@ -205,7 +151,7 @@ def _share(x: DistTensor) -> DistTensor:
 
 @handler(torch.is_nonzero, Tensor.is_nonzero)
 def _is_nonzero(input: DistTensor) -> bool:
-    return bool(values.item(input))
+    return bool(input.item())
 
 
 @handler(torch.equal, Tensor.equal)

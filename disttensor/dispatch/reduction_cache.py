@@ -20,7 +20,9 @@ from disttensor.dispatch.plan import decided
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
-from disttensor.tensor.dist_tensor import DistTensor, relabels, resharded, wrap
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.grad import is_gradient
+from disttensor.tensor.reshard import relabels, resharded
 from disttensor.torch_private import top_saved_tensors_hooks
 from disttensor.tree import flat, substitute
 
@@ -119,7 +121,7 @@ def shared(
         for t, waits, reduced in zip(tensors, pending, now, strict=True):
             if not waits or type(t) is not DistTensor or id(t) in found:
                 continue
-            if t._owner is not None:
+            if is_gradient(t):
                 left = True
                 continue
             value = known(t)

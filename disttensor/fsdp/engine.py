@@ -24,8 +24,8 @@ from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import cast_inputs
 from disttensor.fsdp.reduce import Steps, make_groups, reductions
 from disttensor.fsdp.segment import Segment, share_attributes
+from disttensor.tensor.backward import AFTER_FAILURE
 from disttensor.tensor.grad_sync import BEFORE_SYNC, BEFORE_ZERO
-from disttensor.tensor.gradient import AFTER_FAILURE
 from disttensor.torch_private import after_backward, current_backward
 from disttensor.tree import flat, substitute
 

@@ -26,6 +26,7 @@ from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.shard_module import shard_module
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
+from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(25.0)  # unless segments are given
@@ -220,8 +221,7 @@ def _shard(p: DistTensor, axis: int) -> DistTensor:
     else:
         local = reshard.run(p.local.detach(), spec, dst).clone()
         new = wrap(local.requires_grad_(p.requires_grad), dst)
-    new._is_param = True
-    return new
+    return as_parameter(new)
 
 
 @contextmanager

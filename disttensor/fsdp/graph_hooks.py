@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from disttensor.tensor.base import set_origin
 from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
@@ -57,7 +58,7 @@ class SegmentForward:
                 self._add_off_mesh_output(x)
                 continue
             if retire_aliases and isinstance(x, DistTensor):
-                x._origin = x._aliases = None
+                set_origin(x, None)
             hook = boundary(node)
             if self not in hook.entering:
                 hook.entering.append(self)

@@ -18,8 +18,8 @@ import torch
 from disttensor.fsdp.bucket import chunk_of
 from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
+from disttensor.tensor.base import as_parameter, grad_leaves, keep_grad, set_collector
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.gradient import keep, uses
 from disttensor.tree import substitute
 
 Tensor = torch.Tensor
@@ -28,6 +28,8 @@ Tensor = torch.Tensor
 class FSDPParam:
     """axis: the mesh axis that splits ``sharded_param``, None if none does; spec: of
     ``unsharded_param``."""
+
+    feature = "shard_data_parallel"  # for errors of disttensor.tensor
 
     def __init__(
         self, name: str, param: DistTensor, slots: list[Slot], axis: int | None, dtype: torch.dtype
@@ -55,14 +57,13 @@ class FSDPParam:
         return self.unsharded_param is not self.sharded_param
 
     def set_unsharded(self, param: DistTensor) -> None:
-        param._is_param = True
-        self.unsharded_param = param
+        self.unsharded_param = as_parameter(param)
 
     def use_memory(self, memory: Tensor) -> None:
         """``memory`` is the local of ``unsharded_param`` from now on."""
         leaf = memory.detach().requires_grad_(self.sharded_param.requires_grad)
         self.set_unsharded(wrap(leaf, self.spec))
-        self.sharded_param._twin = self
+        set_collector(self.sharded_param, self)
 
     def show_unsharded(self) -> None:
         requires_grad = self.sharded_param.local.requires_grad
@@ -105,7 +106,7 @@ class FSDPParam:
     def grad_leaves(self) -> list[tuple[Axes, Tensor]]:
         """(axes over which the uses vary, leaf that collects their gradient), without the leaf of
         ``sharded_param`` itself: its gradient is complete."""
-        return [use for use in uses(self.unsharded_param) if self.is_copy or use[0]]
+        return [use for use in grad_leaves(self.unsharded_param) if self.is_copy or use[0]]
 
     def new_leaves(self) -> list[Tensor]:
         """The leaves that have come since the last call."""
@@ -118,7 +119,7 @@ class FSDPParam:
     def pending_axes(self) -> Axes:
         """The mesh axes over which some use varied: the gradient is a sum over their ranks. Known
         on all ranks."""
-        varying = [axes for axes, _ in uses(self.unsharded_param)]
+        varying = [axes for axes, _ in grad_leaves(self.unsharded_param)]
         if varying != self._leaves_seen:
             shape = self.spec.mesh.shape
             found = {a for axes in varying for a in axes if shape[a] > 1}
@@ -196,7 +197,7 @@ class FSDPParam:
     def pop_partial(self, axes: Axes) -> Tensor | None:
         """The sum that earlier micro-batches left on the parameter, still to be summed over
         ``axes``."""
-        for own, leaf in uses(self.sharded_param):
+        for own, leaf in grad_leaves(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
                 return grad
@@ -210,11 +211,11 @@ class FSDPParam:
         if not axes and leaf.grad is None:
             leaf.grad = grad
             return
-        for own, leaf in uses(self.sharded_param):
+        for own, leaf in grad_leaves(self.sharded_param):
             if own == axes and leaf.grad is not None:
                 leaf.grad.add_(grad)
                 return
-        keep(self.sharded_param, axes, grad)
+        keep_grad(self.sharded_param, axes, grad)
 
     def run_hooks(self) -> None:
         """Call the users' hooks, if a gradient was accumulated since the last call."""

@@ -20,6 +20,7 @@ from disttensor.meta import infer
 from disttensor.meta.quick import quick
 from disttensor.random import state
 from disttensor.spec import DistSpec
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta, described
 from disttensor.torch_private import autocast_is_on
@@ -163,7 +164,7 @@ def general(
                     token.joined([locals_[i] for i in value.sources], device), specs[value.number]
                 )
                 if value.viewed is not None and type(tensors[value.viewed]) is DistTensor:
-                    token.share(new, tensors[value.viewed])
+                    views.share(new, tensors[value.viewed])
                 return new
             if isinstance(value, (list, tuple)):
                 return rebuilt(value, [dress(v) for v in value])
@@ -193,7 +194,7 @@ def written(
     targets: list[Any] = flat(target, [])
     for t in targets:
         if type(t) is DistTensor:
-            t._reduced = None
+            t.forget_uses()
     if torch.is_grad_enabled():
         for t in targets:
             if t.local.is_leaf and t.local.requires_grad:
@@ -203,9 +204,9 @@ def written(
                 )
         into = token.joined([t.local for t in tensors if type(t) is DistTensor], mesh.device)
         if into.requires_grad:
-            token.remade[0] += 1
+            token.replaced[0] += 1
             for t in targets:
-                for one in token.family(t):
+                for one in views.family(t):
                     if one.spec.dtype.is_floating_point or one.spec.dtype.is_complex:
                         one.local = into
     return None if found.result is None else target

@@ -4,7 +4,7 @@ depend on.
 Changes are told by what makes them, so that to ask costs nothing. When the first module is watched,
 those methods of ``nn.Module`` are wrapped that assign attributes (``train()`` and ``eval()`` do) or
 register hooks; the tables of parameters and buffers of a watched module tell too; and
-``ghost.remade`` counts what happens to the tensors themselves.
+``token.replaced`` counts what happens to the tensors themselves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Subtree:
         self.hooked = _any(self._hooks)
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
         self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
-        self._remade = token.remade[0]
+        self._remade = token.replaced[0]
         self.elsewhere = all(
             isinstance(p, DistTensor) and not p.is_initialized for p in self.tensors
         )
@@ -70,11 +70,11 @@ class Subtree:
         if self.hooked:
             return _any(self._hooks)
         return not any(global_module_hooks) and (
-            self._remade == token.remade[0] or self._as_they_were()
+            self._remade == token.replaced[0] or self._as_they_were()
         )
 
     def _as_they_were(self) -> bool:
-        self._remade = token.remade[0]
+        self._remade = token.replaced[0]
         return all(map(is_, [p.spec for p in self.tensors], self._specs)) and all(
             map(is_, [p.local for p in self.tensors], self._locals)
         )

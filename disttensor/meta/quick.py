@@ -17,6 +17,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.spec import DistSpec
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import autocast_is_on, make_subclass
 from disttensor.tree import flat
@@ -175,7 +176,7 @@ def _one(
         new.local = _token(args, sources, nothing, bare) if sources else nothing
         new.spec = spec
         if viewed is not None:
-            token.share(new, args[viewed])
+            views.share(new, args[viewed])
         return new
 
     return call
@@ -207,7 +208,7 @@ def _several(
             new.local = local
             new.spec = spec
             if of is not None:
-                token.share(new, args[of])
+                views.share(new, args[of])
             results.append(new)
         return results if kind is list else tuple(results)
 

@@ -23,6 +23,7 @@ from disttensor.autograd import token
 from disttensor.meta.guards import Subtree
 from disttensor.random import state
 from disttensor.spec import DistSpec
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tree import flat, rebuilt
 
@@ -99,7 +100,7 @@ def given(out: Out, inputs: Sequence[DistTensor]) -> DistTensor:
         local = token.joined([inputs[i].local for i in sources], device)
     new = wrap(local, spec)
     if viewed is not None:
-        token.share(new, inputs[viewed])
+        views.share(new, inputs[viewed])
     return new
 
 
@@ -187,9 +188,9 @@ def _mark(local: Tensor) -> Tensor:
 
 
 def _described(value: DistTensor, tokens: dict[Any, int], numbers: dict[int, int]) -> Out:
-    viewed = value._viewed
+    viewed = views.base_of(value)
     while viewed is not None and id(viewed) not in numbers:
-        viewed = viewed._viewed
+        viewed = views.base_of(viewed)
     local = value.local
     if not local.requires_grad:
         sources = None

@@ -18,6 +18,7 @@ from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
 from disttensor.placement import Placement
 from disttensor.spec import DistSpec
+from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
@@ -140,9 +141,7 @@ def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placemen
         out = wrap(local.requires_grad_(value.requires_grad), spec)
     else:
         out = shard_tensor(value.detach(), mesh, spec.placements, requires_grad=value.requires_grad)
-    if isinstance(value, nn.Parameter):
-        out._is_param = True
-    return out
+    return as_parameter(out) if isinstance(value, nn.Parameter) else out
 
 
 def _choose(

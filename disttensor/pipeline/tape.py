@@ -18,9 +18,9 @@ from disttensor.autograd import recompute, token
 from disttensor.comm.work import Work
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
-from disttensor.tensor.cross_mesh import TAPE, start_back
+from disttensor.tensor.backward import run_backward, seed
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.gradient import run_backward, seed
+from disttensor.tensor.reshard import TAPE, start_back
 from disttensor.torch_private import node_number
 
 Tensor = torch.Tensor

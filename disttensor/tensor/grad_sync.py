@@ -15,7 +15,7 @@ from disttensor.comm import collectives, desync
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.gradient import settled
+from disttensor.tensor.grad import set_reduced
 from disttensor.torch_private import foreach_types
 
 Tensor = torch.Tensor
@@ -110,7 +110,7 @@ def _reduce(members: list[Pending]) -> None:
         slots = flat.split([m.slot for m in members])
         totals = [s[: t.numel()].view(t.shape) for s, t in zip(slots, totals, strict=True)]
     for m, total in zip(members, totals, strict=True):
-        settled(m.param, m.grad, total)
+        set_reduced(m.param, m.grad, total)
 
 
 def _flat(pieces: list[Tensor], members: list[Pending]) -> Tensor:

@@ -1,10 +1,10 @@
-"""DistTensor as a Python value: numbers, lists, arrays, text, copies, pickles. The value is the
+"""DistTensor as a Python value: its piece, numbers, lists, arrays, text, copies. The value is the
 global one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,32 +12,13 @@ import torch
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.comm import collectives, objects
 from disttensor.errors import user_line
-from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh
-from disttensor.spec import DistSpec
 from disttensor.switch import Switch
-from disttensor.tensor import view_copies
-from disttensor.tensor.dist_tensor import DistTensor, resharded, wrap
+from disttensor.tensor import views
+from disttensor.tensor.base import MeshTensor, as_parameter
+from disttensor.tensor.grad import get_grad, set_grad
+from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
-
-
-def full_tensor(self: DistTensor, *, everywhere: bool = False) -> Tensor:
-    """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective
-    where it is split.
-
-    Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value too
-    (not differentiable there), and every rank of the world must make the call.
-    """
-    if self._copied:
-        view_copies.check(self)
-    spec = self.spec
-    full = resharded(self, spec.replicated()).local if self.is_initialized else None
-    if everywhere:
-        return objects.broadcast_value(
-            full, spec.mesh.ranks, spec.mesh.device, spec.shape, spec.dtype
-        )
-    return self.to_local() if full is None else full
 
 
 class values_everywhere:
@@ -67,150 +48,160 @@ def broadcast_value(x: Any) -> Tensor:
     >>> dt.broadcast_value(dt.ones(2, mesh=mesh).sum()).item()
     2.0
     """
-    if not isinstance(x, DistTensor):
-        return x
-    whole_value: Any = x.detach()
-    return full_tensor(whole_value, everywhere=True)
+    return full_tensor(x.detach(), everywhere=True) if isinstance(x, MeshTensor) else x
 
 
-def _value(self: DistTensor) -> Tensor:
+def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
+    """See ``Values.full_tensor``."""
+    if x._view_state is not None:
+        views.check(x)
+    spec = x.spec
+    full = resharded(x, spec.replicated()).local if x.is_initialized else None
+    if everywhere:
+        return objects.broadcast_value(
+            full, spec.mesh.ranks, spec.mesh.device, spec.shape, spec.dtype
+        )
+    return x.to_local() if full is None else full
+
+
+def _value(x: MeshTensor) -> Tensor:
     """The global value, for Python. Raises RuntimeError on a rank that has no part of it."""
     if values_everywhere.level:
-        return full_tensor(self, everywhere=True)
-    if not self.is_initialized:
+        return full_tensor(x, everywhere=True)
+    if not x.is_initialized:
         raise RuntimeError(
-            f"the value of {self.spec!r} is asked for at {user_line()} on rank "
-            f"{collectives.world()[0]}, which is not in its {self.spec.mesh!r} and holds metadata "
+            f"the value of {x.spec!r} is asked for at {user_line()} on rank "
+            f"{collectives.world()[0]}, which is not in its {x.spec.mesh!r} and holds metadata "
             "only. On every rank: dt.broadcast_value(x), or with dt.values_everywhere(): around "
             "the code that asks"
         )
-    return full_tensor(self)
+    return full_tensor(x)
 
 
-def item(self: DistTensor) -> Any:
-    return _value(self).item()
+class Values(MeshTensor):
+    __slots__ = ()
 
+    def to_local(self, *, grad_axes: Any = ()) -> Tensor:
+        """This rank's piece, a plain tensor in the local autograd graph; of size 0 on a rank
+        outside the mesh.
 
-def tolist(self: DistTensor) -> Any:
-    return _value(self).tolist()
+        ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a
+        replicated value differently on each rank, so that its gradient is a contribution to be
+        summed.
+        """
+        listed = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
+        axes = tuple(sorted(self.spec.mesh.axis(a) for a in listed))
+        if self._view_state is not None:
+            views.check(self)
+        if not self.is_initialized:
+            return self.local.to(self.spec.dtype)
+        return self.local_for(axes)
 
+    def full_tensor(self, *, everywhere: bool = False) -> Tensor:
+        """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective
+        where it is split.
 
-def numpy(self: DistTensor, *, force: bool = False) -> np.ndarray[Any, Any]:
-    return _value(self).numpy(force=force)
+        Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value
+        too (not differentiable there), and every rank of the world must make the call.
+        """
+        return full_tensor(self, everywhere=everywhere)
 
+    # Views that are attributes -------------------------------------------------------------------
 
-def __array__(
-    self: DistTensor, dtype: Any = None, copy: bool | None = None
-) -> np.ndarray[Any, Any]:
-    full = _value(self).numpy()
-    return full if dtype is None else full.astype(dtype, copy=False)
+    @property
+    def T(self: Any) -> Any:
+        return self.permute(*range(len(self.spec.shape) - 1, -1, -1))
 
+    @property
+    def mT(self: Any) -> Any:
+        return torch.transpose(self, -2, -1)
 
-def __bool__(self: DistTensor) -> bool:
-    return bool(_value(self))
+    @property
+    def H(self: Any) -> Any:
+        return (torch.transpose(self, 0, 1) if self.spec.shape else self).conj()
 
+    @property
+    def mH(self: Any) -> Any:
+        return torch.transpose(self, -2, -1).conj()
 
-def __int__(self: DistTensor) -> int:
-    return int(_value(self))
+    @property
+    def real(self: Any) -> Any:
+        return torch.real(self) if self.spec.dtype.is_complex else self
 
+    @property
+    def imag(self: Any) -> Any:
+        return torch.imag(self)
 
-def __index__(self: DistTensor) -> int:
-    return _value(self).__index__()
+    # Numbers, lists, arrays -----------------------------------------------------------------------
 
+    def item(self) -> Any:
+        return _value(self).item()
 
-def __float__(self: DistTensor) -> float:
-    return float(_value(self))
+    def tolist(self) -> Any:
+        return _value(self).tolist()
 
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        return _value(self).numpy(force=force)
 
-def __complex__(self: DistTensor) -> complex:
-    return complex(_value(self))
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        full = _value(self).numpy()
+        return full if dtype is None else full.astype(dtype, copy=False)
 
+    def __bool__(self) -> bool:
+        return bool(_value(self))
 
-def __contains__(self: DistTensor, element: Any) -> bool:
-    return bool((self == element).any())
+    def __int__(self) -> int:
+        return int(_value(self))
 
+    def __index__(self) -> int:
+        return _value(self).__index__()
 
-def __iter__(self: DistTensor) -> Iterator[Any]:
-    if self.ndim == 0:
-        raise TypeError("iteration over a 0-d tensor")
-    return iter(torch.unbind(self, 0))
+    def __float__(self) -> float:
+        return float(_value(self))
 
+    def __complex__(self) -> complex:
+        return complex(_value(self))
 
-def __format__(self: DistTensor, spec: str) -> str:
-    if (
-        self.ndim == 0
-        and not self.spec.layout.partial
-        and self.is_initialized
-        and not values_everywhere.level
-    ):
-        return format(self.local.item(), spec)
-    return format(item(self), spec) if self.ndim == 0 else object.__format__(self, spec)
+    def __contains__(self: Any, element: Any) -> bool:
+        return bool((self == element).any())
 
+    def __iter__(self: Any) -> Iterator[Any]:
+        if not self.spec.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(torch.unbind(self, 0))
 
-def __repr__(self: DistTensor, *, tensor_contents: Any = None) -> str:
-    """The spec first, then the piece of this rank. No communication."""
-    where = self.spec.mesh
-    rank = f"rank {collectives.world()[0]}"
-    kind = "Parameter of DistTensor" if getattr(self, "_is_param", False) else "DistTensor"
-    grad = ", requires_grad" if self.local.requires_grad else ""
-    piece = (
-        f"{rank}: {self.local.detach()!r}"
-        if self.is_initialized
-        else "this rank is outside: no data"
-    )
-    return f"{kind}({self.spec!r} on {where!r}{grad}; {piece})"
+    # Text and copies ------------------------------------------------------------------------------
 
+    def __format__(self, spec: str) -> str:
+        if self.spec.shape:
+            return object.__format__(self, spec)
+        here = not self.spec.layout.partial and self.is_initialized and not values_everywhere.level
+        return format(self.local.item() if here else self.item(), spec)
 
-def __deepcopy__(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
-    if id(self) in memo:
-        return memo[id(self)]
-    if not self.local.is_leaf:
-        raise RuntimeError(
-            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-            "protocol"
-        )
-    local = (
-        self.local.detach()
-        .clone(memory_format=torch.preserve_format)
-        .requires_grad_(self.local.requires_grad)
-    )
-    new = wrap(whole_grad(local, self.spec), self.spec)
-    if getattr(self, "_is_param", False):
-        new._is_param = True
-    memo[id(self)] = new
-    grad: Any = self.grad
-    if grad is not None:
-        new.grad = __deepcopy__(
-            grad.detach(), {}
-        )  # not in memo: what detach gave is gone soon, and its id is another tensor's
-    return new
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """The spec first, then the piece of this rank. No communication."""
+        kind = "Parameter of DistTensor" if self._is_param else "DistTensor"
+        grad = ", requires_grad" if self.local.requires_grad else ""
+        piece = "this rank is outside: no data"
+        if self.is_initialized:
+            piece = f"rank {collectives.world()[0]}: {self.local.detach()!r}"
+        return f"{kind}({self.spec!r} on {self.spec.mesh!r}{grad}; {piece})"
 
-
-def __reduce_ex__(self: DistTensor, protocol: Any) -> tuple[Any, ...]:
-    spec = self.spec
-    mesh = (spec.mesh.mesh.tolist(), spec.mesh.dim_names, spec.mesh.device_type)
-    local = self.local.detach()
-    if local.untyped_storage().nbytes() != local.nbytes:
-        local = local.clone()
-    flags = (self.local.requires_grad, bool(getattr(self, "_is_param", False)))
-    return rebuild, (local, mesh, spec.layout.dims, spec.layout.partial, tuple(spec.shape), flags)
-
-
-def rebuild(
-    local: Tensor, mesh: Any, dims: Any, partial: Any, shape: Any, flags: tuple[bool, bool]
-) -> DistTensor:
-    """A DistTensor from what a pickle holds: this rank's piece and the spec."""
-    layout = Layout(tuple(tuple(d) for d in dims), tuple((a, op) for a, op in partial))
-    spec = DistSpec(ProcessMesh(*mesh), layout, shape, local.dtype)
-    if tuple(local.shape) != tuple(spec.local_shape):
-        raise RuntimeError(
-            f"this pickle holds a piece of shape {list(local.shape)}, but rank's place in {spec!r} "
-            f"is {list(spec.local_shape)}: every rank loads what that rank has saved"
-        )
-    x = wrap(whole_grad(local.detach().requires_grad_(flags[0]), spec), spec)
-    if flags[1]:
-        x._is_param = True
-    return x
-
-
-torch.serialization.add_safe_globals([rebuild])
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            known: Self = memo[id(self)]
+            return known
+        if not self.local.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol"
+            )
+        local = self.local.detach().clone(memory_format=torch.preserve_format)
+        local.requires_grad_(self.local.requires_grad)
+        new = self.like(whole_grad(local, self.spec), self.spec)
+        memo[id(self)] = as_parameter(new) if self._is_param else new
+        grad = get_grad(self)
+        # not in memo: what detach gives is gone soon, and its id is another tensor's
+        if grad is not None:
+            set_grad(new, self.like(grad.local.detach(), grad.spec).__deepcopy__({}))
+        return new

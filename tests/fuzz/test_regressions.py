@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
-from disttensor.tensor import view_copies
+from disttensor.tensor import views
 from tests.fuzz import fuzz_programs
 from tests.support import oracle
 from tests.support.oracle import randn
@@ -128,12 +128,12 @@ def test_a_row_that_is_written_shows_in_the_tensor_and_stays_up_to_date():
 @on_ranks(2)
 def test_copies_that_are_gone_leave_nothing_behind():
     gc.collect()
-    before = len(view_copies.LIVE)
+    before = len(views.LIVE)
     x = split_rows()
     parts = [x[i] for i in range(7)]
-    assert len(view_copies.LIVE) == before + 1
+    assert len(views.LIVE) == before + 1
     del parts
-    assert len(view_copies.LIVE) == before
+    assert len(views.LIVE) == before
 
 
 # Reshards and memory ------------------------------------------------------------------------------

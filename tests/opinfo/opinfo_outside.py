@@ -32,8 +32,8 @@ from disttensor import Partial, ProcessMesh
 from disttensor.autograd import token
 from disttensor.comm import objects
 from disttensor.random import state
-from disttensor.tensor.cross_mesh import _cross
 from disttensor.tensor.dist_tensor import wrap
+from disttensor.tensor.reshard import cross_mesh
 from tests.fuzz import fuzz_stages
 from tests.opinfo import opinfo_check
 from tests.opinfo.opinfo_call import Call, replace
@@ -58,7 +58,7 @@ def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
         return x
     blank = token.blank(torch.device("cpu"))
     with torch.enable_grad():
-        local = _cross(blank, token.anchor(blank.device), [x.local], src, x.spec, tag)
+        local = cross_mesh(blank, token.anchor(blank.device), [x.local], src, x.spec, tag)
     return wrap(local, x.spec)
 
 

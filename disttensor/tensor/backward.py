@@ -1,0 +1,180 @@
+"""backward and torch.autograd.grad: torch's own, run on the locals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor.autograd import token
+from disttensor.autograd.grad_types import Typed, dual
+from disttensor.layout import Axes
+from disttensor.tensor.base import MeshTensor, collector_of, grad_leaves
+from disttensor.tensor.grad import as_gradient, combined, grad_spec
+from disttensor.tensor.reshard import moved_for
+
+Tensor = torch.Tensor
+
+# Called when a backward has ended with an error.
+AFTER_FAILURE: list[Callable[[], None]] = []
+
+
+class Backward(MeshTensor):
+    __slots__ = ()
+
+    def backward(
+        self,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be
+        differentiated."""
+        layout = self.spec.layout
+        if (
+            gradient is not None
+            or layout.sharded
+            or not self.is_initialized
+            or any(op != "sum" for _, op in layout.partial)
+        ):
+            gradient = seed(self, gradient)
+        run_backward([self.local], [gradient], retain_graph, create_graph, inputs)
+
+
+def run_backward(
+    roots: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward on locals. If it ends with an error, whoever follows backwards puts
+    things in order."""
+    try:
+        torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=_leaves_of(inputs))
+    except BaseException:
+        for run in AFTER_FAILURE:
+            run()
+        raise
+
+
+def _leaves_of(inputs: Any) -> list[Tensor] | None:
+    """The locals that stand for ``inputs`` of a backward, and the anchors that make it run every
+    transfer."""
+    if inputs is None:
+        return None
+    out: list[Tensor] = token.anchors()
+    for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
+        if not isinstance(x, MeshTensor):
+            out.append(x)
+        elif x.is_initialized:
+            collector = collector_of(x)
+            out += [leaf for _, leaf in grad_leaves(x)]
+            out += [leaf for _, leaf in (collector.grad_leaves() if collector is not None else ())]
+        elif not out:  # torch wants one at least, and no input lies on this rank
+            out.append(token.leaf(x.spec.mesh.device, x.spec.dtype))
+    return out
+
+
+def seed(x: MeshTensor, gradient: Any) -> Tensor:
+    """The gradient of x's local that stands for ``gradient`` of the global tensor (None: 1 for a
+    scalar)."""
+    typed, divide = dual(Typed(x.spec))
+    if gradient is None:
+        if x.spec.shape.numel() != 1:
+            raise RuntimeError(
+                f"backward of {x.spec!r}: a gradient is created only for a tensor of one element"
+            )
+        return torch.full_like(x.local, 1 / divide)  # of size 0 outside the mesh
+    if tuple(gradient.shape) != tuple(x.spec.shape):
+        raise RuntimeError(
+            f"backward of {x.spec!r}: its global shape is {list(x.spec.shape)}, the gradient's "
+            f"{list(gradient.shape)}"
+        )
+    if not x.is_initialized:
+        return torch.zeros_like(x.local)
+    spec = typed.spec.with_dtype(gradient.dtype)
+    if not isinstance(gradient, MeshTensor):
+        gradient = x.like(gradient.view_as(gradient), spec.replicated())
+    g = moved_for(gradient, spec, typed.varying)
+    return g if divide == 1.0 else g / divide
+
+
+def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The locals of ``outputs``, and the gradients that they get. One gradient, or None, stands for
+    all."""
+    outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    one = grads is None or isinstance(grads, Tensor)
+    pairs = list(zip(outs, (grads,) * len(outs) if one else tuple(grads), strict=True))
+    return (
+        [o.local if isinstance(o, MeshTensor) else o for o, _ in pairs],
+        [seed(o, g) if isinstance(o, MeshTensor) else g for o, g in pairs],
+    )
+
+
+def autograd_backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, grad_variables: Any = None, inputs: Any = None,
+) -> None:  # fmt: skip
+    """torch.autograd.backward over DistTensors (and plain tensors beside them)."""
+    roots, grads = _roots(tensors, grad_tensors if grad_tensors is not None else grad_variables)
+    run_backward(roots, grads, retain_graph, create_graph, inputs)
+
+
+def autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, allow_unused: bool | None = None, is_grads_batched: bool = False,
+    materialize_grads: bool = False, **_: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """torch.autograd.grad over DistTensors (and plain tensors beside them)."""
+    if is_grads_batched:
+        raise NotImplementedError(
+            "torch.autograd.grad of DistTensors: is_grads_batched is not supported; loop over the "
+            "batch"
+        )
+    roots, grads = _roots(outputs, grad_outputs)
+    ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    ways = [_ways(x) for x in ins]
+    leaves = [leaf for leaves in ways for _, leaf in leaves] + token.anchors()
+    found = iter(
+        torch.autograd.grad(roots, leaves, grads, retain_graph, create_graph, allow_unused=True)
+        if leaves
+        else ()
+    )
+    result: list[Any] = []
+    for i, (x, leaves_of_x) in enumerate(zip(ins, ways, strict=True)):
+        pieces = [(axes, g) for axes, _ in leaves_of_x if (g := next(found)) is not None]
+        if isinstance(x, MeshTensor) and not x.is_initialized:
+            spec = grad_spec(x, ())
+            result.append(x.like(token.blank(spec.mesh.device), spec))
+        elif pieces:
+            result.append(
+                as_gradient(x, *combined(x, pieces)) if isinstance(x, MeshTensor) else pieces[0][1]
+            )
+        elif materialize_grads:
+            result.append(torch.zeros_like(x))
+        elif allow_unused:
+            result.append(None)
+        else:
+            raise RuntimeError(
+                f"torch.autograd.grad: input {i} was not used in the graph of the outputs; pass "
+                "allow_unused=True if that is meant"
+            )
+    return tuple(result)
+
+
+def _ways(x: Any) -> list[tuple[Axes, Tensor]]:
+    """The tensors in autograd's graph that an input stands for; none on a rank outside its mesh."""
+    if not isinstance(x, MeshTensor):
+        return [((), x)]
+    if not x.is_initialized:
+        return []
+    collector = collector_of(x)
+    if collector is not None:
+        raise NotImplementedError(
+            f"torch.autograd.grad of {x.spec!r}: under {collector.feature} gradients are reduced "
+            "into p.grad; call backward()"
+        )
+    return grad_leaves(x)

@@ -1,0 +1,194 @@
+"""``grad``: the gradients that collected on the leaves of a tensor, put together as one DistTensor.
+
+It is ``Partial`` over the axes on which it is still a sum of contributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
+
+import torch
+
+import reshard
+from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.layout import Axes, Layout
+from disttensor.spec import DistSpec
+from disttensor.tensor.base import (
+    MeshTensor,
+    collector_of,
+    drop_grads,
+    grad_leaves,
+    keep_grad,
+    remember_grad,
+)  # fmt: skip
+from disttensor.tensor.reshard import resharded
+
+Tensor = torch.Tensor
+T = TypeVar("T", bound=MeshTensor)
+
+
+class Grad(MeshTensor):
+    """What is asked of autograd, answered from the local."""
+
+    __slots__ = ()
+
+    @property
+    def grad_fn(self) -> Any:
+        return self.local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.local.is_leaf
+
+    @property
+    def retains_grad(self) -> bool:
+        return self.local.retains_grad
+
+    @property
+    def grad(self) -> Self | None:
+        return get_grad(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        set_grad(self, None)
+
+
+def grad_spec(x: MeshTensor, axes: Axes) -> DistSpec:
+    """The spec of a gradient that was collected for uses varying over ``axes``."""
+    return dual(Typed(x.spec, axes))[0].spec
+
+
+def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
+    """Gradients of several ways of use as one, Partial over all their axes.
+
+    A whole gradient enters as the share of the first rank of the axes it is whole on.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    union = tuple(sorted({a for axes, _ in pieces for a in axes}))
+    # to be differentiated again: every rank keeps every share in the graph
+    if any(g.requires_grad for _, g in pieces):
+        to = dual(Typed(x.spec, union))[0]
+        moved = [
+            g if axes == union else move(g, dual(Typed(x.spec, axes))[0], to, None)
+            for axes, g in pieces
+        ]
+        return union, sum(moved[1:], start=moved[0])
+    coordinate = x.spec.mesh.coordinate or ()
+    total = None
+    for axes, g in pieces:
+        if not any(coordinate[a] for a in union if a not in axes):
+            total = g if total is None else total + g
+    return union, torch.zeros_like(x.local) if total is None else total
+
+
+def get_grad(x: T) -> T | None:
+    """The gradient of x so far: one object per gradient tensor, so that ``p.grad is p.grad``."""
+    state = x._grad_state
+    axes: Axes = ()
+    if state is None or (not state.former and (state.aliases is None or not x.local.is_leaf)):
+        total = x.local.grad
+        if total is None:
+            return None
+    else:
+        pieces = [(a, leaf.grad) for a, leaf in grad_leaves(x) if leaf.grad is not None]
+        if not pieces:
+            return None
+        axes, total = combined(x, pieces)
+        if len(pieces) > 1:
+            drop_grads(x)
+            keep_grad(x, axes, total)
+    if state is not None and state.grad is not None and state.grad.local is total:
+        known: T = state.grad
+        return known
+    grad = as_gradient(x, axes, total)
+    if grad.local is total:
+        remember_grad(x, grad, made=True)
+    return grad
+
+
+def as_gradient(x: T, axes: Axes, g: Tensor) -> T:
+    """The gradient of x's local (of its use varying over ``axes``) as a value: the gradient of
+    x."""
+    typed, divided = dual(Typed(x.spec, axes))
+    if divided != 1.0 and not x.local.is_leaf:
+        g = g * divided
+    # inside the graph varying uses read it; what is made of it now does not
+    if typed.varying and g.requires_grad:
+        g = move(g, typed, Typed(typed.spec), None)
+    return x.like(g, typed.spec.with_dtype(g.dtype))
+
+
+def is_gradient(g: MeshTensor) -> bool:
+    """Was ``g`` given by some ``.grad``?"""
+    state = g._grad_state
+    return state is not None and state.owner is not None
+
+
+def owner_of(g: T) -> T | None:
+    """The leaf that has ``g`` as its gradient now, or None."""
+    state = g._grad_state
+    x = None if state is None or state.owner is None else state.owner()
+    return x if x is not None and x._grad_state.grad is g and get_grad(x) is g else None
+
+
+def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
+    """``g``, the pending gradient of ``x``, has been reduced to ``total``: the same value, in the
+    same object."""
+    layout = g.spec.layout
+    drop_grads(x)
+    g.local, g.spec = total, g.spec.with_layout(Layout(layout.dims, (), layout.own))
+    x.local.grad = total
+
+
+def set_grad(x: MeshTensor, value: Any) -> None:
+    """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain,
+    global tensor."""
+    collector = collector_of(x)
+    if collector is not None:
+        collector.drop()
+    if value is None:
+        drop_grads(x)
+        remember_grad(x, None)
+        return
+    _check(x, value)
+    if not x.is_initialized:
+        return  # gradients are where the values are
+    axes: Axes = ()
+    if isinstance(value, MeshTensor):
+        state = x._grad_state
+        # else it has no place for a pending one
+        if x.local.requires_grad and x.local.is_leaf and (state is None or not state.hooked):
+            whole = x.spec.varies
+            axes = tuple(a for a, op in value.spec.layout.partial if op == "sum" and a not in whole)
+        local = resharded(value, grad_spec(x, axes).with_dtype(value.spec.dtype)).local
+    else:
+        spec = grad_spec(x, ())
+        local = reshard.run(value, spec.replicated(), spec)
+    if not local.is_contiguous() and x.local.is_contiguous():  # a slice: a piece of its own
+        local = local.contiguous()
+    drop_grads(x)
+    remember_grad(x, value if isinstance(value, MeshTensor) and local is value.local else None)
+    keep_grad(x, axes, local)
+
+
+def _check(x: MeshTensor, value: Any) -> None:
+    """Can ``value`` be the gradient of x?"""
+    who = f"grad of {x.spec!r}"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{who}: a tensor or None is expected, not {type(value).__name__}")
+    if tuple(value.shape) != tuple(x.spec.shape):
+        raise RuntimeError(
+            f"{who}: its global shape is {list(x.spec.shape)}, the gradient's {list(value.shape)}"
+        )
+    if value.dtype != x.spec.dtype:
+        raise RuntimeError(f"{who}: its dtype is {x.spec.dtype}, the gradient's {value.dtype}")
+    if isinstance(value, MeshTensor) and x.is_initialized and value.spec.mesh is not x.spec.mesh:
+        raise RuntimeError(
+            f"{who} on {x.spec.mesh!r}: the gradient is on {value.spec.mesh!r}; reshard it first"
+        )

@@ -1,0 +1,133 @@
+"""What changes a tensor in place other than by computing: requires_grad_, detach_, data, and
+becoming a view of itself."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+
+from disttensor.autograd import token
+from disttensor.autograd.grad_types import whole_grad
+from disttensor.spec import DistSpec
+from disttensor.tensor import views
+from disttensor.tensor.base import (
+    MeshTensor,
+    collector_of,
+    forget_hooked_aliases,
+    grad_leaves,
+    origin_of,
+    remember_grad,
+    set_origin,
+)  # fmt: skip
+from disttensor.torch_private import no_torch_function
+
+Tensor = torch.Tensor
+
+
+class InPlace(MeshTensor):
+    __slots__ = ()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        leaf = self.local.is_leaf
+        if not leaf and not requires_grad:
+            raise RuntimeError(
+                "only the requires_grad flag of leaves can be switched off; use detach()"
+            )
+        if not self.is_initialized:
+            if requires_grad is not self.local.requires_grad:
+                _replace_token(self, requires_grad)
+            return self
+        for _, t in grad_leaves(self) if leaf else [((), self.local)]:
+            t.requires_grad_(requires_grad)
+        if requires_grad:
+            whole_grad(self.local, self.spec)
+        return self
+
+    def detach(self) -> Self:
+        return _sharing(self, self.local.detach())
+
+    def detach_(self) -> Self:
+        if self.is_initialized:
+            self.local.detach_()
+        else:
+            _replace_token(self, False)
+        set_origin(self, None)
+        return self
+
+    @property
+    def data(self) -> Self:
+        collector = collector_of(self)
+        return _sharing(self, self.local.data if collector is None else collector.data())
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        """x takes the piece and the layout of ``value``, its uses included."""
+        if not isinstance(value, MeshTensor):
+            raise TypeError(
+                f"data of {self.spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, "
+                "placements)"
+            )
+        collector = collector_of(self)
+        if collector is not None:
+            if value.spec is not self.spec:
+                raise RuntimeError(
+                    f"data of {self.spec!r}: under {collector.feature} it stays as it is, and the "
+                    f"value is {value.spec!r}. Change the dtype or the layout of a module before "
+                    "it is sharded"
+                )
+            collector.renew()
+        if not self.is_initialized:
+            _replace_token(self, self.local.requires_grad)
+        elif value.is_initialized:
+            for _, t in grad_leaves(self):
+                t.data = value.local.data
+        forget_hooked_aliases(self)
+        if value.spec is not self.spec:
+            remember_grad(self, None)
+            _change_spec(self, value.spec)
+
+
+def _replace_token(x: MeshTensor, requires_grad: bool) -> None:
+    """The token of a leaf that requires grad, or of one that does not."""
+    device = x.spec.mesh.device
+    token.replaced[0] += 1
+    x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.blank(device)
+
+
+def _sharing(x: InPlace, local: Tensor) -> Any:
+    """A DistTensor like x, of ``local``, which shares x's memory."""
+    out = x.like(local, x.spec)
+    if x._view_state is not None:
+        views.inherit(out, x)
+    return out
+
+
+def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
+    """x is ``value`` from now on: what an in-place change of shape does."""
+    if x.local.requires_grad and x.local.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{x.spec!r} is a leaf that requires grad: it cannot be changed in place"
+        )
+    token.replaced[0] += 1
+    x.local = value.local
+    set_origin(x, origin_of(value))
+    remember_grad(x, None)
+    _change_spec(x, value.spec)
+    return x
+
+
+def _change_spec(x: MeshTensor, spec: DistSpec) -> None:
+    """The wrapper takes the shape and dtype of ``spec``, for those who look at it from C++."""
+    stand_in = x.like(x.local, spec)
+    x.spec = spec
+    with no_torch_function():
+        Tensor.data.__set__(x, stand_in)  # type: ignore[attr-defined]

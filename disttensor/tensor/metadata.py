@@ -1,0 +1,146 @@
+"""What is answered from the spec, as for the global tensor: no communication, and the same on every
+rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttensor.layout import dims_mapping_of
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Placement
+from disttensor.tensor.base import MeshTensor
+from ops.shape.strides import spread
+
+
+def _of_local(name: str) -> Any:
+    """A question about storage and device, answered for the piece of this rank. Without a property
+    each would be a dispatch."""
+    return property(lambda self: getattr(self.local, name))
+
+
+class Metadata(MeshTensor):
+    """Layout, shape, dtype and strides."""
+
+    __slots__ = ()
+
+    @property
+    def process_mesh(self) -> ProcessMesh:
+        return self.spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.spec.placements
+
+    @property
+    def dims_mapping(self) -> list[int | list[int]]:
+        """For each dim -1, the mesh axis that splits it, or a list of axes (major first)."""
+        return dims_mapping_of(self.spec.layout)
+
+    @property
+    def partial_status(self) -> dict[int, str]:
+        """mesh axis -> reduction that is still to be done."""
+        return dict(self.spec.layout.partial)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.spec.shape)
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property
+    def itemsize(self) -> int:
+        return self.spec.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.spec.shape if dim is None else self.spec.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.spec.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self.spec.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self.spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.spec.shape[0]
+
+    def element_size(self) -> int:
+        return self.spec.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self.spec.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return self.spec.dtype.is_complex
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Strides of the global tensor, with the order of dims that the local has (0 where it
+        repeats).
+
+        A rank outside the mesh takes for granted that it is contiguous.
+        """
+        if self.is_initialized:
+            strides = spread(self.local.stride(), self.spec.local_shape, self.spec.shape)
+        else:
+            strides = torch.empty(self.spec.shape, device="meta").stride()
+        return strides if dim is None else strides[dim]
+
+    def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
+        if not self.is_initialized:
+            return True
+        here, spec = self.local.is_contiguous(memory_format=memory_format), self.spec
+        thin = min(spec.local_shape, default=2) <= 1 and spec.local_shape != spec.shape
+        if here and thin and memory_format is torch.contiguous_format:
+            return torch.empty_strided(spec.shape, self.stride(), device="meta").is_contiguous()
+        return here
+
+    def storage_offset(self) -> int:
+        return 0
+
+    _backward_hooks = _of_local("_backward_hooks")
+    _base = _of_local("_base")
+    _post_accumulate_grad_hooks = _of_local("_post_accumulate_grad_hooks")
+    _version = _of_local("_version")
+    is_cpu = _of_local("is_cpu")
+    is_cuda = _of_local("is_cuda")
+    is_ipu = _of_local("is_ipu")
+    is_maia = _of_local("is_maia")
+    is_meta = _of_local("is_meta")
+    is_mkldnn = _of_local("is_mkldnn")
+    is_mps = _of_local("is_mps")
+    is_mtia = _of_local("is_mtia")
+    is_nested = _of_local("is_nested")
+    is_quantized = _of_local("is_quantized")
+    is_sparse = _of_local("is_sparse")
+    is_sparse_csr = _of_local("is_sparse_csr")
+    is_vulkan = _of_local("is_vulkan")
+    is_xla = _of_local("is_xla")
+    is_xpu = _of_local("is_xpu")
+    names = _of_local("names")
+    output_nr = _of_local("output_nr")
+    volatile = _of_local("volatile")

@@ -1,0 +1,172 @@
+"""The verb reshard on a tensor: within its mesh, and from one mesh to another; differentiable.
+
+To another mesh, every rank of the world makes the call and does its part: ranks of the source send,
+ranks of the target receive, the others pass the token on. The backward moves the gradient from the
+dual of the target to the dual of the source (see ``disttensor.autograd.grad_types``), and is
+reached on every rank that sent or received: through the local where there is one, else through the
+token.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+
+import reshard
+from disttensor.autograd import recompute, token
+from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.cache import cached
+from disttensor.comm import p2p
+from disttensor.comm.work import Work
+from disttensor.layout import Axes
+from disttensor.spec import DistSpec
+from disttensor.tensor import views
+from disttensor.tensor.base import MeshTensor, set_origin, through
+from disttensor.torch_private import direct_apply, storage_id
+from reshard.cross_mesh import start
+
+Tensor = torch.Tensor
+T = TypeVar("T", bound=MeshTensor)
+# of the micro-batch that runs: see disttensor.pipeline
+TAPE: ContextVar[Any] = ContextVar("tape", default=None)
+
+
+@cached(4096)
+def relabels(src: DistSpec, dst: DistSpec) -> bool:
+    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
+    ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
+    return all(n == 1 or p == q for p, q, n in ends)
+
+
+def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
+    """The local of x resharded to ``dst``, a spec of the same mesh, for a use that varies over
+    ``axes``."""
+    src = x.spec
+    if src is dst:
+        return x.local_for(axes)
+    local = x.local
+    # on one rank too: ``dual`` says so
+    gradless = any(op not in ("sum", "avg") for _, op in src.layout.partial)
+    if relabels(src, dst) and not (local.requires_grad and gradless):
+        return x.local_for(axes)
+    if not local.requires_grad or not torch.is_grad_enabled():
+        return reshard.run(local, src, dst)
+    read = through(x, dst, axes)
+    return move(x.local_for(read), Typed(src, read), Typed(dst, axes), None)
+
+
+def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
+    """``x`` in the layout ``dst``; x itself where nothing changes.
+
+    ``fresh``: else it shares no memory with x (a piece of a replicated tensor would be a view of
+    it).
+    """
+    if dst.mesh is not x.spec.mesh:
+        return _cross(x, dst)
+    if x.spec is dst:
+        return x
+    if not x.is_initialized:
+        return x.like(x.local if torch.is_grad_enabled() else x.local.detach(), dst)
+    moved = moved_for(x, dst, ())
+    if fresh and storage_id(moved.untyped_storage()) == storage_id(x.local.untyped_storage()):
+        moved = moved.clone()
+    if moved.requires_grad:
+        known, version = moved.detach(), moved._version
+
+        def alias(axes: Axes) -> Tensor:
+            # written to since, perhaps through a view: it is no longer x's value
+            if moved._version != version:
+                return move(moved, Typed(dst), Typed(dst, axes), None)
+            read = through(x, dst, axes)
+            return move(x.local_for(read), Typed(x.spec, read), Typed(dst, axes), [known])
+
+        out = x.like(moved, dst)
+        set_origin(out, alias)
+        return out
+    return x.like(moved, dst)
+
+
+# To another mesh ----------------------------------------------------------------------------------
+
+
+def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
+    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
+    ``grad`` is that of the local of dst, or of its token."""
+    (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
+    if divide_src != divide_dst:
+        grad = grad * (divide_dst / divide_src)
+    return start(grad, at.spec, to.spec, tag + 1)
+
+
+class CrossMesh(torch.autograd.Function):
+    """The local (or token) of ``src`` as the local (or token) of ``dst``, of which ``value`` is
+    known already.
+
+    ``anchor`` requires grad, so that the result does where the source is on other ranks only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        value: list[Tensor],
+        src: DistSpec,
+        dst: DistSpec,
+        tag: int,
+    ) -> Tensor:
+        """``value`` is in a list to be no argument of autograd's."""
+        ctx.ends = src, dst, tag
+        recompute.hold(ctx)
+        return value[0].data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        src, dst, tag = ctx.ends
+        recompute.redo(ctx)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on "
+                f"{src.mesh!r} cannot be differentiated again; differentiate twice within a mesh, "
+                "or reshard after it"
+            )
+        return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
+
+
+cross_mesh: Any = direct_apply(CrossMesh)
+
+
+def _cross(x: T, dst: DistSpec) -> T:
+    """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
+    src = x.spec
+    views.check(x)
+    local = x.local
+    tape = TAPE.get()
+    if tape is not None:
+        tape.passes(src.mesh, dst.mesh)
+    sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
+    needed = local.requires_grad and torch.is_grad_enabled()
+    where = recompute.scope()
+    if not sends and not receives:
+        if where is None or where.source is None:
+            p2p.next_tag()
+        return x.like(token.joined([local], dst.mesh.device), dst)
+    held = recompute.drawn(where)
+    tag = p2p.next_tag() if held is None else -1
+    repeated = held is not None
+    if held is None:
+        with torch.no_grad():
+            arrival = start(local.detach(), src, dst, tag)
+            held = tape.arrive(arrival, sends, receives) if tape else arrival.wait()
+            if sends and storage_id(held.untyped_storage()) == storage_id(local.untyped_storage()):
+                held = held.clone()  # nothing moved: it must not be the same memory
+    if where is not None:  # a region that is computed again sends and receives nothing again
+        recompute.note(where, held)
+    if not needed:
+        return x.like(held.detach() if receives else token.blank(dst.mesh.device), dst)
+    reached = local if sends or local.grad_fn is not None else token.blank(src.mesh.device)
+    if tape is not None and not repeated:
+        return x.like(tape.cut(reached, held, src, dst, tag), dst)
+    return x.like(cross_mesh(reached, token.anchor(held.device), [held], src, dst, tag), dst)

@@ -1,0 +1,192 @@
+"""What shares memory with a tensor: copies in place of views, and views on a rank outside the mesh.
+
+A view function that had to move data gives a copy. In one process a write to either would show in
+the other. So a write to such a copy is refused, or brought back to its source; and after a write to
+the source (through whatever view of it) the copy is stale: its local is replaced by a
+``StaleView``, and any use of it raises. Reading costs nothing extra.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from disttensor.torch_private import storage_id
+
+LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
+# storages of copies whose write is being brought back: they are up to date
+_current: list[int] = []
+
+
+class ViewState:
+    """What the views of a tensor need beside it. Made when first needed, and written in this module
+    only.
+
+    name, storages  of a copy: the view function, and the memory it was taken from (kept, as a view
+    would keep it)
+    write_back      brings a write to this copy back to its source; None: it would be lost
+    base, views     outside the mesh: the tensor whose memory this shares inside; weakly, those that share this one's
+    """
+
+    name: str | None = None
+    storages: tuple[Any, ...] = ()
+    write_back: Callable[[Any], Any] | None = None
+    base: Any = None
+    views: list[weakref.ref[Any]] | None = None
+
+
+# Copies -------------------------------------------------------------------------------------------
+
+
+class StaleView:
+    """In place of the local of a copy whose source was written to."""
+
+    def __init__(self, message: str) -> None:
+        object.__setattr__(self, "message", message)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(object.__getattribute__(self, "message"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        found = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, StaleView))
+        raise RuntimeError(object.__getattribute__(found, "message"))
+
+
+def enter(
+    copy: Any, source: Any, name: str, write_back: Callable[[Any], Any] | None = None
+) -> None:
+    """``copy`` was taken from ``source`` (both DistTensors) by the view function ``name``, which
+    moved data."""
+    above = source._view_state.storages if source._view_state is not None else ()
+    _follow(copy, name, (source.local.untyped_storage(), *above), write_back)
+
+
+def inherit(view: Any, source: Any) -> None:
+    """``view`` shares the memory of ``source``: where that is a copy, so is the view."""
+    state = source._view_state
+    if state is not None and state.name is not None:
+        back = state.write_back
+        _follow(view, state.name, state.storages, None if back is None else lambda _: back(source))
+
+
+def _follow(
+    copy: Any, name: str, storages: tuple[Any, ...], write_back: Callable[[Any], Any] | None
+) -> None:
+    state = copy._view_state = ViewState()
+    state.name, state.storages, state.write_back = name, storages, write_back
+    for storage in storages:
+        key = storage_id(storage)
+
+        def gone(ref: weakref.ref[Any], key: int = key) -> None:
+            left = [r for r in LIVE.get(key, ()) if r is not ref]
+            if left:
+                LIVE[key] = left
+            else:
+                LIVE.pop(key, None)
+
+        LIVE.setdefault(key, []).append(weakref.ref(copy, gone))
+
+
+def refuse_copy(x: Any, who: str) -> None:
+    """Before a write to ``x`` by the function ``who``: raise where it would be lost."""
+    state = x._view_state
+    if state is not None and state.name is not None and state.write_back is None:
+        raise RuntimeError(
+            f"{who}: {x.spec!r} came from {state.name}, which had to move data and gave a copy, so "
+            "writing to it would not reach the tensor it was taken from. Reshard that tensor "
+            "first, or write to a clone()"
+        )
+
+
+def write_back(x: Any) -> None:
+    """After a write to ``x``: where it is a copy, bring the write to its source."""
+    state = x._view_state
+    if state is not None and state.write_back is not None:
+        with up_to_date(x):
+            state.write_back(x)
+
+
+def invalidate(written: torch.Tensor) -> None:
+    """The memory of ``written`` has changed: copies that were taken from it hold old values."""
+    if not LIVE:
+        return
+    for ref in LIVE.get(storage_id(written.untyped_storage()), ()):
+        copy = ref()
+        if (
+            copy is None
+            or isinstance(copy.local, StaleView)
+            or storage_id(copy.local.untyped_storage()) in _current
+        ):
+            continue
+        copy.local = StaleView(
+            f"{copy.spec!r} came from {copy._view_state.name}, which had to move data and gave a "
+            "copy; the tensor that it was taken from has been written to since, which a view "
+            "would show. Take it again for the new values, or clone() it before the write to keep "
+            "the old ones"
+        )
+
+
+def check(copy: Any) -> None:
+    """Raise if ``copy`` is stale: for what would hand out its local unread."""
+    if isinstance(copy.local, StaleView):
+        _ = copy.local.shape
+
+
+@contextmanager
+def up_to_date(copy: Any) -> Iterator[None]:
+    """While a write to ``copy`` is brought back to what it was taken from."""
+    _current.append(storage_id(copy.local.untyped_storage()))
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+# Outside the mesh ---------------------------------------------------------------------------------
+
+
+def view_state(x: Any) -> ViewState:
+    state = x._view_state
+    if state is None:
+        state = x._view_state = ViewState()
+    return state
+
+
+def base_of(x: Any) -> Any:
+    """The tensor whose memory x shares; None where it has its own."""
+    state = x._view_state
+    return None if state is None else state.base
+
+
+def share(view: Any, base: Any) -> None:
+    """``view`` shares the memory of ``base`` on the ranks inside: what is written to one is written
+    to both."""
+    while (above := base_of(base)) is not None:
+        base = above
+    view._view_state = state = ViewState()
+    state.base = base
+    local = base.local
+    if local.requires_grad and local.is_leaf:
+        return  # it cannot be written to
+    known = view_state(base)
+    if known.views is None:
+        known.views = []
+    elif len(known.views) > 31:
+        known.views[:] = [v for v in known.views if v() is not None]
+    known.views.append(weakref.ref(view))
+
+
+def family(x: Any) -> list[Any]:
+    """All that share the memory of x, x among them."""
+    base = base_of(x)
+    base = x if base is None else base
+    state = base._view_state
+    views = () if state is None else state.views or ()
+    return [base, *(v for v in (ref() for ref in views) if v is not None), x]
