@@ -21,8 +21,6 @@ AFTER_FAILURE: list[Callable[[], None]] = []
 
 
 class Backward(MeshTensor):
-    __slots__ = ()
-
     def backward(
         self,
         gradient: Any = None,

@@ -60,11 +60,9 @@ class GradState:
     collector: GradCollector | None = None
 
 
-class MeshTensor:
+class MeshTensor(Tensor):
     """``local`` and ``spec``, and what is kept beside them, each with one owner: None until it is
     needed."""
-
-    __slots__ = ()
 
     local: Tensor
     spec: DistSpec

@@ -34,9 +34,7 @@ def _no_dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any =
     )
 
 
-# One line, one exception for mypy: the parts answer as properties what Tensor declares as
-# attributes.
-class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Tensor):  # type: ignore[misc]
+class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values):
     """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of
     DistTensors.
 
@@ -53,7 +51,9 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Tensor):  # t
     __torch_function__: ClassVar[Any] = classmethod(_no_dispatch)  # until ``carry_out_with``
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """The wrapper holds no data and is in no graph, so only one question is answered:
         ``torch.full(size, x)`` asks for a number."""
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -3,6 +3,8 @@
 It is ``Partial`` over the axes on which it is still a sum of contributions.
 """
 
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,8 +32,6 @@ T = TypeVar("T", bound=MeshTensor)
 
 class Grad(MeshTensor):
     """What is asked of autograd, answered from the local."""
-
-    __slots__ = ()
 
     @property
     def grad_fn(self) -> Any:

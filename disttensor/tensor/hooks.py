@@ -37,8 +37,6 @@ class Handles:
 
 
 class Hooks(MeshTensor):
-    __slots__ = ()
-
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """The hook gets the gradient as a DistTensor and may give another one, as for a plain
         tensor."""

@@ -1,6 +1,8 @@
 """DistTensor as a Python value: its piece, numbers, lists, arrays, text, copies. The value is the
 global one."""
 
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -79,8 +81,6 @@ def _value(x: MeshTensor) -> Tensor:
 
 
 class Values(MeshTensor):
-    __slots__ = ()
-
     def to_local(self, *, grad_axes: Any = ()) -> Tensor:
         """This rank's piece, a plain tensor in the local autograd graph; of size 0 on a rank
         outside the mesh.
