@@ -217,3 +217,17 @@ def describe(shape: Sequence[int], dtype: object, layout: Layout, axis_names: Se
     named = {a: f"P({op})" for a, op in layout.partial} | {a: repr(p) for a, p in layout.own}
     pending = ", ".join(f"{axis_names[a]}: {text}" for a, text in sorted(named.items()))
     return f"{_SHORT.get(name, name)}[{body}]" + (f" {{{pending}}}" if pending else "")
+
+
+def global_strides(
+    strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]
+) -> tuple[int, ...]:
+    """Strides of the dense global tensor whose dims lie in the order that the piece's have (0 where
+    it repeats)."""
+    out = [0] * len(shape)
+    step = 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):
+        if strides[d] or shape[d] <= 1 or piece[d] <= 1:
+            out[d] = step
+            step *= max(1, shape[d])
+    return tuple(out)

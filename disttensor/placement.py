@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
@@ -79,3 +83,17 @@ Placement = Shard | Replicate | Partial
 def show(placements: Sequence[Placement]) -> str:
     """``[S(0), R]``: the form that errors and logs print."""
     return "[" + ", ".join(str(p) for p in placements) + "]"
+
+
+def neutral_element(op: str, dtype: torch.dtype) -> Any:
+    """What changes nothing in a reduction: 0, 1, or the far end of the dtype."""
+    if op in ("sum", "avg", "any"):
+        return 0
+    if op in ("prod", "all"):
+        return 1
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max

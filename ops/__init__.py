@@ -1,30 +1,23 @@
-"""Rules: how shardings pass through torch functions. Pure: no mesh, no communication, no tensor
-class.
+"""Rules: how shardings pass through torch functions.
 
-``rule`` registers one, ``infer`` asks one; see ``ops.factors`` for the notation. One file per
-family of functions.
+``rule`` registers one, ``infer`` asks one; see ``ops.factors`` for the notation. The engine is at
+the root, each package is a chapter of functions. Not here: meshes, communication, DistTensor.
 """
 
-import disttensor  # noqa: F401, I001  (the three packages load in one order, whichever is imported first)
+import disttensor  # noqa: F401, I001  (the packages load in one order, whichever is imported first)
+
+import importlib
+import pkgutil
+
 from ops.factors import Arg, Factors, letters, pointwise_factors
 from ops.infer import Inferred, NoRule, infer
 from ops.registry import RULES, Rule, register, replace_rule, rule
 
-from ops import (  # noqa: F401  (each fills its part of the table)
-    batching,
-    foreach,
-    indexing,
-    lead,
-    linalg,
-    nn,
-    pointwise,
-    random,
-    reduction,
-    shape,
-)
+# Each module of a family fills its part of the table.
+for _module in pkgutil.walk_packages(__path__, "ops."):
+    importlib.import_module(_module.name)
 
 __all__ = [
     "RULES", "Arg", "Factors", "Inferred", "NoRule", "Rule", "infer", "letters",
-    "pointwise_factors", "register",
-    "replace_rule", "rule",
+    "pointwise_factors", "register", "replace_rule", "rule",
 ]  # fmt: skip

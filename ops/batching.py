@@ -6,18 +6,17 @@ Shapes of results come from the function itself, run on tensors without data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ops.dims import named
-from ops.empty_pieces import is_empty, zero_of
-from ops.factors import Arg, Factors
+from ops.dims import tensors_in
+from ops.empty_pieces import zeros_if_empty
+from ops.factors import Arg, Dims, Factors, Letter
 from ops.infer import NoRule
-from ops.local import Call
-from ops.registry import Function, Rule, register
+from ops.registry import Function
 
 
 def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
@@ -64,83 +63,17 @@ def batched_factors(
     return Factors(tuple(inputs), tuple(outputs), sizes, shapes=tuple(shapes), **options)
 
 
-def or_zero(call: Call) -> Any:
-    """The torch function; on a rank with nothing zeros of the results' shapes, in the types that it
-    gives."""
-    if not is_empty(call):
-        return call.func
-
-    def zeros(*args: Any, **kwargs: Any) -> Any:
-        pieces = iter(call.inputs)
-
-        def whole(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                made = torch.empty(next(pieces).shape, dtype=value.dtype, device="meta")
-                return made.requires_grad_(value.requires_grad)
-            return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
-
-        wholes = [whole(a) for a in args], {k: whole(v) for k, v in kwargs.items()}
-        given = call.func(*wholes[0], **wholes[1])
-        zero = zero_of(*args, *kwargs.values())
-        made = []
-        for t, piece in zip(
-            [given] if isinstance(given, Tensor) else given, call.outputs, strict=True
-        ):
-            one = zero if t.requires_grad else zero.detach()
-            made.append(one.to(t.dtype).expand(piece.local_shape).clone())
-        return made[0] if isinstance(given, Tensor) else type(given)(made)
-
-    return zeros
-
-
-def _enter(
-    names: str,
-    cores: Callable[[list[Arg]], list[int]],
-    places: tuple[Any, ...] = (torch, torch.linalg, Tensor),
-) -> None:
-    """A rule for each of the functions of these names, in torch, torch.linalg and of Tensor. One
-    that refuses a matrix (not positive definite, singular) does so on the rank that has it."""
-    funcs = named(*names.split(), places=places)
-    for func in funcs:
-
-        def factors(*args: Any, _func: Function = func, **kwargs: Any) -> Factors:
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
-            return batched_factors(_func, args, kwargs, tensors, cores(tensors))
-
-        rule = Rule(func.__name__, factors, False, "value", True, "... m n -> ...: batch dims pass")
-        register(rule, func, exact=True)
-
-
-def matrices(tensors: list[Arg]) -> list[int]:
-    return [2] * len(tensors)
-
-
-def solves(tensors: list[Arg]) -> list[int]:
-    """A and B, which is a batch of vectors where it has A's shape without the last dim."""
-    if len(tensors) == 2:
-        a, b = tensors
-        if b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):
-            return [2, 1]
-    return matrices(tensors)
-
-
-def with_vector(tensors: list[Arg]) -> list[int]:
-    """The second is a vector for each matrix: pivots, factors of reflections."""
-    return [2, 1, 2][: len(tensors)]
-
-
-def pivots_last(tensors: list[Arg]) -> list[int]:
-    """Right sides, factors, and a vector of pivots for each matrix."""
-    return [2, 2, 1]
-
-
-_enter(
-    "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse "
-    "eig eigvals eigh eigvalsh qr svd svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex "
-    "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
-    matrices,
-)
-_enter("solve solve_ex", solves)
-_enter("lu_solve", with_vector, (torch.linalg,))
-_enter("lu_solve", pivots_last, (torch, Tensor))
-_enter("ldl_solve lu_unpack householder_product ormqr", with_vector)
+def shaped(
+    func: Function, args: Any, kwargs: Any, ins: Sequence[Dims], out: Dims, **options: Any
+) -> Factors:
+    """Factors of ``func`` with these letters, None for what stays whole; all results have the
+    letters ``out``."""
+    tensors: list[Arg] = []
+    for value in (*args, *kwargs.values()):
+        tensors += tensors_in(*value) if isinstance(value, (list, tuple)) else tensors_in(value)
+    sizes: dict[Letter, int] = {}
+    for t, dims in zip(tensors, ins, strict=True):
+        sizes.update({d: s for d, s in zip(dims, t.shape, strict=True) if d is not None})
+    shapes = results_of(func, args, kwargs)
+    options.setdefault("local", zeros_if_empty)
+    return Factors(tuple(ins), (out,) * len(shapes), sizes, shapes=tuple(shapes), **options)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ops.factors import Arg, Dims, Factors, Letter
-from ops.registry import Function
+from ops.registry import Function, functions_named
 
-ONE = (frozenset({0}),)  # terms of a function that is linear in its first tensor
+# What a function is linear in (``Factors.terms``), by number of the tensor
+FIRST = (frozenset({0}),)
+SECOND = (frozenset({1}),)
+SUM = (*FIRST, *SECOND)  # in both together
+PRODUCT = (frozenset({0, 1}),)  # in each of the two
 
 
 def named(*names: str, places: tuple[Any, ...] = (torch, torch.Tensor)) -> list[Function]:
     """The functions of these names in torch and of Tensor, without their in-place forms."""
-    found = [getattr(place, name, None) for name in names for place in places]
-    return list(dict.fromkeys(f for f in found if f is not None))
+    found = (pair for name in names for pair in functions_named(name, places))
+    return list(dict.fromkeys(func for func, inplace in found if not inplace))
 
 
 def front(dim: int, ndim: int) -> int:
@@ -42,6 +47,13 @@ def numbers(args: tuple[Any, ...], word: Any = None) -> tuple[int, ...]:
     return tuple(int(a) for a in args)
 
 
+def tuple_of(value: Any, n: int) -> tuple[int, ...]:
+    """A number or a list of one as n numbers."""
+    if isinstance(value, int):
+        return (value,) * n
+    return tuple(value) * (n if len(value) == 1 else 1)
+
+
 def letters_of(input: Arg) -> tuple[int, ...]:
     """A letter for each dim: its number."""
     return tuple(range(len(input.shape)))
@@ -58,3 +70,9 @@ def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **optio
 def tensors_in(*values: Any) -> list[Arg]:
     """The tensors among the values, in order."""
     return [v for v in values if isinstance(v, Arg)]
+
+
+def without(input: Arg, gone: Iterable[int]) -> Dims:
+    """Letters of a tensor some of whose dims stay whole."""
+    gone = set(gone)
+    return tuple(None if d in gone else d for d in range(input.ndim))

@@ -6,11 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from ops.local import Call
+from ops.local import LocalCall
 
 
-def is_empty(call: Call) -> bool:
+def is_empty(call: LocalCall) -> bool:
     """Has this rank nothing of an argument or a result that is not empty as a whole?"""
     pieces = (*call.inputs, *call.outputs)
     return any(0 in p.local_shape and 0 not in p.shape for p in pieces)
@@ -24,7 +26,57 @@ def zero_of(*values: Any) -> torch.Tensor:
     return sum(parts[1:], parts[0]) if parts else tensors[0].new_zeros(())
 
 
-def or_zeros(call: Call, bias_dim: int = -1) -> Any:
+def zeros_if_empty(call: LocalCall) -> Any:
+    """The torch function; on a rank with nothing zeros of the results' shapes, in the types that it
+    gives."""
+    if not is_empty(call):
+        return call.func
+
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        pieces = iter(call.inputs)
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                made = torch.empty(next(pieces).shape, dtype=value.dtype, device="meta")
+                return made.requires_grad_(value.requires_grad)
+            return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
+
+        wholes = [whole(a) for a in args], {k: whole(v) for k, v in kwargs.items()}
+        given = call.func(*wholes[0], **wholes[1])
+        zero = zero_of(*args, *kwargs.values())
+        made = []
+        for t, piece in zip(
+            [given] if isinstance(given, Tensor) else given, call.outputs, strict=True
+        ):
+            one = zero if t.requires_grad else zero.detach()
+            made.append(one.to(t.dtype).expand(piece.local_shape).clone())
+        return made[0] if isinstance(given, Tensor) else type(given)(made)
+
+    return zeros
+
+
+def padded_if_empty(call: LocalCall) -> Any:
+    """The torch function; an empty piece is given a row of ones, which is cut off again: so its
+    graph is that of the other ranks, to every order."""
+    if not is_empty(call):
+        return call.func
+    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        words = {k: grown(v) for k, v in kwargs.items()}
+        return call.func(*[grown(a) for a in args], **words)[kept]
+
+    return run
+
+
+def grown(x: Any) -> Any:
+    """A tensor's dims of size 0 as dims of size 1, filled with ones."""
+    if not isinstance(x, Tensor) or x.numel():
+        return x
+    return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=1.0)
+
+
+def bias_if_empty(call: LocalCall, bias_dim: int = -1) -> Any:
     """The torch function; on a rank with an empty piece zeros of the result's shape. For functions
     with one result that are products, plus a ``bias`` along a dim of the result."""
     if not is_empty(call):

@@ -7,8 +7,9 @@ axis splits a *factor*: every tensor dim with that letter. See ``Factors`` for t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from disttensor.layout import Layout, layout_of
@@ -82,31 +83,32 @@ LocalMaker = Callable[[Any], Callable[..., Any]]
 class Factors:
     """How shardings pass through one call.
 
-    inputs, outputs  letters of each tensor argument (in order of appearance) and of each tensor
-    result
+    inputs, outputs  letters of each tensor argument (in order of appearance) and of each result
     sizes            size of each letter
-    reduced          letters only in inputs -> what is pending when they are split: a reduction ("sum", "max", ...),
-                     or "inner": the local function reduces by itself and its result is replicated
-    whole            letters that must not be split; so is every letter that is neither in all outputs nor reduced
-    even             letters that may be split only without remainder (dims that are split or merged)
-    terms            the call is a sum of products: for each term the arguments it is linear in. Where the result is
-                     P(sum) every term must be: by one P operand, by a split reduced letter, or by
-                     joining
-                     (the first rank adds it). () means linear in nothing: Partial inputs are reduced first.
+    reduced          letters that only inputs have -> what is pending where they are split: a
+                     reduction ("sum", "max", ...), or "inner": the local function reduces by itself
+                     and its result is replicated
+    whole            letters that must not be split; so is every letter that is neither in all
+                     outputs nor reduced
+    even             letters that may be split only without remainder (of dims that split or merge)
+    terms            the call is a sum of products: for each term the arguments that it is linear
+                     in. The result may be P(sum) where every term is: by one P operand, by a split
+                     reduced letter, or by joining (the first rank adds it). () is linear in
+                     nothing: Partial inputs are reduced first.
     moves            the call only moves elements: a Partial of any reduction passes through
     shapes           global shapes of the outputs, where letters do not tell
     local            made once per plan: ``local(call)`` gives the function that runs on the locals
     view             the result shares memory with the first argument
-    again            so cheap that it may be computed twice: a use of the result that varies is then made of uses of the
-                     arguments that vary, whose gradients are summed when those of parameters are
-    ignored          arguments of which only shape and dtype matter (zeros_like): never moved, Partial or not
+    rematerialize    cheap to compute twice: if the result is used as varying, it is recomputed from
+                     varying inputs instead of all-reducing its gradient
+    metadata_only    arguments of which only shape and dtype matter (zeros_like): never redistributed
     targets          what an in-place function writes: these arguments keep their layouts
-    parts            the call is many independent ones (a function on lists): for each its Factors, numbered on its
-                     own, and the arguments it takes. What no part takes is shared by all, and
-                     whole.
-    halo             letters whose split dims need more than the piece: letter -> what that costs a rank where the letter is
-                     split in n, in bytes received. Kept split where a gather would cost more, or
-                     the same.
+    per_item         a function on lists is many independent calls: for each its Factors, numbered
+                     on its own, and the arguments it takes. What no item takes is shared by all of
+                     them, and whole.
+    halo             letters whose split dims need more than the piece: letter -> the bytes that a
+                     rank receives where the letter is split in n. They stay split where a gather
+                     would cost as much or more.
     """
 
     inputs: tuple[Dims, ...]
@@ -120,15 +122,15 @@ class Factors:
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: LocalMaker | None = None
     view: bool = False
-    again: bool = False
-    ignored: frozenset[int] = frozenset()
+    rematerialize: bool = False
+    metadata_only: frozenset[int] = frozenset()
     targets: tuple[int, ...] = (0,)
-    parts: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
+    per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
 
-    def but(self, **changes: Any) -> Factors:
+    def replace(self, **changes: Any) -> Factors:
         """A copy with some fields changed."""
-        return replace(self, **changes)
+        return dataclasses.replace(self, **changes)
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         if self.shapes is not None:
@@ -193,7 +195,7 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
     )
     inputs = []
     for tokens, a in zip(ins, args, strict=True):
-        tokens = _spread(tokens, lead, a.ndim - len(tokens) + 1)
+        tokens = expand_dots(tokens, lead, a.ndim - len(tokens) + 1)
         if len(tokens) != a.ndim:
             raise ValueError(f"rule {pattern!r}: a tensor of shape {list(a.shape)} does not fit it")
         for token, s in zip(tokens, a.shape, strict=True):
@@ -208,12 +210,12 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
         for tokens, a in zip(inputs, args, strict=True)
     )
     outputs = tuple(
-        tuple(None if t == "1" else t for t in _spread(tokens, lead, lead)) for tokens in outs
+        tuple(None if t == "1" else t for t in expand_dots(tokens, lead, lead)) for tokens in outs
     )
     return Factors(final, outputs, sizes, **options)
 
 
-def _spread(tokens: list[Any], lead: int, n: int) -> list[Any]:
+def expand_dots(tokens: list[Any], lead: int, n: int) -> list[Any]:
     """``...`` as n letters, numbered so that the last of ``lead`` leading dims align."""
     if "..." not in tokens:
         return tokens

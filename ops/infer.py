@@ -80,7 +80,7 @@ def infer(
         given = tuple(t.layout.placements(n) for t in tensors)
         return Inferred(given, given[:1], factors.output_shapes())
     return Inferred(
-        tuple(w.placements(n) for w in decision.wants),
-        tuple(g.placements(n) for g in decision.gives),
+        tuple(w.placements(n) for w in decision.input_layouts),
+        tuple(g.placements(n) for g in decision.output_layouts),
         factors.output_shapes(),
     )

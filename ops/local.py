@@ -1,6 +1,6 @@
-"""Call: what a local function may know of its call, and the communication it may do.
+"""LocalCall: what a local function may know of its call, and the communication it may do.
 
-``ops`` itself never communicates: the dispatcher hands in a ``Reach`` bound to the mesh.
+``ops`` itself never communicates: the dispatcher hands in ``Collectives`` bound to the mesh.
 """
 
 from __future__ import annotations
@@ -46,15 +46,26 @@ class Draw(Protocol):
         is as before."""
 
 
-class Reach(Protocol):
-    """Collectives for local functions, over mesh axes, differentiable where it says so."""
+class Collectives(Protocol):
+    """Collectives for local functions, over mesh axes; differentiable, but for ``all_reduce``.
 
-    def all_reduce(self, x: Any, op: str, axes: Axes) -> Any:
-        """The reduction on every rank. "sum" is differentiable (the gradient of x is that of the
-        result)."""
+    A value that all ranks of the axes have is *shared* while all compute the same from it: its
+    gradient is the whole one on each rank. ``pvary`` it before a rank uses it together with its own
+    piece: each rank then has a contribution to the gradient, and the backward adds them up.
+    """
+
+    def psum(self, x: Any, axes: Axes) -> Any:
+        """The sum over the ranks, shared. Backward: ``pvary``."""
+
+    def pvary(self, x: Any, axes: Axes) -> Any:
+        """A shared value, for a use that varies from rank to rank. Backward: ``psum``."""
 
     def all_gather(self, x: Any, axes: Axes) -> Any:
-        """[n, *x.shape], members in order of the axes (major first). Not differentiable."""
+        """[n, *x.shape], shared: every rank's x, of one shape, in order of the axes (major first).
+        Backward: one's own."""
+
+    def all_reduce(self, x: Any, op: str, axes: Axes) -> Any:
+        """The reduction on every rank. Raises RuntimeError where x needs a gradient."""
 
     def fetch(
         self,
@@ -74,7 +85,7 @@ class Reach(Protocol):
 
 
 @dataclass(slots=True)
-class Call:
+class LocalCall:
     """inputs, outputs: the pieces as wanted and given (dtype of outputs is not known yet); split:
     letter -> axes."""
 
@@ -84,7 +95,7 @@ class Call:
     split: dict[Letter, Axes]
     mesh_shape: Axes
     coordinate: Axes
-    reach: Reach
+    collectives: Collectives
 
     def axes(self, *split_letters: Letter) -> Axes:
         """The mesh axes that split these letters."""

@@ -23,8 +23,8 @@ def notation(f: Factors) -> str:
     >>> notation(letters("m k, k n -> m n", Arg((4, 6)), Arg((6, 5)), reduced={"k": "sum"}))
     'm k, k n -> m n   k: sum'
     """
-    if f.parts:
-        kinds = list(dict.fromkeys(notation(part) for part, _ in f.parts))
+    if f.per_item:
+        kinds = list(dict.fromkeys(notation(part) for part, _ in f.per_item))
         return "each on its own: " + "; ".join(kinds)
     names = _names(f)
 

@@ -1,8 +1,22 @@
-"""assign: give mesh axes to factors. The whole inference of placements is here; it is pure.
+"""assign: which letter each mesh axis splits. The whole inference of placements is here; it is pure.
 
-Per mesh axis one of: a factor (every tensor with that letter is split there), *flow* (a pending
-reduction passes through) or nothing (all whole). The choice that moves the fewest bytes wins; on a
-tie pass-through before flow before reduced before whole, then the letter of the largest operand.
+The axes are decided one after the other, in mesh order. On each axis the choices are: a letter that
+some input is split by on this axis (every tensor with the letter is then split there), *flow* (a
+pending reduction passes through), or nothing (all inputs are whole). A replicated input alone never
+makes an axis split something.
+
+What is minimised on an axis is the bytes that one of its n ranks receives so that the inputs follow
+the choice, from global sizes (what other axes split does not count):
+
+    (n - 1) / n * the sum over the inputs of
+        2 size                 P that does not flow -> R: an all-reduce
+        size                   P -> the chosen letter: a reduce-scatter
+        size                   another letter -> R: an all-gather
+        size / n               another letter -> the chosen one: an all-to-all
+    + the halo of the letter, where its dim is read beyond the piece
+
+Nothing else counts: not the latency of a collective, not what reads the results. On a tie the order
+is a letter of the results, flow, a reduced letter, nothing; then the letter of the largest input.
 """
 
 from __future__ import annotations
@@ -15,24 +29,24 @@ from disttensor.layout import Axes, Layout, replicated
 from ops.factors import Arg, Factors, Letter
 
 
+@dataclass(frozen=True, slots=True)
 class Flow:
     """A Partial that passes through on an axis."""
 
-    __slots__ = ("op",)
-
-    def __init__(self, op: str) -> None:
-        self.op = op
+    op: str
 
 
 @dataclass(slots=True)
 class Decision:
-    """Layouts wanted of each input and given to each output; ``varying[i]``: axes over which input
-    i is replicated while the call varies, where its gradient is a contribution; ``split``: letter
-    -> axes."""
+    """``input_layouts``: what each input is redistributed to; ``output_layouts``: what comes out.
 
-    wants: list[Layout]
-    gives: list[Layout]
-    varying: list[Axes]
+    ``varying_axes[i]``: the axes over which input i is replicated while the call varies, so that its
+    gradient is a contribution. ``split``: letter -> axes that split it.
+    """
+
+    input_layouts: list[Layout]
+    output_layouts: list[Layout]
+    varying_axes: list[Axes]
     split: dict[Letter, Axes]
 
 
@@ -41,18 +55,18 @@ def assign(
 ) -> Decision | None:
     """The cheapest placements for the call. With ``fixed`` the targets of an in-place function keep
     their layouts (the choice follows the first argument); None if the rule cannot do that."""
-    if f.parts:
-        return _assign_parts(f, args, mesh_shape, fixed)
+    if f.per_item:
+        return _assign_items(f, args, mesh_shape, fixed)
     majors = [tuple(d[0] if isinstance(d, tuple) else d for d in dims) for dims in f.inputs]
     usable = splittable(f)
-    held: list[list[tuple[int, Letter]]] = [[] for _ in mesh_shape]
+    shards: list[list[tuple[int, Letter]]] = [[] for _ in mesh_shape]
     pending: list[list[tuple[int, str]]] = [[] for _ in mesh_shape]
     for t, arg in enumerate(args):
         layout = arg.layout
         for d, axes in enumerate(layout.dims):
             for a in axes:
-                held[a].append((t, majors[t][d]))
-        if t not in f.ignored:
+                shards[a].append((t, majors[t][d]))
+        if t not in f.metadata_only:
             for a, op in layout.partial:
                 pending[a].append((t, op))
 
@@ -63,45 +77,47 @@ def assign(
             ok, picked = _forced(f, args[0].layout, majors[0], usable, a)
             if not ok:
                 return None
-        elif not held[a] and not pending[a]:
+        elif not shards[a] and not pending[a]:
             continue
         else:
-            picked = _pick(f, args, majors, usable, held[a], pending[a], a, n, parts)
+            picked = _pick(f, args, majors, usable, shards[a], pending[a], a, n, parts)
         if picked is not None and not isinstance(picked, Flow):
             parts[picked] = parts.get(picked, 1) * n
             if picked in f.even and f.sizes[picked] % parts[picked]:
                 return None
         choice[a] = picked
     decision = _decide(f, args, majors, choice, pending, fixed)
-    if fixed and any(decision.wants[t] != args[t].layout for t in f.targets):
+    if fixed and any(decision.input_layouts[t] != args[t].layout for t in f.targets):
         return None
     return decision
 
 
-def _assign_parts(
+def _assign_items(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
 ) -> Decision | None:
-    """Each part on its own; equal parts (the same Factors and layouts) are decided once. What no
-    part takes is replicated, and needs no gradient: torch has none for a tensor shared by the
-    elements of lists."""
-    wants = [replicated(len(arg.shape)) for arg in args]
+    """Each item on its own; equal ones (the same Factors and layouts) are decided once. What no item
+    takes is replicated, and needs no gradient: torch has none for a tensor shared by the elements
+    of lists."""
+    input_layouts = [replicated(len(arg.shape)) for arg in args]
     varying: list[Axes] = [()] * len(args)
-    gives: list[Layout] = []
+    output_layouts: list[Layout] = []
     seen: dict[Any, Decision | None] = {}
-    for part, members in f.parts:
+    for item, members in f.per_item:
         mine = [args[t] for t in members]
-        key = (id(part), *[arg.layout for arg in mine])
+        key = (id(item), *[arg.layout for arg in mine])
         if key not in seen:
-            seen[key] = assign(part, mine, mesh_shape, fixed)
+            seen[key] = assign(item, mine, mesh_shape, fixed)
         decision = seen[key]
         if decision is None:
             return None
-        for t, want, axes in zip(members, decision.wants, decision.varying, strict=True):
-            wants[t], varying[t] = want, axes
-        gives += decision.gives
-    if fixed and any(wants[t] != args[t].layout for t in f.targets):
+        for t, want, axes in zip(
+            members, decision.input_layouts, decision.varying_axes, strict=True
+        ):
+            input_layouts[t], varying[t] = want, axes
+        output_layouts += decision.output_layouts
+    if fixed and any(input_layouts[t] != args[t].layout for t in f.targets):
         return None
-    return Decision(wants, gives if f.outputs else [], varying, {})
+    return Decision(input_layouts, output_layouts if f.outputs else [], varying, {})
 
 
 def splittable(f: Factors) -> set[Letter]:
@@ -139,19 +155,19 @@ def _forced(
 
 def _pick(
     f: Factors, args: Sequence[Arg], majors: list[tuple[Letter, ...]], usable: set[Letter],
-    held: list[tuple[int, Letter]], pending: list[tuple[int, str]], a: int, n: int,
+    shards: list[tuple[int, Letter]], pending: list[tuple[int, str]], a: int, n: int,
     parts: dict[Letter, int],
 ) -> Any:  # fmt: skip
     candidates: list[Letter] = []
-    for _, letter in held:
+    for _, letter in shards:
         if letter not in usable or letter in candidates:
             continue
         if letter not in f.even or f.sizes[letter] % (parts.get(letter, 1) * n) == 0:
             candidates.append(letter)
-    alone = len(candidates) == 1 and all(letter == candidates[0] for _, letter in held)
+    alone = len(candidates) == 1 and all(letter == candidates[0] for _, letter in shards)
     if not pending and alone and candidates[0] not in f.halo:
         return candidates[0]
-    state: dict[int, Any] = dict(held)
+    state: dict[int, Any] = dict(shards)
     best: Any = None
     best_key: tuple[float, ...] = (
         _move(args, majors, state, dict(pending), None, frozenset(), n),
@@ -159,7 +175,7 @@ def _pick(
         0.0,
     )
     for letter in candidates:
-        size = -max(args[t].nbytes for t, held_letter in held if held_letter == letter)
+        size = -max(args[t].nbytes for t, own_letter in shards if own_letter == letter)
         kind = 2.0 if letter in f.reduced else 0.0
         moved = _move(args, majors, state, dict(pending), letter, frozenset(), n)
         if letter in f.halo:
@@ -247,31 +263,28 @@ def _decide(
                 if not any(picked in majors[t] for t in term):
                     partial_in[min(term)].append((a, op))  # joins: the first rank adds it
 
-    wants: list[Layout] = []
+    input_layouts: list[Layout] = []
     varying: list[Axes] = []
     for t in range(len(args)):
-        if t in f.ignored:
-            wants.append(args[t].layout)
+        if t in f.metadata_only:
+            input_layouts.append(args[t].layout)
             varying.append(())
             continue
         dims = tuple(split.get(letter, ()) if letter is not None else () for letter in majors[t])
         want = Layout(dims, tuple(partial_in[t]))
-        wants.append(want)
-        if active:
-            busy = want.varies()
-            varying.append(tuple(a for a in active if a not in busy))
-        else:
-            varying.append(())
-    gives = []
+        input_layouts.append(want)
+        taken = want.varies()
+        varying.append(tuple(a for a in active if a not in taken))
+    output_layouts = []
     for i, out_dims in enumerate(f.outputs):
         tops = (d[0] if isinstance(d, tuple) and d else d for d in out_dims)
-        gives.append(
+        output_layouts.append(
             Layout(
                 tuple(split.get(t, ()) if t is not None and t != () else () for t in tops),
                 tuple(partial_out[i]),
             )
         )
-    return Decision(wants, gives, varying, split)
+    return Decision(input_layouts, output_layouts, varying, split)
 
 
 def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:

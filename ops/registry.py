@@ -3,7 +3,7 @@ alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,18 @@ _DUNDERS = {
 }  # fmt: skip
 
 
+def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function, bool]]:
+    """The functions of this name in the places (of an operator: the method) and their in-place
+    forms, each as (function, writes its first argument)."""
+    operator = name.endswith("__")
+    for place in [torch.Tensor] if operator else places:
+        for other in (name,) if operator else (name, name + "_"):
+            found = getattr(place, other, None)
+            if callable(found):
+                writes = other.startswith("__i") and other != "__invert__"
+                yield found, writes if operator else other.endswith("_")
+
+
 def variants(func: Function) -> Iterator[tuple[Function, bool]]:
     """The same function under its other names: the method, the in-place forms, the operators.
 
@@ -66,15 +78,9 @@ def variants(func: Function) -> Iterator[tuple[Function, bool]]:
     for place in (torch, torch.nn.functional, torch.special, torch.linalg):
         if getattr(place, name, None) is func:
             places.append(place)
-    for place in places:
-        for other in (name, name + "_"):
-            found = getattr(place, other, None)
-            if found is not None and found is not func and callable(found):
-                yield found, other.endswith("_")
-    for dunder in _DUNDERS.get(name, ()):
-        found = getattr(torch.Tensor, dunder, None)
-        if found is not None:
-            yield found, dunder.startswith("__i") and dunder != "__invert__"
+    yield from (pair for pair in functions_named(name, places) if pair[0] is not func)
+    for operator in _DUNDERS.get(name, ()):
+        yield from functions_named(operator, ())
 
 
 def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:

@@ -16,13 +16,13 @@ from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
 from disttensor.comm.work import Work, finished
 from disttensor.layout import Box
+from disttensor.placement import neutral_element
 from disttensor.spec import DistSpec
 from reshard import planner
 from reshard.cross_mesh_plan import Crossing, plan_crossing
 from reshard.planner import Step
 from reshard.registry import Axes, Tensor
 from reshard.routing import Routes
-from reshard.to_partial import neutral
 
 
 def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
@@ -106,7 +106,9 @@ def fill(x: Tensor, place: Axes, crossing: Crossing) -> Tensor:
     what changes nothing. Of several axes the last is reduced first."""
     for axis, op in crossing.once:
         if place[axis]:
-            x = torch.full_like(x, neutral(op, x.dtype), memory_format=torch.contiguous_format)
+            x = torch.full_like(
+                x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format
+            )
         elif op == "avg":
             x = x * crossing.after.mesh.shape[axis]
     return x

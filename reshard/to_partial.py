@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.placement import Partial, Replicate, Shard, neutral_element
 from disttensor.spec import DistSpec
 from reshard.all_reduce import pending
 from reshard.registry import Axes, Tensor, register
-
-
-def neutral(op: str, dtype: torch.dtype) -> Any:
-    """What changes nothing in a reduction: 0, 1, or the far end of the dtype."""
-    if op in ("sum", "avg", "any"):
-        return 0
-    if op in ("prod", "all"):
-        return 1
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
 
 
 @register(Replicate, Partial, kind="to_partial")
@@ -40,7 +25,7 @@ def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
         return (
             x.clone()
         )  # fresh, as on the others: whether x is written later must not tell ranks apart
-    return torch.full_like(x, neutral(op, x.dtype), memory_format=torch.contiguous_format)
+    return torch.full_like(x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format)
 
 
 @register(Shard, Partial, kind="to_partial")
@@ -50,7 +35,7 @@ def pad_with_neutral(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Ten
     For avg x is multiplied by the ranks, which the average divides by again.
     """
     op = pending(dst, axes)
-    out = x.new_full(dst.local_shape, neutral(op, x.dtype))
+    out = x.new_full(dst.local_shape, neutral_element(op, x.dtype))
     piece = src.local_box.cut(out, dst.local_box)
     piece.copy_(x * math.prod(src.mesh.shape[a] for a in axes) if op == "avg" else x)
     return out

@@ -53,7 +53,6 @@ FAMILIES = (
     "shape",
     "indexing",
     "linalg",
-    "lead",
     "random",
     "nn",
     "foreach",

@@ -1,5 +1,4 @@
-"""What local functions may ask of the mesh: collectives over its axes, and random numbers
-(``ops.local.Reach``)."""
+"""MeshCollectives: the collectives and random numbers that local functions may use, on a mesh."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd import halo_exchange
-from disttensor.autograd.functional import Psum
+from disttensor.autograd import functional, halo_exchange
 from disttensor.comm import collectives
 from disttensor.layout import Axes
 from disttensor.random import state
@@ -16,9 +14,8 @@ from disttensor.random import state
 Tensor = torch.Tensor
 
 
-class MeshReach:
-    """The collectives that local functions may use (``ops.local.Reach``), on the axes of one
-    mesh."""
+class MeshCollectives:
+    """``ops.local.Collectives`` over the axes of one mesh."""
 
     __slots__ = ("mesh",)
 
@@ -29,17 +26,20 @@ class MeshReach:
         busy = tuple(a for a in axes if self.mesh.shape[a] > 1)
         return self.mesh.group(busy) if busy else None
 
-    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
-        group = self._group(axes)
-        if group is None:
-            return x
-        if op == "sum" and x.requires_grad and torch.is_grad_enabled():
-            return Psum.apply(x, group)
-        return collectives.all_reduce(x, op, group)
+    def psum(self, x: Tensor, axes: Axes) -> Tensor:
+        return functional.psum(x, self._group(axes))
+
+    def pvary(self, x: Tensor, axes: Axes) -> Tensor:
+        return functional.pvary(x, self._group(axes)) if x.requires_grad else x
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        return functional.all_gather(x, self._group(axes))
+
+    def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"all_reduce of {op!r} has no gradient: psum has, or detach x")
         group = self._group(axes)
-        return x.detach().unsqueeze(0) if group is None else collectives.all_gather(x, group)
+        return x if group is None else collectives.all_reduce(x, op, group)
 
     def fetch(
         self,

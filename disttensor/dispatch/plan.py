@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from disttensor.dispatch.local_context import MeshReach
+from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from ops.factors import Arg, Factors
 from ops.infer import decide
-from ops.local import Call
+from ops.local import LocalCall
 from ops.propagation import Decision
 from ops.registry import Rule
 
@@ -115,24 +115,26 @@ def make_plan(
     rule, factors, decision = decided(func, args, kwargs, mesh)
     if decision is None:
         return None
-    wants = [s.with_layout(w) for s, w in zip(specs, decision.wants, strict=True)]
+    wants = [s.with_layout(w) for s, w in zip(specs, decision.input_layouts, strict=True)]
     dtype = specs[0].dtype if specs else torch.get_default_dtype()
     gives = [
         DistSpec(mesh, layout, shape, dtype)
-        for layout, shape in zip(decision.gives, factors.output_shapes(), strict=True)
+        for layout, shape in zip(decision.output_layouts, factors.output_shapes(), strict=True)
     ]
     local = func
     if factors.local is not None:
         coordinate = mesh.coordinate or (0,) * mesh.ndim
         local = factors.local(
-            Call(func, wants, gives, decision.split, mesh.shape, coordinate, MeshReach(mesh))
+            LocalCall(
+                func, wants, gives, decision.split, mesh.shape, coordinate, MeshCollectives(mesh)
+            )
         )
     busy = tuple(a for a, n in enumerate(mesh.shape) if n > 1)
-    varying = [tuple(a for a in axes if a in busy) for axes in decision.varying]
+    varying = [tuple(a for a in axes if a in busy) for axes in decision.varying_axes]
     changed = [w if w is not s else None for w, s in zip(wants, specs, strict=True)]
     return Plan(
         rule, mesh, changed, varying, local, gives, rule.inplace, factors.view,
-        any(w is not None for w in changed), any(varying), factors.again,
+        any(w is not None for w in changed), any(varying), factors.rematerialize,
     )  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def layouts_of(
     """The layouts of the results, for a rank outside the mesh. None: an in-place function. Raises
     NoRule."""
     rule, _, decision = decided(func, args, kwargs, mesh)
-    return None if decision is None or rule.inplace else list(decision.gives)
+    return None if decision is None or rule.inplace else list(decision.output_layouts)
 
 
 def _collect(value: Any, out: list[Arg]) -> None:

@@ -105,7 +105,7 @@ def shared(
     _, factors, decision = decided(func, *asked, mesh)
     if factors.view or decision is None:
         return run
-    now = [settles(s, w) for s, w in zip(specs, decision.wants, strict=True)]
+    now = [settles(s, w) for s, w in zip(specs, decision.input_layouts, strict=True)]
     reduces = any(now)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:

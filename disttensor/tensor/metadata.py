@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import dims_mapping_of
+from disttensor.layout import dims_mapping_of, global_strides
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 from disttensor.tensor.base import MeshTensor
-from ops.shape.strides import spread
 
 
 def _of_local(name: str) -> Any:
@@ -105,7 +104,7 @@ class Metadata(MeshTensor):
         A rank outside the mesh takes for granted that it is contiguous.
         """
         if self.is_initialized:
-            strides = spread(self.local.stride(), self.spec.local_shape, self.spec.shape)
+            strides = global_strides(self.local.stride(), self.spec.local_shape, self.spec.shape)
         else:
             strides = torch.empty(self.spec.shape, device="meta").stride()
         return strides if dim is None else strides[dim]

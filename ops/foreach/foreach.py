@@ -11,27 +11,25 @@ from typing import Any
 
 import torch
 
+from ops.dims import FIRST, SECOND, SUM
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.registry import Rule, register
 
 Terms = tuple[frozenset[int], ...]
 
-ZERO, ONE = frozenset({0}), frozenset({1})
-ALONE: Terms = (ZERO,)
-
 # name -> the terms of one element's call with n tensors; what is not here is linear in nothing
 LINEAR: dict[str, Callable[[int], Terms]] = {
-    "neg": lambda n: ALONE,
-    "clone": lambda n: ALONE,
-    "zero": lambda n: ALONE,
-    "div": lambda n: ALONE,
+    "neg": lambda n: FIRST,
+    "clone": lambda n: FIRST,
+    "zero": lambda n: FIRST,
+    "div": lambda n: FIRST,
     "mul": lambda n: (frozenset(range(n)),),
-    "add": lambda n: (ZERO, ONE) if n == 2 else (),
-    "sub": lambda n: (ZERO, ONE) if n == 2 else (),
-    "lerp": lambda n: (ZERO, ONE),
-    "addcmul": lambda n: (ZERO, frozenset({1, 2})),
-    "addcdiv": lambda n: (ZERO, ONE),
-    "copy": lambda n: (ONE,),
+    "add": lambda n: SUM if n == 2 else (),
+    "sub": lambda n: SUM if n == 2 else (),
+    "lerp": lambda n: SUM,
+    "addcmul": lambda n: (*FIRST, frozenset({1, 2})),
+    "addcdiv": lambda n: SUM,
+    "copy": lambda n: SECOND,
 }
 NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
 
@@ -66,23 +64,27 @@ def grouped(
         inputs[arg.index] = (None,) * arg.ndim
     outputs: list[Any] = []
     shapes: list[tuple[int, ...]] = []
-    parts: list[tuple[Factors, tuple[int, ...]]] = []
+    per_item: list[tuple[Factors, tuple[int, ...]]] = []
     seen: dict[Any, Factors] = {}
     for members in zip(*lists, strict=True):
         key = tuple([(arg.shape, arg.dtype) for arg in members])
         part = seen.get(key)
         if part is None:
             numbered = [Arg(arg.shape, None, arg.dtype, index=i) for i, arg in enumerate(members)]
-            part = seen[key] = make(numbered).but(targets=tuple(written))
+            part = seen[key] = make(numbered).replace(targets=tuple(written))
         indices = tuple([arg.index for arg in members])
         for t, dims in zip(indices, part.inputs, strict=True):
             inputs[t] = dims
         outputs += part.outputs
         shapes += part.output_shapes()
-        parts.append((part, indices))
+        per_item.append((part, indices))
     targets = tuple([arg.index for n in written for arg in lists[n]])
     return Factors(
-        tuple(inputs), tuple(outputs), shapes=tuple(shapes), parts=tuple(parts), targets=targets
+        tuple(inputs),
+        tuple(outputs),
+        shapes=tuple(shapes),
+        per_item=tuple(per_item),
+        targets=targets,
     )
 
 
@@ -99,7 +101,7 @@ def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
             linear = terms_of(len(members))
             if name == "copy" and members[0].dtype != members[1].dtype:
                 linear = ()
-            options = {"ignored": ZERO} if name == "copy" else {}
+            options = {"metadata_only": frozenset({0})} if name == "copy" else {}
             return pointwise_factors(members, terms=linear, moves=copies, **options)
 
         return grouped(lists, shared, one, (0,) if inplace else ())

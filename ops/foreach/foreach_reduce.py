@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from disttensor.layout import Axes
+from ops.dtypes import root
 from ops.factors import Arg, Factors, Letter
 from ops.foreach.foreach import grouped, lists_of
 from ops.infer import NoRule
+from ops.reduction.max_min import Extreme, neutral, ties
 from ops.registry import rule
 
 Local = Callable[..., Sequence[Tensor]]
@@ -31,7 +33,7 @@ def each_to_number(tensors: Sequence[Arg], local: Callable[[Any], Local]) -> Fac
         sizes: dict[Letter, int] = dict(enumerate(members[0].shape))
         return Factors((dims,), ((),), sizes, reduced=dict.fromkeys(dims, "inner"))
 
-    return grouped(*lists_of([tensors]), one).but(local=local)
+    return grouped(*lists_of([tensors]), one).replace(local=local)
 
 
 def by_axes(call: Any) -> Groups:
@@ -50,7 +52,11 @@ def together(call: Any, values: Sequence[Tensor], op: str, groups: Groups) -> li
     for axes, members in groups.items():
         for dtype in dict.fromkeys(values[i].dtype for i in members):
             alike = [i for i in members if values[i].dtype == dtype]
-            done = call.reach.all_reduce(torch.stack([values[i] for i in alike]), op, axes)
+            stack = torch.stack([values[i] for i in alike])
+            if op == "sum":
+                done = call.collectives.psum(stack, axes)
+            else:
+                done = call.collectives.all_reduce(stack, op, axes)
             for i, value in zip(alike, done.unbind(), strict=True):
                 out[i] = value
     return out
@@ -91,12 +97,6 @@ def norms(call: Any) -> Local:
         return tuple([x.to(d) if s else x for x, d, s in zip(out, given, small, strict=True)])
 
     return run if groups else torch._foreach_norm
-
-
-def root(x: Tensor, order: float) -> Tensor:
-    """x to the power of 1/order; its gradient at 0 is 0, as that of a norm."""
-    zero = x == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x) ** (1 / order))
 
 
 @rule(torch._foreach_powsum, exact=True, floats=True)
@@ -156,32 +156,17 @@ def extremes(
     found = together(call, [extreme(x.detach(), largest) for x in tensors], op, groups)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         return tuple(found)
-    hits = [(x == m) | (x.isnan() & m.isnan()) for x, m in zip(tensors, found, strict=True)]
-    mine = [hit.sum().to(m.dtype) for hit, m in zip(hits, found, strict=True)]
+    mine = [ties(x, m).sum().to(m.dtype) for x, m in zip(tensors, found, strict=True)]
     counts = together(call, mine, "sum", groups)
-    return tuple(_Extreme.apply(*each) for each in zip(tensors, found, hits, counts, strict=True))
+    axes_of = {i: axes for axes, members in groups.items() for i in members}
+    return tuple(
+        Extreme.apply(x, m, counts[i], (), call.collectives, axes_of.get(i, ()))
+        for i, (x, m) in enumerate(zip(tensors, found, strict=True))
+    )
 
 
 def extreme(x: Tensor, largest: bool) -> Tensor:
     """amax or amin; of nothing, what any element beats."""
     if x.numel():
         return x.amax() if largest else x.amin()
-    if x.is_floating_point():
-        return x.new_full((), -math.inf if largest else math.inf)
-    info = torch.iinfo(x.dtype)
-    return x.new_full((), info.min if largest else info.max)
-
-
-class _Extreme(torch.autograd.Function):
-    """``best``, as a function of x; all ``count`` elements that equal it share the gradient
-    evenly."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, best: Tensor, hits: Tensor, count: Tensor) -> Tensor:
-        ctx.save_for_backward(hits, count)
-        return best.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        hits, count = ctx.saved_tensors
-        return torch.where(hits, grad / count, 0), None, None, None
+    return x.new_full((), neutral(x.dtype, largest))

@@ -40,7 +40,7 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
         def one(members: Sequence[Arg]) -> Factors:
             return pointwise_factors(members)
 
-        return grouped(lists, shared, one, targets).but(outputs=(), shapes=())
+        return grouped(lists, shared, one, targets).replace(outputs=(), shapes=())
 
     return factors
 
@@ -64,12 +64,12 @@ def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
         def run(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
             if axes:
-                found_inf.copy_(call.reach.all_reduce(found_inf, "max", tuple(sorted(axes))))
+                found_inf.copy_(call.collectives.all_reduce(found_inf, "max", tuple(sorted(axes))))
 
         return run
 
     f = grouped([self], [found_inf, inv_scale], lambda members: pointwise_factors(members), [0])
-    return f.but(outputs=(), shapes=(), targets=(*f.targets, found_inf.index), local=local)
+    return f.replace(outputs=(), shapes=(), targets=(*f.targets, found_inf.index), local=local)
 
 
 @rule(torch._amp_update_scale_, numbers="type")

@@ -1,5 +1,4 @@
-"""Rules. Functions that pick or write elements by index."""
+"""Functions that pick, write or look up elements by index.
 
-from ops.indexing import gather, getitem, index, scatter, vocab_shard
-
-__all__ = ["gather", "getitem", "index", "scatter", "vocab_shard"]
+Not here: embeddings (ops.nn).
+"""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ops.dims import ONE, front, letters_of, moved, named
+from ops.dims import FIRST, front, letters_of, moved, named
 from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned
 from ops.infer import NoRule
@@ -88,7 +88,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
         (dims, (which,) * index.ndim), ((*dims[:at], which, *dims[at + 1 :]),), sizes, reduced,
-        terms=ONE, local=local,
+        terms=FIRST, local=local,
     )  # fmt: skip
 
 
@@ -118,7 +118,6 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
         sizes[d] = wide if broadcast else s
         sizes[f"short{d}"] = n
         shape.append(wide)
-    terms = ONE if not index.index or index.index > input.index else (frozenset({input.index}),)
 
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
@@ -138,7 +137,7 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
     short = frozenset(x for x in theirs if isinstance(x, str) and x != "index")
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, terms=terms,
+        (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, terms=FIRST,
         shapes=(tuple(shape),), local=local,
     )  # fmt: skip
 
@@ -164,5 +163,5 @@ def take(input: Arg, index: Arg) -> Factors:
     """the input is whole, the index's dims pass through"""
     ins = tuple(f"input{d}" for d in range(input.ndim))
     return Factors(
-        (ins, letters_of(index)), (letters_of(index),), dict(enumerate(index.shape)), terms=ONE
+        (ins, letters_of(index)), (letters_of(index),), dict(enumerate(index.shape)), terms=FIRST
     )

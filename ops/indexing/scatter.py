@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from ops.dims import front, letters_of, named, tensors_in
+from ops.batching import shaped
+from ops.dims import SUM, front, fronts, letters_of, named, tensors_in, without
+from ops.dtypes import HALVES
 from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import rule
@@ -47,7 +49,7 @@ def scatter(
     solid = isinstance(source, Arg) and source.ndim == input.ndim
     terms = together(input, source) if solid and (reduce is None or reduce in ADDS) else ()
     f = along(input, dim, [index, source] if solid else [index], terms)
-    return f.but(inputs=(*f.inputs, ())) if isinstance(source, Arg) and not solid else f
+    return f.replace(inputs=(*f.inputs, ())) if isinstance(source, Arg) and not solid else f
 
 
 @rule(torch.scatter_add)
@@ -79,7 +81,7 @@ def along_index(input: Arg, dim: int, index: Arg, source: Any, terms: tuple[Any,
         ins.append(tuple(None if d == at or d in whole else d for d in range(input.ndim)))
     elif isinstance(source, Arg):
         ins.append(())
-    return f.but(inputs=tuple(ins), whole=frozenset(whole))
+    return f.replace(inputs=tuple(ins), whole=frozenset(whole))
 
 
 @rule(torch.index_add)
@@ -99,7 +101,7 @@ def index_reduce(
     input: Arg, dim: int, index: Arg, source: Arg, reduce: str, *, include_self: bool = True
 ) -> Factors:
     """the dim is whole"""
-    if reduce == "prod" and input.dtype in (torch.bfloat16, torch.float16):
+    if reduce == "prod" and input.dtype in HALVES:
         raise NoRule("torch's kernel fails on pieces of one column in this dtype")
     return along_index(input, dim, index, source, ())
 
@@ -134,3 +136,17 @@ def slice_scatter(
 def masked_fill(input: Arg, mask: Arg, value: Any) -> Factors:
     """elementwise; the number that is filled in is not linear"""
     return pointwise_factors(tensors_in(input, mask, value))
+
+
+@rule(*named("diagonal_scatter"), exact=True)
+def diagonal_scatter(
+    input: Arg, src: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Factors:
+    """linear in both together; the two dims are whole"""
+    gone = fronts((dim1, dim2), input.ndim)
+    dims = without(input, gone)
+    rest = (*(d for d in dims if d is not None), None)
+    return shaped(
+        torch.diagonal_scatter, (input, src, offset, dim1, dim2), {}, [dims, rest], dims,
+        terms=SUM,
+    )  # fmt: skip

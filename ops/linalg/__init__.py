@@ -1,5 +1,4 @@
-"""Rules. Products, decompositions and transforms of matrices."""
+"""Products, decompositions, distances and Fourier transforms.
 
-from ops.linalg import decompositions, einsum, fft, matmul
-
-__all__ = ["decompositions", "einsum", "fft", "matmul"]
+Not here: norms of vectors (ops.reduction), linear layers of more than a product (ops.nn).
+"""

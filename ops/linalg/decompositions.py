@@ -1,104 +1,78 @@
-"""Decompositions of the last two dims, products of several matrices, distances between rows."""
+"""Decompositions, inverses and solvers of the last two dims: the batch dims pass through."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from ops.batching import batched_factors, or_zero
+from ops.batching import batched_factors
 from ops.dims import named, tensors_in
-from ops.factors import Arg, Dims, Factors, Letter, letters, pointwise_factors
+from ops.empty_pieces import zeros_if_empty
+from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.linalg.matmul import PRODUCT
-from ops.registry import Function, rule
+from ops.registry import Function, Rule, register
 
 
-def _matrices(func: Function, core: int = 2) -> None:
-    def factors(input: Arg, *args: Any, **words: Any) -> Factors:
-        if tensors_in(*args, *words.values()):
-            raise NoRule("tolerances given by a tensor")
-        return batched_factors(func, (input, *args), words, [input], [core], local=or_zero)
+def _enter(
+    names: str,
+    cores: Callable[[list[Arg]], list[int]],
+    places: tuple[Any, ...] = (torch, torch.linalg, Tensor),
+    **options: Any,
+) -> None:
+    """A rule for each of the functions of these names. ``cores``: how many last dims of each tensor
+    stay whole. A function that refuses a matrix (not positive definite, singular) does so on the
+    rank that has it."""
+    for func in named(*names.split(), places=places):
 
-    factors.__name__, factors.__doc__ = func.__name__, "... m n -> ...: batch dims pass"
-    rule(func, exact=True, floats=True)(factors)
+        def factors(*args: Any, _func: Function = func, **kwargs: Any) -> Factors:
+            tensors = tensors_in(*args, *kwargs.values())
+            return batched_factors(_func, args, kwargs, tensors, cores(tensors), **options)
 
-
-for _func in (
-    *named("pinverse"),
-    *named(*["pinv", "cond", "matrix_rank", "lu"], places=(torch.linalg,)),
-):
-    _matrices(_func)
-
-
-@rule(torch.linalg.vander, exact=True)
-def vander(x: Arg, *, N: Any = None) -> Factors:
-    """... n -> ... n powers: every dim passes through"""
-    if not x.ndim or 0 in x.shape:
-        raise NoRule("vander of a number")
-    powers = x.shape[-1] if N is None else N
-    dims = tuple(range(x.ndim))
-    sizes: dict[Letter, int] = {**dict(enumerate(x.shape)), "powers": powers}
-    local = lambda call: lambda x, N=None: call.func(x, N=powers)  # noqa: E731
-    return Factors((dims,), ((*dims, "powers"),), sizes, local=local)
+        rule = Rule(func.__name__, factors, floats=True, pattern="... m n -> ...: batch dims pass")
+        register(rule, func, exact=True)
 
 
-@rule(torch.linalg.multi_dot, exact=True)
-def multi_dot(tensors: Sequence[Arg], **words: Any) -> Factors:
-    """a b, b c, c d -> a d: rows of the first and columns of the last pass; a split inner dim gives
-    P(sum)"""
-    names = [chr(ord("a") + i) for i in range(len(tensors) + 1)]
-    ins: list[Dims] = [tuple(names[i : i + 2]) for i in range(len(tensors))]
-    if tensors[0].ndim == 1:
-        ins[0] = ins[0][1:]
-    if tensors[-1].ndim == 1:
-        ins[-1] = ins[-1][:1]
-    sizes: dict[Letter, int] = {}
-    for t, dims in zip(tensors, ins, strict=True):
-        for d, s in zip(dims, t.shape, strict=True):
-            if sizes.setdefault(d, s) != s:
-                raise NoRule("matrices that do not fit")
-    out = (*ins[0][:-1], *ins[-1][1:])
-    reduced: dict[Letter, str] = dict.fromkeys(names[1:-1], "sum")
-    return Factors(tuple(ins), (out,), sizes, reduced, terms=(frozenset(range(len(tensors))),))
+def _matrices(tensors: list[Arg]) -> list[int]:
+    return [2] * len(tensors)
 
 
-@rule(*named("kron"), exact=True)
-def kron(input: Arg, other: Arg) -> Factors:
-    """each dim of the result merges two; the first tensor's may be split evenly"""
-    n = max(input.ndim, other.ndim)
-    a, b = n - input.ndim, n - other.ndim
-    sizes: dict[Letter, int] = {f"a{a + i}": s for i, s in enumerate(input.shape)}
-    sizes.update({f"b{b + i}": s for i, s in enumerate(other.shape)})
-    pairs = [tuple(x for x in (f"a{i}", f"b{i}") if x in sizes) for i in range(n)]
-    out = tuple(pair if len(pair) == 2 else pair[0] for pair in pairs)
-    ins = (
-        tuple(f"a{a + i}" for i in range(input.ndim)),
-        tuple(f"b{b + i}" for i in range(other.ndim)),
-    )
-    even = frozenset(ins[0])
-    return Factors(ins, (out,), sizes, whole=frozenset(ins[1]), even=even, terms=PRODUCT)
+def _one_matrix(tensors: list[Arg]) -> list[int]:
+    if len(tensors) > 1:
+        raise NoRule("tolerances given by a tensor")
+    return [2]
 
 
-# Distances ----------------------------------------------------------------------------------------
+def _solves(tensors: list[Arg]) -> list[int]:
+    """A and B, which is a batch of vectors where it has A's shape without the last dim."""
+    if len(tensors) == 2:
+        a, b = tensors
+        if b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):
+            return [2, 1]
+    return _matrices(tensors)
 
 
-@rule(torch.cdist, exact=True)
-def cdist(x1: Arg, x2: Arg, p: Any = 2.0, compute_mode: Any = None) -> Factors:
-    """... m k, ... n k -> ... m n; k is whole"""
-    return letters("... m k, ... n k -> ... m n", x1, x2, whole=frozenset("k"), local=or_zero)
+def _with_vector(tensors: list[Arg]) -> list[int]:
+    """The second is a vector for each matrix: pivots, factors of reflections."""
+    return [2, 1, 2][: len(tensors)]
 
 
-@rule(F.pairwise_distance, exact=True)
-def pairwise_distance(
-    x1: Arg, x2: Arg, p: Any = 2.0, eps: Any = 1e-6, keepdim: bool = False
-) -> Factors:
-    """the last dim is whole, the others broadcast"""
-    f = pointwise_factors([x1, x2])
-    if not f.outputs[0]:
-        raise NoRule("the distance of numbers")
-    last = f.outputs[0][-1]
-    out = (*f.outputs[0][:-1], None) if keepdim else f.outputs[0][:-1]
-    return f.but(outputs=(out,), whole=frozenset({last}))
+def _pivots_last(tensors: list[Arg]) -> list[int]:
+    """Right sides, factors, and a vector of pivots for each matrix."""
+    return [2, 2, 1]
+
+
+_enter(
+    "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse "
+    "eig eigvals eigh eigvalsh qr svd svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex "
+    "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
+    _matrices,
+)
+_enter("pinverse", _one_matrix, (torch, Tensor), local=zeros_if_empty)
+_enter("pinv cond matrix_rank lu", _one_matrix, (torch.linalg,), local=zeros_if_empty)
+_enter("solve solve_ex", _solves)
+_enter("lu_solve", _with_vector, (torch.linalg,))
+_enter("lu_solve", _pivots_last, (torch, Tensor))
+_enter("ldl_solve lu_unpack householder_product ormqr", _with_vector)

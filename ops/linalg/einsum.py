@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ops.factors import Arg, Factors, Letter
+from ops.factors import Arg, Factors, Letter, expand_dots
 from ops.registry import rule
 
 
@@ -27,7 +27,7 @@ def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
     sizes: dict[Letter, int] = {}
     named = []
     for term, tensor in zip(terms, tensors, strict=True):
-        dims = _spread(term, lead, tensor.ndim - len(term) + 3)
+        dims = expand_dots(_tokens(term), lead, tensor.ndim - len(term) + 3)
         if len(dims) != tensor.ndim:
             raise RuntimeError(
                 f"einsum {equation!r}: the term {term!r} does not fit a tensor "
@@ -46,7 +46,7 @@ def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
         letters = left.replace(",", "").replace(".", "")
         once = sorted(c for c in set(letters) if letters.count(c) == 1)
         right = ("..." if lead else "") + "".join(once)
-    out = tuple(_spread(right, lead, lead))
+    out = tuple(expand_dots(_tokens(right), lead, lead))
     inputs = tuple(
         tuple(d if size == sizes[d] else None for d, size in zip(dims, t.shape, strict=True))
         for dims, t in zip(named, tensors, strict=True)
@@ -55,9 +55,6 @@ def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
     return Factors(inputs, (out,), sizes, reduced=reduced, terms=(frozenset(range(len(tensors))),))
 
 
-def _spread(term: str, lead: int, n: int) -> list[Letter]:
-    """A term's letters; ``...`` as n of the ``lead`` dims that it stands for, aligned at the
-    right."""
+def _tokens(term: str) -> list[Letter]:
     before, dots, after = term.partition("...")
-    middle = [f".{lead - n + i}" for i in range(n)] if dots else []
-    return [*before, *middle, *after]
+    return [*before, *([dots] if dots else []), *after]

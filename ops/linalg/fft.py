@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from ops.batching import or_zero, results_of
-from ops.dims import ONE, fronts, moved
+from ops.batching import results_of
+from ops.dims import FIRST, fronts, moved, tensors_in
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
-from ops.registry import Function, Rule, register
+from ops.infer import NoRule
+from ops.registry import Function, Rule, register, rule
 
 fft = torch.fft
 
@@ -28,7 +30,7 @@ def _transform(func: Function, default: Any) -> None:
         (shape,) = results_of(func, (input, given, dim, norm), {})
         dims = tuple(None if i in gone else i for i in range(input.ndim))
         sizes: dict[Any, int] = {i: s for i, s in enumerate(input.shape) if i not in gone}
-        return Factors((dims,), (dims,), sizes, terms=ONE, shapes=(shape,), local=or_zero)
+        return Factors((dims,), (dims,), sizes, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
 
     rule = Rule(func.__name__, factors, False, "value", False, "linear; transformed dims whole")
     register(rule, func, exact=True)
@@ -53,3 +55,16 @@ def shift(input: Arg, dim: Any = None) -> Factors:
 register(
     Rule("fftshift", shift, pattern=shift.__doc__ or ""), fft.fftshift, fft.ifftshift, exact=True
 )
+
+
+@rule(torch.stft, exact=True)
+def stft(input: Arg, *args: Any, **words: Any) -> Factors:
+    """linear; the batch passes through"""
+    if input.ndim != 2 or tensors_in(*args):
+        raise NoRule("stft of one signal")
+    (shape,) = results_of(torch.stft, (input, *args), words)
+    ins = (("n", None), *((None,) for _ in tensors_in(*words.values())))
+    out = ("n", *(None,) * (len(shape) - 1))
+    return Factors(
+        ins, (out,), {"n": input.shape[0]}, terms=FIRST, shapes=(shape,), local=zeros_if_empty
+    )

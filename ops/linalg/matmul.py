@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.empty_pieces import or_zeros
+from ops.dims import FIRST, PRODUCT
 from ops.factors import Arg, Factors, Letter, letters
 from ops.infer import NoRule
 from ops.registry import rule
 
 SUM_K: dict[Letter, str] = {"k": "sum"}
-PRODUCT = (frozenset({0, 1}),)
 
 
 def fit(name: str, a: Arg, i: int, b: Arg, j: int) -> None:
@@ -58,7 +57,7 @@ def matmul(input: Arg, other: Arg, out: None = None) -> Factors:
 def rmatmul(input: Arg, other: Arg) -> Factors:
     """other @ input: the tensors come in the opposite order"""
     f = _product("matmul", other, input)
-    return f.but(inputs=f.inputs[::-1])
+    return f.replace(inputs=f.inputs[::-1])
 
 
 def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> None:
@@ -89,40 +88,6 @@ _fixed(torch.dot, torch.vdot, pattern="k, k -> ", check=(0, 0))
 _fixed(torch.outer, torch.ger, pattern="m, n -> m n")
 
 
-@rule(torch.inner)
-def inner(input: Arg, other: Arg) -> Factors:
-    """m... k, n... k -> m... n...; with a 0-d tensor a plain product"""
-    if not input.ndim or not other.ndim:
-        dims = tuple(range(max(input.ndim, other.ndim)))
-        scalar = (dims[: input.ndim], dims[: other.ndim])
-        sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
-        return Factors(scalar, (dims,), sizes, terms=PRODUCT)
-    fit("inner", input, -1, other, -1)
-    left: tuple[Any, ...] = tuple(f"m{i}" for i in range(input.ndim - 1))
-    right: tuple[Any, ...] = tuple(f"n{i}" for i in range(other.ndim - 1))
-    sizes = dict(zip((*left, "k"), input.shape, strict=True))
-    sizes.update(zip(right, other.shape, strict=False))
-    ins = ((*left, "k"), (*right, "k"))
-    return Factors(ins, ((*left, *right),), sizes, reduced=SUM_K, terms=PRODUCT)
-
-
-@rule(torch.linalg.vecdot)
-def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factors:
-    """the sum of products over one dim of two tensors that broadcast"""
-    if input.ndim != other.ndim or input.shape != other.shape:
-        raise NoRule("vecdot of shapes that broadcast")
-    dims = tuple(range(input.ndim))
-    gone = dim % input.ndim
-    out_dims = tuple(d for d in dims if d != gone)
-    return Factors(
-        (dims, dims),
-        (out_dims,),
-        dict(enumerate(input.shape)),
-        reduced={gone: "sum"},
-        terms=PRODUCT,
-    )
-
-
 def _sum_and_product(
     func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...], reduced: dict[Letter, str]
 ) -> None:
@@ -146,9 +111,9 @@ def _sum_and_product(
                 raise RuntimeError(
                     f"{name}: input of shape {list(input.shape)} does not broadcast to the product"
                 )
-        return f.but(
+        return f.replace(
             inputs=(f.inputs[2], f.inputs[0], f.inputs[1]),
-            terms=(frozenset({0}), frozenset({1, 2})),
+            terms=(*FIRST, frozenset({1, 2})),
         )
 
     factors.__name__, factors.__doc__ = name, f"input + ({pattern} -> {out})"
@@ -175,47 +140,3 @@ def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     b = "n" if bias.ndim else ""
     terms = (*PRODUCT, frozenset({2}))
     return letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)
-
-
-@rule(torch.bilinear)
-def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Any = None) -> Factors:
-    """... i, ... j, o i j -> ... o"""
-    fit("bilinear", input1, -1, weight, 1)
-    fit("bilinear", input2, -1, weight, 2)
-    options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": or_zeros}
-    product = frozenset({0, 1, 2})
-    if bias is None:
-        pattern = "... i, ... j, o i j -> ... o"
-        return letters(pattern, input1, input2, weight, terms=(product,), **options)
-    pattern = "... i, ... j, o i j, o -> ... o"
-    return letters(
-        pattern, input1, input2, weight, bias, terms=(product, frozenset({3})), **options
-    )
-
-
-@rule(torch.tensordot)
-def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
-    """the named dims of a and b are multiplied and summed; what is left of a, then of b"""
-    if isinstance(dims, int):
-        left, right = tuple(range(a.ndim - dims, a.ndim)), tuple(range(dims))
-    elif isinstance(dims, (list, tuple)) and len(dims) == 2:
-        pairs = [(d,) if isinstance(d, int) else tuple(d) for d in dims]
-        left, right = tuple(d % a.ndim for d in pairs[0]), tuple(d % b.ndim for d in pairs[1])
-    else:
-        raise NoRule("tensordot: dims as a tensor")
-    sizes: dict[Any, int] = {}
-    names_a: list[Any] = [f"a{i}" for i in range(a.ndim)]
-    names_b: list[Any] = [f"b{i}" for i in range(b.ndim)]
-    for n, (i, j) in enumerate(zip(left, right, strict=True)):
-        if a.shape[i] != b.shape[j]:  # size 1 is summed on its own
-            raise NoRule("tensordot of dims that differ")
-        names_a[i] = names_b[j] = f"k{n}"
-    sizes.update(zip(names_a, a.shape, strict=True))
-    sizes.update(zip(names_b, b.shape, strict=True))
-    kept = [x for i, x in enumerate(names_a) if i not in left] + [
-        x for i, x in enumerate(names_b) if i not in right
-    ]
-    reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
-    return Factors(
-        (tuple(names_a), tuple(names_b)), (tuple(kept),), sizes, reduced=reduced, terms=PRODUCT
-    )

@@ -13,21 +13,15 @@ from typing import Any
 
 import torch
 
-from ops.empty_pieces import is_empty, or_zeros
+from ops.dims import PRODUCT, tuple_of
+from ops.empty_pieces import bias_if_empty, is_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import Call
+from ops.local import LocalCall
 from ops.nn.halo import Window, halo
 from ops.registry import rule
 
 Tensor = torch.Tensor
-
-
-def tuple_of(value: Any, n: int) -> tuple[int, ...]:
-    """A number or a list of one as n numbers."""
-    if isinstance(value, int):
-        return (value,) * n
-    return tuple(value) * (n if len(value) == 1 else 1)
 
 
 def _windows(
@@ -94,7 +88,7 @@ def _factors(
     ):  # fmt: skip
         sizes.update(zip(names, values, strict=False))
     inputs: list[tuple[Any, ...]] = [(*lead, into, *slide), weights]
-    terms = [frozenset({0, 1})]
+    terms = [*PRODUCT]
     if isinstance(bias, Arg):
         inputs.append((outof,))
         terms.append(frozenset({2}))
@@ -119,7 +113,7 @@ def _check(name: str, n: int, input: Arg, weight: Arg) -> None:
 
 
 def _with_halo(
-    call: Call, n: int, windows: Sequence[Window], split: Sequence[int], parts: int
+    call: LocalCall, n: int, windows: Sequence[Window], split: Sequence[int], parts: int
 ) -> Any:
     """The convolution of a piece: for each dim that is split it fetches, pads, and runs without
     padding."""
@@ -159,13 +153,13 @@ def _conv(func: Any, n: int) -> None:
     ) -> Factors:  # fmt: skip
         _check(name, n, input, weight)
 
-        def local(call: Call) -> Any:
+        def local(call: LocalCall) -> Any:
             parts = call.count(call.axes("g"))
             split = [i for i in range(n) if call.count(call.axes(f"in{i}")) > 1]
             if split:
                 return _with_halo(call, n, windows, split, parts)
             if is_empty(call):
-                return or_zeros(call, bias_dim=-n - 1)
+                return bias_if_empty(call, bias_dim=-n - 1)
             if parts == 1:
                 return call.func
 
@@ -195,10 +189,10 @@ def _conv_transpose(func: Any, n: int) -> None:
     ) -> Factors:  # fmt: skip
         _check(name, n, input, weight)
 
-        def local(call: Call) -> Any:
+        def local(call: LocalCall) -> Any:
             parts = call.count(call.axes("g"))
             if is_empty(call):
-                return or_zeros(call, bias_dim=-n - 1)
+                return bias_if_empty(call, bias_dim=-n - 1)
             if parts == 1:
                 return call.func
 

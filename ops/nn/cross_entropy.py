@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.layout import Axes
+from ops.dtypes import HALVES, wide
 from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned
 from ops.infer import NoRule
+from ops.local import Collectives
 from ops.nn.loss import modern, total
 from ops.registry import rule
 
 Tensor = torch.Tensor
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Options:
     owned: Owned
     class_axes: Axes
     batch_axes: Axes
-    reach: Any
+    collectives: Collectives
 
 
 def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits: bool) -> Factors:
@@ -66,7 +67,9 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
             return call.func
         piece = call.inputs[0]
         owned = Owned(piece.local_box.offset[at], piece.local_shape[at], piece.shape[at])
-        options = Options(at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.reach)
+        options = Options(
+            at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.collectives
+        )
         return _local(call.func, options)
 
     return Factors(tuple(ins), (out,), sizes, reduced, shapes=None, local=local)
@@ -105,7 +108,7 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
                     "cross_entropy has no gradient for weight, as in torch: give weight.detach()"
                 )
             dtype = _result_dtype(o, input, target)
-            x = input.to(torch.float32 if dtype in HALF else dtype)
+            x = input.to(wide(dtype))
             if o.dense:
                 losses = _dense_losses(o, x, target, weight, label_smoothing)
             else:
@@ -130,18 +133,18 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
 def _result_dtype(o: Options, input: Tensor, target: Tensor) -> torch.dtype:
     """What torch gives: autocast computes losses in single precision."""
     dtype = torch.result_type(input, target) if o.dense else input.dtype
-    autocast = dtype in HALF and torch.is_autocast_enabled(input.device.type)
+    autocast = dtype in HALVES and torch.is_autocast_enabled(input.device.type)
     return torch.float32 if autocast else dtype
 
 
 def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
     """What the mean divides by: the number or weight of the targets that count, on all ranks."""
-    wide = torch.float32 if losses.dtype in HALF else losses.dtype
+    dtype = wide(losses.dtype)
     if weights is None:
-        mine = torch.full((), losses.numel(), dtype=wide, device=losses.device)
+        mine = torch.full((), losses.numel(), dtype=dtype, device=losses.device)
     else:
-        mine = weights.detach().sum(dtype=wide)
-    return o.reach.all_reduce(mine, "sum", o.batch_axes)
+        mine = weights.detach().sum(dtype=dtype)
+    return o.collectives.all_reduce(mine, "sum", o.batch_axes)
 
 
 def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -156,13 +159,13 @@ def _largest(o: Options, x: Tensor) -> Tensor:
     """The largest logit of each row over all ranks, without a gradient."""
     shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
     mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
-    largest = o.reach.all_reduce(mine, "max", o.class_axes)
+    largest = o.collectives.all_reduce(mine, "max", o.class_axes)
     return largest.masked_fill(largest == -torch.inf, 0)
 
 
 def _sums(o: Options, parts: list[Tensor]) -> tuple[Tensor, ...]:
     """The parts, each summed over all ranks, in one collective."""
-    return tuple(o.reach.all_reduce(torch.stack(parts), "sum", o.class_axes).unbind(0))
+    return tuple(o.collectives.psum(torch.stack(parts), o.class_axes).unbind(0))
 
 
 def _along(o: Options, x: Tensor, weight: Tensor | None) -> Tensor | None:

@@ -73,7 +73,7 @@ def embedding(
     return Factors(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
         # else the gradient of the result is the smaller one to sum
-        again=math.prod(input.shape) >= v,
+        rematerialize=math.prod(input.shape) >= v,
     )  # fmt: skip
 
 

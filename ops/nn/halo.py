@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disttensor.layout import Axes, box_at, chunk
-from ops.local import Call
+from ops.local import LocalCall
 
 Range = tuple[int, int]  # start and stop
 
@@ -66,7 +66,7 @@ class Halo:
     zeros: tuple[int, int]
 
 
-def halo(call: Call, dim: int, axes: Axes, window: Window) -> Halo:
+def halo(call: LocalCall, dim: int, axes: Axes, window: Window) -> Halo:
     """The plan for ``dim`` (of the first input and the first result) that ``axes`` split."""
 
     def cut(size: int, place: tuple[int, ...]) -> Range:
@@ -80,4 +80,4 @@ def halo(call: Call, dim: int, axes: Axes, window: Window) -> Halo:
     reads = [window.reads(*cut(window.made, p)) for p in places]
     want = tuple(window.within(r) for r in reads)
     mine = reads[places.index(tuple(call.coordinate[a] for a in axes))]
-    return Halo(lambda x: call.reach.fetch(x, dim, have, want, axes), window.padding(mine))
+    return Halo(lambda x: call.collectives.fetch(x, dim, have, want, axes), window.padding(mine))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.dims import tensors_in
+from ops.dtypes import HALVES
 from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import rule
@@ -33,7 +34,7 @@ def modern(words: dict[str, Any]) -> str:
 
 def total(losses: Tensor, divisor: Any = 1) -> Tensor:
     """Sum of the losses over a divisor; half precision is summed in single."""
-    if losses.dtype in (torch.float16, torch.bfloat16):
+    if losses.dtype in HALVES:
         return (losses.sum(dtype=torch.float32) / divisor).to(losses.dtype)
     return losses.sum() if type(divisor) is int and divisor == 1 else losses.sum() / divisor
 
@@ -56,7 +57,7 @@ def lossy(f: Factors, reduction: str, count: int) -> Factors:
         return run
 
     gone = {letter: "sum" for letter in f.outputs[0] if letter is not None}
-    return f.but(outputs=((),), reduced=gone, shapes=((),), local=local)
+    return f.replace(outputs=((),), reduced=gone, shapes=((),), local=local)
 
 
 def elementwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:

@@ -9,36 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.layout import Axes
-from ops.empty_pieces import is_empty
+from ops.batching import shaped
+from ops.dims import tensors_in
+from ops.dtypes import widened
+from ops.empty_pieces import is_empty, padded_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.inner import spread
-from ops.local import Call
-from ops.reduction.var_std import moments, widened
+from ops.local import LocalCall
+from ops.reduction.var_std import moments
 from ops.registry import rule
 
 Tensor = torch.Tensor
-
-
-def empty_or_plain(call: Call) -> Any:
-    """The torch function; an empty piece is given a row of ones, which is cut off again: so its
-    graph is that of the other ranks, to every order."""
-    if not is_empty(call):
-        return call.func
-    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        words = {k: grown(v) for k, v in kwargs.items()}
-        return call.func(*[grown(a) for a in args], **words)[kept]
-
-    return run
-
-
-def grown(x: Any) -> Any:
-    """A tensor's dims of size 0 as dims of size 1, filled with ones."""
-    if not isinstance(x, Tensor) or x.numel():
-        return x
-    return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=1.0)
 
 
 def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
@@ -53,7 +34,7 @@ def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
     last = dims[input.ndim - n :]
     inputs = (dims, *(last for o in others if isinstance(o, Arg)))
     sizes: dict[Any, int] = dict(enumerate(input.shape))
-    return Factors(inputs, (dims,), sizes, whole=frozenset(last), local=empty_or_plain)
+    return Factors(inputs, (dims,), sizes, whole=frozenset(last), local=padded_if_empty)
 
 
 @rule(F.layer_norm)
@@ -94,9 +75,9 @@ def group_norm(
     sizes.update(zip(dims[2:], input.shape[2:], strict=True))
     inputs = (dims, *((("g", "c"),) for o in (weight, bias) if isinstance(o, Arg)))
 
-    def local(call: Call) -> Any:
+    def local(call: LocalCall) -> Any:
         if is_empty(call):
-            return empty_or_plain(call)
+            return padded_if_empty(call)
         parts = call.count(call.axes("g"))
         if parts == 1:
             return call.func
@@ -123,7 +104,7 @@ def instance_norm(
     inputs = (dims, *((1,) for o in (weight, bias) if isinstance(o, Arg)))
     sizes: dict[Any, int] = dict(enumerate(input.shape))
     whole = frozenset(dims[2:])
-    return Factors(inputs, (dims,), sizes, whole=whole, local=empty_or_plain)
+    return Factors(inputs, (dims,), sizes, whole=whole, local=padded_if_empty)
 
 
 @rule(F.batch_norm)
@@ -137,7 +118,7 @@ def batch_norm(
     inputs = (dims, *((1,) for _ in rest))
     sizes: dict[Any, int] = dict(enumerate(input.shape))
     if not training:
-        return Factors(inputs, (dims,), sizes, local=empty_or_plain)
+        return Factors(inputs, (dims,), sizes, local=padded_if_empty)
     stats = [o for o in (running_mean, running_var) if isinstance(o, Arg)]
     if any(o.layout.varies() for o in stats):
         raise NoRule("batch_norm that writes running statistics which are not replicated")
@@ -145,14 +126,14 @@ def batch_norm(
     whole = frozenset({1}) if stats else frozenset()
     gone = tuple(d for d in dims if d != 1)
 
-    def local(call: Call) -> Any:
+    def local(call: LocalCall) -> Any:
         axes = tuple(sorted(call.axes(*gone)))
         return _batch_norm(call, gone, axes) if axes or is_empty(call) else call.func
 
     return Factors(inputs, (dims,), sizes, whole=whole, local=local)
 
 
-def _batch_norm(call: Call, gone: tuple[int, ...], axes: Axes) -> Any:
+def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
     n = 1
     for d in gone:
         n *= call.inputs[0].shape[d]
@@ -170,7 +151,9 @@ def _batch_norm(call: Call, gone: tuple[int, ...], axes: Axes) -> Any:
             if running_var is not None:
                 unbiased = var.view(-1) * (n / max(n - 1, 1))
                 running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-        out = (x - spread(call, mean, axes)) * spread(call, (var + eps).rsqrt(), axes)
+        out = (x - call.collectives.pvary(mean, axes)) * call.collectives.pvary(
+            (var + eps).rsqrt(), axes
+        )
         if weight is not None:
             out = out * weight.view(along)
         if bias is not None:
@@ -178,3 +161,16 @@ def _batch_norm(call: Call, gone: tuple[int, ...], axes: Axes) -> Any:
         return out.to(input.dtype)
 
     return batch_norm
+
+
+@rule(torch.native_layer_norm, exact=True)
+def native_layer_norm(
+    input: Arg, normalized_shape: Any, weight: Any, bias: Any, eps: Any
+) -> Factors:
+    """the last dims are whole; so are the statistics there"""
+    n = input.ndim - len(normalized_shape)
+    dims = (*range(n), *(None,) * (input.ndim - n))
+    ins = [dims, *((None,) * t.ndim for t in tensors_in(weight, bias))]
+    return shaped(
+        torch.native_layer_norm, (input, normalized_shape, weight, bias, eps), {}, ins, dims
+    )

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ops.dims import FIRST, tuple_of
 from ops.empty_pieces import is_empty, zero_of
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import Call
-from ops.nn.conv import tuple_of
-from ops.reduction.sum import LINEAR
+from ops.local import LocalCall
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -49,7 +48,7 @@ def _factors(
     sizes: dict[Any, int] = dict(zip((*lead, *slide), input.shape, strict=True))
     sizes.update(zip(made, out, strict=True))
 
-    def local(call: Call) -> Any:
+    def local(call: LocalCall) -> Any:
         if not is_empty(call):
             return call.func
         shape = call.outputs[0].local_shape
@@ -62,7 +61,7 @@ def _factors(
 
     return Factors(
         ((*lead, *slide),), ((*lead, *made),) * results, sizes, whole=frozenset(slide),
-        terms=LINEAR if linear else (), local=local,
+        terms=FIRST if linear else (), local=local,
     )  # fmt: skip
 
 

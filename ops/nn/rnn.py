@@ -11,7 +11,7 @@ import torch
 from ops.empty_pieces import is_empty, zero_of
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import Call
+from ops.local import LocalCall
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ def _factors(
     return Factors(tuple(inputs), tuple(outputs), sizes, whole=whole, local=_on_pieces)
 
 
-def _on_pieces(call: Call) -> Callable[..., Any]:
+def _on_pieces(call: LocalCall) -> Callable[..., Any]:
     """The function itself; zeros on a rank that has nothing of the batch."""
     if not is_empty(call):
         return call.func

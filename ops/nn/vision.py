@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.batching import batched_factors, or_zero
-from ops.dims import ONE
+from ops.batching import batched_factors, shaped
+from ops.dims import FIRST, without
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors, Letter
 from ops.infer import NoRule
-from ops.lead import shaped, without
 from ops.registry import Function, rule
 
 
@@ -23,7 +23,7 @@ def _images(func: Function, last: int) -> None:
         if input.ndim < last or 0 in input.shape:
             raise NoRule("not a batch of images")
         return batched_factors(
-            func, (input, *args), words, [input], [last], terms=ONE, local=or_zero
+            func, (input, *args), words, [input], [last], terms=FIRST, local=zeros_if_empty
         )
 
     factors.__name__ = func.__name__
@@ -39,7 +39,7 @@ _images(F.pixel_unshuffle, 3)
 def channel_shuffle(input: Arg, groups: int) -> Factors:
     """the channels are whole"""
     dims = without(input, [1])
-    return shaped(torch.channel_shuffle, (input, groups), {}, [dims], dims, terms=ONE)
+    return shaped(torch.channel_shuffle, (input, groups), {}, [dims], dims, terms=FIRST)
 
 
 @rule(F.local_response_norm, exact=True)
@@ -49,7 +49,7 @@ def local_response_norm(input: Arg, size: int, *args: Any, **words: Any) -> Fact
         raise NoRule("local_response_norm of fewer than 3 dims")
     dims = without(input, [1])
     sizes: dict[Letter, int] = {d: s for d, s in enumerate(input.shape) if d != 1}
-    return Factors((dims,), (dims,), sizes, shapes=(input.shape,), local=or_zero)
+    return Factors((dims,), (dims,), sizes, shapes=(input.shape,), local=zeros_if_empty)
 
 
 def _windows(func: Function, core: int) -> None:
@@ -57,7 +57,7 @@ def _windows(func: Function, core: int) -> None:
         if input.ndim <= core or 0 in input.shape:
             raise NoRule(f"{func.__name__} of one image")
         return batched_factors(
-            func, (input, *args), words, [input], [core], terms=ONE, local=or_zero
+            func, (input, *args), words, [input], [core], terms=FIRST, local=zeros_if_empty
         )
 
     factors.__name__, factors.__doc__ = func.__name__, "linear; the batch passes through"
@@ -73,7 +73,13 @@ def _unpool(func: Function, n: int) -> None:
         if input.shape != indices.shape or input.ndim < n or 0 in input.shape:
             raise NoRule("indices of another shape")
         return batched_factors(
-            func, (input, indices, *args), words, [input, indices], [n, n], terms=ONE, local=or_zero
+            func,
+            (input, indices, *args),
+            words,
+            [input, indices],
+            [n, n],
+            terms=FIRST,
+            local=zeros_if_empty,
         )
 
     factors.__name__, factors.__doc__ = func.__name__, "linear; batch and channels pass through"
@@ -101,6 +107,6 @@ def grid_sample(input: Arg, grid: Arg, *args: Any, **words: Any) -> Factors:
         (("n", "c", *(None,) * n), ("n", *spots, None)),
         (("n", "c", *spots),),
         sizes,
-        terms=ONE,
-        local=or_zero,
+        terms=FIRST,
+        local=zeros_if_empty,
     )

@@ -1,5 +1,4 @@
-"""Rules. Functions of single elements, casts, and factories ``like`` a tensor."""
+"""Functions of single elements, casts, and tensors made in the likeness of another.
 
-from ops.pointwise import cast, creation, elementwise, ternary
-
-__all__ = ["cast", "creation", "elementwise", "ternary"]
+Not here: lists of tensors (ops.foreach), random numbers (ops.random).
+"""

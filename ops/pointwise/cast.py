@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from ops.dims import FIRST, SECOND
 from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.pointwise.elementwise import enter
 from ops.registry import Rule, register, rule
-
-FIRST = (frozenset({0}),)
 
 ALIASES = "positive resolve_conj resolve_neg cpu cuda pin_memory __pos__"
 PARTS = "real imag conj"
@@ -78,7 +77,7 @@ def to(input: Arg, *args: Any, **kwargs: Any) -> Factors:
         return cast(input, next((v for v in values if isinstance(v, torch.dtype)), None))
     f = cast(input, other.dtype or torch.float32)
     inputs = (*f.inputs, (None,) * other.ndim)
-    return f.but(inputs=inputs, ignored=frozenset({1}), moves=False)
+    return f.replace(inputs=inputs, metadata_only=frozenset({1}), moves=False)
 
 
 @rule(torch.Tensor.type, exact=True)
@@ -115,8 +114,8 @@ def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
     if not isinstance(src, Arg):
         return fill_(input, src)
     linear = (smooth(input.dtype) and smooth(src.dtype)) or input.dtype == src.dtype
-    terms = (frozenset({1}),) if linear else ()
-    return pointwise_factors([input, src], terms=terms, ignored=frozenset({0}))
+    terms = SECOND if linear else ()
+    return pointwise_factors([input, src], terms=terms, metadata_only=frozenset({0}))
 
 
 @rule(torch.zero_)
@@ -142,4 +141,4 @@ def fill_(input: Arg, value: Any) -> Factors:
 def fill(input: Arg, value: Any) -> Factors:
     """elementwise; only the input's shape matters"""
     tensors = [input, value] if isinstance(value, Arg) else [input]
-    return pointwise_factors(tensors, ignored=frozenset({0}))
+    return pointwise_factors(tensors, metadata_only=frozenset({0}))

@@ -22,17 +22,17 @@ INPUT = frozenset({0})
 @rule(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, numbers="type")
 def like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """lies as the input"""
-    return pointwise_factors([input], ignored=INPUT)
+    return pointwise_factors([input], metadata_only=INPUT)
 
 
 def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) -> Factors:
     """A new tensor: as the input where the shape is the same, else replicated."""
     if shape == input.shape:
-        return pointwise_factors([input], ignored=INPUT, local=local)
+        return pointwise_factors([input], metadata_only=INPUT, local=local)
     dims = tuple(range(input.ndim))
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
     return Factors(
-        (dims,), ((None,) * len(shape),), sizes, shapes=(shape,), ignored=INPUT, local=local
+        (dims,), ((None,) * len(shape),), sizes, shapes=(shape,), metadata_only=INPUT, local=local
     )
 
 
@@ -89,7 +89,7 @@ def new_tensor(input: Arg, data: Any, **kwargs: Any) -> Factors:
         raise NoRule("data that are a tensor")
     shape = tuple(torch.as_tensor(data).shape)
     return Factors(
-        (tuple(range(input.ndim)),), ((None,) * len(shape),), shapes=(shape,), ignored=INPUT
+        (tuple(range(input.ndim)),), ((None,) * len(shape),), shapes=(shape,), metadata_only=INPUT
     )
 
 

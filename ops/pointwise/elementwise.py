@@ -11,7 +11,7 @@ code then calls the in-place form.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,25 +21,18 @@ import torch.nn.functional as F
 from disttensor.torch_private import nn_functions
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.registry import RULES, Function, Rule, register
+from ops.registry import RULES, Function, Rule, functions_named, register
 
 Terms = tuple[frozenset[int], ...]
 
-# Linear in the first tensor -----------------------------------------------------------------------
+# Linear in the first tensor; in both operands together (with a plain number the function is affine,
+# and a Partial is reduced first); in each of them; in what is divided, unless the quotient is rounded
+LINEAR_IN_FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"
+SUMS = "add sub subtract rsub complex __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"
+PRODUCTS = "mul multiply __mul__ __rmul__ __imul__"
+QUOTIENTS = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
 
-FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"
-
-# Linear in both operands together: with a plain number it is affine, and a Partial is reduced first
-
-JOINT = "add sub subtract rsub complex __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"
-PRODUCT = "mul multiply __mul__ __rmul__ __imul__"
-
-# Linear in what is divided, unless the quotient is rounded ----------------------------------------
-
-QUOTIENT = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
-
-# Linear in nothing --------------------------------------------------------------------------------
-
+# Linear in nothing
 UNARY = """
 abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh arctanh
 ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan
@@ -73,44 +66,12 @@ __ilshift__ __rshift__ __rrshift__ __irshift__
 """
 
 PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, nn_functions)
-_OPERATOR_IN_PLACE = frozenset(
-    f"__i{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "div",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
-)
-
-
-def named(name: str) -> Iterator[tuple[Function, bool]]:
-    """Every function of torch with this name, with and without a trailing "_": (function, is it in
-    place)."""
-    if name.endswith("__"):
-        if hasattr(torch.Tensor, name):
-            yield getattr(torch.Tensor, name), name in _OPERATOR_IN_PLACE
-        return
-    for place in PLACES:
-        for other in (name, name + "_"):
-            found = getattr(place, other, None)
-            if callable(found):
-                yield found, other != name
 
 
 def enter(names: str, rule: Rule) -> None:
     """Enter ``rule`` for every function with one of the names that has none yet."""
     for name in names.split():
-        for func, inplace in named(name):
+        for func, inplace in functions_named(name, PLACES):
             if func not in RULES:
                 factors = _not_inplace(func, rule.factors)
                 register(replace(rule, inplace=inplace, factors=factors), func, exact=True)
@@ -197,17 +158,17 @@ def pointwise(names: str, linear: str = "none", outputs: int = 1) -> None:
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         f = pointwise_factors(tensors_of(args, kwargs), terms=terms_of(args, kwargs) or ())
-        return f if outputs == 1 else f.but(outputs=f.outputs * outputs)
+        return f if outputs == 1 else f.replace(outputs=f.outputs * outputs)
 
     enter(
         names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}")
     )
 
 
-pointwise(FIRST, linear="first")
-pointwise(JOINT, linear="joint")
-pointwise(PRODUCT, linear="product")
-pointwise(QUOTIENT, linear="quotient")
+for _names, _linear in (
+    (LINEAR_IN_FIRST, "first"), (SUMS, "joint"), (PRODUCTS, "product"), (QUOTIENTS, "quotient")
+):  # fmt: skip
+    pointwise(_names, _linear)
 for _names in (UNARY, BINARY, COMPARISON, LOGICAL, BITWISE):
     pointwise(_names)
 pointwise("frexp", outputs=2)

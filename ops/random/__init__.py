@@ -1,5 +1,4 @@
-"""Rules. Functions that draw random numbers."""
+"""Functions that draw random numbers, dropout among them.
 
-from ops.random import dropout, fill, sampling
-
-__all__ = ["dropout", "fill", "sampling"]
+Not here: the generators (disttensor.random).
+"""

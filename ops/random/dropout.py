@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disttensor.layout import Box
+from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import Call, Draw, Part, Piece
-from ops.random.fill import FIRST, drawing
+from ops.local import Draw, LocalCall, Part, Piece
+from ops.random.fill import drawing
 from ops.registry import Function, Rule, register, rule
 
 LINEAR: list[Function] = [
@@ -35,12 +36,12 @@ AFFINE: list[Function] = [
 ALPHA = 1.7580993408473766  # of SELU: what it tends to at minus infinity
 
 
-def alias(call: Call) -> Callable[..., Any]:
+def alias(call: LocalCall) -> Callable[..., Any]:
     """The input itself, as a tensor of its own in the graph."""
     return lambda input, *args, **kwargs: input.view_as(input)
 
 
-def masked(call: Call) -> Callable[..., Any]:
+def masked(call: LocalCall) -> Callable[..., Any]:
     """Elements (or whole channels) are zeroed with probability p; the rest keeps the mean (alpha:
     and the variance)."""
     name = call.func.__name__
@@ -110,7 +111,7 @@ for _funcs in (LINEAR, AFFINE):
         register(_rule, _f, exact=True)
 
 
-def with_mask(call: Call) -> Callable[..., Any]:
+def with_mask(call: LocalCall) -> Callable[..., Any]:
     """native_dropout: the result and the mask."""
     out = call.outputs[0]
 
@@ -127,13 +128,13 @@ def with_mask(call: Call) -> Callable[..., Any]:
 def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
     """elementwise, two results"""
     f = pointwise_factors([input])
-    return f.but(outputs=f.outputs * 2, local=with_mask if train or train is None else None)
+    return f.replace(outputs=f.outputs * 2, local=with_mask if train or train is None else None)
 
 
 # Leaky ReLU with a random slope -------------------------------------------------------------------
 
 
-def sloped(call: Call) -> Callable[..., Any]:
+def sloped(call: LocalCall) -> Callable[..., Any]:
     """Below zero times a number of its own from [lower, upper)."""
     out, inplace = call.outputs[0], call.func is torch.rrelu_
 

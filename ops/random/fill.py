@@ -1,6 +1,6 @@
 """Tensors filled with random numbers, and those drawn in the likeness of another.
 
-A rule decides as for any elementwise function. Its local function asks ``call.reach`` for the
+A rule decides as for any elementwise function. Its local function asks ``call.collectives`` for the
 numbers of this one call
 (``ops.local.Draw``): by global position, or torch's own function seeded for this rank's place.
 """
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import Call, Draw
+from ops.local import Draw, LocalCall
 from ops.registry import rule
 
 ByPosition = Callable[..., Any]  # (draw, *args, **kwargs of the torch function) -> result
 Kind = tuple[str, dict[str, Any]]  # a distribution and its options
-FIRST = (frozenset({0}),)
 
 
 def drawing(
-    call: Call,
+    call: LocalCall,
     default: str,
     by_position: ByPosition,
     place: tuple[int, ...] | None = None,
@@ -33,11 +33,10 @@ def drawing(
     """The local function of a random call: ``by_position``, or ``func`` (the torch function) seeded
     for this rank's place on the axes ``place`` (those that split the result)."""
     run_fast = func or call.func
-    reach = call.reach
     axes = tuple(sorted(call.outputs[0].layout.sharded)) if place is None else place
 
     def run(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        draw = reach.draw(default, generator)
+        draw = call.collectives.draw(default, generator)
         if draw.invariant:
             return by_position(draw, *args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else _tensor_of(args, kwargs)
@@ -106,7 +105,7 @@ FILLS: dict[Any, Callable[..., Kind]] = {
 }  # fmt: skip
 
 
-def filled(call: Call) -> Callable[..., Any]:
+def filled(call: LocalCall) -> Callable[..., Any]:
     """Fill this rank's piece. Of a pending sum or product the first rank has the numbers, the
     others 0 or 1."""
     kind_of, func, target = FILLS[call.func], call.func, call.outputs[0]
@@ -138,7 +137,7 @@ def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
 # In the likeness of another -----------------------------------------------------------------------
 
 
-def likeness(call: Call) -> Callable[..., Any]:
+def likeness(call: LocalCall) -> Callable[..., Any]:
     """rand_like, randn_like, randint_like of this rank's piece."""
     kind, target = LIKES[call.func], call.outputs[0]
 
@@ -163,4 +162,4 @@ def random_like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """lies as the input; only shape and dtype matter"""
     if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):
         raise NoRule("bounds that are tensors")
-    return pointwise_factors([input], ignored=frozenset({0}), local=likeness)
+    return pointwise_factors([input], metadata_only=frozenset({0}), local=likeness)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ops.empty_pieces import zero_of
 from ops.factors import Arg, Factors, Letter, pointwise_factors
-from ops.local import Call, Draw
+from ops.local import Draw, LocalCall
 from ops.random.fill import drawing
 from ops.registry import rule
 
 
-def tossed(call: Call) -> Callable[..., Any]:
+def tossed(call: LocalCall) -> Callable[..., Any]:
     """bernoulli(p), bernoulli(input, p): 1 with probability p."""
     target = call.outputs[0]
 
@@ -35,7 +35,7 @@ def bernoulli(input: Arg, p: Any = None, **kwargs: Any) -> Factors:
     return pointwise_factors(tensors, local=tossed)
 
 
-def scattered(call: Call) -> Callable[..., Any]:
+def scattered(call: LocalCall) -> Callable[..., Any]:
     """normal(mean, std): standard numbers, scaled and shifted."""
     target = call.outputs[0]
 
@@ -60,7 +60,7 @@ def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
 # Choices ------------------------------------------------------------------------------------------
 
 
-def chosen(call: Call) -> Callable[..., Any]:
+def chosen(call: LocalCall) -> Callable[..., Any]:
     """Rows of weights to numbers of columns. Without replacement: the largest of weight /
     exponential number (of all columns, by position); with: where a uniform number falls in the
     running sum of the weights."""

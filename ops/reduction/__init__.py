@@ -1,5 +1,4 @@
-"""Rules. Functions that reduce or scan dims: sums, extremes, moments, norms, softmax."""
+"""Functions that reduce or scan dims: sums, extremes, moments, norms, softmax.
 
-from ops.reduction import max_min, norm, scan, softmax, sum, var_std
-
-__all__ = ["max_min", "norm", "scan", "softmax", "sum", "var_std"]
+Not here: losses (ops.nn), reductions of lists of tensors (ops.foreach).
+"""

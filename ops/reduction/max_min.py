@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from disttensor.layout import Axes
+from disttensor.placement import neutral_element
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.inner import pick, spread
-from ops.local import Call
+from ops.local import Collectives, LocalCall
 from ops.reduction.sum import inner, reduced_dims, reduction
 from ops.registry import rule
 
@@ -35,12 +35,7 @@ def check_not_empty(name: str, input: Arg, dim: Any) -> tuple[int, ...]:
 
 def neutral(dtype: torch.dtype, largest: bool) -> Any:
     """What never wins."""
-    if dtype == torch.bool:
-        return not largest
-    info: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    if dtype.is_floating_point:
-        return -torch.inf if largest else torch.inf
-    return info.min if largest else info.max
+    return neutral_element("max" if largest else "min", dtype)
 
 
 def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
@@ -51,32 +46,40 @@ def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
     return torch.amax(x, gone, True) if largest else torch.amin(x, gone, True)
 
 
-def best_of(call: Call, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes) -> Tensor:
+def best_of(call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes) -> Tensor:
     """The extreme over all ranks, reduced dims kept, gradient evenly to all that tie."""
-    every = call.reach.all_gather(local_extreme(x.detach(), gone, largest), axes)
+    every = call.collectives.all_gather(local_extreme(x.detach(), gone, largest), axes)
     best = torch.amax(every, 0) if largest else torch.amin(every, 0)
-    return _Ties.apply(x, best, gone, call, axes) if x.requires_grad else best
+    return Extreme.apply(x, best, None, gone, call.collectives, axes) if x.requires_grad else best
 
 
-class _Ties(torch.autograd.Function):
-    """``best`` as a function of x: the gradient is shared by all elements that equal it."""
+def ties(x: Tensor, best: Tensor) -> Tensor:
+    """Where x is as good as the best; NaN is as good as NaN."""
+    return (x == best) | (x.isnan() & best.isnan())
+
+
+class Extreme(torch.autograd.Function):
+    """``best`` as a function of x: all elements that tie, on all ranks, share the gradient evenly.
+    ``count``: how many they are; None: they are counted in the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, best: Tensor, gone: tuple[int, ...], call: Call, axes: Axes
-    ) -> Tensor:
-        ctx.save_for_backward(x, best)
-        ctx.with_ = gone, call, axes
+        ctx: Any, x: Tensor, best: Tensor, count: Tensor | None, gone: tuple[int, ...],
+        collectives: Collectives, axes: Axes,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, best, count)
+        ctx.with_ = gone, collectives, axes
         return best.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, best = ctx.saved_tensors
-        gone, call, axes = ctx.with_
-        ties = (x == best) | (x.isnan() & best.isnan())
-        count = call.reach.all_reduce(ties.sum(gone, True), "sum", axes)
-        share = spread(call, grad, axes) / count
-        return torch.where(ties, share, 0), None, None, None, None
+        x, best, count = ctx.saved_tensors
+        gone, collectives, axes = ctx.with_
+        tie = ties(x, best)
+        if count is None:
+            count = collectives.all_reduce(tie.sum(gone, True), "sum", axes)
+        share = collectives.pvary(grad, axes) / count
+        return torch.where(tie, share, 0), None, None, None, None, None
 
 
 def _amax(*funcs: Any, largest: bool) -> None:
@@ -85,7 +88,7 @@ def _amax(*funcs: Any, largest: bool) -> None:
     def factors(input: Arg, dim: Any = (), keepdim: bool = False, *, out: None = None) -> Factors:
         gone = check_not_empty(name, input, dim)
 
-        def make(call: Call, axes: Axes) -> Callable[..., Tensor]:
+        def make(call: LocalCall, axes: Axes) -> Callable[..., Tensor]:
             def extreme(x: Tensor, *_: Any, **__: Any) -> Tensor:
                 best = best_of(call, x, gone, largest, axes)
                 return best if keepdim else best.reshape(call.outputs[0].local_shape)
@@ -107,7 +110,7 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False, out: None = N
     """as amin and amax"""
     gone = check_not_empty("aminmax", input, dim)
 
-    def make(call: Call, axes: Axes) -> Any:
+    def make(call: LocalCall, axes: Axes) -> Any:
         def aminmax(x: Tensor, **_: Any) -> Any:
             low, high = (best_of(call, x, gone, largest, axes) for largest in (False, True))
             shape = call.outputs[0].local_shape
@@ -118,7 +121,9 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False, out: None = N
     return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, make))
 
 
-def candidate(x: Tensor, gone: tuple[int, ...], call: Call, largest: bool) -> tuple[Tensor, Tensor]:
+def candidate(
+    x: Tensor, gone: tuple[int, ...], call: LocalCall, largest: bool
+) -> tuple[Tensor, Tensor]:
     """This rank's best along the reduced dims (one, or all): (value, in the graph of x; its index
     in the whole; in the shape that is left). Of an empty piece: what never wins."""
     one = len(gone) == 1 and x.ndim > 1
@@ -143,16 +148,35 @@ def candidate(x: Tensor, gone: tuple[int, ...], call: Call, largest: bool) -> tu
 
 
 def winner(
-    call: Call, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes
+    call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """(value, index) of the extreme over all ranks: the lowest index of those that tie."""
     mine, place = candidate(x, gone, call, largest)
-    values = call.reach.all_gather(mine.detach(), axes)
-    places = call.reach.all_gather(place, axes)
+    values = call.collectives.all_gather(mine.detach(), axes)
+    places = call.collectives.all_gather(place, axes)
     best = torch.amax(values, 0) if largest else torch.amin(values, 0)
-    ties = (values == best) | (values.isnan() & best.isnan())
-    where = torch.where(ties, places, NOWHERE).amin(0)
-    return pick(call, mine, best, where == place, axes), where
+    where = torch.where(ties(values, best), places, NOWHERE).amin(0)
+    if mine.requires_grad:
+        best = _Pick.apply(mine, best, where == place, call.collectives, axes)
+    return best, where
+
+
+class _Pick(torch.autograd.Function):
+    """``best`` as the value of ``mine`` where that ``won``: the gradient goes there alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mine: Tensor, best: Tensor, won: Tensor, collectives: Collectives, axes: Axes
+    ) -> Tensor:
+        ctx.save_for_backward(won)
+        ctx.with_ = collectives, axes
+        return best.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (won,) = ctx.saved_tensors
+        collectives, axes = ctx.with_
+        return torch.where(won, collectives.pvary(grad, axes), 0), None, None, None, None
 
 
 def _with_index(func: Any, result: Any, largest: bool) -> None:
@@ -163,13 +187,13 @@ def _with_index(func: Any, result: Any, largest: bool) -> None:
             return pointwise_factors([input, dim])
         gone = check_not_empty(name, input, dim)
 
-        def whole(call: Call, axes: Axes) -> Any:
+        def whole(call: LocalCall, axes: Axes) -> Any:
             def extreme(x: Tensor) -> Tensor:
                 return best_of(call, x, gone, largest, axes).reshape(())
 
             return extreme
 
-        def along(call: Call, axes: Axes) -> Any:
+        def along(call: LocalCall, axes: Axes) -> Any:
             shape = call.outputs[0].local_shape
 
             def extreme(x: Tensor, *_: Any, **__: Any) -> Any:
@@ -196,7 +220,7 @@ def _arg(func: Any, largest: bool) -> None:
     def factors(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
         gone = check_not_empty(name, input, dim)
 
-        def make(call: Call, axes: Axes) -> Any:
+        def make(call: LocalCall, axes: Axes) -> Any:
             shape = call.outputs[0].local_shape
 
             def extreme(x: Tensor, *_: Any, **__: Any) -> Tensor:

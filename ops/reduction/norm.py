@@ -10,39 +10,35 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.layout import Axes
-from ops.batching import or_zero
 from ops.dims import fronts
-from ops.empty_pieces import zero_of
+from ops.dtypes import root, widened
+from ops.empty_pieces import zero_of, zeros_if_empty
 from ops.factors import Arg, Dims, Factors
 from ops.infer import NoRule
-from ops.inner import spread, total
-from ops.local import Call
+from ops.local import LocalCall
 from ops.reduction.max_min import best_of
 from ops.reduction.sum import inner, reduced_dims, reduction
-from ops.reduction.var_std import safe_root, widened
 from ops.registry import rule
 
 Tensor = torch.Tensor
 
 
-def p_norm(call: Call, x: Tensor, p: float, gone: tuple[int, ...], axes: Axes) -> Tensor:
+def p_norm(call: LocalCall, x: Tensor, p: float, gone: tuple[int, ...], axes: Axes) -> Tensor:
     """The p-norm over the reduced dims (kept) of all ranks, shared. Gradients at 0 as torch's:
     0."""
     if math.isinf(p):
         return best_of(call, x.abs(), gone, p > 0, axes)
     if p == 0:
-        counts = total(call, (x != 0).sum(gone, True).to(x.dtype), axes)
+        counts = call.collectives.psum((x != 0).sum(gone, True).to(x.dtype), axes)
         return counts + zero_of(x)
     if p == 1:
-        return total(call, x.abs().sum(gone, True), axes)
+        return call.collectives.psum(x.abs().sum(gone, True), axes)
     if p == 2:
-        return safe_root(total(call, x.square().sum(gone, True), axes))
+        return root(call.collectives.psum(x.square().sum(gone, True), axes))
     size = x.abs()
     at_zero = size == 0
     powers = size.masked_fill(at_zero, 1).pow(p).masked_fill(at_zero, 0).sum(gone, True)
-    powers = total(call, powers, axes)
-    at_zero = powers == 0
-    return powers.masked_fill(at_zero, 1).pow(1 / p).masked_fill(at_zero, 0)
+    return root(call.collectives.psum(powers, axes), p)
 
 
 def _norm(input: Arg, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Factors:
@@ -54,7 +50,7 @@ def _norm(input: Arg, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Factors:
     if math.isinf(p) and any(input.shape[d] == 0 for d in gone):
         raise NoRule("the largest of nothing")
 
-    def make(call: Call, axes: Axes) -> Any:
+    def make(call: LocalCall, axes: Axes) -> Any:
         shape = call.outputs[0].local_shape
 
         def norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -113,7 +109,7 @@ def matrix_norm(
         dims: Dims = tuple(None if d in gone else d for d in range(A.ndim))
         left = dims if keepdim else tuple(d for d in dims if d is not None)
         sizes: dict[Any, int] = {d: s for d, s in enumerate(A.shape) if d not in gone}
-        return Factors((dims,), (left,), sizes, local=or_zero)
+        return Factors((dims,), (left,), sizes, local=zeros_if_empty)
     return _norm(A, 2.0, dim, keepdim, dtype)
 
 
@@ -126,10 +122,10 @@ def normalize(
     gone = reduced_dims(input, dim)
     dims = tuple(range(input.ndim))
 
-    def make(call: Call, axes: Axes) -> Any:
+    def make(call: LocalCall, axes: Axes) -> Any:
         def normalize(x: Tensor, *_: Any, **__: Any) -> Tensor:
             size = p_norm(call, widened(x), p, gone, axes).to(x.dtype)
-            return x / spread(call, size.clamp_min(eps), axes)
+            return x / call.collectives.pvary(size.clamp_min(eps), axes)
 
         return normalize
 

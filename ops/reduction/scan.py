@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from ops.empty_pieces import or_zeros
-from ops.factors import Arg, Factors
+from ops.batching import shaped
+from ops.dims import FIRST, PRODUCT, front, fronts, named, tensors_in, without
+from ops.empty_pieces import bias_if_empty
+from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.reduction.sum import linear_in, reduced_dims, reduction
-from ops.registry import rule
+from ops.registry import Function, rule
 
 
 def along(input: Arg, dim: Any, results: int = 1, **options: Any) -> Factors:
@@ -105,11 +107,11 @@ def quantile(
     out: None = None,
 ) -> Factors:  # fmt: skip
     """the dim stays whole; a list of quantiles is a dim in front"""
-    f = reduction(input, dim, keepdim, None, local=or_zeros)
+    f = reduction(input, dim, keepdim, None, local=bias_if_empty)
     if isinstance(q, Arg):
         kept = f.outputs[0]
         names: tuple[Any, ...] = tuple(f"q{i}" for i in range(q.ndim))
-        f = f.but(
+        f = f.replace(
             inputs=(*f.inputs, names),
             outputs=((*names, *kept),),
             sizes={**f.sizes, **dict(zip(names, q.shape, strict=True))},
@@ -120,10 +122,48 @@ def quantile(
     return f
 
 
-@rule(torch.cosine_similarity)
-def cosine_similarity(x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> Factors:
-    """the dim stays whole"""
-    if x1.shape != x2.shape:
-        raise NoRule("cosine_similarity of shapes that broadcast")
-    f = reduction(x1, dim, False, None)
-    return f.but(inputs=f.inputs * 2)
+@rule(*named("diff"), exact=True)
+def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Factors:
+    """linear; the dim is whole"""
+    given = tensors_in(input, prepend, append)
+    at = front(dim, input.ndim)
+    ins = [without(t, [at]) for t in given]
+    terms = tuple(frozenset({i}) for i in range(len(given)))
+    return shaped(torch.diff, (input, n, at, prepend, append), {}, ins, ins[0], terms=terms)
+
+
+@rule(torch.gradient, exact=True)
+def gradient(input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Factors:
+    """linear; the dims along which differences are taken are whole"""
+    places = tensors_in(*spacing) if isinstance(spacing, (list, tuple)) else tensors_in(spacing)
+    dims = without(input, range(input.ndim) if dim is None else fronts(dim, input.ndim))
+    words = {"spacing": spacing, "dim": dim, "edge_order": edge_order}
+    words = {k: v for k, v in words.items() if v is not None}
+    ins = [dims, *((None,) * t.ndim for t in places)]
+    return shaped(torch.gradient, (input,), words, ins, dims, terms=FIRST)
+
+
+def _areas(func: Function, y: Arg, x: Any, dim: int, gone: bool, words: dict[str, Any]) -> Factors:
+    at = front(dim, y.ndim)
+    places = [] if x is None or x.ndim == 1 else [x]
+    if places and x.ndim > y.ndim:
+        raise NoRule("places of more dims than values")
+    f = pointwise_factors([y, *places])
+    bare = [tuple(None if d == at else d for d in dims) for dims in (*f.inputs, *f.outputs)]
+    ins = [*bare[:-1], *([(None,)] if x is not None and x.ndim == 1 else [])]
+    out = (*bare[-1][:at], *bare[-1][at + 1 :]) if gone else bare[-1]
+    args = (y,) if x is None else (y, x)
+    terms = FIRST if x is None else PRODUCT
+    return shaped(func, args, {**words, "dim": dim}, ins, out, terms=terms)
+
+
+@rule(torch.trapz, torch.trapezoid, exact=True)
+def trapezoid(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:
+    """linear in both; the dim is whole"""
+    return _areas(torch.trapezoid, y, x, dim, True, {})
+
+
+@rule(torch.cumulative_trapezoid, exact=True)
+def cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:
+    """linear in both; the dim is whole"""
+    return _areas(torch.cumulative_trapezoid, y, x, dim, False, {})

@@ -9,22 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.layout import Axes
+from ops.dtypes import wide, widened
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.inner import spread, total
-from ops.local import Call
+from ops.local import Collectives, LocalCall
 from ops.reduction.max_min import local_extreme
 from ops.reduction.sum import inner, reduced_dims, reduction
 from ops.registry import rule
 
 Tensor = torch.Tensor
-HALVES = (torch.float16, torch.bfloat16)
 
 
-def maximum(call: Call, x: Tensor, gone: tuple[int, ...], axes: Axes) -> Tensor:
+def maximum(call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes) -> Tensor:
     """The maximum over all ranks, reduced dims kept, no gradient: what is subtracted before exp. A
     NaN may be lost here, but not in the sum that follows."""
-    return call.reach.all_reduce(local_extreme(x.detach(), gone, True), "max", axes)
+    return call.collectives.all_reduce(local_extreme(x.detach(), gone, True), "max", axes)
 
 
 def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
@@ -41,14 +40,14 @@ def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
             third if isinstance(third, torch.dtype) else dtype
         )  # F.softmax: the third is _stacklevel
 
-        def make(call: Call, axes: Axes) -> Any:
+        def make(call: LocalCall, axes: Axes) -> Any:
             def softmax(x: Tensor, *_: Any, **__: Any) -> Tensor:
                 given = to or x.dtype
-                x = x.to(torch.float32 if given in HALVES else given)
+                x = x.to(wide(given))
                 x = x if sign > 0 else -x
                 x = x - maximum(call, x, gone, axes)
                 e = x.exp()
-                s = spread(call, total(call, e.sum(gone, True), axes), axes)
+                s = call.collectives.pvary(call.collectives.psum(e.sum(gone, True), axes), axes)
                 return (x - s.log() if log else e / s).to(given)
 
             return softmax
@@ -69,18 +68,18 @@ class _LogSumExp(torch.autograd.Function):
     """``y`` as a function of x: dy/dx = exp(x - y)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, call: Call, axes: Axes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, collectives: Collectives, axes: Axes) -> Tensor:
         y = y.clone()
         ctx.save_for_backward(x, y)
-        ctx.with_ = call, axes
+        ctx.with_ = collectives, axes
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y = ctx.saved_tensors
-        call, axes = ctx.with_
-        y = spread(call, y, axes)
-        return spread(call, grad, axes) * (x - y).exp(), None, None, None
+        collectives, axes = ctx.with_
+        y = collectives.pvary(y, axes)
+        return collectives.pvary(grad, axes) * (x - y).exp(), None, None, None
 
 
 @rule(torch.logsumexp, torch.special.logsumexp)
@@ -90,18 +89,18 @@ def logsumexp(input: Arg, dim: Any, keepdim: bool = False, *, out: None = None) 
     if input.dtype is not None and not input.dtype.is_floating_point:
         raise NoRule("logsumexp of integers")
 
-    def make(call: Call, axes: Axes) -> Any:
+    def make(call: LocalCall, axes: Axes) -> Any:
         shape = call.outputs[0].local_shape
 
         def logsumexp(x: Tensor, *_: Any, **__: Any) -> Tensor:
-            wide = x.to(torch.float32 if x.dtype in HALVES else x.dtype)
-            data = wide.detach()
+            x_wide = widened(x)
+            data = x_wide.detach()
             m = maximum(call, data, gone, axes)
             m = m.masked_fill(m.abs() == torch.inf, 0)
-            s = call.reach.all_reduce((data - m).exp().sum(gone, True), "sum", axes)
+            s = call.collectives.all_reduce((data - m).exp().sum(gone, True), "sum", axes)
             y = s.log() + m
             if x.requires_grad:
-                y = _LogSumExp.apply(wide, y, call, axes)
+                y = _LogSumExp.apply(x_wide, y, call.collectives, axes)
             return y.reshape(shape).to(x.dtype)
 
         return logsumexp

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
+from ops.dims import FIRST
 from ops.factors import Arg, Factors, Letter, LocalMaker
 from ops.infer import NoRule
-from ops.inner import collect, total
-from ops.local import Call
+from ops.local import LocalCall
 from ops.registry import rule
-
-LINEAR = (frozenset({0}),)
 
 
 def linear_in(input: Arg, dtype: Any) -> tuple[frozenset[int], ...]:
@@ -25,7 +23,7 @@ def linear_in(input: Arg, dtype: Any) -> tuple[frozenset[int], ...]:
     wide = input.dtype is None or input.dtype.is_floating_point or input.dtype.is_complex
     to_float = dtype is None or dtype.is_floating_point or dtype.is_complex
     if (wide and to_float) or (input.dtype == torch.int64 and dtype in (None, torch.int64)):
-        return LINEAR
+        return FIRST
     return ()
 
 
@@ -61,12 +59,12 @@ def reduction(
     return Factors((dims,), (kept,) * results, sizes, reduced=reduced, **options)
 
 
-def split_axes(call: Call, gone: tuple[int, ...]) -> tuple[int, ...]:
+def split_axes(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, ...]:
     """The mesh axes that split the reduced dims, in mesh order."""
     return tuple(sorted(call.axes(*gone)))
 
 
-def sizes_of(call: Call, gone: tuple[int, ...]) -> tuple[int, int]:
+def sizes_of(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, int]:
     """Elements reduced into one: on this rank, and in all."""
     here = there = 1
     for d in gone:
@@ -79,7 +77,7 @@ def inner(gone: tuple[int, ...], make: Any) -> LocalMaker:
     """The torch function where the reduced dims are whole, else ``make(call, axes that split
     them)``."""
 
-    def local(call: Call) -> Any:
+    def local(call: LocalCall) -> Any:
         axes = split_axes(call, gone)
         return make(call, axes) if axes else call.func
 
@@ -99,7 +97,7 @@ def mean(
     """reduced dims: P(sum) of this rank's share: its mean, times its part of the elements"""
     gone = reduced_dims(input, dim)
 
-    def make(call: Call, axes: Any) -> Any:
+    def make(call: LocalCall, axes: Any) -> Any:
         here, there = sizes_of(call, gone)
         func = call.func if here or not there else torch.sum  # of nothing at all: nan
         share = here / there if there else 1.0
@@ -127,11 +125,11 @@ def nanmean(
     """the sum and the count of what is not NaN, each reduced inside"""
     gone = reduced_dims(input, dim)
 
-    def make(call: Call, axes: Any) -> Any:
+    def make(call: LocalCall, axes: Any) -> Any:
         def nanmean(x: torch.Tensor, *_: Any, dtype: Any = None, **__: Any) -> torch.Tensor:
             sums = torch.nansum(x, gone, keepdim, dtype=dtype)
             counts = torch.isnan(x).logical_not().sum(gone, keepdim)
-            return total(call, sums, axes) / total(call, counts, axes)
+            return call.collectives.psum(sums, axes) / call.collectives.psum(counts, axes)
 
         return nanmean
 
@@ -162,10 +160,10 @@ def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
     too"""
     gone = reduced_dims(input, dim)
 
-    def make(call: Call, axes: Any) -> Any:
+    def make(call: LocalCall, axes: Any) -> Any:
         def prod(*args: Any, **kwargs: Any) -> torch.Tensor:
             mine: torch.Tensor = call.func(*args, **kwargs)
-            return collect(call, mine, axes).prod(0, dtype=mine.dtype)
+            return call.collectives.all_gather(mine, axes).prod(0, dtype=mine.dtype)
 
         return prod
 

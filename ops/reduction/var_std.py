@@ -7,36 +7,24 @@ from typing import Any
 import torch
 
 from disttensor.layout import Axes
+from ops.dtypes import root, widened
 from ops.empty_pieces import is_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.inner import spread, total
-from ops.local import Call
+from ops.local import LocalCall
 from ops.reduction.sum import reduced_dims, reduction, sizes_of, split_axes
 from ops.registry import rule
 
 Tensor = torch.Tensor
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def widened(x: Tensor) -> Tensor:
-    """Half precision as float32, in which torch accumulates too."""
-    return x.to(torch.float32) if x.dtype in HALVES else x
-
-
-def safe_root(x: Tensor) -> Tensor:
-    """sqrt whose gradient is 0 at 0, as that of torch's std and norm."""
-    at_zero = x == 0
-    return x.masked_fill(at_zero, 1).sqrt().masked_fill(at_zero, 0)
 
 
 def moments(
-    call: Call, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float
+    call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float
 ) -> tuple[Tensor, Tensor]:
     """(variance, mean) over all ranks, reduced dims kept, shared. ``n``: elements in all."""
-    mean = total(call, x.sum(gone, True), axes) / n
-    squares = (x - spread(call, mean, axes)).square().sum(gone, True)
-    return total(call, squares, axes) / max(n - correction, 0), mean
+    mean = call.collectives.psum(x.sum(gone, True), axes) / n
+    squares = (x - call.collectives.pvary(mean, axes)).square().sum(gone, True)
+    return call.collectives.psum(squares, axes) / max(n - correction, 0), mean
 
 
 def _options(dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[Any, float]:
@@ -49,7 +37,7 @@ def _options(dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[A
     return dim, 1 if correction is None else correction
 
 
-def _moment(func: Any, root: bool, with_mean: bool) -> None:
+def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
     name = func.__name__
 
     def factors(
@@ -61,18 +49,18 @@ def _moment(func: Any, root: bool, with_mean: bool) -> None:
         if input.dtype is not None and not input.dtype.is_floating_point:
             raise NoRule(f"{name} of {input.dtype}")
 
-        def make(call: Call, axes: Axes) -> Any:
+        def make(call: LocalCall, axes: Axes) -> Any:
             n = sizes_of(call, gone)[1]
             shape = call.outputs[0].local_shape
 
             def moment(x: Tensor, *_: Any, **__: Any) -> Any:
                 var, mean = moments(call, widened(x), gone, axes, n, less)
-                first = (safe_root(var) if root else var).reshape(shape).to(x.dtype)
+                first = (root(var) if rooted else var).reshape(shape).to(x.dtype)
                 return (first, mean.reshape(shape).to(x.dtype)) if with_mean else first
 
             return moment
 
-        def local(call: Call) -> Any:
+        def local(call: LocalCall) -> Any:
             axes = split_axes(call, gone)
             return (
                 make(call, axes) if axes or is_empty(call) else call.func
@@ -84,7 +72,7 @@ def _moment(func: Any, root: bool, with_mean: bool) -> None:
     rule(func, floats=True)(factors)
 
 
-_moment(torch.var, root=False, with_mean=False)
-_moment(torch.std, root=True, with_mean=False)
-_moment(torch.var_mean, root=False, with_mean=True)
-_moment(torch.std_mean, root=True, with_mean=True)
+_moment(torch.var, rooted=False, with_mean=False)
+_moment(torch.std, rooted=True, with_mean=False)
+_moment(torch.var_mean, rooted=False, with_mean=True)
+_moment(torch.std_mean, rooted=True, with_mean=True)

@@ -1,28 +1,4 @@
-"""Rules. Functions that rearrange elements without computing: views, permutations, joins, cuts,
-padding."""
+"""Functions that rearrange elements without computing: views, permutations, joins, cuts, padding.
 
-from ops.shape import (
-    concat,
-    flip_roll,
-    pad,
-    permute,
-    regroup,
-    repeat,
-    split,
-    strides,
-    view,
-    view_copy,
-)
-
-__all__ = [
-    "concat",
-    "flip_roll",
-    "pad",
-    "permute",
-    "regroup",
-    "repeat",
-    "split",
-    "strides",
-    "view",
-    "view_copy",
-]
+Not here: what an index picks (ops.indexing).
+"""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ops.batching import batched_factors, or_zero, results_of
-from ops.dims import ONE
+from ops.batching import batched_factors, results_of
+from ops.dims import FIRST
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.registry import rule
@@ -21,7 +22,7 @@ def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
     (shape,) = results_of(F.pad, (input, sizes, mode), {})
     kept: dict[Any, int] = {i: s for i, s in enumerate(input.shape) if i not in gone}
     dims = tuple(i if i in kept else None for i in range(input.ndim))
-    return Factors((dims,), (dims,), kept, terms=ONE, shapes=(shape,), local=or_zero)
+    return Factors((dims,), (dims,), kept, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
 
 
 @rule(F.interpolate, exact=True, floats=True)
@@ -35,5 +36,5 @@ def interpolate(
     if input.ndim < 3 or 0 in input.shape:
         raise NoRule("interpolate wants batch, channels and at least one more dim")
     return batched_factors(
-        F.interpolate, args, {}, [input], [input.ndim - 2], terms=ONE, local=or_zero
+        F.interpolate, args, {}, [input], [input.ndim - 2], terms=FIRST, local=zeros_if_empty
     )

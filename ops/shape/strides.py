@@ -7,26 +7,15 @@ give the memory of their input itself, and a write to the result would reach it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from disttensor.layout import global_strides
 from disttensor.torch_private import is_view
 
 Local = Callable[..., Any]
-
-
-def spread(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the dense global tensor whose dims lie in the order that the piece's have (0 where
-    it repeats)."""
-    out = [0] * len(shape)
-    step = 1
-    for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):
-        if strides[d] or shape[d] <= 1 or piece[d] <= 1:
-            out[d] = step
-            step *= max(1, shape[d])
-    return tuple(out)
 
 
 def apart(call: Any, run: Local, always: bool = False) -> Local:
@@ -42,7 +31,7 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
     ] = {}  # strides of the piece -> would the whole share its memory
 
     def shared(strides: tuple[int, ...]) -> bool:
-        whole = torch.empty_strided(shape, spread(strides, piece, shape), device="meta")
+        whole = torch.empty_strided(shape, global_strides(strides, piece, shape), device="meta")
         if always:
             return whole.contiguous() is whole
         return target == shape or is_view(whole.reshape(target))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ops.dims import front, fronts, letters_of, moved, named, numbers
+from ops.dims import FIRST, front, fronts, letters_of, moved, named, numbers
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.registry import rule
@@ -83,11 +83,11 @@ def reshape(input: Arg, *shape: Any, **words: Any) -> Factors:
 def reshape_as(input: Arg, other: Arg) -> Factors:
     """as view, with the shape of ``other``"""
     f = regrouped(input, other.shape, local=local_reshape)
-    return f.but(
+    return f.replace(
         inputs=(*f.inputs, (None,) * other.ndim),
-        ignored=frozenset({1}),
+        metadata_only=frozenset({1}),
         moves=False,
-        terms=(frozenset({0}),),
+        terms=FIRST,
     )
 
 
@@ -182,11 +182,11 @@ def expand(input: Arg, *size: Any, implicit: bool = False, **words: Any) -> Fact
 def expand_as(input: Arg, other: Arg) -> Factors:
     """as expand, with the shape of ``other``"""
     f = expanded(input, other.shape)
-    return f.but(
+    return f.replace(
         inputs=(*f.inputs, (None,) * other.ndim),
-        ignored=frozenset({1}),
+        metadata_only=frozenset({1}),
         moves=False,
-        terms=(frozenset({0}),),
+        terms=FIRST,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from ops.dims import letters_of, moved, named
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import Call
+from ops.local import LocalCall
 from ops.registry import RULES, Function, Rule, register, rule
 from ops.shape import (
     permute,
@@ -27,11 +27,11 @@ def _copied(seen: Callable[..., Factors]) -> Callable[..., Factors]:
         f = seen(*args, **kwargs)
         inner = f.local
 
-        def local(call: Call) -> Any:
+        def local(call: LocalCall) -> Any:
             run = call.func if inner is None else inner(call)
             return lambda *args, **kwargs: _own(run(*args, **kwargs))
 
-        return f.but(view=False, local=local)
+        return f.replace(view=False, local=local)
 
     return factors
 
@@ -78,7 +78,7 @@ def broadcast_tensors(*tensors: Any) -> Factors:
     """every dim passes through"""
     given = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
     f = pointwise_factors(given)
-    return f.but(outputs=f.outputs * len(given))
+    return f.replace(outputs=f.outputs * len(given))
 
 
 @rule(torch.linalg.diagonal, exact=True)

@@ -113,10 +113,10 @@ def test_notation():
     x = Arg((4, 6))
     plain = letters("m k, k n -> m n", x, Arg((6, 5)), reduced={"k": "sum"})
     assert notation(plain) == "m k, k n -> m n   k: sum"
-    assert notation(plain.but(whole=frozenset("k"))) == "m k, k n -> m n   whole: k"
+    assert notation(plain.replace(whole=frozenset("k"))) == "m k, k n -> m n   whole: k"
     view = Factors(((0,),), ((0, 1),), {0: 4, 1: 2}, even=frozenset({0}))
     assert notation(view) == "a -> a b   even: a"
     merged = Factors(((0, 1),), (((0, 1),),), {0: 4, 1: 2})
     assert notation(merged) == "a b -> (a b)   whole: b"
     assert notation(Factors(((0, None),), ((),), {0: 4})) == "a _ -> []   whole: a"
-    assert notation(plain.but(parts=((plain, (0, 1)),))).startswith("each on its own: m k")
+    assert notation(plain.replace(per_item=((plain, (0, 1)),))).startswith("each on its own: m k")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from disttensor.placement import Partial, Replicate, Shard
 from ops import Arg, infer
-from ops.batching import or_zero
+from ops.empty_pieces import zeros_if_empty
 from tests.support.simulate import check_rule
 
 S0, S1, S2, R, P = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
@@ -104,4 +104,4 @@ def test_a_rank_with_nothing_gives_the_type_of_the_others() -> None:
         func = torch.fft.rfft
         inputs = outputs = (type("Piece", (), {"shape": (5, 4), "local_shape": (0, 3)}),)
 
-    assert or_zero(OfNothing)(torch.ones(0, 4)).dtype == torch.complex64  # type: ignore[arg-type]
+    assert zeros_if_empty(OfNothing)(torch.ones(0, 4)).dtype == torch.complex64  # type: ignore[arg-type]

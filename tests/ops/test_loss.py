@@ -251,7 +251,7 @@ def _values(x: Any, target: Any, layouts: Any, autocast: bool) -> Any:
 
             return within
 
-        return f.but(local=local)
+        return f.replace(local=local)
 
     RULES[cast] = dataclasses.replace(rule, factors=factors)
     try:

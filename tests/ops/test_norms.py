@@ -88,7 +88,7 @@ def test_matrices_whose_norm_is_not_frobenius_are_whole() -> None:
     for order in (2, "nuc"):
         _, _, decision = decide(torch.linalg.matrix_norm, (arg, order), {}, [arg], (2, 2))
         assert decision is not None
-        assert [w.placements(2) for w in decision.wants] == [(R, R)]
+        assert [w.placements(2) for w in decision.input_layouts] == [(R, R)]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import ops
 from disttensor.layout import box_at
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
-from ops.local import Call
+from ops.local import LocalCall
 from ops.registry import RULES
 from tests.support.simulate import (
     Piece,
-    SimulatedReach,
+    SimulatedCollectives,
     World,
     assemble,
     check_rule,
@@ -58,7 +58,7 @@ def written(
     assert inplace
     if decision is None:
         return None
-    assert len(decision.gives) == len(factors.output_shapes())
+    assert len(decision.output_layouts) == len(factors.output_shapes())
     whole: list[Tensor] = []
     given = [t.clone() for t in found]
     numbers = iter(given)
@@ -68,7 +68,7 @@ def written(
     world = World(mesh_shape)
     pieces = [
         cut(t, w, mesh_shape, seed=i)
-        for i, (t, w) in enumerate(zip(found, decision.wants, strict=True))
+        for i, (t, w) in enumerate(zip(found, decision.input_layouts, strict=True))
     ]
     errors: list[BaseException] = []
 
@@ -76,9 +76,11 @@ def written(
         try:
             inputs = [
                 Piece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
-                for t, w in zip(found, decision.wants, strict=True)
+                for t, w in zip(found, decision.input_layouts, strict=True)
             ]
-            call = Call(func, inputs, (), decision.split, mesh_shape, c, SimulatedReach(world, c))
+            call = LocalCall(
+                func, inputs, (), decision.split, mesh_shape, c, SimulatedCollectives(world, c)
+            )
             local = factors.local(call) if factors.local is not None else func
             mine = iter([p[c] for p in pieces])
             local(
@@ -97,7 +99,7 @@ def written(
     if errors:
         raise errors[0]
     for t in factors.targets:
-        want = decision.wants[t]
+        want = decision.input_layouts[t]
         got = assemble(pieces[t], whole[t].shape, want, mesh_shape, f"argument {t}")
         torch.testing.assert_close(got, whole[t], rtol=1e-9, atol=1e-10)
         assert list(want.placements(len(mesh_shape))) == list(layouts[t])

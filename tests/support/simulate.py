@@ -21,11 +21,11 @@ from disttensor.layout import Box, Layout, box_at
 from disttensor.placement import Partial, Placement, Replicate, Shard, show
 from ops.factors import Arg, Factors
 from ops.infer import decide
-from ops.local import Call
+from ops.local import LocalCall
 from ops.propagation import Decision
 from ops.registry import RULES
 from tests.support.pieces import assemble, cut, flat, replace_tensors
-from tests.support.thread_ranks import Coordinate, SimulatedReach, World
+from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
 
 RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
 
@@ -60,7 +60,7 @@ class Simulated:
     second: list[Any] = field(default_factory=list)
 
     def outputs(self, mesh_ndim: int) -> tuple[tuple[Placement, ...], ...]:
-        return tuple(g.placements(mesh_ndim) for g in self.decision.gives)
+        return tuple(g.placements(mesh_ndim) for g in self.decision.output_layouts)
 
 
 def plan(
@@ -115,7 +115,7 @@ def simulate(
     world = World(mesh_shape)
     cuts = [
         cut(t, w, mesh_shape, seed=i)
-        for i, (t, w) in enumerate(zip(tensors, decision.wants, strict=True))
+        for i, (t, w) in enumerate(zip(tensors, decision.input_layouts, strict=True))
     ]
     shapes = factors.output_shapes()
     values: dict[Coordinate, list[Any]] = {}
@@ -124,7 +124,7 @@ def simulate(
     flags: dict[Coordinate, list[bool]] = {}
     arguments: dict[Coordinate, list[Tensor]] = {}
     errors: dict[Coordinate, BaseException] = {}
-    reaches = {c: SimulatedReach(world, c) for c in world.all}
+    collectives = {c: SimulatedCollectives(world, c) for c in world.all}
 
     def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> Piece:
         return Piece(tuple(shape), layout, box_at(shape, layout.dims, mesh_shape, c), dtype)
@@ -134,22 +134,23 @@ def simulate(
         wanted = [
             i
             for i, t in enumerate(tensors)
-            if grad and t.is_floating_point() and i not in factors.ignored and i not in frozen
+            if grad and t.is_floating_point() and i not in factors.metadata_only and i not in frozen
         ]
         for i in wanted:
             leaves[i].requires_grad_()
         used = [t.clone() if inplace and t.requires_grad else t for t in leaves]
         given = iter(used)
-        call = Call(
+        call = LocalCall(
             func=func,
             split=decision.split,
             mesh_shape=mesh_shape,
             coordinate=c,
-            reach=reaches[c],
+            collectives=collectives[c],
             inputs=[
-                piece(t.shape, w, c, t.dtype) for t, w in zip(tensors, decision.wants, strict=True)
+                piece(t.shape, w, c, t.dtype)
+                for t, w in zip(tensors, decision.input_layouts, strict=True)
             ],
-            outputs=[piece(s, g, c) for s, g in zip(shapes, decision.gives, strict=True)],
+            outputs=[piece(s, g, c) for s, g in zip(shapes, decision.output_layouts, strict=True)],
         )
         local = factors.local(call) if factors.local is not None else func
         out = flat(
@@ -171,7 +172,7 @@ def simulate(
             seeds = [
                 (v, _seed(g, layout, mesh_shape, c).requires_grad_(bool(second)))
                 for v, g, layout in zip(
-                    out, cotangents or [None] * len(out), decision.gives, strict=True
+                    out, cotangents or [None] * len(out), decision.output_layouts, strict=True
                 )
                 if isinstance(v, Tensor) and v.requires_grad and g is not None
             ]
@@ -187,7 +188,7 @@ def simulate(
             if second:
                 sources = [leaves[i] for i in wanted] + [s for _, s in seeds]
                 pairs = [
-                    (g, cut(second[i], decision.wants[i], mesh_shape, seed=i)[c])
+                    (g, cut(second[i], decision.input_layouts[i], mesh_shape, seed=i)[c])
                     for i, g in zip(wanted, got, strict=True)
                     if g is not None
                 ]
@@ -229,8 +230,8 @@ def simulate(
             ),
         )
 
-    result = Simulated(decision, factors, values, [], [], reaches[world.all[0]].log)
-    for j, (shape, layout) in enumerate(zip(shapes, decision.gives, strict=True)):
+    result = Simulated(decision, factors, values, [], [], collectives[world.all[0]].log)
+    for j, (shape, layout) in enumerate(zip(shapes, decision.output_layouts, strict=True)):
         parts = {c: v[j] for c, v in values.items()}
         if isinstance(next(iter(parts.values())), Tensor):
             result.full.append(assemble(parts, shape, layout, mesh_shape, f"result {j}"))
@@ -248,7 +249,7 @@ def simulate(
             result.second.append(_gradient(i, tensors[i], mine, decision, mesh_shape))
         live = [j for j, flag in enumerate(next(iter(flags.values()))) if flag]
         for n, j in enumerate(live, len(wanted)):
-            layout = decision.gives[j]
+            layout = decision.output_layouts[j]
             parts = {c: g[n] for c, g in seconds.items()}
             result.second.append(
                 assemble(
@@ -277,9 +278,14 @@ def _gradient(
     parts = {c: g[i] for c, g in grads.items()}
     if next(iter(parts.values())) is None:
         return None
-    want = decision.wants[i]
+    want = decision.input_layouts[i]
     full = assemble(
-        parts, t.shape, Layout(want.dims), mesh_shape, f"gradient {i}", summed=decision.varying[i]
+        parts,
+        t.shape,
+        Layout(want.dims),
+        mesh_shape,
+        f"gradient {i}",
+        summed=decision.varying_axes[i],
     )
     for axis, op in want.partial:
         full = full * mesh_shape[axis] if op == "avg" else full
@@ -438,7 +444,7 @@ def _compare(
     atol: float,
     exact_dtype: bool,
 ) -> None:
-    n = len(next(iter(got.values.values()), [()])) and len(got.decision.gives)
+    n = len(next(iter(got.values.values()), [()])) and len(got.decision.output_layouts)
     assert n == len(expected), f"{len(expected)} results, the rule says {n}"
     for j, (mine, plain) in enumerate(zip(got.full, expected, strict=True)):
         if not isinstance(plain, Tensor):
@@ -457,7 +463,9 @@ def _compare(
     for i, (mine, plain) in enumerate(
         zip(got.gradients, gradients, strict=True) if gradients else ()
     ):
-        if mine is None or any(op not in ("sum", "avg") for _, op in got.decision.wants[i].partial):
+        if mine is None or any(
+            op not in ("sum", "avg") for _, op in got.decision.input_layouts[i].partial
+        ):
             continue
         plain = torch.zeros_like(tensors[i]) if plain is None else plain
         torch.testing.assert_close(

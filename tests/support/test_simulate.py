@@ -28,7 +28,7 @@ def entered() -> Iterator[Any]:
             base = Factors(
                 ((0, 1),), ((1,),), {0: 5, 1: 6}, reduced={0: "sum"}, terms=(frozenset({0}),)
             )
-            return base.but(**changes)
+            return base.replace(**changes)
 
         RULES[made_up] = Rule("made_up", factors)
 
@@ -78,11 +78,7 @@ def test_a_wrong_gradient_is_found(entered: Any) -> None:
 def test_a_collective_that_a_rank_skips_is_found(entered: Any) -> None:
     def local(call: Any) -> Any:
         def run(x: torch.Tensor) -> torch.Tensor:
-            return (
-                call.reach.all_reduce(x.sum(0), "sum", (0,))
-                if call.coordinate[0] == 0
-                else x.sum(0)
-            )
+            return call.collectives.psum(x.sum(0), (0,)) if call.coordinate[0] == 0 else x.sum(0)
 
         return run
 

@@ -52,8 +52,8 @@ def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
     return stack.amax(0) if op == "max" else stack.amin(0)
 
 
-class SimulatedReach:
-    """ops.local.Reach among threads."""
+class SimulatedCollectives:
+    """ops.local.Collectives among threads."""
 
     def __init__(self, world: World, me: Coordinate) -> None:
         self.world = world
@@ -72,15 +72,25 @@ class SimulatedReach:
             members.append(got[tuple(at)])
         return members
 
-    def all_reduce(self, x: Tensor, op: str, axes: tuple[int, ...]) -> Tensor:
-        if not axes:
-            return x
-        if op == "sum" and x.requires_grad and torch.is_grad_enabled():
-            return _AllReduce.apply(x, self, axes)
-        return reduce_all(self.gathered(f"all_reduce {op}", x, axes), op)
+    def psum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return _Psum.apply(x, self, axes) if axes else x
+
+    def pvary(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return _Pvary.apply(x, self, axes) if axes else x
 
     def all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.stack(self.gathered("all_gather", x, axes)) if axes else x.detach()[None]
+        return _Gather.apply(x, self, axes) if axes else x.unsqueeze(0)
+
+    def all_reduce(self, x: Tensor, op: str, axes: tuple[int, ...]) -> Tensor:
+        assert not (x.requires_grad and torch.is_grad_enabled()), "psum has a gradient"
+        return reduce_all(self.gathered(f"all_reduce {op}", x, axes), op) if axes else x
+
+    def number(self, axes: tuple[int, ...]) -> int:
+        """This rank's among the members of the axes (major first)."""
+        at = 0
+        for a in axes:
+            at = at * self.world.mesh_shape[a] + self.me[a]
+        return at
 
     def fetch(self, x: Tensor, dim: int, have: Any, want: Any, axes: tuple[int, ...]) -> Tensor:
         """By way of the whole: right, and of nothing but the definition."""
@@ -92,45 +102,65 @@ class _Ranges(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, reach: SimulatedReach, dim: int, have: Any, want: Any, axes: Any
+        ctx: Any, x: Tensor, ranks: SimulatedCollectives, dim: int, have: Any, want: Any, axes: Any
     ) -> Tensor:
-        ctx.with_ = reach, dim, have, want, axes
-        place = 0
-        for a in axes:
-            place = place * reach.world.mesh_shape[a] + reach.me[a]
+        ctx.with_ = ranks, dim, have, want, axes
+        place = ranks.number(axes)
         assert x.shape[dim] == have[place][1] - have[place][0]
         shape = list(x.shape)
         shape[dim] = max(stop for _, stop in (*have, *want))
         whole = x.new_zeros(shape)
         start, stop = have[place]
         whole.narrow(dim, start, stop - start).add_(x)
-        total = reduce_all(reach.gathered("fetch", whole, axes), "sum")
+        total = reduce_all(ranks.gathered("fetch", whole, axes), "sum")
         start, stop = want[place]
         return total.narrow(dim, start, stop - start).clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        reach, dim, have, want, axes = ctx.with_
-        return _Ranges.apply(g, reach, dim, want, have, axes), *(None,) * 5
+        ranks, dim, have, want, axes = ctx.with_
+        return _Ranges.apply(g, ranks, dim, want, have, axes), *(None,) * 5
 
 
-class _AllReduce(torch.autograd.Function):
+class _Psum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
-        ctx.with_ = reach, axes
-        return reduce_all(reach.gathered("all_reduce sum", x, axes), "sum")
+    def forward(ctx: Any, x: Tensor, ranks: SimulatedCollectives, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = ranks, axes
+        return reduce_all(ranks.gathered("all_reduce sum", x, axes), "sum")
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _Spread.apply(g, *ctx.with_), None, None
+        return _Pvary.apply(g, *ctx.with_), None, None
 
 
-class _Spread(torch.autograd.Function):
+class _Pvary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reach: SimulatedReach, axes: tuple[int, ...]) -> Tensor:
-        ctx.with_ = reach, axes
+    def forward(ctx: Any, x: Tensor, ranks: SimulatedCollectives, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = ranks, axes
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _AllReduce.apply(g, *ctx.with_), None, None
+        return _Psum.apply(g, *ctx.with_), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: SimulatedCollectives, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = ranks, axes
+        return torch.stack(ranks.gathered("all_gather", x, axes))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _TakeOwn.apply(g, *ctx.with_), None, None
+
+
+class _TakeOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: SimulatedCollectives, axes: tuple[int, ...]) -> Tensor:
+        ctx.with_ = ranks, axes
+        return x[ranks.number(axes)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _Gather.apply(g, *ctx.with_), None, None

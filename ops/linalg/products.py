@@ -1,0 +1,167 @@
+"""Products other than those of two matrices: inner, tensordot, kron, cross, chains, powers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ops.dims import PRODUCT, front, named
+from ops.empty_pieces import bias_if_empty
+from ops.factors import Arg, Dims, Factors, Letter, letters, pointwise_factors
+from ops.infer import NoRule
+from ops.linalg.matmul import SUM_K, fit
+from ops.registry import rule
+
+
+def _cross(input: Arg, other: Arg, dim: Any) -> Factors:
+    f = pointwise_factors([input, other])
+    shape = f.output_shapes()[0]
+    return f.replace(whole=frozenset({front(dim, len(shape))}), terms=PRODUCT)
+
+
+@rule(*named("cross"), exact=True)
+def cross(input: Arg, other: Arg, dim: Any = None) -> Factors:
+    """linear in each; the dim of three is whole, the others broadcast"""
+    if dim is None:
+        dim = next((d for d, s in enumerate(input.shape) if s == 3), None)
+        if dim is None or input.shape != other.shape:
+            raise NoRule("cross without a dim")
+        at = dim  # on a rank another dim may be the first of size 3
+        local = lambda call: lambda input, other, dim=None: call.func(input, other, dim=at)  # noqa: E731
+        return _cross(input, other, at).replace(local=local)
+    return _cross(input, other, dim)
+
+
+@rule(torch.linalg.cross, exact=True)
+def linalg_cross(input: Arg, other: Arg, *, dim: int = -1) -> Factors:
+    """linear in each; the dim of three is whole, the others broadcast"""
+    return _cross(input, other, dim)
+
+
+@rule(torch.linalg.vander, exact=True)
+def vander(x: Arg, *, N: Any = None) -> Factors:
+    """... n -> ... n powers: every dim passes through"""
+    if not x.ndim or 0 in x.shape:
+        raise NoRule("vander of a number")
+    powers = x.shape[-1] if N is None else N
+    dims = tuple(range(x.ndim))
+    sizes: dict[Letter, int] = {**dict(enumerate(x.shape)), "powers": powers}
+    local = lambda call: lambda x, N=None: call.func(x, N=powers)  # noqa: E731
+    return Factors((dims,), ((*dims, "powers"),), sizes, local=local)
+
+
+@rule(torch.linalg.multi_dot, exact=True)
+def multi_dot(tensors: Sequence[Arg], **words: Any) -> Factors:
+    """a b, b c, c d -> a d: rows of the first and columns of the last pass; a split inner dim gives
+    P(sum)"""
+    names = [chr(ord("a") + i) for i in range(len(tensors) + 1)]
+    ins: list[Dims] = [tuple(names[i : i + 2]) for i in range(len(tensors))]
+    if tensors[0].ndim == 1:
+        ins[0] = ins[0][1:]
+    if tensors[-1].ndim == 1:
+        ins[-1] = ins[-1][:1]
+    sizes: dict[Letter, int] = {}
+    for t, dims in zip(tensors, ins, strict=True):
+        for d, s in zip(dims, t.shape, strict=True):
+            if sizes.setdefault(d, s) != s:
+                raise NoRule("matrices that do not fit")
+    out = (*ins[0][:-1], *ins[-1][1:])
+    reduced: dict[Letter, str] = dict.fromkeys(names[1:-1], "sum")
+    return Factors(tuple(ins), (out,), sizes, reduced, terms=(frozenset(range(len(tensors))),))
+
+
+@rule(*named("kron"), exact=True)
+def kron(input: Arg, other: Arg) -> Factors:
+    """each dim of the result merges two; the first tensor's may be split evenly"""
+    n = max(input.ndim, other.ndim)
+    a, b = n - input.ndim, n - other.ndim
+    sizes: dict[Letter, int] = {f"a{a + i}": s for i, s in enumerate(input.shape)}
+    sizes.update({f"b{b + i}": s for i, s in enumerate(other.shape)})
+    pairs = [tuple(x for x in (f"a{i}", f"b{i}") if x in sizes) for i in range(n)]
+    out = tuple(pair if len(pair) == 2 else pair[0] for pair in pairs)
+    ins = (
+        tuple(f"a{a + i}" for i in range(input.ndim)),
+        tuple(f"b{b + i}" for i in range(other.ndim)),
+    )
+    even = frozenset(ins[0])
+    return Factors(ins, (out,), sizes, whole=frozenset(ins[1]), even=even, terms=PRODUCT)
+
+
+@rule(torch.inner)
+def inner(input: Arg, other: Arg) -> Factors:
+    """m... k, n... k -> m... n...; with a 0-d tensor a plain product"""
+    if not input.ndim or not other.ndim:
+        dims = tuple(range(max(input.ndim, other.ndim)))
+        scalar = (dims[: input.ndim], dims[: other.ndim])
+        sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
+        return Factors(scalar, (dims,), sizes, terms=PRODUCT)
+    fit("inner", input, -1, other, -1)
+    left: tuple[Any, ...] = tuple(f"m{i}" for i in range(input.ndim - 1))
+    right: tuple[Any, ...] = tuple(f"n{i}" for i in range(other.ndim - 1))
+    sizes = dict(zip((*left, "k"), input.shape, strict=True))
+    sizes.update(zip(right, other.shape, strict=False))
+    ins = ((*left, "k"), (*right, "k"))
+    return Factors(ins, ((*left, *right),), sizes, reduced=SUM_K, terms=PRODUCT)
+
+
+@rule(torch.linalg.vecdot)
+def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factors:
+    """the sum of products over one dim of two tensors that broadcast"""
+    if input.ndim != other.ndim or input.shape != other.shape:
+        raise NoRule("vecdot of shapes that broadcast")
+    dims = tuple(range(input.ndim))
+    gone = dim % input.ndim
+    out_dims = tuple(d for d in dims if d != gone)
+    return Factors(
+        (dims, dims),
+        (out_dims,),
+        dict(enumerate(input.shape)),
+        reduced={gone: "sum"},
+        terms=PRODUCT,
+    )
+
+
+@rule(torch.bilinear)
+def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Any = None) -> Factors:
+    """... i, ... j, o i j -> ... o"""
+    fit("bilinear", input1, -1, weight, 1)
+    fit("bilinear", input2, -1, weight, 2)
+    options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": bias_if_empty}
+    product = frozenset({0, 1, 2})
+    if bias is None:
+        pattern = "... i, ... j, o i j -> ... o"
+        return letters(pattern, input1, input2, weight, terms=(product,), **options)
+    pattern = "... i, ... j, o i j, o -> ... o"
+    return letters(
+        pattern, input1, input2, weight, bias, terms=(product, frozenset({3})), **options
+    )
+
+
+@rule(torch.tensordot)
+def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
+    """the named dims of a and b are multiplied and summed; what is left of a, then of b"""
+    if isinstance(dims, int):
+        left, right = tuple(range(a.ndim - dims, a.ndim)), tuple(range(dims))
+    elif isinstance(dims, (list, tuple)) and len(dims) == 2:
+        pairs = [(d,) if isinstance(d, int) else tuple(d) for d in dims]
+        left, right = tuple(d % a.ndim for d in pairs[0]), tuple(d % b.ndim for d in pairs[1])
+    else:
+        raise NoRule("tensordot: dims as a tensor")
+    sizes: dict[Any, int] = {}
+    names_a: list[Any] = [f"a{i}" for i in range(a.ndim)]
+    names_b: list[Any] = [f"b{i}" for i in range(b.ndim)]
+    for n, (i, j) in enumerate(zip(left, right, strict=True)):
+        if a.shape[i] != b.shape[j]:  # size 1 is summed on its own
+            raise NoRule("tensordot of dims that differ")
+        names_a[i] = names_b[j] = f"k{n}"
+    sizes.update(zip(names_a, a.shape, strict=True))
+    sizes.update(zip(names_b, b.shape, strict=True))
+    kept = [x for i, x in enumerate(names_a) if i not in left] + [
+        x for i, x in enumerate(names_b) if i not in right
+    ]
+    reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
+    return Factors(
+        (tuple(names_a), tuple(names_b)), (tuple(kept),), sizes, reduced=reduced, terms=PRODUCT
+    )
