@@ -32,10 +32,9 @@ with _versions.importing():
     from disttensor.optim.clip_grad import clip_grad_norm_
     from disttensor.optim.grad_scaler import shard_scaler
     from disttensor.create import (
-        empty, from_fn, from_local, full, ones, rand, randn, randperm, reshard,
-        shard_tensor,
-        zeros,
+        empty, from_fn, full, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
     )  # fmt: skip
+    from disttensor.from_local import from_local
     from disttensor.interop import from_dtensor, to_dtensor
     from disttensor.local_map import local_map
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401

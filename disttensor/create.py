@@ -1,4 +1,4 @@
-"""What users call to make and move DistTensors."""
+"""What users call to make DistTensors, and to move them to another layout."""
 
 from __future__ import annotations
 
@@ -52,14 +52,11 @@ def check_partial(spec: DistSpec) -> None:
             op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
         )
         if meaningless:
+            of_bool = spec.dtype == torch.bool
+            other = "'any') or Partial('all')" if of_bool else "'sum'), or a floating dtype"
             raise ValueError(
                 f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no "
-                "meaning; use "
-                + (
-                    "Partial('any') or Partial('all')"
-                    if spec.dtype == torch.bool
-                    else "Partial('sum'), or a floating dtype"
-                )
+                f"meaning; use Partial({other}"
             )
 
 
@@ -95,44 +92,30 @@ def shard_tensor(
         raise ValueError(
             f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}"
         )
-    wants = (
-        requires_grad
-        if requires_grad is not None
-        else isinstance(data, Tensor) and data.requires_grad
-    )
+    if requires_grad is None:
+        requires_grad = isinstance(data, Tensor) and data.requires_grad
     if mesh.coordinate is None:
-        return _as_parameter(execute.stand_in(spec, wants), data, wants)
+        return _as_parameter(execute.stand_in(spec, requires_grad), data)
+    if check and src_rank is None:
+        _compare(value, mesh)
     if src_rank is not None:
-        value = _from_source(value.detach(), spec, src_rank)
-        local = value
-    else:
-        if check:
-            _compare(value, mesh)
-        flag = value.requires_grad and not value.is_leaf
-        if flag and torch.is_grad_enabled():
-            return resharded(wrap(value, full), spec)
-        local = reshard_package.run(value.detach(), full, spec)
+        group = mesh.group(tuple(range(mesh.ndim)))
+        value = collectives.broadcast(value.detach(), group.ranks.index(src_rank), group)
+    elif value.requires_grad and not value.is_leaf and torch.is_grad_enabled():
+        return resharded(wrap(value, full), spec)
+    local = reshard_package.run(value.detach(), full, spec)
     if (
         local.untyped_storage().nbytes() > local.nbytes
         or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     ):
         local = local.clone(memory_format=torch.contiguous_format)
-    return _as_parameter(wrap(whole_grad(local.requires_grad_(wants), spec), spec), data, wants)
+    return _as_parameter(wrap(whole_grad(local.requires_grad_(requires_grad), spec), spec), data)
 
 
-def _as_parameter(x: DistTensor, data: Any, wants: bool) -> Any:
+def _as_parameter(x: DistTensor, data: Any) -> Any:
     """A Parameter gives a Parameter."""
-    return torch.nn.Parameter(x, wants) if isinstance(data, torch.nn.Parameter) else x
-
-
-def _from_source(value: Tensor, spec: DistSpec, src_rank: int) -> Tensor:
-    """This rank's piece of the value that ``src_rank`` holds."""
-    mesh = spec.mesh
-    busy = tuple(range(mesh.ndim))
-    group = mesh.group(busy)
-    src = group.ranks.index(src_rank)
-    whole = spec.replicated()
-    return reshard_package.run(collectives.broadcast(value, src, group), whole, spec)
+    is_param = isinstance(data, torch.nn.Parameter)
+    return torch.nn.Parameter(x, x.requires_grad) if is_param else x
 
 
 def _compare(value: Tensor, mesh: ProcessMesh) -> None:
@@ -193,86 +176,6 @@ def reshard(
         if key is not None:
             _targets[key] = dst
     return resharded(x, dst, fresh=True)
-
-
-def from_local(
-    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *,
-    shape: Sequence[int] | None = None,
-    dims_mapping: Any = None, partial_status: Any = None,
-) -> DistTensor:  # fmt: skip
-    """This rank's ``local`` piece as part of a DistTensor; differentiable.
-
-    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The
-    pieces must be those that torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all
-    ranks alike, where they are not. On a rank outside the mesh only the dtype of ``local`` counts,
-    and with ``shape=`` its requires_grad.
-
-    >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
-    torch.Size([4, 6])
-    """
-    if mesh.coordinate is None:
-        return _from_elsewhere(local, mesh, shape, placements, dims_mapping, partial_status)
-    layout = layout_from(mesh, local.ndim, placements, dims_mapping, partial_status)
-    x = from_pieces(local, mesh, layout, shape)
-    if shape is None:
-        objects.send_object(tuple(x.shape), mesh.ranks, mesh.device)
-    return x
-
-
-def from_pieces(
-    local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
-) -> DistTensor:
-    """``from_local`` on the ranks of the mesh."""
-    coordinate = mesh.coordinate or ()
-    if shape is None:
-        everyone = objects.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
-        shape = _global_shape(everyone, layout, mesh)
-        spec = DistSpec(mesh, layout, shape, local.dtype)
-        for place, sizes in zip(mesh.coordinates(), everyone, strict=True):
-            wanted = spec.box_at(place)[1]
-            if tuple(sizes) != wanted:
-                raise ValueError(
-                    f"from_local: the pieces do not make {spec!r}: rank "
-                    f"{mesh.ranks[mesh.coordinates().index(place)]} holds {list(sizes)}, its place "
-                    f"is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as "
-                    "torch.chunk does"
-                )
-    spec = DistSpec(mesh, layout, shape, local.dtype)
-    check_partial(spec)
-    if tuple(local.shape) != spec.box_at(coordinate)[1]:
-        raise ValueError(
-            f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "
-            f"{list(local.shape)}"
-        )
-    local = local.to(mesh.device)
-    return wrap(
-        local.view_as(local) if local.requires_grad and torch.is_grad_enabled() else local, spec
-    )
-
-
-def _from_elsewhere(local: Tensor, mesh: ProcessMesh, shape: Any, *how: Any) -> DistTensor:
-    """What ``from_local`` gives on a rank outside the mesh, which hears of the shape unless it is
-    given."""
-    shape = tuple(objects.recv_object(mesh.ranks, mesh.device) if shape is None else shape)
-    spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
-    check_partial(spec)
-    return execute.stand_in(spec, local.requires_grad)
-
-
-def _global_shape(
-    everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh
-) -> list[int]:
-    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add
-    up."""
-    places = mesh.coordinates()
-    origin = (0,) * mesh.ndim
-    shape = []
-    for d, axes in enumerate(layout.dims):
-        line = set(mesh.members(axes, origin)) if axes else {origin}
-        shape.append(
-            sum(sizes[d] for place, sizes in zip(places, everyone, strict=True) if place in line)
-        )
-    return shape
 
 
 def from_fn(

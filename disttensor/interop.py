@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from disttensor.create import from_local
+from disttensor.from_local import from_local
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.tensor.dist_tensor import DistTensor

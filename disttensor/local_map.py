@@ -10,9 +10,9 @@ import torch
 from disttensor.autograd.grad_types import Typed, dual, move
 from disttensor.cache import Cache
 from disttensor.comm import objects
-from disttensor.create import from_pieces
 from disttensor.dispatch.dispatch import one_mesh
 from disttensor.dispatch.plan import Uncacheable, key_of, plain_spec
+from disttensor.from_local import from_pieces
 from disttensor.layout import layout_of
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute

@@ -58,26 +58,19 @@ class ProcessMesh:
                 f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at "
                 "least 1"
             )
-        twice = (
-            sorted({r for r in ranks if ranks.count(r) > 1})
-            if len(set(ranks)) != len(ranks)
-            else []
-        )
-        if twice:
+        if len(set(ranks)) != len(ranks):
+            twice = min(r for r in ranks if ranks.count(r) > 1)
             raise ValueError(
-                f"ProcessMesh: rank {twice[0]} occurs twice; a rank has one place in a mesh"
+                f"ProcessMesh: rank {twice} occurs twice; a rank has one place in a mesh"
             )
         outside = sorted(r for r in ranks if not 0 <= r < size)
         if outside:
+            started = dist.is_initialized()
+            hint = "" if started else ", or call init_mesh first, which starts the process group"
             raise ValueError(
                 f"ProcessMesh: ranks {outside} are outside the world, which has ranks 0 to "
                 f"{size - 1}: these are ranks of processes, not numbers of devices. Start more "
-                "processes (torchrun --nproc-per-node)"
-                + (
-                    ""
-                    if dist.is_initialized()
-                    else ", or call init_mesh first, which starts the process group"
-                )
+                f"processes (torchrun --nproc-per-node){hint}"
             )
         device_type = device_type or _default_device_type()
         meshes = runtime.current().meshes
@@ -147,6 +140,13 @@ class ProcessMesh:
             out.append(tuple(place))
         return out
 
+    def _ranks_over(self, axes: Sequence[int], problem: str) -> tuple[int, ...]:
+        """The ranks that differ from this one on ``axes`` only."""
+        if self.coordinate is None:
+            raise ValueError(f"rank {world()[0]} is not in {self!r}{problem}")
+        array = self.mesh
+        return tuple(int(array[c]) for c in self.members(axes, self.coordinate))
+
     def group(self, axes: Sequence[int], lane: str = "") -> Group:
         """The communicator of this rank over ``axes`` together (major first); another one for each
         ``lane``."""
@@ -154,12 +154,7 @@ class ProcessMesh:
         key = (axes, lane) if lane else axes
         group = self._groups.get(key)
         if group is None:
-            if self.coordinate is None:
-                raise ValueError(
-                    f"rank {world()[0]} is not in {self!r} and cannot communicate over it"
-                )
-            array = self.mesh
-            ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
+            ranks = self._ranks_over(axes, " and cannot communicate over it")
             names = [self.dim_names[a] for a in axes]
             group = self._groups[key] = new_group(ranks, names, lane)
         return group
@@ -170,17 +165,10 @@ class ProcessMesh:
         names = (index,) if isinstance(index, str) else index
         if isinstance(names, tuple) and names and all(isinstance(n, str) for n in names):
             axes = [self.axis(n) for n in names]
-            if self.coordinate is None:
-                raise ValueError(
-                    f"rank {world()[0]} is not in {self!r}, so mesh[{index!r}] has no "
-                    "meaning here; index by number"
-                )
-            array = self.mesh
-            ranks = [int(array[c]) for c in self.members(axes, self.coordinate)]
+            problem = f", so mesh[{index!r}] has no meaning here; index by number"
+            ranks = np.array(self._ranks_over(axes, problem))
             shape = [self.shape[a] for a in axes]
-            return ProcessMesh(
-                np.array(ranks).reshape(shape), [self.dim_names[a] for a in axes], self.device_type
-            )
+            return ProcessMesh(ranks.reshape(shape), names, self.device_type)
         picked = self.mesh[index]
         full = index if isinstance(index, tuple) else (index,)
         if Ellipsis in full:
@@ -200,9 +188,8 @@ class ProcessMesh:
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
         self = cls(mesh.mesh, names, mesh.device_type)
         if self.coordinate is not None:
-            array = self.mesh
             for a in range(self.ndim):
-                ranks = tuple(int(array[c]) for c in self.members((a,), self.coordinate))
+                ranks = self._ranks_over((a,), "")
                 if len(ranks) > 1 and (a,) not in self._groups:
                     self._groups[(a,)] = Group(
                         ranks, self.coordinate[a], (names[a],), mesh.get_group(a)
@@ -215,18 +202,14 @@ class ProcessMesh:
         """This mesh as torch's DeviceMesh, with the same process groups (those that are missing are
         made now)."""
         if not hasattr(self, "_device_mesh"):
-            if self.coordinate is None:
-                raise ValueError(
-                    f"rank {world()[0]} is not in {self!r} and has no DeviceMesh of it"
-                )
+            me = self._ranks_over((), " and has no DeviceMesh of it")
             if not dist.is_initialized():
                 raise ValueError(
                     "to_device_mesh: there is no process group yet; call init_mesh first, which "
                     "starts it"
                 )
             groups = [
-                self.group((a,)).pg
-                or process_group((self.ranks[self.coordinates().index(self.coordinate)],), (name,))
+                self.group((a,)).pg or process_group(me, (name,))
                 for a, name in enumerate(self.dim_names)
             ]
             self._device_mesh = DeviceMesh.from_group(
@@ -236,10 +219,8 @@ class ProcessMesh:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.dim_names, self.shape, strict=True))
-        plain = self.ranks == tuple(range(math.prod(self.shape)))
-        return (
-            f"ProcessMesh({axes})" if plain else f"ProcessMesh({axes}, ranks={self.mesh.tolist()})"
-        )
+        plain = self.ranks == tuple(range(self.size))
+        return f"ProcessMesh({axes}{'' if plain else f', ranks={self.mesh.tolist()}'})"
 
     def __copy__(self) -> ProcessMesh:
         return self

@@ -37,6 +37,7 @@ ROOMS = (
     "dispatch",
     "optim",
     "create",
+    "from_local",
     "interop",
     "local_map",
     "nn",

@@ -1,0 +1,92 @@
+"""from_local: what every rank holds, as the pieces of one DistTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disttensor.comm import objects
+from disttensor.create import check_partial, layout_from
+from disttensor.layout import Layout
+from disttensor.mesh import ProcessMesh
+from disttensor.meta import execute
+from disttensor.placement import Placement
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+
+Tensor = torch.Tensor
+
+
+def from_local(
+    local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *,
+    shape: Sequence[int] | None = None,
+    dims_mapping: Any = None, partial_status: Any = None,
+) -> DistTensor:  # fmt: skip
+    """This rank's ``local`` piece as part of a DistTensor; differentiable.
+
+    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The
+    pieces must be those that torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all
+    ranks alike, where they are not. On a rank outside the mesh only the dtype of ``local`` counts,
+    and with ``shape=`` its requires_grad.
+
+    >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
+    torch.Size([4, 6])
+    """
+    how = placements, dims_mapping, partial_status
+    if mesh.coordinate is None:
+        shape = objects.recv_object(mesh.ranks, mesh.device) if shape is None else tuple(shape)
+        spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
+        check_partial(spec)
+        return execute.stand_in(spec, local.requires_grad)
+    x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
+    if shape is None:
+        objects.send_object(tuple(x.shape), mesh.ranks, mesh.device)
+    return x
+
+
+def from_pieces(
+    local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
+) -> DistTensor:
+    """``from_local`` on the ranks of the mesh."""
+    if shape is None:
+        everyone = objects.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
+        shape = _global_shape(everyone, layout, mesh)
+        _check_pieces(DistSpec(mesh, layout, shape, local.dtype), everyone)
+    spec = DistSpec(mesh, layout, shape, local.dtype)
+    check_partial(spec)
+    if tuple(local.shape) != spec.local_shape:
+        raise ValueError(
+            f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "
+            f"{list(local.shape)}"
+        )
+    local = local.to(mesh.device)
+    if local.requires_grad and torch.is_grad_enabled():
+        local = local.view_as(local)
+    return wrap(local, spec)
+
+
+def _check_pieces(spec: DistSpec, everyone: Sequence[tuple[int, ...]]) -> None:
+    mesh = spec.mesh
+    for rank, place, sizes in zip(mesh.ranks, mesh.coordinates(), everyone, strict=True):
+        wanted = spec.box_at(place).shape
+        if sizes != wanted:
+            raise ValueError(
+                f"from_local: the pieces do not make {spec!r}: rank {rank} holds {list(sizes)}, "
+                f"its place is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as "
+                "torch.chunk does"
+            )
+
+
+def _global_shape(
+    everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh
+) -> list[int]:
+    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add
+    up."""
+    pieces = dict(zip(mesh.coordinates(), everyone, strict=True))
+    origin = (0,) * mesh.ndim
+    return [
+        sum(pieces[place][d] for place in mesh.members(axes, origin))
+        for d, axes in enumerate(layout.dims)
+    ]
