@@ -108,7 +108,7 @@ def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch,
 
 def test_a_python_that_does_not_run_is_not_taken(monkeypatch, tmp_path) -> None:
     shim = tmp_path / "python3.12"
-    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.write_text("#!/bin/sh\necho 3.12\nexit 127\n")
     shim.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))

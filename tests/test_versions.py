@@ -89,7 +89,7 @@ class Scale(torch.autograd.Function):
 def test_custom_functions_on_plain_tensors_stay_what_they_are() -> None:
     """``disttensor.custom`` stands before ``Function.apply``, which is C since torch 2.14."""
     x = torch.ones(3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(Scale.apply(x, by=3.0).sum(), x)
+    (gradient,) = torch.autograd.grad(Scale.apply(x, 3.0).sum(), x)
     assert gradient.tolist() == [3.0] * 3
     assert torch.func.grad(lambda t: Scale.apply(t).sum())(torch.ones(2)).tolist() == [2.0] * 2
     assert torch.func.vmap(Scale.apply)(torch.ones(2, 1)).tolist() == [[2.0], [2.0]]

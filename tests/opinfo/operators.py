@@ -37,8 +37,8 @@ from tests.support import oracle
 SAMPLES = 8  # of each OpInfo
 HEAD = """# Operators
 
-Written by `make operators`; a test holds it to what the rules say. [rules.md](rules.md) says how to write a rule, and
-`dt.explain(func, *args)` prints what becomes of one call.
+Written by `make operators`, with the torch of constraints.txt; a test holds it to what the rules say. [rules.md](rules.md)
+says how to write a rule, and `dt.explain(func, *args)` prints what becomes of one call.
 
 Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and* the results: these
 dims **keep** their shards, with nothing moved. `k: sum` is a letter that the result lacks: split, it leaves a pending
