@@ -1,14 +1,8 @@
 """Point-to-point messages from one rank of the world to another.
 
-They go over the default process group, and nobody else takes part. Sending returns at once, and receiving is posted now and waited for later, so that ranks
-need not meet. Messages of one pair of ranks with one tag arrive in the order in which they were
-sent.
-
-Note on buffers. gloo reads a message from the sender's memory when the receiver asks for it, which
-may be much later; it needs the buffer *and* the Work until then, and the Work's ``is_completed``
-says nothing about it. So both wait in an outbox: a thread of its own waits for the Works in order
-and drops them. On CUDA, where ``is_completed`` tells the truth, the next transfer looks them
-through.
+They go over the default process group, and nobody else takes part. Sending returns at once, and
+receiving is posted now and waited for later, so ranks need not meet. Messages of one pair of ranks
+with one tag arrive in the order in which they were sent.
 
 Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program,
 takes part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers
@@ -22,12 +16,8 @@ group.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -37,14 +27,14 @@ import torch.distributed as dist
 
 from disttensor import runtime
 from disttensor.comm import failures, log
+from disttensor.comm.outbox import OUTBOX, check_delivered, failed
+from disttensor.comm.outbox import flush as flush
 from disttensor.comm.process_group import world
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
-from disttensor.errors import CommError
 
 Tensor = torch.Tensor
 
-EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
 CHANNELS = 1 << 14
 _TRANSFERS = 1 << 15  # of one channel, before tags are used again
 _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free
@@ -111,7 +101,7 @@ class Message(Work[Tensor]):
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                raise _failure(what, error) from error
+                raise failed(what, error) from error
             return out
 
         super().__init__(finish, lambda: all(work.is_completed() for work in works))
@@ -121,7 +111,7 @@ class Message(Work[Tensor]):
         if self._finish is not None and not sys.is_finalizing():
             works, out, what = self._posted
             for work in works:
-                _outbox.put(work, out, what)
+                OUTBOX.put(work, out, what)
 
 
 def send(x: Tensor, to: int, tag: int, label: object = "") -> None:
@@ -179,9 +169,9 @@ def _exchange(
     except RuntimeError as error:
         peers = sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"
-        raise _failure(what, error) from error
+        raise failed(what, error) from error
     for (to, x), work in zip(sends, sent, strict=True):
-        _outbox.put(work, x, _What(me, "sends to", to, label))
+        OUTBOX.put(work, x, _What(me, "sends to", to, label))
     return [
         Message(own, out, _What(me, "receives from", r, label))
         for (r, out), own in zip(receives, works, strict=True)
@@ -213,86 +203,3 @@ def _post_batch(
     if len(works) != len(ops):  # one Work for all
         return [list(works) for _ in receives], [works[-1] for _ in sends]
     return [[work] for work in works[: len(receives)]], works[len(receives) :]
-
-
-def _failure(what: object, error: Exception) -> CommError:
-    words = str(error).splitlines()
-    return CommError(
-        f"{what}. This failed: the other rank is gone, or did not come here within the time limit "
-        f"of the process group; look for the first error among the ranks.{failures.first()} "
-        f"Backend error: {words[0] if words else error!r}"
-    )
-
-
-# What is kept until it is sent -------------------------------------------------------------------
-
-
-class Outbox:
-    """Works and buffers of messages under way."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.waiting: deque[tuple[Any, Tensor, object]] = deque()
-        self.open = 0  # messages that are not delivered yet
-        self.used = False
-
-    def put(self, work: Any, buffer: Tensor, what: object) -> None:
-        with self.changed:
-            if not self.used:
-                self.used = True
-                threading.Thread(target=self._empty, name="p2p outbox", daemon=True).start()
-            self.waiting.append((work, buffer, what))
-            self.open += 1
-            self.changed.notify_all()
-
-    def _empty(self) -> None:
-        while True:
-            with self.changed:
-                while not self.waiting:
-                    self.changed.wait()
-                work, buffer, what = self.waiting.popleft()
-            try:
-                if buffer.is_cuda:
-                    while not work.is_completed():  # to wait would hold up a stream
-                        time.sleep(1e-3)
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                now = runtime.current()
-                now.undelivered = now.undelivered or _failure(what, error)
-            del work, buffer, what
-            with self.changed:
-                self.open -= 1
-                self.changed.notify_all()
-
-    def flush(self, seconds: float | None) -> bool:
-        with self.changed:
-            return self.changed.wait_for(lambda: self.open == 0, seconds)
-
-
-_outbox = Outbox()
-
-
-def check_delivered() -> None:
-    """Raises the failure of an earlier message of this world."""
-    error = runtime.current().undelivered
-    if error is not None:
-        raise error
-
-
-def flush(seconds: float | None = None) -> None:
-    """Wait until all messages of this rank are delivered. Raises CommError where one is not."""
-    if not _outbox.flush(seconds):
-        raise CommError(
-            f"rank {world()[0]}: {_outbox.open} messages were not taken within {seconds} s by the "
-            "ranks that they were sent to"
-        )
-    check_delivered()
-
-
-@atexit.register
-def _leave() -> None:
-    """Others may still need what this rank has sent; after an error, for a moment only."""
-    if _outbox.used:
-        _outbox.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)
-        time.sleep(0.1)  # as in comm: gloo's threads let go of the tensors

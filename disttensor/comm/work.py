@@ -35,7 +35,7 @@ class Work(Generic[T]):
                 self._error = error
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[no-any-return]
+        return self._result
 
 
 def finished(result: T) -> Work[T]:

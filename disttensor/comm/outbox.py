@@ -1,0 +1,105 @@
+"""What this rank has sent, until it is delivered.
+
+gloo reads a message from the sender's memory when the receiver asks for it, which may be much
+later. It needs the buffer *and* the Work until then, and the Work's ``is_completed`` says nothing
+about it. So a thread of its own waits for the Works in order, and then drops both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from disttensor import runtime
+from disttensor.comm import failures
+from disttensor.comm.process_group import world
+from disttensor.errors import CommError
+from disttensor.runtime import Runtime
+
+EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
+
+
+class Outbox:
+    """Works and buffers of messages under way."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: deque[tuple[Any, torch.Tensor, object, Runtime]] = deque()
+        self.open = 0  # messages that are not delivered yet
+        self.used = False
+
+    def put(self, work: Any, buffer: torch.Tensor, what: object) -> None:
+        """``what``, of which ``str`` is taken only then, says in an error what was sent."""
+        with self.changed:
+            if not self.used:
+                self.used = True
+                threading.Thread(target=self._deliver, name="p2p outbox", daemon=True).start()
+            self.waiting.append((work, buffer, what, runtime.current()))
+            self.open += 1
+            self.changed.notify_all()
+
+    def _deliver(self) -> None:
+        while True:
+            with self.changed:
+                while not self.waiting:
+                    self.changed.wait()
+                work, buffer, what, sender = self.waiting.popleft()
+            try:
+                if buffer.is_cuda:
+                    while not work.is_completed():  # to wait would hold up a stream
+                        time.sleep(1e-3)
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                sender.undelivered = sender.undelivered or failed(what, error)
+            del work, buffer, what, sender
+            with self.changed:
+                self.open -= 1
+                self.changed.notify_all()
+
+    def flush(self, seconds: float | None) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.open == 0, seconds)
+
+
+OUTBOX = Outbox()
+
+
+def failed(what: object, error: Exception) -> CommError:
+    words = str(error).splitlines()
+    return CommError(
+        f"{what}. This failed: the other rank is gone, or did not come here within the time limit "
+        f"of the process group; look for the first error among the ranks.{failures.first()} "
+        f"Backend error: {words[0] if words else error!r}"
+    )
+
+
+def check_delivered() -> None:
+    """Raises the failure of an earlier message of this world."""
+    error = runtime.current().undelivered
+    if error is not None:
+        raise error
+
+
+def flush(seconds: float | None = None) -> None:
+    """Wait until all messages of this rank are delivered. Raises CommError where one is not."""
+    if not OUTBOX.flush(seconds):
+        raise CommError(
+            f"rank {world()[0]}: {OUTBOX.open} messages were not taken within {seconds} s by the "
+            "ranks that they were sent to"
+        )
+    check_delivered()
+
+
+@atexit.register
+def _leave() -> None:
+    """Others may still need what this rank has sent; after an error, for a moment only."""
+    if OUTBOX.used:
+        OUTBOX.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)
+        time.sleep(0.1)  # as in groups.py: gloo's threads let go of the tensors
