@@ -17,11 +17,15 @@ from disttensor.pipeline.timeline import Event, Timeline, scale
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, ROW, BAR = 1000, 70, 20, 44, 44, 34, 28  # pixels
 _DIGIT = 7  # pixels
 _GREY = "#d9d9d9"
-_LEGEND = "blue: forward, orange: backward, lighter: later chunks, grey: waiting for a peer; number: micro-batch"
+_LEGEND = (
+    "blue: forward, orange: backward, lighter: later chunks, grey: waiting for a peer; "
+    "number: micro-batch"
+)
 
 
-class Box(NamedTuple):
-    """A rectangle of the picture: row, start and length in the unit of the axis, what it is."""
+class Bar(NamedTuple):
+    """A rectangle of the picture: row, start and length in the unit of the axis, what it is, and
+    the number in it where there is room."""
 
     row: int
     start: float
@@ -29,12 +33,13 @@ class Box(NamedTuple):
     event: Event
     colour: str
     ink: str
+    label: str
 
 
 class Chart(NamedTuple):
     title: str
     ranks: list[int]
-    boxes: list[Box]
+    bars: list[Bar]
     span: float
     unit: str
 
@@ -65,20 +70,18 @@ def _chart(timeline: Timeline, title: str | None) -> Chart:
         raise ValueError(f"plot: {timeline!r} has nothing that takes time")
     size, unit = scale(timeline.span, timeline.unit)
     chunks = 1 + max(event.chunk for event in timeline.events)
-    boxes = []
+    bars = []
     for row, rank in enumerate(timeline.ranks):
-        waits = [
-            (e, e.start, e.end) for e in timeline.events if e.rank == rank and e.kind == "wait"
-        ]
-        for event, start, end in [*waits, *timeline.pieces(rank)]:
-            colours = _colours(event.kind, event.chunk, chunks)
-            boxes.append(
-                Box(row, (start - timeline.start) / size, (end - start) / size, event, *colours)
-            )
-    whole = f"bubble {100 * timeline.bubble:.1f} %"
-    return Chart(
-        f"{title}: {whole}" if title else whole, timeline.ranks, boxes, timeline.span / size, unit
-    )
+        for event, start, end in [*timeline.waits(rank), *timeline.pieces(rank)]:
+            number = "" if event.kind == "wait" else str(event.micro_batch)
+            pixels = (end - start) / timeline.span * (WIDTH - LEFT - RIGHT)
+            label = number if pixels >= _DIGIT * len(number) + 4 else ""
+            colour, ink = _colours(event.kind, event.chunk, chunks)
+            at, length = (start - timeline.start) / size, (end - start) / size
+            bars.append(Bar(row, at, length, event, colour, ink, label))
+    bubble = f"bubble {100 * timeline.bubble:.1f} %"
+    full_title = f"{title}: {bubble}" if title else bubble
+    return Chart(full_title, timeline.ranks, bars, timeline.span / size, unit)
 
 
 def _colours(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
@@ -87,10 +90,8 @@ def _colours(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
         return _GREY, _GREY
     light = 0.42 + 0.36 * chunk / max(chunks - 1, 1)
     hue, full = (0.59, 0.55) if kind == "F" else (0.07, 0.85)
-    rgb = colorsys.hls_to_rgb(hue, light, full)
-    return "#" + "".join(
-        f"{round(255 * part):02x}" for part in rgb
-    ), "#fff" if light < 0.6 else "#000"
+    rgb = (f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, full))
+    return "#" + "".join(rgb), "#fff" if light < 0.6 else "#000"
 
 
 def _marks(span: float) -> list[float]:
@@ -101,51 +102,44 @@ def _marks(span: float) -> list[float]:
     return [i * step for i in range(int(span / step * (1 + 1e-9)) + 1)]
 
 
-def _label(box: Box, pixels: float) -> str:
-    """The number of the micro-batch where there is room for it."""
-    text = str(box.event.micro_batch)
-    return text if box.event.kind != "wait" and pixels >= _DIGIT * len(text) + 4 else ""
-
-
 def _svg(chart: Chart) -> str:
-    height = TOP + ROW * len(chart.ranks) + BOTTOM
-    unit = (WIDTH - LEFT - RIGHT) / chart.span
     foot = TOP + ROW * len(chart.ranks)
+    height = foot + BOTTOM
+    unit = (WIDTH - LEFT - RIGHT) / chart.span
+
+    def text(x: float, y: float, content: str, more: str = "") -> str:
+        return f'<text x="{x:.6g}" y="{y:g}"{more}>{escape(content)}</text>'
+
+    end, middle = ' text-anchor="end"', ' text-anchor="middle"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="{LEFT}" y="26" font-size="15">{escape(chart.title)}</text>',
+        text(LEFT, 26, chart.title, ' font-size="15"'),
     ]
     for row, rank in enumerate(chart.ranks):
         y = TOP + ROW * row
-        lines.append(
-            f'<text x="{LEFT - 8}" y="{y + BAR / 2 + 4:g}" text-anchor="end">rank {rank}</text>'
-        )
-        lines.append(
+        lines += [
+            text(LEFT - 8, y + BAR / 2 + 4, f"rank {rank}", end),
             f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{BAR}" '
-            'fill="#f5f5f5"/>'
-        )
-    for box in chart.boxes:
-        x, y, width = LEFT + box.start * unit, TOP + ROW * box.row, box.length * unit
+            'fill="#f5f5f5"/>',
+        ]
+    for bar in chart.bars:
+        x, y, width = LEFT + bar.start * unit, TOP + ROW * bar.row, bar.length * unit
         lines.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{box.colour}" '
-            f'stroke="#fff" stroke-width="0.5"><title>{box.event.action} on rank {box.event.rank}: '
-            f"{box.start:.4g} to {box.start + box.length:.4g} {chart.unit}</title></rect>"
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{bar.colour}" '
+            f'stroke="#fff" stroke-width="0.5"><title>{bar.event.action} on rank {bar.event.rank}: '
+            f"{bar.start:.4g} to {bar.start + bar.length:.4g} {chart.unit}</title></rect>"
         )
-        text = _label(box, width)
-        if text:
-            lines.append(
-                f'<text x="{x + width / 2:.2f}" y="{y + BAR / 2 + 4:g}" text-anchor="middle" '
-                f'fill="{box.ink}" pointer-events="none">{text}</text>'
-            )
+        if bar.label:
+            ink = f'{middle} fill="{bar.ink}" pointer-events="none"'
+            lines.append(text(x + width / 2, y + BAR / 2 + 4, bar.label, ink))
     for mark in _marks(chart.span):
         x = LEFT + mark * unit
         lines.append(f'<path d="M{x:.2f} {foot}v5" stroke="#000"/>')
-        lines.append(f'<text x="{x:.2f}" y="{foot + 18}" text-anchor="middle">{mark:g}</text>')
-    low = foot + 36
-    lines.append(f'<text x="{LEFT}" y="{low}" fill="#666">{_LEGEND}</text>')
-    lines.append(f'<text x="{WIDTH - RIGHT}" y="{low}" text-anchor="end">time, {chart.unit}</text>')
+        lines.append(text(x, foot + 18, f"{mark:g}", middle))
+    lines.append(text(LEFT, foot + 36, _LEGEND, ' fill="#666"'))
+    lines.append(text(WIDTH - RIGHT, foot + 36, f"time, {chart.unit}", end))
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -162,26 +156,12 @@ def _png(chart: Chart, file: Path) -> None:
     axes = figure.add_axes(
         (LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, rows / height)
     )
-    for row in range(len(chart.ranks)):
-        mine = [box for box in chart.boxes if box.row == row]
-        axes.broken_barh(
-            [(box.start, box.length) for box in mine],
-            (row - BAR / ROW / 2, BAR / ROW),
-            facecolors=[box.colour for box in mine],
-            edgecolors="#fff",
-            linewidth=0.3,
+    for bar in chart.bars:
+        middle = bar.start + bar.length / 2
+        axes.barh(
+            bar.row, bar.length, BAR / ROW, bar.start, color=bar.colour, ec="#fff", linewidth=0.3
         )
-    for box in chart.boxes:
-        text = _label(box, box.length / chart.span * (WIDTH - LEFT - RIGHT))
-        axes.text(
-            box.start + box.length / 2,
-            box.row,
-            text,
-            color=box.ink,
-            ha="center",
-            va="center",
-            fontsize=7,
-        )
+        axes.text(middle, bar.row, bar.label, color=bar.ink, ha="center", va="center", fontsize=7)
     axes.set(
         xlim=(0, chart.span),
         ylim=(len(chart.ranks) - 0.5, -0.5),

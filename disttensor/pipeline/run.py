@@ -1,8 +1,8 @@
-"""Carrying a schedule out: the forward and backward of every micro-batch, in the order that this
-rank's stage has.
+"""Carrying out a schedule: the forwards and backwards of all micro-batches, in the order of this
+rank's stage.
 
-Every rank runs the same step on every micro-batch. What stages there are follows from the meshes
-that its tensors come to; a stage waits for what it receives, and for nothing else.
+Every rank runs the same step on every micro-batch. The stages follow from the meshes that its
+tensors come to; a stage waits for what it receives, and for nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from disttensor.autograd.accumulation import window
 from disttensor.comm import collectives, p2p
 from disttensor.mesh import ProcessMesh
-from disttensor.pipeline.coroutine import Worker
+from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.recorder import note
 from disttensor.pipeline.schedule import Action, Schedule
 from disttensor.pipeline.schedules import NAMES, Maker, named
@@ -58,9 +58,10 @@ def run(
     if not batches:
         raise ValueError("pipeline.run: there are no micro-batches")
     order, chunks = (None, 1) if stages is None else _visits(stages)
-    if isinstance(schedule, str) and schedule == "interleaved_1f1b" and order is None:
+    builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
+    if builtin and builtin.needs_stages and order is None:
         raise ValueError(
-            "pipeline.run: 'interleaved_1f1b' visits every mesh several times: say in which order, "
+            f"pipeline.run: {schedule!r} visits every mesh several times: say in which order, "
             "with stages=[mesh0, mesh1, mesh0, mesh1]"
         )
     if order is not None:
@@ -68,50 +69,55 @@ def run(
     elif isinstance(schedule, Schedule):
         named(schedule, schedule.stages, len(batches), schedule.chunks)
         chunks = schedule.chunks
-    elif isinstance(schedule, str) and schedule not in NAMES:
+    elif isinstance(schedule, str) and builtin is None:
         named(schedule, 1, len(batches))
-    parts = [_Part(step, batch, i, chunks) for i, batch in enumerate(batches)]
+    running = [_MicroBatch(step, batch, i, chunks) for i, batch in enumerate(batches)]
     try:
-        _carry_out(parts, schedule, order, chunks)
+        _carry_out(
+            running, schedule, order, chunks, may_return=bool(builtin and builtin.may_return)
+        )
     finally:
-        for part in parts:
-            part.close()
-    return [part.loss.detach() for part in parts]
+        for micro_batch in running:
+            micro_batch.close()
+    return [micro_batch.loss.detach() for micro_batch in running]
 
 
-def _carry_out(parts: list[_Part], schedule: Any, order: Any, chunks: int) -> None:
+def _carry_out(
+    running: list[_MicroBatch], schedule: Any, order: Any, chunks: int, *, may_return: bool
+) -> None:
     if not torch.is_grad_enabled():
-        for part in parts:
-            part.carry_out(Action("F", part.number, chunks - 1))
+        for micro_batch in running:
+            micro_batch.carry_out(Action("F", micro_batch.number, chunks - 1))
         return
     done: set[Action] = set()
-    if order is None:  # the first micro-batch shows the way
-        _same_start(schedule)
-        parts[0].carry_out(Action("F", 0))
+    if order is None:  # the first micro-batch shows which meshes there are
+        _check_common_start(schedule)
+        first = running[0]
+        first.carry_out(Action("F", 0))
         done.add(Action("F", 0))
-        order = parts[0].tape.meshes
-        if parts[0].tape.returns and schedule != "gpipe":
+        order = first.tape.meshes
+        if first.tape.returns and not may_return:
             raise ValueError(
                 "pipeline.run: the step comes back to an earlier mesh "
-                f"({parts[0].tape.returns[0]}), where each stage waits for a later one. Use "
+                f"({first.tape.returns[0]}), where each stage waits for a later one. Use "
                 "'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
-    plan = named(schedule, max(1, len(order)), len(parts), chunks)
+    plan = named(schedule, max(1, len(order)), len(running), chunks)
     rank = collectives.world()[0]
     mine = [s for s, mesh in enumerate(order) if rank in mesh.ranks]
     stage = mine[0] if mine else 0
-    for part in parts:
-        part.stage = stage
+    for micro_batch in running:
+        micro_batch.stage = stage
     row = plan.orders[stage]
     final = {a.chunk: a for a in row if a.kind == "B"}  # the last backward of each visit
     for action in row:
         if action not in done:
             with window(last=action is final.get(action.chunk)):
-                parts[action.micro_batch].carry_out(action)
+                running[action.micro_batch].carry_out(action)
 
 
 def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int]:
-    """The distinct meshes in order, and how often each is visited."""
+    """The meshes without repetition, and how often each is visited."""
     order = list(dict.fromkeys(stages))
     chunks = len(stages) // len(order) if order else 0
     if not order or list(stages) != order * chunks:
@@ -122,7 +128,7 @@ def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int]:
     return order, chunks
 
 
-def _same_start(schedule: Any) -> None:
+def _check_common_start(schedule: Any) -> None:
     if isinstance(schedule, Schedule) and any(
         not row or row[0] != Action("F", 0) for row in schedule.orders
     ):
@@ -132,7 +138,7 @@ def _same_start(schedule: Any) -> None:
         )
 
 
-class _Part:
+class _MicroBatch:
     """One micro-batch on this rank: its forward, which may pause between visits, and its
     backward."""
 
@@ -141,7 +147,7 @@ class _Part:
         self.stage = 0
         self.loss: Any = None
         self.tape = Tape(self._pause, self._waiting)
-        self.worker = Worker(self._whole) if chunks > 1 else None
+        self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
         self.chunk = 0
 
     def carry_out(self, action: Action) -> None:
@@ -150,15 +156,14 @@ class _Part:
         note(action.kind, self.stage, self.number, action.chunk, start)
 
     def forward(self, chunk: int) -> None:
-        """Run on, up to the end of this visit; in the last visit of the schedule to the end of the
-        step."""
+        """Go on to the end of this visit, or of the step in the last visit of the schedule."""
         self.chunk = chunk
-        if self.worker is None:
-            self._whole()
+        if self.coroutine is None:
+            self._run_step()
             return
         last = chunk == self.chunks - 1
-        while not self.worker.ended:
-            self.worker.resume()
+        while not self.coroutine.ended:
+            self.coroutine.resume()
             if not last:
                 return
 
@@ -168,17 +173,17 @@ class _Part:
         with p2p.channel(self.channel):
             self.tape.backward(self.loss, chunk, last)
         if chunk == self.chunks - 1:
-            self.loss = self.loss.detach()  # and with it goes the graph of the last visit
+            self.loss = self.loss.detach()  # frees the graph of the last visit
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.abandon()
+        if self.coroutine is not None:
+            self.coroutine.abandon()
 
     @property
     def channel(self) -> int:
         return 1 + self.number % (p2p.CHANNELS - 1)
 
-    def _whole(self) -> None:
+    def _run_step(self) -> None:
         with p2p.channel(self.channel), self.tape:
             self.loss = self.step(self.batch)
         loss = self.loss
@@ -195,8 +200,8 @@ class _Part:
             )
 
     def _pause(self) -> None:
-        if self.worker is not None:
-            self.worker.pause()
+        if self.coroutine is not None:
+            self.coroutine.pause()
 
     def _waiting(self, wait: Callable[[], Tensor]) -> Tensor:
         start = time.perf_counter()

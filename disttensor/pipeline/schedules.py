@@ -1,11 +1,12 @@
-"""The schedules that have names. Backwards of a stage always go up the micro-batches, as plain
-accumulation does."""
+"""The schedules that have names. The backwards of a stage run in the order of the micro-batches, as
+in plain accumulation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 from disttensor.pipeline.schedule import Action, Schedule
 
@@ -69,10 +70,20 @@ def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
     )
 
 
-NAMES: dict[str, Maker] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
+class Builtin(NamedTuple):
+    """needs_stages: it visits a mesh several times, so the order of visits has to be given.
+    may_return: the program may come back to an earlier mesh within a visit."""
+
+    make: Maker
+    needs_stages: bool = False
+    may_return: bool = False
+
+
+# All that there is to say about a schedule with a name is said here.
+NAMES = {
+    "gpipe": Builtin(gpipe, may_return=True),
+    "1f1b": Builtin(one_f_one_b),
+    "interleaved_1f1b": Builtin(interleaved_1f1b, needs_stages=True),
 }
 
 
@@ -114,7 +125,7 @@ def named(
 
 @lru_cache(maxsize=64)
 def _builtin(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
-    schedule = NAMES[name](stages, micro_batches, chunks)
+    schedule = NAMES[name].make(stages, micro_batches, chunks)
     schedule.check()
     return schedule
 

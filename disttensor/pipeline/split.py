@@ -1,9 +1,8 @@
-"""split: the layers of an ordinary model on the meshes of stages. Between stages, hooks bring along
-what a layer is given.
+"""split: the layers of an ordinary model on the meshes of stages; hooks bring the inputs of a layer
+to its mesh.
 
-A layer on its stage is an ordinary module with DistTensor parameters; a forward pre-hook is all
-that is added to it. A parameter that lies on an earlier stage (it is tied) is brought for the time
-of the layer's forward only.
+A layer on its stage is an ordinary module with DistTensor parameters, and gets one forward pre-hook.
+A tied parameter that lies on an earlier stage is brought for the time of the layer's forward only.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def split(
         borrowed = _Borrowed(layer, mesh)
         layer.register_forward_pre_hook(_Bring(mesh, borrowed), with_kwargs=True, prepend=True)
         if borrowed.names:
-            layer.register_forward_hook(borrowed.give_back, always_call=True)
+            layer.register_forward_hook(borrowed.hide, always_call=True)
     return Split(tuple((name, mesh) for name, _, mesh in placed), tuple(stages), tuple(dealt))
 
 
@@ -125,29 +124,25 @@ def split(
 
 
 class _Borrowed:
-    """The tensors of a layer that lie on another mesh: which submodules of it hold them, and under
-    which keys."""
+    """The tensors of a layer that lie on another mesh, by the names of their owners in the layer
+    and their keys."""
 
     def __init__(self, layer: nn.Module, mesh: ProcessMesh) -> None:
         self.names = [
-            (owner_name, key)
-            for owner_name, owner in layer.named_modules()
-            for key, value in (*owner._parameters.items(), *owner._buffers.items())
-            if isinstance(value, DistTensor) and value.spec.mesh is not mesh
+            (slot.name.rpartition(".")[0], slot.key)
+            for slot in slots(layer)
+            if isinstance(slot.value, DistTensor) and slot.value.spec.mesh is not mesh
         ]
 
-    def take(self, layer: nn.Module, bring: Callable[[Tensor], Tensor]) -> None:
-        """Until ``give_back``, attributes of the instances hide the entries of ``_parameters`` and
+    def show(self, layer: nn.Module, bring: Callable[[Any], Any]) -> None:
+        """Until ``hide``, attributes of the owners hide the entries of ``_parameters`` and
         ``_buffers``."""
         owners = [(layer.get_submodule(name), key) for name, key in self.names]
-        brought = [
-            bring(owner._parameters[key] if key in owner._parameters else owner._buffers[key])  # type: ignore[arg-type]
-            for owner, key in owners
-        ]
+        brought = [bring({**owner._parameters, **owner._buffers}[key]) for owner, key in owners]
         for (owner, key), value in zip(owners, brought, strict=True):
             owner.__dict__[key] = value
 
-    def give_back(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def hide(self, layer: nn.Module, args: Any, output: Any) -> None:
         for name, key in self.names:
             layer.get_submodule(name).__dict__.pop(key, None)
 
@@ -160,27 +155,27 @@ class _Bring:
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mesh = self.mesh
-        if (
-            not kwargs and len(args) == 1 and not self.borrowed.names
-        ):  # most calls: nothing to bring
+        if not kwargs and len(args) == 1 and not self.borrowed.names:  # most calls: nothing to do
             x = args[0]
             if type(x) is DistTensor and x.spec.mesh is mesh:
                 return None
-        known = dict[int, Tensor]()
+        brought = dict[int, Tensor]()
 
-        def bring(x: Tensor) -> Tensor:
-            if not isinstance(x, DistTensor) or x.spec.mesh is mesh:
+        def is_away(x: Any) -> bool:
+            return isinstance(x, DistTensor) and x.spec.mesh is not mesh
+
+        def bring(x: Any) -> Any:
+            if not is_away(x):
                 return x
-            if id(x) not in known:
-                known[id(x)] = reshard(x, mesh, _placements(x, mesh))
-            return known[id(x)]
+            if id(x) not in brought:
+                brought[id(x)] = reshard(x, mesh, _placements(x, mesh))
+            return brought[id(x)]
 
-        given = flat((args, kwargs), [])
-        away = any(isinstance(x, DistTensor) and x.spec.mesh is not mesh for x in given)
+        away = any(map(is_away, flat((args, kwargs), [])))
         if away:
-            args, kwargs = substitute(args, bring), substitute(kwargs, bring)
+            args, kwargs = substitute((args, kwargs), bring)
         if self.borrowed.names:
-            self.borrowed.take(layer, bring)
+            self.borrowed.show(layer, bring)
         return (args, kwargs) if away else None
 
 

@@ -1,10 +1,10 @@
-"""A tape: the graph of one micro-batch, cut where its tensors cross from mesh to mesh.
+"""A tape: the graph of one micro-batch, cut where its tensors go from mesh to mesh.
 
 A plain ``loss.backward()`` runs the transfers of the backward inside autograd, one blocking after
-another. A schedule has better things to do while it waits, so here autograd sees each visit of this
-rank on its own: what arrives is a leaf that keeps its gradient, what was sent is a root for which
-the gradient is received first. A backward of one *visit* (the time from a receive to the next
-receive after a send) is one call of autograd.
+another. A schedule does other work while it waits, so here autograd sees each visit of this rank on
+its own: what arrives is a leaf that keeps its gradient, what was sent is a root for which the
+gradient is received first. A backward of one *visit* (the time from a receive to the next receive
+after a send) is one call of autograd.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from disttensor.torch_private import node_number
 Tensor = torch.Tensor
 
 
-class Crossing:
-    """One transfer that this rank takes part in and whose gradient comes back.
+class Transfer:
+    """A transfer between meshes that this rank takes part in and whose gradient comes back.
 
-    local     what this rank sent, in the graph of the visit that sent it; None where it only receives
-    upstream  the ghost of what it received without having sent it; None where nothing hangs on it
+    local     what this rank sent, in the graph of the visit that sent it; None if it only receives
+    upstream  the token of what it received without having sent it; None if nothing depends on it
     sent_in, received_in  numbers of the visits, -1 for none
-    reached   a gradient has to come for what was sent; grad: the gradient of what arrived, None as long as there is none
+    reached   a gradient has to come for what was sent
+    grad      the gradient of what arrived, None as long as there is none
     """
 
     __slots__ = (
@@ -49,48 +50,48 @@ class Crossing:
         self.grad: Tensor | None = None
         self.arrival: Work[Tensor] | None = None
 
-    def post(self, grad: Tensor | None) -> Work[Tensor]:
+    def start_back(self, grad: Tensor | None) -> Work[Tensor]:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
             grad = token.blank(self.dst.mesh.device, self.dst.dtype)
         return start_back(grad, self.src, self.dst, self.tag)
 
 
-class _Arrived(torch.autograd.Function):
-    """What a crossing brought; its backward keeps the gradient (zeros too: a crossing that is
+class _Received(torch.autograd.Function):
+    """What a transfer brought; its backward keeps the gradient (zeros too: a transfer that is
     reached is answered)."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        recompute.hold(ctx)  # as the crossing does when the region is computed again
+    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        recompute.hold(ctx)  # as ``cross_mesh.Cross`` does when the region is computed again
         return value[0].data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         recompute.redo(ctx)
-        kept = ctx.crossing.grad
-        ctx.crossing.grad = grad if kept is None else kept + grad
+        earlier = ctx.transfer.grad
+        ctx.transfer.grad = grad if earlier is None else earlier + grad
         return None, None, None
 
 
 class _Sent(torch.autograd.Function):
-    """The ghost of what was sent; its backward notes that a gradient will come."""
+    """The token of what was sent; its backward notes that a gradient will come."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        recompute.hold(ctx)  # as the crossing does when the region is computed again
-        return torch.empty(0, dtype=crossing.src.dtype, device=anchor.device)
+    def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        recompute.hold(ctx)
+        return torch.empty(0, dtype=transfer.src.dtype, device=anchor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.crossing.reached = True
+        ctx.transfer.reached = True
         return None, None
 
 
 class Tape:
-    """The crossings of one micro-batch, as they happen; then its backward, visit by visit, last
+    """The transfers of one micro-batch, as they happen; then its backward, visit by visit, last
     first.
 
     ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how
@@ -101,7 +102,7 @@ class Tape:
         self, pause: Callable[[], None], waiting: Callable[[Callable[[], Tensor]], Tensor]
     ) -> None:
         self.pause, self.waiting = pause, waiting
-        self.crossings: list[Crossing] = []
+        self.transfers: list[Transfer] = []
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
         self.returns: list[str] = []  # ways back to an earlier mesh
         self.visit = 0
@@ -126,30 +127,30 @@ class Tape:
             self.returns.append(f"from {src!r} to {dst!r}")
 
     def arrive(self, arrival: Work[Tensor], sends: bool, receives: bool) -> Tensor:
-        """What a crossing gives on this rank. A receive after a send begins a new visit."""
+        """The value of a transfer on this rank. A receive after a send begins a new visit."""
         if receives and (self._sent or sends):
             self.pause()
             self.visit, self._sent = self.visit + 1, False
-            self._began.append(_number())
+            self._began.append(_next_number())
         elif sends:
             self._sent = True
         return self.waiting(arrival.wait) if receives else arrival.wait()
 
     def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
-        """The local (or ghost) of ``dst``: in the graph no longer joined to ``local``, that of
+        """The local (or token) of ``dst``: in the graph no longer joined to ``local``, that of
         ``src``."""
         sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
-        one = Crossing(src, dst, tag)
-        self.crossings.append(one)
+        transfer = Transfer(src, dst, tag)
+        self.transfers.append(transfer)
         if sends:
-            one.local, one.sent_in = local, self._made_in(local, self.visit - receives)
+            transfer.local, transfer.sent_in = local, self._made_in(local, self.visit - receives)
         elif local.grad_fn is not None:
-            one.upstream = local
+            transfer.upstream = local
         anchor = token.anchor(value.device)
         if not receives:
-            return _Sent.apply(anchor, one)
-        one.received_in = self.visit
-        return _Arrived.apply(anchor, [value], one)
+            return _Sent.apply(anchor, transfer)
+        transfer.received_in = self.visit
+        return _Received.apply(anchor, [value], transfer)
 
     def _made_in(self, local: Tensor, now: int) -> int:
         """The visit whose graph holds ``local``: it may be sent in a later one, as a skip
@@ -172,42 +173,41 @@ class Tape:
                     roots.append(loss.local)
                     grads.append(seed(loss, None))
                 else:
-                    _touch(loss.local)
-            awaited = [c for c in reversed(self.crossings) if c.sent_in == visit and c.reached]
-            for c in awaited:
-                c.arrival = c.arrival or c.post(None)
-            for c in awaited:
-                assert c.local is not None and c.arrival is not None
-                roots.append(c.local)
-                grads.append(self.waiting(c.arrival.wait))
-            # what this visit took from an earlier one of the same mesh leads back into that one's
-            # graph
+                    _reach(loss.local)
+            awaited = [t for t in reversed(self.transfers) if t.sent_in == visit and t.reached]
+            for t in awaited:
+                t.arrival = t.arrival or t.start_back(None)
+            for t in awaited:
+                assert t.local is not None and t.arrival is not None
+                roots.append(t.local)
+                grads.append(self.waiting(t.arrival.wait))
+            # What this visit read of an earlier one of the same mesh is in that one's graph.
             if roots:
                 run_backward(roots, grads, retain_graph=visit > 0)
             self._answer(visit)
 
     def _answer(self, visit: int) -> None:
-        """Send the gradients of what this visit received; what was sent for it on the way gets its
+        """Send the gradients of what this visit received. What was sent on the way to it gets its
         gradient later."""
-        for c in reversed(self.crossings):
-            if c.received_in == visit and c.grad is not None:
-                c.arrival, c.grad = c.post(c.grad), None
-                if c.local is not None:
-                    c.reached = True
-                elif c.upstream is not None:
-                    _touch(c.upstream)
-        for c in self.crossings:
-            if c.sent_in == visit:
-                c.local = None
+        for t in reversed(self.transfers):
+            if t.received_in == visit and t.grad is not None:
+                t.arrival, t.grad = t.start_back(t.grad), None
+                if t.local is not None:
+                    t.reached = True
+                elif t.upstream is not None:
+                    _reach(t.upstream)
+        for t in self.transfers:
+            if t.sent_in == visit:
+                t.local = None
 
 
-def _number() -> int:
+def _next_number() -> int:
     """What autograd counts up with every node that this thread makes."""
     with torch.enable_grad():
         node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return node_number(node)
+    return int(node_number(node))
 
 
-def _touch(ghost_of: Tensor) -> None:
-    """Run the backward of a ghost, which holds no data: it notes what is reached."""
-    torch.autograd.backward(ghost_of, torch.zeros_like(ghost_of))
+def _reach(token: Tensor) -> None:
+    """Run the backward of a token, which holds no data: it notes which transfers are reached."""
+    torch.autograd.backward(token, torch.zeros_like(token))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from disttensor.pipeline.schedule import Action, Schedule
 
@@ -44,7 +48,7 @@ class Event(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an event in which the rank really computed."""
+    """A part of an event: one in which the rank computed, or a wait."""
 
     event: Event
     start: float
@@ -110,15 +114,17 @@ class Timeline:
         """From the first start to the last end of all ranks."""
         return max(event.end for event in self.events) - self.start if self.events else 0.0
 
+    def waits(self, rank: int) -> list[Piece]:
+        mine = self._by_rank.get(rank, [])
+        return [Piece(e, e.start, e.end) for e in mine if e.kind == "wait"]
+
     def pieces(self, rank: int) -> list[Piece]:
         """The forwards and backwards of ``rank`` without the waits inside them, in order."""
-        mine = self._by_rank.get(rank, [])
         waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
-        for event in mine:
-            if event.kind == "wait":
-                waits[event.micro_batch, event.chunk].append(event)
+        for event, _, _ in self.waits(rank):
+            waits[event.micro_batch, event.chunk].append(event)
         pieces = []
-        for event in mine:
+        for event in self._by_rank.get(rank, []):
             if event.kind == "wait":
                 continue
             at = event.start
@@ -144,6 +150,32 @@ class Timeline:
         """The part of all ranks' time, 0 to 1, in which they did not compute."""
         whole = len(self.ranks) * self.span
         return 1 - sum(map(self.busy, self.ranks)) / whole if whole else 0.0
+
+    def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
+        """Writes ``path`` for Perfetto and chrome://tracing: a process per rank, in which what it
+        computed and what it waited for are two threads. A tick is a millisecond."""
+        per_unit = 1e6 if self.unit == "s" else 1e3  # the format counts in microseconds
+        trace: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            name = {"name": f"rank {rank}"}
+            trace.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+            rows = (self.pieces(rank), self.waits(rank))
+            for event, start, end in chain(*rows):
+                trace.append(
+                    {
+                        "ph": "X",
+                        "name": str(event.action),
+                        "cat": event.kind,
+                        "pid": rank,
+                        "tid": int(event.kind == "wait"),
+                        "ts": (start - self.start) * per_unit,
+                        "dur": (end - start) * per_unit,
+                        "args": {"stage": event.stage, "chunk": event.chunk},
+                    }
+                )
+        file = Path(path)
+        file.write_text(json.dumps({"traceEvents": trace}), encoding="utf-8")
+        return file
 
     @cached_property
     def _by_rank(self) -> dict[int, list[Event]]:
@@ -186,15 +218,9 @@ class Timeline:
                 line[left:right] = text.ljust(right - left, fill)
             lines.append("".join(line))
         width = len(str(self.ranks[-1]))
-        return "\n".join(
-            [
-                *(
-                    f"rank {rank:{width}} |{line}|"
-                    for rank, line in zip(self.ranks, lines, strict=True)
-                ),
-                f"0 to {self.span / size:.4g} {unit}, bubble {self.bubble:.1%}".replace("%", " %"),
-            ]
-        )
+        rows = zip(self.ranks, lines, strict=True)
+        foot = f"0 to {self.span / size:.4g} {unit}, bubble {self.bubble:.1%}".replace("%", " %")
+        return "\n".join([*(f"rank {rank:{width}} |{line}|" for rank, line in rows), foot])
 
 
 def scale(span: float, unit: str) -> tuple[float, str]:

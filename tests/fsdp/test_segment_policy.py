@@ -13,7 +13,13 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.fsdp.module_tree import SegmentSpec
-from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize, segments_of
+from disttensor.fsdp.segment_policy import (
+    SegmentByAnchors,
+    SegmentBySize,
+    SegmentPolicy,
+    one_each,
+    segments_of,
+)
 from tests.support.pool import fake_world
 
 KIB = 1 / 1024  # of a MiB
@@ -434,3 +440,23 @@ def test_examples(way):
     test = doctest.DocTestParser().get_doctest(way.__doc__, names, way.__name__, None, None)
     assert test.examples
     assert doctest.DocTestRunner().run(test).failed == 0
+
+
+class ByClass(SegmentPolicy):
+    """A policy of its own file: nothing else knows of it."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def assign(self, nodes):
+        one_each(nodes, {node for node in nodes if isinstance(node.module, self.kind)})
+
+
+def test_a_new_policy_is_one_class():
+    net = GPT()
+    specs = check(net, ByClass(Block))
+    assert [spec.name for spec in specs] == [
+        "GPT",
+        *[f"blocks.{i}" for i in range(len(net.blocks))],
+    ]
+    assert all(spec.modules == (block,) for spec, block in zip(specs[1:], net.blocks, strict=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -198,6 +200,20 @@ def test_named_takes_names_values_and_functions():
     assert named(mine, 1, 2) is mine
     assert named(pipeline.gpipe, 2, 3, 2) == pipeline.gpipe(2, 3, 2)
     assert named(pipeline.one_f_one_b, 2, 3) == pipeline.one_f_one_b(2, 3)
+
+
+def test_a_new_name_is_one_line_of_the_table(monkeypatch):
+    def one_at_a_time(stages, micro_batches, chunks):
+        return Schedule([" ".join(f"F{m} B{m}" for m in range(micro_batches))] * stages)
+
+    monkeypatch.setitem(schedules.NAMES, "serial", schedules.Builtin(one_at_a_time))
+    assert named("serial", 2, 2) == Schedule(["F0 B0 F1 B1"] * 2)
+    with pytest.raises(ValueError, match=r"no schedule 'cereal'; known: .*'serial'"):
+        named("cereal", 2, 2)
+    for name in schedules.NAMES:  # no other file of the package asks which of them it is
+        for file in Path(pipeline.__file__).parent.glob("*.py"):
+            asked = re.findall(rf"(==|!=|in|is) [({{]?['\"]{name}['\"]", file.read_text())
+            assert not asked, (file, name)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import json
 import pickle
 import sys
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ import pytest
 from disttensor import pipeline
 from disttensor.pipeline import Event, Timeline
 
-PURE = ("schedule", "builtin", "timeline", "plot")
+PURE = ("schedule", "schedules", "timeline", "plot")
 NAMES = [
     name
     for name in pipeline.__all__
@@ -116,6 +117,24 @@ def test_the_timeline_of_a_schedule_has_its_bubble(made, cost):
 def test_events_that_cannot_be(event, says):
     with pytest.raises(ValueError, match=says):
         Timeline([event])
+
+
+def test_chrome_trace_has_what_each_rank_did_in_microseconds(tmp_path):
+    run = Timeline([e._replace(start=e.start + 7, end=e.end + 7) for e in PAUSED])
+    text = run.to_chrome_trace(tmp_path / "run.json").read_text()
+    name, *events = json.loads(text)["traceEvents"]
+    assert name["args"] == {"name": "rank 0"} and name["pid"] == 0
+    assert [(e["name"], e["cat"], e["tid"], e["ts"], e["dur"]) for e in events] == [
+        ("F0", "F", 0, 0, 1e6),
+        ("F1", "F", 0, 1e6, 1e6),
+        ("F0", "F", 0, 4e6, 1e6),
+        ("B0", "B", 0, 7e6, 3e6),
+        ("wait0", "wait", 1, 1e6, 3e6),
+        ("wait0", "wait", 1, 6e6, 1e6),
+    ]
+    ticks = Timeline.of(pipeline.gpipe(2, 1)).to_chrome_trace(str(tmp_path / "ticks.json"))
+    last = json.loads(ticks.read_text())["traceEvents"][-1]
+    assert (last["name"], last["pid"], last["ts"], last["dur"]) == ("B0", 1, 2e3, 2e3)
 
 
 def test_text():
