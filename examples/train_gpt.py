@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from errors import run
 from gpt import GPT, GPTConfig, generate, init_weights
-from one_voice import run
 from options import parse_args
 from progress import Progress, save_curve
 from text import read_text, sample_batch, split

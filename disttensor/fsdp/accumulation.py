@@ -31,8 +31,7 @@ class Accumulation:
         self.deferred.clear()
 
     def after(self, backward: Backward, window: Window) -> None:
-        """A backward is over. Raises RuntimeError where it reached other parameters than the first
-        one."""
+        """After a backward. Raises RuntimeError if it reached other parameters than the first."""
         entered = backward.entered
         if not window.last:
             self.deferred.update(dict.fromkeys(entered))

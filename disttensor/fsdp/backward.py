@@ -48,8 +48,7 @@ class Backward:
         return True
 
     def recomputed(self, segment: Segment) -> None:
-        """A forward of the segment ran again. If the backward has not come to it yet, it is
-        gathered later."""
+        """A forward ran again: free it if the backward has not come to the segment yet."""
         if segment not in self.entered:
             segment.free()
 

@@ -174,8 +174,7 @@ class Engine:
             )
 
     def _hook_leaves(self, segment: Segment) -> None:
-        """Hook the leaves that have come since the last time: ``_arrived`` is called with each
-        gradient."""
+        """Have ``_arrived`` called with each gradient of the leaves that are new."""
         for param in segment.params:
             new = param.new_leaves()
             if new:

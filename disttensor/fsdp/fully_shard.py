@@ -44,10 +44,10 @@ def shard_data_parallel(
     """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the
     module back.
 
-    Every parameter becomes a DistTensor split along dim 0 over the axis (in addition to what tensor
-    parallelism splits): this is what the optimizer, built after this call, and ``state_dict`` see.
-    While a forward or backward of its segment runs, the module holds it unsharded. Values are taken
-    from the first rank of the mesh.
+    Every parameter becomes a DistTensor split along dim 0 over the axis (beside what tensor
+    parallelism splits), which the optimizer, built after this call, and ``state_dict`` see. While a
+    forward or backward of its segment runs, the module holds it unsharded. Values come from the
+    first rank of the mesh.
 
     ``stage`` 1: the optimizer's state is sharded; unsharded parameters are kept, gradients
     all-reduced. 2: gradients too (reduce-scattered, half the bytes). 3: parameters too: gathered
@@ -179,8 +179,7 @@ def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
 
 
 def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None:
-    """Plain parameters and buffers become DistTensors; those on the meta device are made as
-    shards."""
+    """Plain tensors become DistTensors, those on the meta device only in shards."""
     plan: dict[Any, Any] = {}
     if shard_axis is not None:
         for name, p in module.named_parameters():
@@ -230,8 +229,8 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
 
     ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum;
     only the last reduces over all other axes, after adding. ``"none"``: nothing is communicated
-    until the last, and unsharded gradients are kept, not yet in ``p.grad``. zero_grad drops all of it;
-    an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without this
+    until the last, and unsharded gradients are kept, not yet in ``p.grad``. zero_grad drops all of
+    it; an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without this
     context every backward reduces completely. Raises RuntimeError, in the backward, for a
     micro-batch that reaches other parameters than the one before.
 

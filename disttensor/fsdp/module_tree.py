@@ -24,8 +24,7 @@ _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
 class SegmentSpec(NamedTuple):
-    """One segment. ``params`` are gathered before the first of ``modules`` runs, and freed after
-    the last."""
+    """``params`` are gathered before the first of ``modules`` runs, and freed after the last."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -33,8 +32,7 @@ class SegmentSpec(NamedTuple):
 
 
 class SegmentId:
-    """Stands for a segment. ``start``: index of its first node; ``name``: of the module that it is
-    of, if it is one's."""
+    """A segment: the index of its first node, and the name of its module if it is one's."""
 
     def __init__(self, start: int, name: str = "") -> None:
         self.start, self.name = start, name

@@ -4,7 +4,7 @@
 shard axis splits. During a forward or backward of its segment the module holds ``unsharded_param``
 instead: not split by that axis, in the dtype of the computation, and a leaf, so its gradients
 collect as on any leaf, by the axes over which uses vary (``DistTensor.local_for``). What comes of
-them is added to the gradient of ``sharded_param``. If nothing is split or cast, both are one tensor.
+them is added to the gradient of ``sharded_param``. If nothing is split or cast, both are one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ Tensor = torch.Tensor
 
 
 class FSDPParam:
-    """axis: the mesh axis that splits ``sharded_param``, None if none does; spec: of
-    ``unsharded_param``."""
+    """axis: splits ``sharded_param``, None if none does. spec: of ``unsharded_param``."""
 
     feature = "shard_data_parallel"  # for errors of disttensor.tensor
 
@@ -117,8 +116,7 @@ class FSDPParam:
         return new
 
     def pending_axes(self) -> Axes:
-        """The mesh axes over which some use varied: the gradient is a sum over their ranks. Known
-        on all ranks."""
+        """The axes over which the gradient is to be summed: some use varied. Known on all ranks."""
         varying = [axes for axes, _ in grad_leaves(self.unsharded_param)]
         if varying != self._leaves_seen:
             shape = self.spec.mesh.shape
@@ -195,8 +193,7 @@ class FSDPParam:
     # Gradients of ``sharded_param`` ---------------------------------------------------------------
 
     def pop_partial(self, axes: Axes) -> Tensor | None:
-        """The sum that earlier micro-batches left on the parameter, still to be summed over
-        ``axes``."""
+        """The sum of earlier micro-batches on the parameter, still to be summed over ``axes``."""
         for own, leaf in grad_leaves(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
@@ -225,7 +222,7 @@ class FSDPParam:
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any] | None:
-    """Arguments of a module in the dtype of its unsharded parameters, as a pre-hook returns them."""
+    """What a pre-hook returns, to cast arguments to the dtype of unsharded parameters."""
     if dtype is None:
         return None
     return substitute((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)

@@ -1,5 +1,4 @@
-"""Replicas start alike: what is replicated is broadcast from the first rank, and can be compared
-later."""
+"""Replicas of a tensor: broadcast from the first rank at start-up, and compared on demand."""
 
 from __future__ import annotations
 
@@ -98,9 +97,9 @@ def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
             "check_replicas: replicas that should be equal are not:\n"
             + "\n".join(f"  {name} {what}" for name, what in lines[:_SHOWN])
             + more
-            + "\nEither each rank drew its own start (dt.shard_data_parallel broadcasts from the first rank at start-up; or draw "
-            "alike: dt.manual_seed with the same number on all ranks), or something has written to "
-            "one replica only since."
+            + "\nEither each rank drew its own start (dt.shard_data_parallel broadcasts from the "
+            "first rank at start-up; or draw alike: dt.manual_seed with the same number on all "
+            "ranks), or something has written to one replica only since."
         )
 
 

@@ -169,8 +169,7 @@ def segments_of(module: nn.Module, how: Segments) -> list[SegmentSpec]:
 
 
 def _units(nodes: list[ModuleNode], fits: Callable[[ModuleNode], bool]) -> Iterator[ModuleNode]:
-    """The largest modules that run and ``fits``. What is held around them belongs to the module
-    that needs it."""
+    """The largest modules that run and ``fits``; what is around them belongs to its runner."""
     index = 0
     while index < len(nodes):
         node = nodes[index]

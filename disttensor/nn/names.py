@@ -1,5 +1,4 @@
-"""Names of modules and parameters: what a pattern means, and what else there is when it means
-nothing."""
+"""What a name or pattern of modules and parameters means, and what is close to an unknown one."""
 
 from __future__ import annotations
 

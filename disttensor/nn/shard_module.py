@@ -1,5 +1,4 @@
-"""shard_module: the parameters and buffers of an ordinary module become DistTensors, by a plan of
-names."""
+"""shard_module: parameters and buffers of an ordinary module become DistTensors, by a plan."""
 
 from __future__ import annotations
 
@@ -90,7 +89,8 @@ def place(
     for slot in before:  # an optimizer that still has the old one is told so: grad_sync.check_fresh
         now = slot.table.get(slot.key)
         if now is not slot.value and isinstance(now, DistTensor):
-            slot.value._replaced = f"{slot.name!r} became {now.spec!r}"  # type: ignore[attr-defined]
+            old: Any = slot.value
+            old._replaced = f"{slot.name!r} became {now.spec!r}"
     for child in inner_first(module):
         if child in fresh:
             init(child) if init else _initializer(child)()
@@ -103,8 +103,7 @@ def _initializer(module: nn.Module) -> Any:
 
 
 def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
-    """Raise for a tensor on the meta device, of those to be placed, in a module that cannot
-    initialize it."""
+    """Raise for a meta tensor in a module that cannot initialize it."""
     for name, owner, _, _, value in slots(module):
         if isinstance(value, DistTensor) or not value.is_meta or mesh_of(value) is None:
             continue

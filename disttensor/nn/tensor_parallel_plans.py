@@ -18,7 +18,8 @@ QKV = re.compile(
 FUSED = re.compile(r"c_attn|qkv|qkv_proj|query_key_value|in_proj|Wqkv|to_qkv")
 OUT = re.compile(r"o|wo|out|proj|dense|c_proj|(o|out)_(proj|lin)|to_out(\.0)?|output\.dense")
 UP = re.compile(
-    r"up|gate|w1|w3|wi|wi_[01]|fc1|fc_in|c_fc|lin1|linear1|(up|gate)_proj|dense_h_to_4h|intermediate\.dense"
+    r"up|gate|w1|w3|wi|wi_[01]|fc1|fc_in|c_fc|lin1|linear1|(up|gate)_proj|dense_h_to_4h|"
+    r"intermediate\.dense"
 )
 DOWN = re.compile(
     r"down|w2|wo|fc2|fc_out|c_proj|lin2|linear2|down_proj|dense_4h_to_h|output\.dense"
@@ -154,8 +155,7 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """(name from here, layer) of the layers at most ``depth`` levels down that have no role
-        yet."""
+        """(name from here, layer) of the layers without a role, at most ``depth`` levels down."""
         prefix = f"{name}." if name else ""
         for layer in self.linears:
             rest = layer.name.removeprefix(prefix)
@@ -257,8 +257,7 @@ def _number(module: nn.Module, *names: str) -> int | None:
 
 
 def _undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
-    """Why attention cannot be split by heads into so many parts; "" where it can, or where nothing
-    is known of heads."""
+    """Why so many ranks cannot split the heads; "" if they can, or if no heads are known."""
     size = _number(
         module, "head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head"
     )

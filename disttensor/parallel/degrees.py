@@ -1,5 +1,4 @@
-"""Degrees: how many processes each axis of a strategy has, and which groups of ranks follow. Pure
-numbers."""
+"""Degrees: the sizes of a strategy's axes, and the groups of ranks that follow. Pure numbers."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Degrees(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """A communicator: its ranks in mesh order, the mesh axes that it is over, and its lane ("" is
-    that of operations)."""
+    """A communicator: its ranks in mesh order, its mesh axes, and its lane ("": of operations)."""
 
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
@@ -77,8 +75,7 @@ def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Deg
 
 
 def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
-    """What is wrong, and the nearest products that would do. ``rest``: the axis that takes what is
-    left, if any."""
+    """The error, with the nearest products that fit. ``rest``: the axis that takes what is left."""
     needed = math.prod(sizes.values())
     near = sorted(_fitting(sizes, world, rest), key=lambda item: item[0])[:6]
     shown = ", ".join(product_of(choice) for _, choice in near)
@@ -94,8 +91,7 @@ def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
 def _fitting(
     sizes: Mapping[str, int], world: int, rest: str | None
 ) -> Iterator[tuple[tuple[int, float], dict[str, int]]]:
-    """(how far from ``sizes``, degrees that fit). Those that change few axes, by little, are near.
-    1 is not said of others."""
+    """((how many axes change, by how much), degrees that fit), without axes that stay 1."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     axes = [a for a in REST[::-1] if sizes.get(a, 1) > 1] or [a for a in REST[::-1] if a in sizes]
     for values in itertools.product(divisors, repeat=len(axes)):
@@ -125,8 +121,7 @@ def stage_ranks(degrees: Degrees, stage: int) -> range:
 
 
 def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The ranks of a stage in groups that differ only on ``axes``; those vary major first within
-    each."""
+    """The ranks of a stage in groups that differ only on ``axes``, which vary major first."""
     sizes = [getattr(degrees, axis) for axis in STAGE_AXES]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     ways: list[list[int]] = [[], []]  # what the other axes add to a rank, and what ``axes`` add

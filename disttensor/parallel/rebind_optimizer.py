@@ -1,5 +1,4 @@
-"""An optimizer that was built before its parameters were placed: it is given what they have
-become."""
+"""Give an optimizer that was built before its parameters were placed the placed ones."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ Maker = Callable[[Iterable[torch.Tensor]], Optimizer]
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise for what ``follow`` cannot do: called before anything is changed."""
+    """Raise for what ``rebind`` cannot do: called before anything is changed."""
     if not isinstance(optimizer, Optimizer):
         if optimizer is not None and not callable(optimizer):
             raise TypeError(
@@ -44,11 +43,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                 )
 
 
-def follow(
+def rebind(
     optimizer: Optimizer | Maker | None, model: nn.Module, before: list[Slot]
 ) -> Optimizer | None:
-    """The optimizer on the parameters that ``model`` has now in place of those of ``before``; made
-    now if it is a function. Groups keep their options and their order."""
+    """The optimizer, with the parameters of ``model`` in place of those of ``before``, or made now.
+    Its groups keep their options and their order."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, Optimizer):

@@ -1,5 +1,4 @@
-"""Modules whose forward is computed again in the backward instead of kept: chosen by name, wrapped
-in place."""
+"""Modules that keep no activations: chosen by name, their forward runs again in the backward."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Wrap the forwards of ``modules``. What lies on other ranks and is skipped here keeps no
-    activations: it stays."""
+    """Wrap the forwards of ``modules``, but for what is skipped on this rank: it keeps nothing."""
     elsewhere = {
         id(child)
         for module in model.modules()

@@ -1,5 +1,4 @@
-"""The vocabulary of sharding configurations: a dict of degrees and segments, as fields of a
-Strategy. Pure."""
+"""Sharding configs, a dict of degrees and segments, as fields of a Strategy. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Strategy: one value that says how a training run lies on its processes, and one call that carries
-it out."""
+"""Strategy: one value says how a training run is divided among processes; one call does it."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from disttensor.nn.shard_module import shard_module
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
 from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec, check_degree
-from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, follow
+from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, rebind
 from disttensor.parallel.rematerialize import chosen, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
 from disttensor.placement import Placement, Replicate, Shard
@@ -37,22 +36,21 @@ class Strategy:
     """How a training run is divided among processes. Change it, and the script stays as it is.
 
     ``dp``        parts of the batch, each with a replica of everything
-    ``sharding``  parts of the batch, and of optimizer state, gradients and parameters
-    (``zero_stage`` 1, 2 and 3, the default)
+    ``sharding``  parts of the batch, and of the optimizer's state, gradients and parameters
+                  (``zero_stage`` 1, 2 and 3, the default)
     ``tp``        parts of each layer, as the plan given to ``apply`` says
     ``cp``        parts of the sequence
     ``pp``        stages of some layers each
-    Degrees left out follow from the size of the world: the first left out of dp, sharding, tp, cp,
-    pp takes what the others leave (of sharding, dp, ... where a ``zero_stage`` is given), and the
-    rest are 1.
+
+    Of the degrees left out, the first of dp, sharding, tp, cp, pp (with a ``zero_stage``: sharding,
+    dp, ...) takes what the others leave of the world, and the rest are 1.
 
     ``accumulate_steps``: micro-batches in one step of the optimizer. ``amp``: "bf16" or "fp16", for
-    ``autocast`` and, where there is sharding, for the copies of parameters that compute
-    (``param_dtype``); parameters and the optimizer's state keep their dtype, and gradients are
+    ``autocast`` and, with sharding, for unsharded parameters (``param_dtype``); gradients are
     reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
-    that keep no activations. The rest is said at ``shard_data_parallel``. Raises TypeError and
-    ValueError for what has no meaning; a world that does not factor is found by ``degrees``, and so
-    by ``mesh``, ``stages`` and ``apply``.
+    that keep no activations. For the rest see ``shard_data_parallel``. Raises TypeError and
+    ValueError for what has no meaning; ``degrees`` (and with it ``mesh``, ``stages`` and ``apply``)
+    raises for a world that does not factor.
 
     >>> strategy = dt.Strategy(tp=2, sharding=4, accumulate_steps=2)
     >>> print(strategy.degrees(32))
@@ -62,8 +60,10 @@ class Strategy:
     ProcessMesh(pp=1, dp=1, sharding=1, cp=1, tp=1)
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> model, optimizer = strategy.apply(model, optimizer, {"0.*": {"tp": dt.Shard(0)}, "2.weight": {"tp": dt.Shard(1)}})
-    >>> data = dt.shard_tensor(torch.ones(6, 4), strategy.stages()[0], strategy.batch(sequence=None))
+    >>> plan = {"0.*": {"tp": dt.Shard(0)}, "2.weight": {"tp": dt.Shard(1)}}
+    >>> model, optimizer = strategy.apply(model, optimizer, plan)
+    >>> places = strategy.batch(sequence=None)
+    >>> data = dt.shard_tensor(torch.ones(6, 4), strategy.stages()[0], places)
     >>> for i, part in enumerate(data.chunk(strategy.accumulate_steps)):
     ...     with strategy.accumulate(model, i), strategy.autocast():
     ...         (model(part).sum() / len(data)).backward()
@@ -110,16 +110,16 @@ class Strategy:
 
     @classmethod
     def from_sharding_configs(cls, configs: Mapping[str, Any], **more: Any) -> Strategy:
-        """The strategy that a dict of sharding configs says; ``more`` are fields for which these
-        have no words.
+        """The strategy of a dict of sharding configs, with ``more`` fields of Strategy.
 
         Keys: sharding_degree, mp_degree (tp), dp_degree, pp_degree, hybrid_dp,
-        sharding_segment_strategy
-        ("segment_broadcast_MB" or "segment_anchors"), segment_broadcast_MB, segment_anchors, gradient_merge_acc_step,
-        optimize_offload. Raises TypeError and ValueError for other keys, for contradictions, and,
-        where several processes have started, for degrees whose product is not their number.
+        sharding_segment_strategy ("segment_broadcast_MB" or "segment_anchors"),
+        segment_broadcast_MB, segment_anchors, gradient_merge_acc_step, optimize_offload. Raises
+        TypeError and ValueError for other keys, for contradictions, and, once several processes
+        have started, for degrees whose product is not their number.
 
-        >>> configs = {"sharding_degree": 8, "hybrid_dp": True, "segment_broadcast_MB": 16, "gradient_merge_acc_step": 4}
+        >>> configs = {"sharding_degree": 8, "hybrid_dp": True, "gradient_merge_acc_step": 4}
+        >>> configs |= {"segment_broadcast_MB": 16}
         >>> strategy = dt.Strategy.from_sharding_configs(configs, amp="bf16")
         >>> strategy.segments, strategy.accumulate_steps
         (SegmentBySize(megabytes=16), 4)
@@ -140,8 +140,8 @@ class Strategy:
         return strategy
 
     def degrees(self, world: int | None = None) -> Degrees:
-        """The sizes of all axes in a world of so many processes, without it in this one (which is
-        started if it is not).
+        """The sizes of all axes in a world of so many processes; None: in this one, which is then
+        started.
 
         >>> dt.Strategy(tp=4, pp=2).degrees(32)
         Degrees(pp=2, dp=4, sharding=1, cp=1, tp=4)
@@ -153,8 +153,7 @@ class Strategy:
         return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")
 
     def mesh(self) -> ProcessMesh:
-        """All processes, on the axes ("pp", "dp", "sharding", "cp", "tp"), outer to inner: always
-        all five."""
+        """All processes, on the axes ("pp", "dp", "sharding", "cp", "tp"), outer to inner."""
         return init_mesh(self.degrees(), AXES, device_type=self.device_type)
 
     def stages(self) -> list[ProcessMesh]:
@@ -251,11 +250,10 @@ class Strategy:
             offload=self.offload,
         )
         recompute(model, again)
-        return model, follow(optimizer, model, before)
+        return model, rebind(optimizer, model, before)
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
-        """Around the forward and backward of micro-batch 0, 1, ...: replicas are summed after the
-        last of a step only."""
+        """Around each micro-batch: replicas are summed after the last one of a step only."""
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
     def autocast(self) -> AbstractContextManager[Any]:

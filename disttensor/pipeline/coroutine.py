@@ -1,5 +1,4 @@
-"""A function that can pause: it runs in a thread of its own, and only while its owner waits for
-it."""
+"""A function that can pause: its thread runs only while its owner waits for it."""
 
 from __future__ import annotations
 

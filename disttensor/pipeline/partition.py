@@ -1,5 +1,4 @@
-"""Which modules are the layers of a model, and how many of them each stage gets. Nothing here
-changes a module."""
+"""Which modules are the layers of a model, and how many each stage gets. Changes nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ Layers = list[tuple[str, nn.Module]]
 def chosen(
     modules: nn.Module | str | Iterable[nn.Module | str], of: nn.Module | None
 ) -> tuple[nn.Module, Layers]:
-    """The module in which names count, and (name, layer) in order. Raises TypeError and ValueError
-    as ``split`` says."""
+    """The module in which names count, and (name, layer) in order. Raises as ``split`` says."""
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         entries: list[Any] = list(modules)
         root = modules if of is None else of
@@ -109,8 +107,7 @@ def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None
 
 
 def check_tensors(slots: Iterable[Slot], home: Mapping[int, ProcessMesh]) -> None:
-    """Raise for tensors that lie on another mesh than ``home`` says, and for parameters that would
-    stay plain."""
+    """Raise for a tensor on another mesh than ``home`` says, or a parameter that has none."""
     plain = []
     for name, owner, _, key, value in slots:
         mesh = home.get(id(value))

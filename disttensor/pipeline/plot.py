@@ -1,5 +1,4 @@
-"""A picture of a timeline: a row per rank, forwards blue, backwards orange, chunks in shades, waits
-grey."""
+"""A picture of a timeline: a row per rank, a colour for forwards, backwards and waits each."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _LEGEND = (
 
 
 class Bar(NamedTuple):
-    """A rectangle of the picture: row, start and length in the unit of the axis, what it is, and
-    the number in it where there is room."""
+    """A rectangle: its row, start and length in the unit of the axis, and the number in it."""
 
     row: int
     start: float

@@ -31,8 +31,7 @@ class Recorder:
         _open.remove(self)
 
     def timeline(self) -> Timeline:
-        """Of all ranks of the world, which all make this call. One clock: the processes of one
-        machine."""
+        """Of all ranks, which all make this call. The clock is one machine's."""
         everyone = objects.gather_objects(self.events, collectives.world_group())
         return Timeline([event for events in everyone for event in events])
 

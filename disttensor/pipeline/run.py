@@ -139,8 +139,7 @@ def _check_common_start(schedule: Any) -> None:
 
 
 class _MicroBatch:
-    """One micro-batch on this rank: its forward, which may pause between visits, and its
-    backward."""
+    """One micro-batch on this rank: a forward, which may pause between visits, and a backward."""
 
     def __init__(self, step: Step, batch: Any, number: int, chunks: int) -> None:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks

@@ -56,8 +56,8 @@ class Schedule:
 
     >>> mine = pipeline.Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])
     >>> mine.check()
-    >>> mine == pipeline.one_f_one_b(2, 2), mine.stages, mine.micro_batches, mine.chunks, mine.peak(0)
-    (True, 2, 2, 1, 2)
+    >>> mine == pipeline.one_f_one_b(2, 2), mine.stages, mine.micro_batches, mine.peak(0)
+    (True, 2, 2, 2)
 
     Raises ValueError for what is no action; ``check`` finds what is wrong with the order.
     """
@@ -86,8 +86,7 @@ class Schedule:
         return 1 + max(a.chunk for order in self.orders for a in order)
 
     def peak(self, stage: int) -> int:
-        """The most micro-batches (times chunks) whose activations ``stage`` holds at one time: F
-        done, B not."""
+        """The most micro-batches (times chunks) after their F and before their B on ``stage``."""
         if not 0 <= stage < self.stages:
             raise ValueError(
                 f"peak: no stage {stage}; this schedule has stages 0..{self.stages - 1}"
@@ -99,8 +98,7 @@ class Schedule:
         return most
 
     def check(self) -> None:
-        """Raises ValueError where an action is missing, comes twice or too early, or the schedule
-        never ends."""
+        """Raises ValueError for a missing, repeated or too early action, and for a deadlock."""
         wrong = [line for stage in range(self.stages) for line in self._wrong(stage)]
         if not wrong:
             wrong = self._simulate(1, 1)[1]
@@ -113,8 +111,7 @@ class Schedule:
             raise ValueError("\n  ".join([f"Schedule of {sizes} cannot be carried out:", *wrong]))
 
     def ticks(self, forward: float = 1, backward: float = 2) -> list[list[Tick]]:
-        """For each stage its actions with start and end, where F costs ``forward`` and B
-        ``backward``."""
+        """The actions of each stage with start and end, by the costs of F and B."""
         if not (forward >= 0 and backward >= 0 and 0 < forward + backward < float("inf")):
             raise ValueError(f"ticks: {forward=} and {backward=} are no durations; one must be > 0")
         self.check()
@@ -161,8 +158,7 @@ class Schedule:
             yield f"stage {stage} has {_listed(early)} before its own forward"
 
     def _needs(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """(stage, action) of another virtual stage that must be over before; for B, its own F
-        aside."""
+        """(stage, action) of another virtual stage that must be over before, if any."""
         step = -1 if action.kind == "F" else 1
         virtual = action.chunk * self.stages + stage + step
         if not 0 <= virtual < self.stages * self.chunks:

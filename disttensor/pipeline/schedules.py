@@ -1,5 +1,4 @@
-"""The schedules that have names. The backwards of a stage run in the order of the micro-batches, as
-in plain accumulation."""
+"""The schedules with names. All run the backwards of a stage in the order of micro-batches."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ def _builtin(name: str, stages: int, micro_batches: int, chunks: int) -> Schedul
 
 
 def _mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
-    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are
-    left."""
+    """``warm`` forwards, then a forward and a backward in turn, then the remaining backwards."""
     warm = min(warm, len(forwards))
     steady = len(forwards) - warm
     turns = zip(forwards[warm:], backwards[:steady], strict=True)

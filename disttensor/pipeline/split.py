@@ -1,8 +1,8 @@
 """split: the layers of an ordinary model on the meshes of stages; hooks bring the inputs of a layer
 to its mesh.
 
-A layer on its stage is an ordinary module with DistTensor parameters, and gets one forward pre-hook.
-A tied parameter that lies on an earlier stage is brought for the time of the layer's forward only.
+A layer on its stage is an ordinary module with DistTensor parameters and one forward pre-hook. A
+tied parameter that lies on an earlier stage is brought for the time of the layer's forward only.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def split(
 
 
 class _Borrowed:
-    """The tensors of a layer that lie on another mesh, by the names of their owners in the layer
-    and their keys."""
+    """The tensors of a layer that lie on another mesh: (name of the owner in the layer, key)."""
 
     def __init__(self, layer: nn.Module, mesh: ProcessMesh) -> None:
         self.names = [
@@ -135,8 +134,7 @@ class _Borrowed:
         ]
 
     def show(self, layer: nn.Module, bring: Callable[[Any], Any]) -> None:
-        """Until ``hide``, attributes of the owners hide the entries of ``_parameters`` and
-        ``_buffers``."""
+        """Until ``hide``, attributes hide the entries of ``_parameters`` and ``_buffers``."""
         owners = [(layer.get_submodule(name), key) for name, key in self.names]
         brought = [bring({**owner._parameters, **owner._buffers}[key]) for owner, key in owners]
         for (owner, key), value in zip(owners, brought, strict=True):
@@ -180,8 +178,7 @@ class _Bring:
 
 
 def _placements(x: DistTensor, mesh: ProcessMesh) -> list[Placement] | None:
-    """The same on the other mesh; what is still to be summed is summed before it goes, as several
-    calls will read it."""
+    """The same on the other mesh; pending sums are reduced first, as several calls will read it."""
     if mesh.ndim != x.spec.mesh.ndim:
         return None
     return [Replicate() if isinstance(p, Partial) else p for p in x.spec.placements]

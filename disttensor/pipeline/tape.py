@@ -58,8 +58,7 @@ class Transfer:
 
 
 class _Received(torch.autograd.Function):
-    """What a transfer brought; its backward keeps the gradient (zeros too: a transfer that is
-    reached is answered)."""
+    """What a transfer brought; its backward keeps the gradient, zeros too, as it is awaited."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
@@ -137,8 +136,7 @@ class Tape:
         return self.waiting(arrival.wait) if receives else arrival.wait()
 
     def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
-        """The local (or token) of ``dst``: in the graph no longer joined to ``local``, that of
-        ``src``."""
+        """The local (or token) of ``dst``, not joined in the graph to ``local``, that of src."""
         sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
         transfer = Transfer(src, dst, tag)
         self.transfers.append(transfer)
@@ -153,8 +151,7 @@ class Tape:
         return _Received.apply(anchor, [value], transfer)
 
     def _made_in(self, local: Tensor, now: int) -> int:
-        """The visit whose graph holds ``local``: it may be sent in a later one, as a skip
-        connection is."""
+        """The visit whose graph holds ``local``: a skip connection is sent in a later one."""
         if local.grad_fn is None:
             return now
         number = node_number(local.grad_fn)
@@ -163,8 +160,7 @@ class Tape:
     # Backward -------------------------------------------------------------------------------------
 
     def backward(self, loss: DistTensor, first: int, last: int) -> None:
-        """The backward of visits ``last`` down to ``first``; the last one of all begins with
-        ``loss``."""
+        """The backward of visits ``last`` to ``first``; the very last begins with ``loss``."""
         for visit in range(last, first - 1, -1):
             roots: list[Tensor] = []
             grads: list[Tensor] = []
@@ -187,8 +183,7 @@ class Tape:
             self._answer(visit)
 
     def _answer(self, visit: int) -> None:
-        """Send the gradients of what this visit received. What was sent on the way to it gets its
-        gradient later."""
+        """Send the gradients of what this visit received; what it sent on gets its own later."""
         for t in reversed(self.transfers):
             if t.received_in == visit and t.grad is not None:
                 t.arrival, t.grad = t.start_back(t.grad), None

@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
     A wait belongs to the forward or backward of the same micro-batch and chunk that it lies in.
 
-    >>> event = pipeline.Event(rank=1, stage=1, kind="F", micro_batch=3, chunk=0, start=0.25, end=0.75)
+    >>> event = pipeline.Event(1, 1, "F", micro_batch=3, chunk=0, start=0.25, end=0.75)
     >>> event.seconds, str(event.action)
     (0.5, 'F3')
     """
@@ -60,7 +60,7 @@ class Timeline:
     """The events of one or more ranks, by one clock, in the order of their starts. ``+`` puts ranks
     together.
 
-    >>> F, B = (pipeline.Event(0, 0, kind, 0, 0, start, start + 1) for kind, start in (("F", 0), ("B", 3)))
+    >>> F, B = pipeline.Event(0, 0, "F", 0, 0, 0, 1), pipeline.Event(0, 0, "B", 0, 0, 3, 4)
     >>> run = pipeline.Timeline([F]) + pipeline.Timeline([B])
     >>> run.span, run.busy(0), run.bubble, run
     (4, 2.0, 0.5, Timeline(1 rank, 2 events, 4 s, bubble 50.0 %))
@@ -89,8 +89,7 @@ class Timeline:
 
     @classmethod
     def of(cls, schedule: Schedule, forward: float = 1, backward: float = 2) -> Timeline:
-        """What a schedule would do on ideal stages: one rank per stage, in ticks (see
-        ``Schedule.ticks``)."""
+        """What a schedule does on ideal stages: a rank per stage, in ticks (``Schedule.ticks``)."""
         rows = enumerate(schedule.ticks(forward, backward))
         return cls(
             [

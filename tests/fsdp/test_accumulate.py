@@ -51,8 +51,12 @@ def check(**options: Any) -> None:
 
 
 OPTIONS = [
-    {"stage": 3}, {"stage": 3, "reshard_after_forward": False}, {"stage": 2}, {"stage": 1}, {"shard_axis": None},
-]  # fmt: skip
+    {"stage": 3},
+    {"stage": 3, "reshard_after_forward": False},
+    {"stage": 2},
+    {"stage": 1},
+    {"shard_axis": None},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -76,12 +80,14 @@ def expected(
     """Collectives of a step: M blocks, each a segment, and the segment of the root; K
     micro-batches.
 
-    all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the backward; FSDP2: 2(M + 1) K),
+    all_gather      stage 3: (2M + 1) K (the root's is kept from the forward to the end of the
+                    backward; FSDP2: 2(M + 1) K),
                     without reshard_after_forward (M + 1) K, as FSDP2
                     stages 1, 2: M + 1, whatever K is: the parameters change once per step
     reduce_scatter  (M + 1) K, with reduce="none" M + 1: as FSDP2
     all_reduce      over the replicas (M + 1) K, with accumulate in either way M + 1: as FSDP2
-    stage 1         has one all-reduce over all axes in place of the last two; so has shard_axis=None, which gathers nothing
+    stage 1         has one all-reduce over all axes in place of the last two; so has
+                    shard_axis=None, which gathers nothing
     """
     all_segments = m + 1
     stage = options.get("stage", 3)
@@ -310,7 +316,8 @@ class Waiting(NamedTuple):
 
 
 class Alone:
-    """What a reduction needs of a parameter: gradients of 16 elements, an element pair per shard."""
+    """What a reduction needs of a parameter: gradients of 16 elements, an element pair per
+    shard."""
 
     name, axis, divisible = "w", 1, True
 
@@ -319,8 +326,11 @@ class Alone:
         columns = tuple(range(s, REPLICAS * SHARDS, SHARDS))
         rows = tuple(range(r * SHARDS, (r + 1) * SHARDS))
         mesh = SimpleNamespace(
-            shape=(REPLICAS, SHARDS), ndim=2, coordinate=self.at, group=lambda axes, _: rows if axes == (1,) else columns
-        )  # fmt: skip
+            shape=(REPLICAS, SHARDS),
+            ndim=2,
+            coordinate=self.at,
+            group=lambda axes, _: rows if axes == (1,) else columns,
+        )
         self.spec = SimpleNamespace(mesh=mesh, local_shape=(16,), dtype=torch.float64)
         self.sharded_param = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
         self.pending: Tensor | None = None
@@ -373,7 +383,9 @@ def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -
     for micro in range(2):
         for param, grad in zip(world, g[micro] / len(world), strict=True):  # the loss divides
             param.pending = grad
-        steps = [reductions([t], scatter=True, last=micro == 1, dtype=None)[0] for t in world]  # type: ignore[list-item]
+        params: list[Any] = [[one] for one in world]
+        last = micro == 1
+        steps = [reductions(p, scatter=True, last=last, dtype=None)[0] for p in params]
         advance(steps)
         if micro == 0:
             assert all(t.complete is None and t.partial is not None for t in world)

@@ -238,13 +238,26 @@ def fail_half_way():
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (stay_away, ["ranks [2] did not come", "dp (lane away) of ranks [0, 2]", "tp (lane away) of ranks [2, 3]"]),
+        (
+            stay_away,
+            [
+                "ranks [2] did not come",
+                "dp (lane away) of ranks [0, 2]",
+                "tp (lane away) of ranks [2, 3]",
+            ],
+        ),
         (come_late, ["ranks [2]"]),
-        (want_another, ["ranks [0, 2, 3]: tp (lane another) of ranks [0, 1]", "ranks [1]: cp (lane another) of ranks [0, 1]"]),
+        (
+            want_another,
+            [
+                "ranks [0, 2, 3]: tp (lane another) of ranks [0, 1]",
+                "ranks [1]: cp (lane another) of ranks [0, 1]",
+            ],
+        ),
         (fail_half_way, ["rank 3 could not make the group tp (lane half way) of ranks [2, 3]"]),
     ],
     ids=["missing", "late", "different", "half way"],
-)  # fmt: skip
+)
 def test_who_keeps_the_others_from_making_groups_is_named(body, words):
     try:
         messages = run_on_ranks(4, body, timeout=40)

@@ -145,8 +145,15 @@ def test_tied_weights_in_all_segments(cuts, stage):
 @pytest.mark.parametrize("again", [True, False])
 @on_ranks(2)
 def test_prefetch_changes_no_number(prefetch, again):
-    check(tied, next_token, mesh=mesh_of((2,), ("fsdp",)), batches=TOKENS, segments=["blocks.*"], prefetch=prefetch,
-          reshard_after_forward=again)  # fmt: skip
+    check(
+        tied,
+        next_token,
+        mesh=mesh_of((2,), ("fsdp",)),
+        batches=TOKENS,
+        segments=["blocks.*"],
+        prefetch=prefetch,
+        reshard_after_forward=again,
+    )
 
 
 @pytest.mark.parametrize("split", [[S0, S1], [S1, S0], [R, S1]], ids=str)
@@ -160,8 +167,15 @@ def test_the_sequence_is_split(split, stage):
                 x = x + block(x)
             return self.head(self.norm(x))
 
-    check(lambda: Flat().double(), next_token, mesh=mesh_of((2, 2), ("dp", "fsdp")), batches=TOKENS, split=split,
-          segments=["blocks.*"], **ways(stage))  # fmt: skip
+    check(
+        lambda: Flat().double(),
+        next_token,
+        mesh=mesh_of((2, 2), ("dp", "fsdp")),
+        batches=TOKENS,
+        split=split,
+        segments=["blocks.*"],
+        **ways(stage),
+    )
 
 
 def frozen(*names):

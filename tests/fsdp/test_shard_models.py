@@ -146,17 +146,37 @@ MODELS = {
     "dicts": lambda: Root(Dicts(), Dicts(), Dicts(), join=with_dicts),
     "views": lambda: Root(Views(), Views(), join=with_views),
     "one of two views": lambda: Root(Views(), Views(), join=one_view_used),
-    "identity": lambda: Root(nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6), nn.Identity(), join=chained),
-    "identity in a segment": lambda: Root(nn.Sequential(nn.Identity(), nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6), nn.Identity()), join=chained),
+    "identity": lambda: Root(
+        nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6), nn.Identity(), join=chained
+    ),
+    "identity in a segment": lambda: Root(
+        nn.Sequential(nn.Identity(), nn.Linear(6, 6)),
+        nn.Sequential(nn.Linear(6, 6), nn.Identity()),
+        join=chained,
+    ),
     "the argument": lambda: Root(nn.Linear(6, 6), Same(), nn.Linear(6, 6), Same(), join=with_aux),
-    "inplace relu": lambda: Root(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), join=chained),
+    "inplace relu": lambda: Root(
+        nn.Linear(6, 6),
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6),
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6),
+        join=chained,
+    ),
     "written to": lambda: Root(*linears(), join=written_to),
     "added in place": lambda: Root(*linears(), join=added_in_place),
     "a part written": lambda: Root(*linears(), join=viewed_then_written),
     "unused": lambda: Root(*linears(), join=unused_results),
     "detached": lambda: Root(*linears(), join=detached),
-    "norms": lambda: Root(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 7), nn.GroupNorm(1, 7), nn.Linear(7, 1), join=chained),
-}  # fmt: skip
+    "norms": lambda: Root(
+        nn.Linear(6, 6),
+        nn.LayerNorm(6),
+        nn.Linear(6, 7),
+        nn.GroupNorm(1, 7),
+        nn.Linear(7, 1),
+        join=chained,
+    ),
+}
 
 
 @stages

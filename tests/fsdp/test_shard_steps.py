@@ -125,8 +125,19 @@ def full_sum(g):
     return g.square().sum()
 
 
-STEPS = [two_losses, two_forwards_one_backward, two_forwards_two_backwards, three_backwards, forward_unused, evaluated_between,
-         graph_thrown_away, inference_between, partly, through_inputs, of_the_input]  # fmt: skip
+STEPS = [
+    two_losses,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+    three_backwards,
+    forward_unused,
+    evaluated_between,
+    graph_thrown_away,
+    inference_between,
+    partly,
+    through_inputs,
+    of_the_input,
+]
 
 
 @stages

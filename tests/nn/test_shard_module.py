@@ -102,12 +102,17 @@ def test_what_the_plan_does_not_name_is_replicated_and_dist_parameters_stay():
 @everywhere
 def test_a_bad_plan_changes_nothing():
     bad = [
-        ({"blok.0.weight": (R, R)}, "matches no parameter"), ({"block.0.weight": (S0,)}, "1 entries"),
-        ({"block.0.weight": (R, S0), "block.0.bias": (S1, R)}, "out of range"), ({"block.*": (R, S1)}, "out of range"),
-        ({"embed.weight": (S0, R), "head.weight": (R, R)}, "tied"), ({re.compile("x.*"): (R, R)}, "matches no"),
-        ({"norm.running_mean": (dt.Partial(), R)}, "Partial"), ({"block.0.weight": (0, 1)}, "no placement"),
-        ({"norm.num_batches_tracked": (S0, R)}, "0-d"), ({3: (R, R)}, "3"),
-    ]  # fmt: skip
+        ({"blok.0.weight": (R, R)}, "matches no parameter"),
+        ({"block.0.weight": (S0,)}, "1 entries"),
+        ({"block.0.weight": (R, S0), "block.0.bias": (S1, R)}, "out of range"),
+        ({"block.*": (R, S1)}, "out of range"),
+        ({"embed.weight": (S0, R), "head.weight": (R, R)}, "tied"),
+        ({re.compile("x.*"): (R, R)}, "matches no"),
+        ({"norm.running_mean": (dt.Partial(), R)}, "Partial"),
+        ({"block.0.weight": (0, 1)}, "no placement"),
+        ({"norm.num_batches_tracked": (S0, R)}, "0-d"),
+        ({3: (R, R)}, "3"),
+    ]
     for plan, text in bad:
         module = net()
         before = {n: id(p) for n, p in (*module.named_parameters(), *module.named_buffers())}

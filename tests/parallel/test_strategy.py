@@ -59,18 +59,44 @@ def test_degrees_left_out_follow_from_the_world(given, world, expected):
 @pytest.mark.parametrize(
     ("given", "world", "words"),
     [
-        ({"dp": 3, "tp": 2}, 8,
-         "dp=3 x tp=2 needs a multiple of 6 processes, and the world has 8. Start 12, or choose "
-         "what fits 8: dp=4 x tp=2, dp=2 x sharding=2 x tp=2"),
-        ({"dp": 4}, 6, "needs a multiple of 4 processes, and the world has 6. Start 8, or choose what fits 6: dp=3 x sharding=2, dp=6"),
-        ({"tp": 8}, 4, "tp=8 needs a multiple of 8 processes, and the world has 4. Start 8, or choose what fits 4: tp=4, dp=2 x tp=2, dp=4 x tp=1"),
-        ({"pp": 1, "dp": 3, "sharding": 1, "cp": 1, "tp": 2}, 8, "needs exactly 6 processes, and the world has 8. Start 6, or choose what fits 8: dp=4 x tp=2"),
+        (
+            {"dp": 3, "tp": 2},
+            8,
+            "dp=3 x tp=2 needs a multiple of 6 processes, and the world has 8. Start 12, or choose "
+            "what fits 8: dp=4 x tp=2, dp=2 x sharding=2 x tp=2",
+        ),
+        (
+            {"dp": 4},
+            6,
+            "needs a multiple of 4 processes, and the world has 6. Start 8, or choose what fits 6: "
+            "dp=3 x sharding=2, dp=6",
+        ),
+        (
+            {"tp": 8},
+            4,
+            "tp=8 needs a multiple of 8 processes, and the world has 4. Start 8, or choose what "
+            "fits 4: tp=4, dp=2 x tp=2, dp=4 x tp=1",
+        ),
+        (
+            {"pp": 1, "dp": 3, "sharding": 1, "cp": 1, "tp": 2},
+            8,
+            "needs exactly 6 processes, and the world has 8. Start 6, or choose what fits 8: dp=4 "
+            "x tp=2",
+        ),
         ({"pp": 1, "dp": 2, "sharding": 1, "cp": 1, "tp": 2}, 8, "needs exactly 4 processes"),
-        ({"pp": 1, "dp": 1, "sharding": 1, "cp": 1, "tp": 1}, 2, "choose what fits 2: dp=2, sharding=2, tp=2, cp=2, pp=2"),
-        ({"pp": 4, "dp": 2, "tp": 8}, 32, "pp=4 x dp=2 x tp=8 needs a multiple of 64 processes, and the world has 32. Start 64"),
+        (
+            {"pp": 1, "dp": 1, "sharding": 1, "cp": 1, "tp": 1},
+            2,
+            "choose what fits 2: dp=2, sharding=2, tp=2, cp=2, pp=2",
+        ),
+        (
+            {"pp": 4, "dp": 2, "tp": 8},
+            32,
+            "pp=4 x dp=2 x tp=8 needs a multiple of 64 processes, and the world has 32. Start 64",
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_world_that_does_not_factor_says_what_would(given, world, words):
     with pytest.raises(ValueError, match=re.escape(words)) as raised:
         Strategy(**given).degrees(world)
@@ -114,10 +140,16 @@ def test_a_strategy_is_a_value():
 
 FOUR = {
     "sharding 32": ({"sharding_degree": 32}, (1, 1, 32, 1, 1)),
-    "sharding 8, hybrid": ({"sharding_degree": 8, "hybrid_dp": True, "gradient_merge_acc_step": 4}, (1, 4, 8, 1, 1)),
+    "sharding 8, hybrid": (
+        {"sharding_degree": 8, "hybrid_dp": True, "gradient_merge_acc_step": 4},
+        (1, 4, 8, 1, 1),
+    ),
     "mp 8, sharding 4": ({"mp_degree": 8, "sharding_degree": 4}, (1, 1, 4, 1, 8)),
-    "mp 4, sharding 2, hybrid": ({"mp_degree": 4, "sharding_degree": 2, "hybrid_dp": True, "dp_degree": 4}, (1, 4, 2, 1, 4)),
-}  # fmt: skip
+    "mp 4, sharding 2, hybrid": (
+        {"mp_degree": 4, "sharding_degree": 2, "hybrid_dp": True, "dp_degree": 4},
+        (1, 4, 2, 1, 4),
+    ),
+}
 
 
 def of_rank(found, rank, lane=""):
@@ -159,7 +191,9 @@ def test_the_groups_of_32_processes(configs, expected):
     assert list(mine) == sorted(mine, key=len)
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1, 1, 1), (2, 2, 2, 1, 2), (1, 2, 2, 3, 2), (3, 1, 5, 1, 1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "degrees", [(1, 1, 1, 1, 1), (2, 2, 2, 1, 2), (1, 2, 2, 3, 2), (3, 1, 5, 1, 1)], ids=str
+)
 def test_each_set_of_axes_divides_each_stage_once(degrees):
     degrees = Degrees(*degrees)
     found = groups(degrees)
@@ -193,21 +227,52 @@ def test_groups_are_those_of_the_meshes():
 @pytest.mark.parametrize(
     ("configs", "expected"),
     [
-        ({}, {"dp": 1, "sharding": None, "tp": 1, "pp": 1, "accumulate_steps": 1, "offload": False, "segments": SegmentBySize(32.0)}),
+        (
+            {},
+            {
+                "dp": 1,
+                "sharding": None,
+                "tp": 1,
+                "pp": 1,
+                "accumulate_steps": 1,
+                "offload": False,
+                "segments": SegmentBySize(32.0),
+            },
+        ),
         ({"sharding_degree": 8}, {"sharding": 8, "dp": 1}),
         ({"sharding_degree": 8, "hybrid_dp": True}, {"sharding": 8, "dp": None}),
         ({"sharding_degree": 8, "dp_degree": 4}, {"sharding": 8, "dp": 4}),
         ({"dp_degree": 4, "hybrid_dp": True}, {"sharding": None, "dp": 4}),
         ({"dp_degree": 1, "hybrid_dp": False}, {"dp": 1}),
         ({"mp_degree": 4, "pp_degree": 2}, {"tp": 4, "pp": 2}),
-        ({"gradient_merge_acc_step": 4, "optimize_offload": True}, {"accumulate_steps": 4, "offload": True}),
+        (
+            {"gradient_merge_acc_step": 4, "optimize_offload": True},
+            {"accumulate_steps": 4, "offload": True},
+        ),
         ({"segment_broadcast_MB": 16}, {"segments": SegmentBySize(16)}),
-        ({"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["a", "b"]}, {"segments": SegmentByAnchors(("a", "b"))}),
-        ({"sharding_segment_strategy": "segment_anchors", "segment_broadcast_MB": 32, "segment_anchors": ["a"]}, {"segments": SegmentByAnchors(("a",))}),
-        ({"sharding_segment_strategy": "segment_broadcast_MB", "segment_broadcast_MB": 32, "segment_anchors": None}, {"segments": SegmentBySize(32)}),
+        (
+            {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["a", "b"]},
+            {"segments": SegmentByAnchors(("a", "b"))},
+        ),
+        (
+            {
+                "sharding_segment_strategy": "segment_anchors",
+                "segment_broadcast_MB": 32,
+                "segment_anchors": ["a"],
+            },
+            {"segments": SegmentByAnchors(("a",))},
+        ),
+        (
+            {
+                "sharding_segment_strategy": "segment_broadcast_MB",
+                "segment_broadcast_MB": 32,
+                "segment_anchors": None,
+            },
+            {"segments": SegmentBySize(32)},
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_configs_say(configs, expected):
     strategy = Strategy.from_sharding_configs(configs, amp="bf16")
     assert {name: getattr(strategy, name) for name in expected} == expected
@@ -226,9 +291,20 @@ def test_what_configs_say(configs, expected):
         ({"dp_degree": True}, "dp_degree=True: a whole number"),
         ({"segment_broadcast_MB": -1.0}, "segment_broadcast_MB=-1.0"),
         ({"segment_anchors": "blocks"}, "segment_anchors='blocks': a list of names"),
-        ({"segment_anchors": ["blocks.1"]}, "segment_anchors=['blocks.1'] have no meaning for sharding_segment_strategy='segment_broadcast_MB'"),
+        (
+            {"segment_anchors": ["blocks.1"]},
+            "segment_anchors=['blocks.1'] have no meaning for "
+            "sharding_segment_strategy='segment_broadcast_MB'",
+        ),
         ({"sharding_segment_strategy": "segment_anchors"}, "needs segment_anchors"),
-        ({"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["a"], "segment_broadcast_MB": 16}, "segment_broadcast_MB=16 has no meaning"),
+        (
+            {
+                "sharding_segment_strategy": "segment_anchors",
+                "segment_anchors": ["a"],
+                "segment_broadcast_MB": 16,
+            },
+            "segment_broadcast_MB=16 has no meaning",
+        ),
         ({"sharding_segment_strategy": "segment_anchor"}, "did you mean 'segment_anchors'?"),
         ({"hybrid_dp": False, "dp_degree": 4}, "hybrid_dp=False and dp_degree=4 contradict"),
         ({"hybrid_dp": True, "dp_degree": 1}, "hybrid_dp=True and dp_degree=1 contradict"),
@@ -236,7 +312,7 @@ def test_what_configs_say(configs, expected):
         (["sharding_degree"], "a dict is expected"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_configs_that_contradict_themselves(configs, words):
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         Strategy.from_sharding_configs(configs)
@@ -372,7 +448,9 @@ def check_trains(strategy, **how):
     theirs = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         value = dt.broadcast_value(p.detach())
-        torch.testing.assert_close(value, theirs[name].detach(), rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
+        torch.testing.assert_close(
+            value, theirs[name].detach(), rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
     return model, optimizer
 
 
@@ -413,7 +491,9 @@ def test_combinations_train_like_one_process(fields):
     check_trains(Strategy(**fields))
 
 
-@pytest.mark.parametrize("fields", [{"dp": 2}, {"sharding": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields", [{"dp": 2}, {"sharding": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str
+)
 @on_ranks(2)
 def test_each_axis_alone_trains_like_one_process(fields):
     check_trains(Strategy(**fields, accumulate_steps=2))
@@ -459,22 +539,39 @@ def test_what_does_not_fit_changes_nothing():
     used.zero_grad()
     for how, fields, words in (
         ({"optimizer": used}, {}, "this AdamW has state already"),
-        ({"optimizer": adam([*model.parameters(), nn.Parameter(torch.ones(3))])}, {}, "of group 0 of this AdamW, (3,), is no parameter of the model"),
+        (
+            {"optimizer": adam([*model.parameters(), nn.Parameter(torch.ones(3))])},
+            {},
+            "of group 0 of this AdamW, (3,), is no parameter of the model",
+        ),
         ({"optimizer": adam(net().parameters())}, {}, "parameter 0 of group 0"),
         ({"optimizer": "adam"}, {}, "the optimizer is 'adam'"),
-        ({"plan": {"head.weight": {"tpp": dt.Shard(0)}}}, {}, "plan entry 'head.weight': a stage has no axis 'tpp'; its axes are dp, sharding, cp, tp (did you mean 'tp'?)"),
+        (
+            {"plan": {"head.weight": {"tpp": dt.Shard(0)}}},
+            {},
+            "plan entry 'head.weight': a stage has no axis 'tpp'; its axes are dp, sharding, cp, "
+            "tp (did you mean 'tp'?)",
+        ),
         ({"plan": {"head.weight": {"pp": dt.Shard(0)}}}, {}, "(stages are made of whole layers)"),
-        ({"plan": {"head.weight": {"sharding": dt.Shard(0)}}}, {}, "the strategy itself splits parameters over that axis"),
+        (
+            {"plan": {"head.weight": {"sharding": dt.Shard(0)}}},
+            {},
+            "the strategy itself splits parameters over that axis",
+        ),
         ({"plan": {"head.weight": {"tp": dt.Shard(2)}}}, {}, "Shard(2)"),
         ({"plan": {"head.weight": [dt.Shard(0)]}}, {}, "1 entries"),
         ({"plan": {"heads.weight": {"tp": dt.Shard(0)}}}, {}, "matches no parameter"),
         ({}, {"dp": 3}, "dp=3 needs a multiple of 3 processes, and the world has 2"),
         ({}, {"pp": 2}, "pp=2 stages of which layers of this Net?"),
         ({"layers": ["tok", "blocks.*"]}, {"pp": 2}, "head.weight, head.bias: in no layer"),
-        ({}, {"recompute": ["block.*"]}, "recompute='block.*' matches no module of Net; there are blocks"),
+        (
+            {},
+            {"recompute": ["block.*"]},
+            "recompute='block.*' matches no module of Net; there are blocks",
+        ),
         ({}, {"segments": ["blok.0"]}, "blok.0"),
         ({}, {"segments": SegmentByAnchors(("head", "bloks.1"))}, "bloks.1"),
-    ):  # fmt: skip
+    ):
         before = {name: id(p) for name, p in model.named_parameters()}
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             Strategy(**fields).apply(model, **how)
@@ -489,7 +586,12 @@ def test_which_modules_recompute():
         found = chosen(model, patterns)
         return [name for name, module in model.named_modules() if module in found]
 
-    assert names("blocks.*") == names("blocks") == names("blocks.1", "blocks.?") == ["blocks.0", "blocks.1"]  # fmt: skip
+    assert (
+        names("blocks.*")
+        == names("blocks")
+        == names("blocks.1", "blocks.?")
+        == ["blocks.0", "blocks.1"]
+    )
     assert names("*.0.up", "head") == ["blocks.0.up", "head"] and not names()
     with pytest.raises(ValueError, match="'block' matches no module"):
         names("block")
@@ -548,17 +650,55 @@ def test_mixed_precision_trains_as_closely_as_it_can(amp, how):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, {"shard_axis": None, "stage": 3, "param_dtype": None, "reduce_dtype": None, "prefetch": 1, "reshard_after_forward": True, "offload": False}),
-        ({"amp": "bf16", "dp": 1}, {"shard_axis": "sharding", "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-        ({"amp": "fp16", "zero_stage": 2, "reduce_dtype": torch.float16}, {"stage": 2, "param_dtype": torch.float16, "reduce_dtype": torch.float16}),
+        (
+            {},
+            {
+                "shard_axis": None,
+                "stage": 3,
+                "param_dtype": None,
+                "reduce_dtype": None,
+                "prefetch": 1,
+                "reshard_after_forward": True,
+                "offload": False,
+            },
+        ),
+        (
+            {"amp": "bf16", "dp": 1},
+            {
+                "shard_axis": "sharding",
+                "param_dtype": torch.bfloat16,
+                "reduce_dtype": torch.float32,
+            },
+        ),
+        (
+            {"amp": "fp16", "zero_stage": 2, "reduce_dtype": torch.float16},
+            {"stage": 2, "param_dtype": torch.float16, "reduce_dtype": torch.float16},
+        ),
         ({"amp": "bf16"}, {"shard_axis": None, "param_dtype": None, "reduce_dtype": None}),
-        ({"amp": "bf16", "sharding": 2, "param_dtype": torch.float32}, {"param_dtype": torch.float32}),
-        ({"param_dtype": torch.bfloat16, "prefetch": 3, "offload": True, "reshard_after_forward": False}, {"param_dtype": torch.bfloat16, "reduce_dtype": None, "prefetch": 3, "offload": True, "reshard_after_forward": False}),
+        (
+            {"amp": "bf16", "sharding": 2, "param_dtype": torch.float32},
+            {"param_dtype": torch.float32},
+        ),
+        (
+            {
+                "param_dtype": torch.bfloat16,
+                "prefetch": 3,
+                "offload": True,
+                "reshard_after_forward": False,
+            },
+            {
+                "param_dtype": torch.bfloat16,
+                "reduce_dtype": None,
+                "prefetch": 3,
+                "offload": True,
+                "reshard_after_forward": False,
+            },
+        ),
         ({"segments": ["blocks.*"]}, {"segments": ("blocks.*",)}),
         ({"pp": 2}, {"mesh": None, "segments": ("tok", "blocks.0", "blocks.1", "head")}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_handed_to_sharded_data_parallelism(fields, expected, monkeypatch):
     seen = {}
 
@@ -607,19 +747,29 @@ def test_how_a_batch_lies():
 # over tp too.
 COLLECTIVES = {
     (1, 1, 32, 1, 1): {
-        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 1, ("all_reduce", "sharding"): 1,
+        ("all_gather", "sharding"): 1,
+        ("reduce_scatter", "sharding"): 1,
+        ("all_reduce", "sharding"): 1,
     },
     (1, 4, 8, 1, 1): {  # four micro-batches, and one sum over the replicas
-        ("all_gather", "sharding"): 4, ("reduce_scatter", "sharding"): 4, ("all_reduce", "dp+sharding"): 4, ("all_reduce", "dp"): 1,
+        ("all_gather", "sharding"): 4,
+        ("reduce_scatter", "sharding"): 4,
+        ("all_reduce", "dp+sharding"): 4,
+        ("all_reduce", "dp"): 1,
     },
     (1, 1, 4, 1, 8): {
-        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 2, ("all_reduce", "sharding"): 1,
+        ("all_gather", "sharding"): 1,
+        ("reduce_scatter", "sharding"): 2,
+        ("all_reduce", "sharding"): 1,
     },
     (1, 4, 2, 1, 4): {
-        ("all_gather", "sharding"): 1, ("reduce_scatter", "sharding"): 2, ("all_reduce", "dp+sharding"): 1,
-        ("all_reduce", "dp"): 2, ("all_reduce", "dp+tp"): 1,
+        ("all_gather", "sharding"): 1,
+        ("reduce_scatter", "sharding"): 2,
+        ("all_reduce", "dp+sharding"): 1,
+        ("all_reduce", "dp"): 2,
+        ("all_reduce", "dp+tp"): 1,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rank", [0, 13])

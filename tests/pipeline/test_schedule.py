@@ -222,9 +222,17 @@ def test_a_new_name_is_one_line_of_the_table(monkeypatch):
         ("1f2b", (2, 2), "no schedule '1f2b'; known: 'gpipe', '1f1b', 'interleaved_1f1b'"),
         ("1f1b", (2, 2, 2), "'1f1b' visits each stage once, and chunks=2"),
         (7, (2, 2), "7 is no schedule; known: 'gpipe'"),
-        (pipeline.gpipe(2, 2), (2, 3), "for 2 stages, 2 micro-batches, 1 chunks, where .* has 2 stages, 3"),
+        (
+            pipeline.gpipe(2, 2),
+            (2, 3),
+            "for 2 stages, 2 micro-batches, 1 chunks, where .* has 2 stages, 3",
+        ),
         (pipeline.gpipe(2, 2), (3, 2), "where the program has 3 stages"),
-        (pipeline.gpipe(2, 2), (2, 2, 2), "where the program has 2 stages, 2 micro-batches, 2 chunks"),
+        (
+            pipeline.gpipe(2, 2),
+            (2, 2, 2),
+            "where the program has 2 stages, 2 micro-batches, 2 chunks",
+        ),
         (lambda p, m, v: pipeline.gpipe(p, 1), (2, 3), "where the program has 2 stages, 3 micro"),
         (lambda p, m, v: None, (2, 3), "is to make a Schedule, and gave None"),
         (Schedule(["F0 B0 B0"]), (1, 1), "B0 more than once"),
@@ -233,7 +241,7 @@ def test_a_new_name_is_one_line_of_the_table(monkeypatch):
         ("gpipe", (1, 1, 0), "chunks=0"),
         ("gpipe", (1, 1.5), "micro_batches=1.5"),
     ],
-)  # fmt: skip
+)
 def test_named_says_what_does_not_fit(schedule, sizes, says):
     with pytest.raises(ValueError, match=says):
         named(schedule, *sizes)

@@ -124,8 +124,12 @@ def check(net, plain, stages, schedule=None):
             assert p.grad is None
             continue
         torch.testing.assert_close(
-            p.grad.full_tensor(), theirs[name].grad, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )  # fmt: skip
+            p.grad.full_tensor(),
+            theirs[name].grad,
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
     for m in (net, plain):
         torch.optim.AdamW(m.parameters(), lr=0.1).step()
     values = {name: whole(p) for name, p in ours.items()}
@@ -142,7 +146,15 @@ SCHEDULES = [None, "gpipe", "1f1b"]
 def test_a_gpt_on_two_stages(schedule, tie):
     net, stages = model(tie=tie), stage_meshes()
     placed = pipeline.split(NAMES, stages, of=net)
-    assert [name for name, _ in placed] == ["tok", "pos", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]  # fmt: skip
+    assert [name for name, _ in placed] == [
+        "tok",
+        "pos",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "norm",
+        "head",
+    ]
     assert placed.counts == (4, 3) and placed.stages == tuple(stages)
     check(net, model(tie=tie), stages, schedule)
 
@@ -325,23 +337,68 @@ def test_what_cannot_be_split():
         for modules, stages, how, words in (
             (three[:1], [a, b], {}, "1 layers on 2 stages"),
             (three, [], {}, "3 layers on 0 stages"),
-            (three, [a, b], {"counts": [3, 0]}, "counts=[3, 0]: one number from 1 up for each of 2 stages, 3 together"),
+            (
+                three,
+                [a, b],
+                {"counts": [3, 0]},
+                "counts=[3, 0]: one number from 1 up for each of 2 stages, 3 together",
+            ),
             (three, [a, b], {"counts": [1, 1]}, "3 together"),
             (three, [a, 1], {}, "got 1"),
             ([three[0], three[0]], [a, b], {}, "'0' is listed twice"),
-            (["tok", "blocks.*", "blocks.0", "head"], [a, b], {"of": net}, "'blocks.0' is listed twice"),
-            (["tok", "blocks", "blocks.0.up"], [a, b], {"of": net}, "'blocks.0.up' is listed, and is a part of 'blocks.0'"),
-            (["tok", "block.*"], [a, b], {"of": net}, "'block.*' matches no module of GPT; there are blocks"),
-            (["tok", "blocks.*", "norm", "head"], [a, b], {"of": net}, "pos.weight: in no layer that is listed"),
+            (
+                ["tok", "blocks.*", "blocks.0", "head"],
+                [a, b],
+                {"of": net},
+                "'blocks.0' is listed twice",
+            ),
+            (
+                ["tok", "blocks", "blocks.0.up"],
+                [a, b],
+                {"of": net},
+                "'blocks.0.up' is listed, and is a part of 'blocks.0'",
+            ),
+            (
+                ["tok", "block.*"],
+                [a, b],
+                {"of": net},
+                "'block.*' matches no module of GPT; there are blocks",
+            ),
+            (
+                ["tok", "blocks.*", "norm", "head"],
+                [a, b],
+                {"of": net},
+                "pos.weight: in no layer that is listed",
+            ),
             (["tok", "pos"], [a, b], {}, "Give of=model"),
             (net, [a, b], {}, "the order in which GPT runs its layers is not known"),
             ([3, "tok"], [a, b], {"of": net}, "3 is neither a module nor a name"),
             ([nn.Tanh(), "tok"], [a, b], {"of": net}, "a listed Tanh is not part of the model"),
-            ([*NAMES[:2], "blocks.*.qkv.*", "blocks.*.norm"], [a, b], {"of": net}, "blocks.0.out.weight, blocks.0.out.bias"),
-            ([net.tok, net.blocks[0].qkv, "head"], [a, b], {"of": net}, "'blocks.0.qkv', a ModuleList, has no forward"),
-            (NAMES, [a, b], {"of": net, "plan": {"block": [dt.Shard(0)]}}, "'block' matches no parameter"),
-            (NAMES, [a, b], {"of": net, "plan": {"head": [dt.Shard(0), dt.Shard(0)]}}, "plan entry 'head'"),
-        ):  # fmt: skip
+            (
+                [*NAMES[:2], "blocks.*.qkv.*", "blocks.*.norm"],
+                [a, b],
+                {"of": net},
+                "blocks.0.out.weight, blocks.0.out.bias",
+            ),
+            (
+                [net.tok, net.blocks[0].qkv, "head"],
+                [a, b],
+                {"of": net},
+                "'blocks.0.qkv', a ModuleList, has no forward",
+            ),
+            (
+                NAMES,
+                [a, b],
+                {"of": net, "plan": {"block": [dt.Shard(0)]}},
+                "'block' matches no parameter",
+            ),
+            (
+                NAMES,
+                [a, b],
+                {"of": net, "plan": {"head": [dt.Shard(0), dt.Shard(0)]}},
+                "plan entry 'head'",
+            ),
+        ):
             with pytest.raises((TypeError, ValueError), match=re.escape(words)):
                 pipeline.split(modules, stages, **how)
         assert before == {name: id(p) for name, p in net.named_parameters()}

@@ -99,7 +99,9 @@ def test_ranks_are_put_together():
 
 
 @pytest.mark.parametrize("cost", [(1, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("made", [pipeline.gpipe(3, 4), pipeline.interleaved_1f1b(2, 3, 2)], ids=["gpipe", "interleaved"])  # fmt: skip
+@pytest.mark.parametrize(
+    "made", [pipeline.gpipe(3, 4), pipeline.interleaved_1f1b(2, 3, 2)], ids=["gpipe", "interleaved"]
+)
 def test_the_timeline_of_a_schedule_has_its_bubble(made, cost):
     run = Timeline.of(made, *cost)
     assert run.bubble == pytest.approx(made.bubble(*cost)) and run.ranks == list(range(made.stages))

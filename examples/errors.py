@@ -1,4 +1,4 @@
-"""When one process of a job fails, all fail with it: one says why, the others end silently."""
+"""When one process of a job fails, all end: one prints why, the others print nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch.distributed as dist
 
 from disttensor.comm.collectives import CommError
 
-# A rank that lost a peer knows only the symptom: the peer tells the cause, or torchrun does and
-# ends this rank. It speaks up only if it is still here after that many seconds.
+# A rank that lost a peer sees a symptom only: the peer, or torchrun, prints the cause and ends this
+# rank. If it still runs after so many seconds, it prints its own error.
 _PATIENCE = 3.0
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run this process's part of a job. If it fails, the first rank that knows why says so."""
+    """Run this process's part of a job. If it fails, the first rank that knows why prints it."""
     try:
         main()
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt:
         _end("interrupted", 130)
-    except SystemExit as wish:
-        if wish.code in (None, 0):
+    except SystemExit as exit:
+        if exit.code in (None, 0):
             raise
-        _end(*(("", wish.code) if isinstance(wish.code, int) else (f"error: {wish.code}", 1)))
+        _end(*(("", exit.code) if isinstance(exit.code, int) else (f"error: {exit.code}", 1)))
     except CommError as error:
         time.sleep(_PATIENCE)
         _end(f"error: {error}", 1)
@@ -54,6 +54,6 @@ def _first() -> bool:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
-        return store.add("one_voice/failures", 1) == 1
+        return store.add("train_gpt/failures", 1) == 1
     except (RuntimeError, KeyError, ValueError):
         return True  # better twice than not at all
