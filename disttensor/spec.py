@@ -53,7 +53,7 @@ class DistSpec:
     shape: torch.Size
     dtype: torch.dtype
     placements: tuple[Placement, ...]
-    local_shape: tuple[int, ...]  # of this rank; (0,), a ghost's, outside the mesh
+    local_shape: tuple[int, ...]  # of this rank; (0,), a token's, outside the mesh
     local_box: Box
     varies: frozenset[int]  # mesh axes over which locals differ
     meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it

@@ -1,8 +1,8 @@
-"""Which backward this is: the only one of its gradients, or one of several micro-batches that add
-up.
+"""Which backward this is: the only one before the gradients are read, or one of several
+micro-batches that add up.
 
-Whoever drives the backwards says so here; whoever reduces gradients asks. Contributions may wait
-for the last of them.
+Set by the code that runs backwards, read by gradient reduction: contributions may wait for the last
+backward.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Window(NamedTuple):
-    """last: no backward follows before the gradients are read. reduce: what those before it do,
-    "scatter" or "none". counted: all backwards are to reach the same parameters."""
+class BackwardContext(NamedTuple):
+    """is_last: no backward follows before the gradients are read. reduce: what those before it do,
+    "scatter" or "none". same_params: all backwards are to reach the same parameters."""
 
-    last: bool = True
+    is_last: bool = True
     reduce: str = "scatter"
-    counted: bool = False
+    same_params: bool = False
 
 
-EACH_TIME = Window()
-_present = [EACH_TIME]
+ONLY = BackwardContext()
+_stack = [ONLY]
 
 
-def present() -> Window:
-    return _present[-1]
+def current_context() -> BackwardContext:
+    return _stack[-1]
 
 
 @contextmanager
-def window(last: bool) -> Iterator[None]:
-    """For backwards of micro-batches in here, of which ``last`` says whether it is the last one."""
-    _present.append(Window(last))
+def backward_context(is_last: bool) -> Iterator[None]:
+    """For backwards of micro-batches in here."""
+    _stack.append(BackwardContext(is_last))
     try:
         yield
     finally:
-        _present.pop()
+        _stack.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from disttensor.autograd.accumulation import Window
+from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
@@ -30,24 +30,24 @@ class Accumulation:
         self.first = None
         self.deferred.clear()
 
-    def after(self, backward: Backward, window: Window) -> None:
+    def after(self, backward: Backward, context: BackwardContext) -> None:
         """After a backward. Raises RuntimeError if it reached other parameters than the first."""
         entered = backward.entered
-        if not window.last:
+        if not context.is_last:
             self.deferred.update(dict.fromkeys(entered))
             for param in [p for s in entered for p in s.copied]:
                 wider = param.sharded_param.dtype
                 if param.spec.dtype is not wider and param.has_grads():
                     param.upcast(wider)
-        elif window.counted:
+        elif context.same_params:
             self._reduce([s for s in self.deferred if s not in entered])
-        for segment in entered if window.last else ():
+        for segment in entered if context.is_last else ():
             self.deferred.pop(segment, None)
-        if window.counted:
+        if context.same_params:
             reached = frozenset(
                 s.leaves[leaf] for s, came in backward.came.items() for leaf in came
             )
-            first, self.first = self.first, None if window.last else self.first or reached
+            first, self.first = self.first, None if context.is_last else self.first or reached
             if first is not None and first != reached:
                 self.first = None
                 raise RuntimeError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.autograd.accumulation import EACH_TIME, Window, present
+from disttensor.autograd.accumulation import ONLY, BackwardContext, current_context
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import SegmentForward
@@ -49,13 +49,13 @@ class Engine:
     ) -> None:  # fmt: skip
         self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        self.window = EACH_TIME  # see ``accumulate``
+        self.context = ONLY  # see ``accumulate``
         self.epoch = 0
         self.order: list[Segment] = []  # in which the forwards of this epoch began
         self.last_order: list[Segment] = []  # the same of the epoch before
         self.backward: Backward | None = None
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
-        self.accumulation = Accumulation(partial(self._reduce, EACH_TIME))
+        self.accumulation = Accumulation(partial(self._reduce, ONLY))
         share_attributes(self.segments)
         _ENGINES.append(weakref.ref(self))
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
@@ -191,9 +191,9 @@ class Engine:
         id = current_backward()
         if self.backward is None or self.backward.id != id:
             self.clean_up()
-            window = self.window if self.window.counted else present()
-            self.backward = Backward(id, partial(self._reduce, window), bounded=self.scatter)
-            after_backward(partial(self._finish, self.backward, window))
+            context = self.context if self.context.same_params else current_context()
+            self.backward = Backward(id, partial(self._reduce, context), bounded=self.scatter)
+            after_backward(partial(self._finish, self.backward, context))
         return self.backward
 
     def _enter(self, forward: SegmentForward) -> None:
@@ -223,19 +223,19 @@ class Engine:
         if segment.shown and not segment.busy and backward.is_done_with(segment):
             segment.free()
 
-    def _reduce(self, window: Window, segment: Segment) -> list[Steps]:
-        if window.reduce == "none" and not window.last:
+    def _reduce(self, context: BackwardContext, segment: Segment) -> list[Steps]:
+        if context.reduce == "none" and not context.is_last:
             return []
         return reductions(
-            segment.params, scatter=self.scatter, last=window.last, dtype=self.reduce_dtype
+            segment.params, scatter=self.scatter, last=context.is_last, dtype=self.reduce_dtype
         )
 
-    def _finish(self, backward: Backward, window: Window) -> None:
+    def _finish(self, backward: Backward, context: BackwardContext) -> None:
         if self.backward is not backward:
             return
         try:
             backward.finish()
-            self.accumulation.after(backward, window)
+            self.accumulation.after(backward, context)
         finally:
             self.backward = None
             for segment in self.segments:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reshard
-from disttensor.autograd.accumulation import Window
+from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.off_mesh import OffMeshSegment
@@ -252,11 +252,11 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
             f"accumulate: {type(module).__name__} holds no DistTensor: give the module that "
             "shard_data_parallel gave"
         )
-    before = [engine.window for engine in engines]
+    before = [engine.context for engine in engines]
     for engine in engines:
-        engine.window = Window(bool(last), reduce, counted=True)
+        engine.context = BackwardContext(bool(last), reduce, same_params=True)
     try:
         yield
     finally:
-        for engine, window in zip(engines, before, strict=True):
-            engine.window = window
+        for engine, context in zip(engines, before, strict=True):
+            engine.context = context

@@ -1,4 +1,4 @@
-"""Calls on a rank outside the mesh: metadata and ghosts, no memory, no kernel.
+"""Calls on a rank outside the mesh: metadata and tokens, no memory, no kernel.
 
 The layout of a result is the rule's, as on the ranks inside; shape, dtype and what depends on what
 come from ``disttensor.meta.infer``, once per kind of call.
@@ -34,7 +34,7 @@ Runner = Callable[[Sequence[Any], Any], Any]
 def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
     """A leaf of ``spec`` on a rank outside its mesh."""
     device = spec.mesh.device
-    return wrap(token.leaf(device, spec.dtype) if requires_grad else token.blank(device), spec)
+    return wrap(token.leaf(device, spec.dtype) if requires_grad else token.detached(device), spec)
 
 
 def runner_of(
@@ -161,7 +161,7 @@ def general(
                     if type(given) is not DistTensor or given.spec is specs[value.number]:
                         return given  # else it was moved first, and what came back is another
                 new = wrap(
-                    token.joined([locals_[i] for i in value.sources], device), specs[value.number]
+                    token.join([locals_[i] for i in value.sources], device), specs[value.number]
                 )
                 if value.viewed is not None and type(tensors[value.viewed]) is DistTensor:
                     views.share(new, tensors[value.viewed])
@@ -202,7 +202,7 @@ def written(
                     f"{name_of(func)}: a leaf Variable that requires grad is being used in an "
                     f"in-place operation: {t!r}"
                 )
-        into = token.joined([t.local for t in tensors if type(t) is DistTensor], mesh.device)
+        into = token.join([t.local for t in tensors if type(t) is DistTensor], mesh.device)
         if into.requires_grad:
             token.replaced[0] += 1
             for t in targets:
@@ -218,7 +218,7 @@ def learned(mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
 
 
 def dressed_as(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result that the ranks inside described (``described``), with ghosts."""
+    """The result that the ranks inside described (``described``), with tokens."""
     tensors = flat((args, kwargs or {}), [])
     device = mesh.device
 
@@ -228,7 +228,7 @@ def dressed_as(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -
                 [t.local for t in tensors if type(t) is DistTensor] if value.requires_grad else []
             )
             spec = DistSpec(mesh, value.layout, value.shape, value.dtype)
-            return wrap(token.joined(sources, device), spec)
+            return wrap(token.join(sources, device), spec)
         if isinstance(value, (list, tuple)):
             return rebuilt(value, [dress(v) for v in value])
         return value

@@ -1,4 +1,4 @@
-"""The warm path of calls on a rank outside the mesh: a new wrapper, and the ghost that it gets.
+"""The warm path of calls on a rank outside the mesh: a new wrapper, and the token that it gets.
 
 Most calls take DistTensors as positional arguments and give tensors that depend on all of them.
 What such a call gives is known when its plan is made; ``disttensor.meta.execute`` keeps the way for
@@ -95,7 +95,7 @@ def _listed(args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
 
 
 def _token(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, bare: Tensor) -> Tensor:
-    """``ghost.joined``, faster."""
+    """``token.join``, faster."""
     joined = nothing
     for i in sources:
         local = args[i].local
@@ -112,7 +112,7 @@ def _token(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, bare:
 def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
     (source,) = sources
     device, meta_tensor = spec.mesh.device, spec.meta_tensor
-    nothing, bare = token.blank(device), token.bare(device)
+    nothing, bare = token.detached(device), token.orphan(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on():
@@ -134,7 +134,7 @@ def _of_one(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
 def _of_two(run: Runner, sources: tuple[int, ...], spec: DistSpec) -> Runner:
     first, second = sources
     device, meta_tensor = spec.mesh.device, spec.meta_tensor
-    nothing, bare = token.blank(device), token.bare(device)
+    nothing, bare = token.detached(device), token.orphan(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on():
@@ -163,7 +163,7 @@ def _one(
     draws: ProcessMesh | None,
 ) -> Runner:
     device, meta_tensor = spec.mesh.device, spec.meta_tensor
-    nothing, bare = token.blank(device), token.bare(device)
+    nothing, bare = token.detached(device), token.orphan(device)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on():
@@ -192,7 +192,7 @@ def _several(
     kind: type,
 ) -> Runner:
     device = specs[0].mesh.device
-    nothing, bare = token.blank(device), token.bare(device)
+    nothing, bare = token.detached(device), token.orphan(device)
     made = list(zip(specs, viewed, strict=True))
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:

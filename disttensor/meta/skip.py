@@ -2,7 +2,7 @@
 inputs.
 
 On a rank outside the mesh of its parameters a module gets a Skip as its ``forward``. The first call
-of a kind runs the real forward on ghosts (``disttensor.meta.trace``) and notes what it gives; the
+of a kind runs the real forward on tokens (``disttensor.meta.trace``) and notes what it gives; the
 next ones are one look-up. Where a forward does what a skipped call would miss, it runs as ever,
 call by call.
 """

@@ -1,8 +1,8 @@
-"""A rehearsal: one run of a module's forward on ghosts that shows what it gives, and whether it may
+"""A rehearsal: one run of a module's forward on tokens that shows what it gives, and whether it may
 be skipped from then on.
 
 It is an ordinary run and what it gives is right in any case; but each input gets a token of its own
-for it, so that the graph of ghosts says which results depend on which inputs. Anything that a call
+for it, so that the graph of tokens says which results depend on which inputs. Anything that a call
 without the forward would miss, such as a message, an assignment or a plain tensor that is read, is
 a reason against skipping.
 """
@@ -91,13 +91,13 @@ def given(out: Out, inputs: Sequence[DistTensor]) -> DistTensor:
     spec, sources, viewed = out
     device = spec.mesh.device
     if sources is None:
-        local = token.blank(device)
+        local = token.detached(device)
     elif len(sources) == 1 and inputs[sources[0]].local.grad_fn is not None:
         local = inputs[sources[0]].local
     elif not sources:
-        local = token.bare(device)
+        local = token.orphan(device)
     else:
-        local = token.joined([inputs[i].local for i in sources], device)
+        local = token.join([inputs[i].local for i in sources], device)
     new = wrap(local, spec)
     if viewed is not None:
         views.share(new, inputs[viewed])
@@ -204,7 +204,7 @@ def _described(value: DistTensor, tokens: dict[Any, int], numbers: dict[int, int
 def _reached(local: Tensor, tokens: dict[Any, int]) -> tuple[int, ...]:
     """The inputs on whose tokens ``local`` depends. Raises Unfit where it depends on a token that
     no input has."""
-    nothing = token.bare(local.device).grad_fn
+    nothing = token.orphan(local.device).grad_fn
     found, seen, queue = set[int](), set[Any](), [local.grad_fn]
     while queue:
         node: Any = queue.pop()

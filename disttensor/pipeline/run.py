@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd.accumulation import window
+from disttensor.autograd.accumulation import backward_context
 from disttensor.comm import collectives, p2p
 from disttensor.mesh import ProcessMesh
 from disttensor.pipeline.coroutine import Coroutine
@@ -112,7 +112,7 @@ def _carry_out(
     final = {a.chunk: a for a in row if a.kind == "B"}  # the last backward of each visit
     for action in row:
         if action not in done:
-            with window(last=action is final.get(action.chunk)):
+            with backward_context(is_last=action is final.get(action.chunk)):
                 running[action.micro_batch].carry_out(action)
 
 

@@ -53,7 +53,7 @@ class Transfer:
     def start_back(self, grad: Tensor | None) -> Work[Tensor]:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
-            grad = token.blank(self.dst.mesh.device, self.dst.dtype)
+            grad = token.detached(self.dst.mesh.device, self.dst.dtype)
         return start_back(grad, self.src, self.dst, self.tag)
 
 
@@ -115,7 +115,7 @@ class Tape:
     def __exit__(self, *exc: object) -> None:
         TAPE.reset(self._token)
 
-    # Forward: called by disttensor.tensor.cross_mesh ----------------------------------------------
+    # Forward: called by disttensor.tensor.reshard -------------------------------------------------
 
     def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
         """The program goes from one mesh to another, whether this rank has a part in it or not."""

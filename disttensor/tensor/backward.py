@@ -146,7 +146,7 @@ def autograd_grad(
         pieces = [(axes, g) for axes, _ in leaves_of_x if (g := next(found)) is not None]
         if isinstance(x, MeshTensor) and not x.is_initialized:
             spec = grad_spec(x, ())
-            result.append(x.like(token.blank(spec.mesh.device), spec))
+            result.append(x.like(token.detached(spec.mesh.device), spec))
         elif pieces:
             result.append(
                 as_gradient(x, *combined(x, pieces)) if isinstance(x, MeshTensor) else pieces[0][1]

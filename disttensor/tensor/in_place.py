@@ -100,7 +100,7 @@ def _replace_token(x: MeshTensor, requires_grad: bool) -> None:
     """The token of a leaf that requires grad, or of one that does not."""
     device = x.spec.mesh.device
     token.replaced[0] += 1
-    x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.blank(device)
+    x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.detached(device)
 
 
 def _sharing(x: InPlace, local: Tensor) -> Any:

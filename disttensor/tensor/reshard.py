@@ -152,7 +152,7 @@ def _cross(x: T, dst: DistSpec) -> T:
     if not sends and not receives:
         if where is None or where.source is None:
             p2p.next_tag()
-        return x.like(token.joined([local], dst.mesh.device), dst)
+        return x.like(token.join([local], dst.mesh.device), dst)
     held = recompute.drawn(where)
     tag = p2p.next_tag() if held is None else -1
     repeated = held is not None
@@ -165,8 +165,8 @@ def _cross(x: T, dst: DistSpec) -> T:
     if where is not None:  # a region that is computed again sends and receives nothing again
         recompute.note(where, held)
     if not needed:
-        return x.like(held.detach() if receives else token.blank(dst.mesh.device), dst)
-    reached = local if sends or local.grad_fn is not None else token.blank(src.mesh.device)
+        return x.like(held.detach() if receives else token.detached(dst.mesh.device), dst)
+    reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)
     if tape is not None and not repeated:
         return x.like(tape.cut(reached, held, src, dst, tag), dst)
     return x.like(cross_mesh(reached, token.anchor(held.device), [held], src, dst, tag), dst)

@@ -56,7 +56,7 @@ def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
     src = dt.shard_tensor(torch.zeros(1), ProcessMesh(OUTSIDE, ("y",))).spec
     if not full.requires_grad:
         return x
-    blank = token.blank(torch.device("cpu"))
+    blank = token.detached(torch.device("cpu"))
     with torch.enable_grad():
         local = cross_mesh(blank, token.anchor(blank.device), [x.local], src, x.spec, tag)
     return wrap(local, x.spec)
