@@ -47,6 +47,8 @@ with _versions.importing():
     import disttensor.patches.autograd_function
     import disttensor.patches.checkpoint  # noqa: F401
 
+__version__ = _versions.__version__
+
 __all__ = [
     "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
     "Explanation", "FallbackWarning", "Group",

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import disttensor as dt
 
@@ -133,5 +134,5 @@ def _file(text: str) -> Path:
     return path
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     raise SystemExit(f"{message} (--help lists the options)")

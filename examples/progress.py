@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-try:
+DRAWS = find_spec("matplotlib") is not None
+if DRAWS:
     from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
 
 
 class Progress:
@@ -51,7 +51,7 @@ class Progress:
 
 def save_curve(losses: Sequence[float], path: str) -> str:
     """Draw the losses into a PNG. Returns what to tell the user: where it is, or why not."""
-    if Figure is None:
+    if not DRAWS:
         return "no loss curve: matplotlib is not installed (pip install 'disttensor[plot]')"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -11,11 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
+import disttensor
 from disttensor import versions
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 PIN = re.compile(r"^torch==([\d.]+)$", re.MULTILINE)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    text = (ROOT / "disttensor" / "versions.py").read_text()
+    assert f'\n__version__ = "{disttensor.__version__}"' in text  # a literal: read, not imported
+    attribute = PYPROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "disttensor.versions.__version__"
+    assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
 
 
 def import_on(version: str, first: str = "") -> subprocess.CompletedProcess[str]:
