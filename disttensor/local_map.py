@@ -53,9 +53,8 @@ def local_map(
             "local_map: out_placements says what the results are; give placements for each result"
         )
 
-    known: Cache[Any, Any] = Cache(
-        256
-    )  # what ranks outside the mesh have been told, by kind of call
+    # What ranks outside the mesh have been told, by kind of call.
+    known: Cache[Any, Any] = Cache(256)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = flat((args, kwargs), [])
@@ -64,12 +63,15 @@ def local_map(
         mesh = one_mesh(fn, tensors)
         single = not _nested(out_placements)
         outs = [out_placements] if single else list(out_placements)
+        shapes = [out_shapes] * len(outs) if single or out_shapes is None else list(out_shapes)
         wanted = list(in_placements) if _nested(in_placements) else [in_placements] * len(tensors)
-        if len(wanted) != len(tensors):
-            raise ValueError(
-                f"local_map: in_placements has {len(wanted)} entries, the call has {len(tensors)} "
-                "tensors"
-            )
+        grads = in_grad_placements or [None] * len(tensors)
+        for name, listed in (("in_placements", wanted), ("in_grad_placements", grads)):
+            if len(listed) != len(tensors):
+                raise ValueError(
+                    f"local_map: {name} has {len(listed)} entries, the call has {len(tensors)} "
+                    "tensors"
+                )
         specs = []
         for t, w in zip(tensors, wanted, strict=True):
             spec = t.spec if isinstance(t, DistTensor) else plain_spec(t, mesh)
@@ -81,47 +83,20 @@ def local_map(
             vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
         key = _kind(args, kwargs, tensors) if out_shapes is not None else None
         if mesh.coordinate is None:  # the ranks inside say what came out
-            told = (
-                known[key]
-                if key is not None and key in known
-                else objects.recv_object(mesh.ranks, mesh.device)
-            )
+            heard = key in known
+            told = known[key] if heard else objects.recv_object(mesh.ranks, mesh.device)
             if key is not None:
                 known[key] = told
             return execute.dressed_as(told, mesh, args, kwargs)
-        numbers = iter(range(len(tensors)))
-        given: list[torch.Tensor] = []
-
-        def take(t: torch.Tensor) -> torch.Tensor:
-            given.append(taken(t))
-            return given[-1]
-
-        def taken(t: torch.Tensor) -> torch.Tensor:
-            i = next(numbers)
-            spec = specs[i]
-            x = t if isinstance(t, DistTensor) else replicated_of(t, mesh)
-            whole = spec.layout.varies()
-            axes = tuple(sorted(a for a in vary if a not in whole))
-            if in_grad_placements is not None and in_grad_placements[i] is not None:
-                grads = layout_of(in_grad_placements[i], spec.ndim, mesh.ndim)
-                axes = tuple(sorted(grads.partial_axes - whole))
-                typed = dual(Typed(spec, axes))[0].spec
-                if (
-                    typed.layout != grads
-                ):  # the gradient arrives in another layout than the argument's dual
-                    return _regrad(moved_for(x, spec, ()), spec, spec.with_layout(grads))
-            return moved_for(x, spec, axes)
-
-        result = fn(*substitute(args, take), **substitute(kwargs, take))
+        given = [
+            _local_of(t if isinstance(t, DistTensor) else replicated_of(t, mesh), spec, vary, g)
+            for t, spec, g in zip(tensors, specs, grads, strict=True)
+        ]
+        left = iter(given)
+        call = substitute((args, kwargs), lambda _: next(left))
+        result = fn(*call[0], **call[1])
         lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
         pieces = [result] if lone else list(result)
-        shapes = (
-            [None] * len(outs)
-            if out_shapes is None
-            else [out_shapes]
-            if single
-            else list(out_shapes)
-        )
         if len(pieces) != len(outs):
             raise ValueError(
                 f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}"
@@ -139,13 +114,26 @@ def local_map(
             for p, o, s in zip(pieces, outs, shapes, strict=True)
         ]
         result = dressed[0] if lone else rebuilt(result, dressed)
-        if key is None or key not in known:
+        if key not in known:
             objects.send_object(described(result), mesh.ranks, mesh.device)
         if key is not None:
             known[key] = True
         return result
 
     return run
+
+
+def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) -> torch.Tensor:
+    """The local of x in ``spec``, for a use that varies over the axes ``vary``; or whose gradient has
+    the given placements."""
+    apart = spec.layout.varies()
+    if placements is None:
+        return moved_for(x, spec, tuple(sorted(vary - apart)))
+    grads = layout_of(placements, spec.ndim, spec.mesh.ndim)
+    axes = tuple(sorted(grads.partial_axes - apart))
+    if dual(Typed(spec, axes))[0].spec.layout == grads:
+        return moved_for(x, spec, axes)
+    return _regrad(moved_for(x, spec, ()), spec, spec.with_layout(grads))
 
 
 def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:

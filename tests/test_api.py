@@ -328,6 +328,8 @@ def test_local_map_says_what_is_wrong():
         dt.local_map(torch.sin)
     with pytest.raises(ValueError, match="no argument is a DistTensor"):
         dt.local_map(torch.sin, out_placements=(R, R))(torch.ones(3))
+    with pytest.raises(ValueError, match="in_grad_placements has 2 entries, the call has 1 tensor"):
+        dt.local_map(torch.sin, out_placements=(R, R), in_grad_placements=(None, None))(x)
     with pytest.raises(ValueError, match="in_placements has 2 entries, the call has 1"):
         dt.local_map(torch.sin, in_placements=((S0, R), (R, R)), out_placements=(S0, R))(x)
     with pytest.raises(ValueError, match="gave 1 results, out_placements describes 2"):
