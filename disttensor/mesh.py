@@ -76,7 +76,7 @@ class ProcessMesh:
         meshes = runtime.current().meshes
         key = (array.shape, ranks, names, device_type)
         if key in meshes:
-            return meshes[key]  # type: ignore[no-any-return]
+            return meshes[key]
         self = super().__new__(cls)
         self.ranks, self.shape, self.dim_names = ranks, tuple(array.shape), names
         self.device_type = device_type

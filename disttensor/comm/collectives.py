@@ -223,7 +223,8 @@ def reduce_scatter(
         # gloo's own works in the calling thread, at two to three times the cost of an exchange.
         rows = torch.empty_like(buffer).view(n, -1)
         fn: Any = all_to_all_single
-        args = group.pg, rows.view(-1), buffer.view(-1), [], [], _options("AllToAllOptions", True)
+        options = _options("AllToAllOptions", True)
+        args: tuple[Any, ...] = (group.pg, rows.view(-1), buffer.view(-1), [], [], options)
 
         def finish() -> Tensor:
             wire.add_up(group.to_members(list(rows)), total.view(-1), op)
@@ -258,8 +259,8 @@ def all_to_all(pieces: Sequence[Tensor], numels: Sequence[int], group: Group) ->
     scale = 1 if given is send else send.itemsize
     sizes = [n * scale for n in numels], [p.numel() * scale for p in pieces]
     args = group.pg, target, given, *sizes, _options("AllToAllOptions", False)
-    got = lambda: list(group.to_members(out.split(list(numels))))  # noqa: E731
-    return run("all_to_all", group, send, share, all_to_all_single, args, got)
+    whole = run("all_to_all", group, send, share, all_to_all_single, args, lambda: out)
+    return list(group.to_members(whole.split(list(numels))))
 
 
 def all_to_all_even(x: Tensor, group: Group) -> Tensor:
@@ -270,9 +271,9 @@ def all_to_all_even(x: Tensor, group: Group) -> Tensor:
     x = group.to_backend(x)
     out = torch.empty_like(x)
     options = _options("AllToAllOptions", False)
-    args = group.pg, wire.sendable(out), wire.sendable(x), [], [], options
-    got = lambda: group.to_members(out)  # noqa: E731
-    return run("all_to_all", group, x, (n - 1) / n, all_to_all_single, args, got)
+    args: tuple[Any, ...] = (group.pg, wire.sendable(out), wire.sendable(x), [], [], options)
+    run("all_to_all", group, x, (n - 1) / n, all_to_all_single, args, lambda: out)
+    return group.to_members(out)
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:

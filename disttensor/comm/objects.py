@@ -29,7 +29,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     unknown = torch.empty(0)  # how much is sent differs between ranks, and is not counted
     args = out, value, group.pg
     fn = dist.all_gather_object
-    return collectives.run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))  # type: ignore[no-any-return]
+    return collectives.run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))
 
 
 def others(ranks: Sequence[int]) -> list[int]:

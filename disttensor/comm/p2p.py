@@ -187,7 +187,7 @@ def _post(
     """gloo: every message on its own, as bytes, in any dtype."""
     if not sends and not receives:
         return [], []
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     works = [[group.recv([as_bytes(x)], source, tag)] for source, x in receives]
     return works, [group.send([as_bytes(x)], to, tag) for to, x in sends]
 
