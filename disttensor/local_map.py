@@ -124,8 +124,8 @@ def local_map(
 
 
 def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) -> torch.Tensor:
-    """The local of x in ``spec``, for a use that varies over the axes ``vary``; or whose gradient has
-    the given placements."""
+    """The local of x in ``spec`` for a use that varies over the axes ``vary``, or whose gradient
+    has the given placements."""
     apart = spec.layout.varies()
     if placements is None:
         return moved_for(x, spec, tuple(sorted(vary - apart)))

@@ -22,6 +22,7 @@ class BackwardContext(NamedTuple):
 
 
 ONLY = BackwardContext()
+# Of the process, and no context variable: hooks ask in the threads of autograd, which see none.
 _stack = [ONLY]
 
 

@@ -131,7 +131,7 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
 
 @cache
 def _linger() -> None:
-    """At exit, give gloo's threads a moment to let go of the last tensors. One that asks for the GIL
-    to do so while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in
+    """At exit, give gloo's threads a moment to let go of the last tensors. One that asks for the
+    GIL to do so while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in
     plain torch programs too)."""
     atexit.register(time.sleep, 0.1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextvars import ContextVar
 
 from disttensor.comm import collectives, objects
 from disttensor.pipeline.timeline import Event, Timeline
 
-_open: list[Recorder] = []
+_open: ContextVar[tuple[Recorder, ...]] = ContextVar("recorders", default=())
 
 
 class Recorder:
@@ -24,11 +25,11 @@ class Recorder:
         self.events: list[Event] = []
 
     def __enter__(self) -> Recorder:
-        _open.append(self)
+        _open.set((*_open.get(), self))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _open.remove(self)
+        _open.set(tuple(one for one in _open.get() if one is not self))
 
     def timeline(self) -> Timeline:
         """Of all ranks, which all make this call. The clock is one machine's."""
@@ -49,8 +50,9 @@ def record() -> Recorder:
 
 def note(kind: str, stage: int, micro_batch: int, chunk: int, start: float) -> None:
     """A forward, a backward or a wait that began at ``start`` and ends now."""
-    if _open:
+    recorders = _open.get()
+    if recorders:
         end = time.perf_counter()
         event = Event(collectives.world()[0], stage, kind, micro_batch, chunk, start, end)
-        for recorder in _open:
+        for recorder in recorders:
             recorder.events.append(event)
