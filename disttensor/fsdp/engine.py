@@ -182,7 +182,9 @@ class Engine:
             for leaf in new:
                 at = len(segment.leaves)
                 segment.leaves.append(param.name)
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, segment, at))
+                # Weak: a hook of autograd is no part of what the garbage collector sees.
+                hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at)
+                leaf.register_post_accumulate_grad_hook(hook)
 
     # Backward -------------------------------------------------------------------------------------
 
@@ -214,7 +216,7 @@ class Engine:
             for segment in [*backward.leave(forward.segment), forward.segment]:
                 self._free(backward, segment)
 
-    def _arrived(self, segment: Segment, leaf: int, _: Tensor) -> None:
+    def _arrived(self, segment: Segment, leaf: int) -> None:
         backward = self._present()
         for one in [*backward.arrived(segment, leaf), segment]:
             self._free(backward, one)
@@ -266,6 +268,14 @@ class Engine:
                 param.drop()
         if not some_left:
             self.accumulation.restart()
+
+
+def _arrived(
+    engine: weakref.ref[Engine], segment: weakref.ref[Segment], leaf: int, _: Tensor
+) -> None:
+    owner, of = engine(), segment()
+    if owner is not None and of is not None:
+        owner._arrived(of, leaf)
 
 
 # Of all engines: called by what reads, drops or abandons gradients --------------------------------

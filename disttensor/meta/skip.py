@@ -9,7 +9,6 @@ call by call.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from disttensor.meta.guards import Subtree
+from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import CONSTANTS, Case, rehearse
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
@@ -60,7 +60,7 @@ def attach(module: nn.Module) -> None:
         worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
         callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
         if worth and callable_ and _lies_elsewhere(m):
-            m.__dict__["forward"] = Skip(m)
+            Skip(m).put()
 
 
 def _lies_elsewhere(m: nn.Module) -> bool:
@@ -70,7 +70,7 @@ def _lies_elsewhere(m: nn.Module) -> bool:
     )
 
 
-class Skip:
+class Skip(InstanceForward):
     """The ``forward`` of one module on a rank outside. Copied and pickled with it, without what it
     has noted."""
 
@@ -87,10 +87,6 @@ class Skip:
         self._flags: tuple[bool, ...] | None = None
         self._changes = self._trials = self._hits = 0
         self._why = ""  # this module is never skipped
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self.module).forward.__get__(self.module))
 
     def changed(self, name: str) -> None:
         """Somebody assigned to an attribute of the module or of one in it."""

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.skip import Skip
 from disttensor.nn.names import find_modules, has_forward
 
 
-class Recomputed:
-    """The ``forward`` of one module, under torch.utils.checkpoint. Copied and pickled with it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self.module).forward.__get__(self.module))
+class Recomputed(InstanceForward):
+    """The forward under torch.utils.checkpoint."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward
-        return checkpoint(forward, self.module, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.class_forward, *args, use_reentrant=False, **kwargs)
 
 
 def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules that ``names`` mean: exact, or globs in which ``*`` stands for one part of a
-    name, as "blocks.*"; the elements in place of a ModuleList. Raises ValueError for a name that
-    means none, and for what cannot be wrapped."""
+    """The modules that ``names`` and globs mean, elements in place of a ModuleList. Raises
+    ValueError for a name that means none, and for what cannot be wrapped."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for pattern in names:
         hits = find_modules(model, pattern, "Strategy: recompute=")
@@ -60,4 +51,4 @@ def recompute(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     }
     for module in modules:
         if id(module) not in elsewhere:
-            module.__dict__["forward"] = Recomputed(module)
+            Recomputed(module).put()

@@ -3,7 +3,9 @@ as it was."""
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.support.training import (
     adamw,
     at_rest,
     compare,
+    engine,
     full,
     gradients,
     line,
@@ -444,3 +447,17 @@ def test_an_exception_in_a_backward(where, stage):
             loss.backward()
     usable(model)
     assert [id(p) for p in model.parameters()] == [id(p) for p in held]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_module_that_is_dropped_takes_its_engine_along(stage):
+    def engine_of_a_step():
+        model = dt.shard_data_parallel(mlp(), line(), segments=EACH, stage=stage)
+        squares(model, batch())
+        return weakref.ref(engine(model))
+
+    engine_of_a_step()  # what torch and dispatch keep of a first call
+    last = engine_of_a_step()
+    gc.collect()
+    assert last() is None

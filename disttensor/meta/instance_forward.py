@@ -1,0 +1,25 @@
+"""A callable in place of the ``forward`` of one module."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+class InstanceForward:
+    """Has the signature of the forward of the module's class; copied and pickled with the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def class_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def put(self) -> None:
+        self.module.__dict__["forward"] = self
