@@ -16,6 +16,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute, infer
 from disttensor.placement import Placement
 from disttensor.random import state
+from disttensor.random.factories import make_local
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
@@ -206,7 +207,7 @@ def from_fn(
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
-    local = state.born(fn, spec, args, kwargs)
+    local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
     if layout.partial:

@@ -1,5 +1,5 @@
-"""Random numbers by position in the program: the counter, factories that are born sharded, the
-generator itself.
+"""Random numbers by position in the program: the counter of calls (state.py), the generator
+(philox.py), what is drawn from it (distributions.py), and factories that draw one rank's piece.
 
 Not here: which torch function draws what (``ops.random``).
 """

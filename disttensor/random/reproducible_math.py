@@ -1,10 +1,11 @@
-"""log, exp, sin and the normal quantile out of ``+ - * / sqrt`` alone: the same bits everywhere.
+"""log, exp, sin and the normal quantile, with the same bits on every machine.
 
-torch's own log, cos or sigmoid may differ in the last bit between the vectorised body and the tail
-of one tensor (measured: float32 sigmoid), between CPUs, and between CPU and CUDA; a shard would
-then differ from the same piece of the whole. IEEE 754 fixes the five operations used here to one
-correctly rounded result, and each is one torch kernel, so no compiler can fuse two of them.
-All functions take float64, work elementwise, and return a new tensor.
+Promised: equal float64 inputs give equal bits, whatever the length of the tensor, the CPU or GPU
+and the number of threads; the error is about 1 ulp. torch's own functions do not promise this: the
+vectorised body and the tail of one tensor may differ in the last bit (measured: float32 sigmoid),
+and then a shard would differ from the same piece of the whole. Here everything is made of
+``+ - * / sqrt``, which IEEE 754 rounds in one way, and each is one torch kernel, so that no
+compiler can fuse two of them. All functions work elementwise and return a new tensor.
 """
 
 from __future__ import annotations

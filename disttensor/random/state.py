@@ -1,21 +1,20 @@
-"""Random numbers: replicas draw the same, shards draw different ones, and torch's own generator is
-left alone.
+"""The seed, the counter of random calls and the policy; what one call draws.
 
 The position in the program decides, not the rank: every random call takes the next number of a
 counter that all ranks keep alike. Two policies say what that number becomes (``rng``):
 
-    "invariant"   numbers by global element index (disttensor.random.philox): any mesh and placement gives the same bits.
-                  The default of factories, initialization and sampling
-    "fast"        torch's own generator and kernels, seeded for this call and for this rank's place on the axes that
-                  split the tensor. The default of dropout and its like
+    "invariant"   numbers by global element index (philox.py): any mesh and placement gives the same
+                  bits. The default of factories, initialization and sampling
+    "fast"        torch's own generator and kernels, seeded for this call and for this rank's place
+                  on the axes that split the tensor. The default of dropout and its like
 
-A recomputation under activation checkpointing repeats the calls of its forward: see
+Replicas draw the same, shards draw different numbers, and torch's own generator is left alone. A
+recomputation under activation checkpointing repeats the calls of its forward: see
 disttensor.autograd.recompute.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +26,8 @@ import torch
 from disttensor.autograd import recompute
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
-from disttensor.random import philox
-from disttensor.random.philox import derive
-from disttensor.spec import DistSpec
+from disttensor.random import distributions
+from disttensor.random.philox import Source, derive
 
 Tensor = torch.Tensor
 _POLICIES = ("invariant", "fast")
@@ -113,9 +111,10 @@ class Draw:
     def numbers(
         self, kind: str, piece: Any, dtype: torch.dtype, device: Any, **options: Any
     ) -> Tensor:
-        """``kind``: a function of disttensor.random.philox."""
-        draw: Callable[..., Tensor] = getattr(philox, kind)
-        return draw(*self.key, piece.shape, *piece.local_box, dtype, device, **options)
+        """``kind``: the name of a function of distributions.py."""
+        draw: Callable[..., Tensor] = getattr(distributions, kind)
+        source = Source(*self.key, piece.shape, piece.local_box, device)
+        return draw(source, dtype, **options)
 
     def seeded(self, axes: Axes, device: torch.device) -> Seeded:
         place = self.mesh.coordinate or (0,) * self.mesh.ndim
@@ -154,35 +153,19 @@ def _dropout(input: Any, p: float = 0.5, *flags: Any, **named: Any) -> bool:
     return p == 0.0 or not named.get("train", named.get("training", flags[0] if flags else True))
 
 
-def _native_dropout(input: Any, p: float, train: Any = True) -> bool:
-    return train is False
-
-
-def _rrelu(
-    input: Any, lower: float = 0.0, upper: float = 0.0, training: bool = False, *_: Any, **__: Any
-) -> bool:
-    return not training
-
-
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    **__: Any,
-) -> bool:
-    return not dropout_p
-
-
-# Functions whose rules draw or not by the values of a call, by name without the "_" at its end:
-# which calls draw nothing.
+# Which calls draw nothing, of the functions whose rules draw or not by the values of a call (by
+# name, without the "_" at its end).
 IDLE: dict[str, Callable[..., bool]] = {
-    "dropout": _dropout, "feature_dropout": _dropout, "alpha_dropout": _dropout,
+    "dropout": _dropout,
+    "feature_dropout": _dropout,
+    "alpha_dropout": _dropout,
     "feature_alpha_dropout": _dropout,
-    "native_dropout": _native_dropout, "rrelu": _rrelu, "scaled_dot_product_attention": _attention,
-}  # fmt: skip
+    "native_dropout": lambda input, p, train=True: train is False,
+    "rrelu": lambda input, lower=0.0, upper=0.0, training=False, *_, **__: not training,
+    "scaled_dot_product_attention": (
+        lambda query, key, value, attn_mask=None, dropout_p=0.0, *_, **__: not dropout_p
+    ),
+}
 
 
 class Seeded:
@@ -241,73 +224,3 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
         if note is None:
             _State.calls += 1
         recompute.note(where, fresh)
-
-
-# Factories ----------------------------------------------------------------------------------------
-
-_PLAIN = frozenset({torch.zeros, torch.ones, torch.empty, torch.full})
-
-
-def born(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
-    """This rank's piece of what a random factory gives for the shape of ``spec``, or None for a
-    factory that draws nothing.
-
-    A factory that is not torch's own runs on the local shape, its numbers seeded for this call and
-    place.
-    """
-    if fn in _PLAIN:
-        return None
-    make = _BORN.get(fn)
-    device = spec.mesh.device
-    if make is None:
-        with forked(spec.mesh, tuple(sorted(spec.layout.sharded))):
-            return fn(spec.local_shape, *args, dtype=spec.dtype, device=device, **kwargs)
-    generator = kwargs.get("generator")
-    unknown = [name for name in kwargs if name != "generator"]
-    if unknown:
-        raise TypeError(f"{fn.__name__} on a mesh: unknown argument {unknown[0]!r}")
-    return make(draw(spec.mesh, "invariant", generator), spec, *args)
-
-
-def _rand(this: Draw, spec: DistSpec) -> Tensor:
-    return _either(this, "uniform", spec, lambda shape, **how: torch.rand(shape, **how))
-
-
-def _randn(this: Draw, spec: DistSpec) -> Tensor:
-    return _either(this, "normal", spec, lambda shape, **how: torch.randn(shape, **how))
-
-
-def _randint(this: Draw, spec: DistSpec, *bounds: int) -> Tensor:
-    """``randint(shape, high)`` or ``randint(shape, low, high)``; int64 unless an integer dtype is
-    given."""
-    low, high = (0, *bounds)[-2:]
-    typed = spec.with_dtype(torch.int64) if spec.dtype == torch.get_default_dtype() else spec
-    return _either(
-        this,
-        "integers",
-        typed,
-        lambda shape, **how: torch.randint(low, high, shape, **how),
-        low=low,
-        high=high,
-    )
-
-
-def _randperm(this: Draw, spec: DistSpec) -> Tensor:
-    dtype = torch.int64 if spec.dtype == torch.get_default_dtype() else spec.dtype
-    whole = philox.permutation(*this.key, math.prod(spec.shape), spec.mesh.device).to(dtype)
-    return whole.narrow(0, spec.local_box.offset[0], spec.local_shape[0]).clone()
-
-
-def _either(
-    this: Draw, kind: str, spec: DistSpec, fast: Callable[..., Tensor], **options: Any
-) -> Tensor:
-    device = spec.mesh.device
-    if this.invariant:
-        return this.numbers(kind, spec, spec.dtype, device, **options)
-    with this.seeded(tuple(spec.layout.sharded), device):
-        return fast(spec.local_shape, dtype=spec.dtype, device=device)
-
-
-_BORN: dict[Any, Callable[..., Tensor]] = {
-    torch.rand: _rand, torch.randn: _randn, torch.randint: _randint, torch.randperm: _randperm,
-}  # fmt: skip

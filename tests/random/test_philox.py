@@ -11,24 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from disttensor.random import philox, reproducible_math
+from disttensor.layout import Box
+from disttensor.random import distributions, philox, reproducible_math
 
 HALF = (torch.float16, torch.bfloat16)
 REAL = (torch.float64, torch.float32, *HALF)
 COMPLEX = (torch.complex64, torch.complex128)
 DRAWS: list[tuple[Callable[..., Tensor], torch.dtype, dict[str, Any]]] = [
-    *((philox.uniform, dtype, {"low": -0.3, "high": 0.7}) for dtype in (*REAL, *COMPLEX)),
-    *((philox.normal, dtype, {"mean": 0.1, "std": 3.0}) for dtype in (*REAL, *COMPLEX)),
-    *((philox.truncated_normal, dtype, {}) for dtype in REAL),
-    *((philox.exponential, dtype, {}) for dtype in REAL),
-    *((philox.log_normal, dtype, {"std": 1.0}) for dtype in REAL),
-    *((philox.cauchy, dtype, {}) for dtype in REAL),
-    (philox.geometric, torch.float32, {"p": 0.2}),
-    (philox.geometric, torch.int64, {"p": 0.2}),
-    (philox.bernoulli, torch.bool, {"p": 0.3}),
-    (philox.bernoulli, torch.float32, {"p": 0.3}),
-    (philox.integers, torch.int64, {"low": -5, "high": 1 << 40}),
-    (philox.integers, torch.uint8, {"low": 0, "high": 256}),
+    *((distributions.uniform, dtype, {"low": -0.3, "high": 0.7}) for dtype in (*REAL, *COMPLEX)),
+    *((distributions.normal, dtype, {"mean": 0.1, "std": 3.0}) for dtype in (*REAL, *COMPLEX)),
+    *((distributions.truncated_normal, dtype, {}) for dtype in REAL),
+    *((distributions.exponential, dtype, {}) for dtype in REAL),
+    *((distributions.log_normal, dtype, {"std": 1.0}) for dtype in REAL),
+    *((distributions.cauchy, dtype, {}) for dtype in REAL),
+    (distributions.geometric, torch.float32, {"p": 0.2}),
+    (distributions.geometric, torch.int64, {"p": 0.2}),
+    (distributions.bernoulli, torch.bool, {"p": 0.3}),
+    (distributions.bernoulli, torch.float32, {"p": 0.3}),
+    (distributions.integers, torch.int64, {"low": -5, "high": 1 << 40}),
+    (distributions.integers, torch.uint8, {"low": 0, "high": 256}),
 ]
 draws = pytest.mark.parametrize(
     ("draw", "dtype", "options"), DRAWS, ids=[f"{f.__name__}-{str(d)[6:]}" for f, d, _ in DRAWS]
@@ -38,7 +39,16 @@ draws = pytest.mark.parametrize(
 def whole(draw: Callable[..., Tensor], shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
     shape = (shape,) if isinstance(shape, int) else shape
     seed, call = options.pop("seed", 7), options.pop("call", 3)
-    return draw(seed, call, shape, (0,) * len(shape), shape, dtype, "cpu", **options)
+    return draw(piece_of(shape, seed=seed, call=call), dtype, **options)
+
+
+def piece_of(
+    shape: Any, offset: Any = None, sizes: Any = None, seed: int = 7, call: int = 3,
+    device: str = "cpu",
+) -> philox.Source:  # fmt: skip
+    """Where the numbers of a box come from; without one, of the whole."""
+    box = Box((0,) * len(shape), shape) if offset is None else Box(offset, sizes)
+    return philox.Source(seed, call, shape, box, device)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -104,18 +114,20 @@ def test_bits_match_python_integers() -> None:
 def test_values_match_python_integers() -> None:
     lanes = [reference(7, 3, i) for i in range(50)]
     wide = [(a << 21 | b >> 11) * 2.0**-53 for a, b, _, _ in lanes]
-    assert whole(philox.uniform, 50, torch.float64).tolist() == wide
+    assert whole(distributions.uniform, 50, torch.float64).tolist() == wide
     narrow = [(a >> 8) * 2.0**-24 for a, _, _, _ in lanes]
-    assert whole(philox.uniform, 50, torch.float32).tolist() == narrow
+    assert whole(distributions.uniform, 50, torch.float32).tolist() == narrow
     ranges = [(0, 2), (-3, 4), (0, 2**32), (5, 2**32 + 6), (0, 2**63), (-(2**63), 2**63), (9, 10)]
     for low, high in ranges:
         big = [a << 96 | b << 64 | c << 32 | d for a, b, c, d in lanes]
         expected = [low + (r * (high - low) >> 128) for r in big]
-        assert whole(philox.integers, 50, torch.int64, low=low, high=high).tolist() == expected
+        assert (
+            whole(distributions.integers, 50, torch.int64, low=low, high=high).tolist() == expected
+        )
 
 
 def test_normal_has_the_same_bits_on_every_machine() -> None:
-    got = whole(philox.normal, 4, torch.float64, mean=1.0, std=2.0)
+    got = whole(distributions.normal, 4, torch.float64, mean=1.0, std=2.0)
     assert [x.hex() for x in got.tolist()] == [
         "-0x1.91a5378f9f04ep-1",
         "-0x1.02f7900007ba0p+0",
@@ -153,7 +165,7 @@ def test_global_index_is_the_position_in_the_whole(
     shape: tuple[int, ...], offset: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     full = torch.arange(math.prod(shape)).view(shape)
-    got = philox.global_index(shape, offset, sizes, "cpu")
+    got = philox.global_index(shape, Box(offset, sizes), "cpu")
     assert got.dtype == torch.int64
     assert torch.equal(got, full[slices(offset, sizes)])
 
@@ -163,16 +175,16 @@ def test_global_index_is_the_same_for_any_chunk(step: int, monkeypatch: pytest.M
     monkeypatch.setattr(philox, "_chunk", lambda device: step)
     for shape, offset, sizes in BOXES:
         full = torch.arange(math.prod(shape)).view(shape)
-        got = philox.global_index(shape, offset, sizes, "cpu")
+        got = philox.global_index(shape, Box(offset, sizes), "cpu")
         assert torch.equal(got, full[slices(offset, sizes)])
 
 
 def test_global_index_beyond_32_bits() -> None:
     shape, offset = (1 << 20, 1 << 20), ((1 << 20) - 2, (1 << 20) - 3)
-    assert philox.global_index(shape, offset, (2, 3), "cpu").tolist() == [
+    assert philox.global_index(shape, Box(offset, (2, 3)), "cpu").tolist() == [
         [(offset[0] + i << 20) + offset[1] + j for j in range(3)] for i in range(2)
     ]
-    got = philox.normal(1, 2, shape, offset, (2, 3), torch.float32, "cpu")
+    got = distributions.normal(piece_of(shape, offset, (2, 3), 1, 2), torch.float32)
     assert got.unique().numel() == 6
 
 
@@ -182,7 +194,7 @@ def test_boxes_equal_the_whole(
 ) -> None:
     for shape, offset, sizes in BOXES:
         full = whole(draw, shape, dtype, **options)
-        piece = draw(7, 3, shape, offset, sizes, dtype, "cpu", **options)
+        piece = draw(piece_of(shape, offset, sizes), dtype, **options)
         assert piece.dtype == dtype and piece.is_contiguous()
         assert same_bits(piece, full[slices(offset, sizes)])
 
@@ -217,56 +229,56 @@ def test_chunks_leave_no_seam(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape, offset, sizes = (9, 7, 11), (2, 0, 3), (6, 7, 5)
-    expected = draw(7, 3, shape, offset, sizes, dtype, "cpu", **options)
+    expected = draw(piece_of(shape, offset, sizes), dtype, **options)
     for step in (1, 3, 5, 64, 100):
         monkeypatch.setattr(philox, "_chunk", lambda device, step=step: step)
-        assert same_bits(draw(7, 3, shape, offset, sizes, dtype, "cpu", **options), expected)
+        assert same_bits(draw(piece_of(shape, offset, sizes), dtype, **options), expected)
 
 
 def test_large_piece_equals_the_whole() -> None:
-    full = whole(philox.normal, (300, 1001), torch.float32)
-    piece = philox.normal(7, 3, (300, 1001), (1, 500), (299, 501), torch.float32, "cpu")
+    full = whole(distributions.normal, (300, 1001), torch.float32)
+    piece = distributions.normal(piece_of((300, 1001), (1, 500), (299, 501)), torch.float32)
     assert same_bits(piece, full[1:, 500:])
 
 
 def test_bernoulli_takes_probabilities_of_the_piece() -> None:
     p = torch.linspace(0, 1, 5003)
-    full = whole(philox.bernoulli, 5003, torch.float32, p=p)
-    piece = philox.bernoulli(7, 3, (5003,), (1001,), (3,), torch.float32, "cpu", p=p[1001:1004])
+    full = whole(distributions.bernoulli, 5003, torch.float32, p=p)
+    piece = distributions.bernoulli(piece_of((5003,), (1001,), (3,)), torch.float32, p=p[1001:1004])
     assert same_bits(piece, full[1001:1004])
     assert full[0] == 0 and full[-1] == 1
     assert abs((full - p).mean().item()) < 0.02
     grid = p[:4998].view(7, 714).t()  # not contiguous
     assert torch.equal(
-        whole(philox.bernoulli, (714, 7), torch.bool, p=grid),
-        whole(philox.bernoulli, (714, 7), torch.bool, p=grid.contiguous()),
+        whole(distributions.bernoulli, (714, 7), torch.bool, p=grid),
+        whole(distributions.bernoulli, (714, 7), torch.bool, p=grid.contiguous()),
     )
 
 
 def test_narrow_dtypes_are_the_wide_ones_rounded() -> None:
-    wide = whole(philox.normal, 999, torch.float64)
-    assert same_bits(whole(philox.normal, 999, torch.float32), wide.float())
-    assert same_bits(whole(philox.normal, 999, torch.bfloat16), wide.float().bfloat16())
-    wide = whole(philox.uniform, 999, torch.float64)
-    assert (wide - whole(philox.uniform, 999, torch.float32)).abs().max() < 2.0**-24
+    wide = whole(distributions.normal, 999, torch.float64)
+    assert same_bits(whole(distributions.normal, 999, torch.float32), wide.float())
+    assert same_bits(whole(distributions.normal, 999, torch.bfloat16), wide.float().bfloat16())
+    wide = whole(distributions.uniform, 999, torch.float64)
+    assert (wide - whole(distributions.uniform, 999, torch.float32)).abs().max() < 2.0**-24
 
 
 def test_draws_are_plain_values_in_any_mode() -> None:
-    expected = whole(philox.normal, 9, torch.float32)
+    expected = whole(distributions.normal, 9, torch.float32)
     state = torch.random.get_rng_state()
     with torch.inference_mode():
-        assert same_bits(whole(philox.normal, 9, torch.float32), expected)
+        assert same_bits(whole(distributions.normal, 9, torch.float32), expected)
     with torch.device("meta"):
-        assert same_bits(whole(philox.normal, 9, torch.float32), expected)
-        assert whole(philox.uniform, 9, torch.float32, low=1, high=2).min() >= 1
-        assert philox.permutation(1, 2, 9, "cpu").device.type == "cpu"
+        assert same_bits(whole(distributions.normal, 9, torch.float32), expected)
+        assert whole(distributions.uniform, 9, torch.float32, low=1, high=2).min() >= 1
+        assert distributions.permutation(1, 2, 9, "cpu").device.type == "cpu"
     assert not expected.requires_grad
     assert torch.equal(torch.random.get_rng_state(), state), "torch's own generator is not touched"
 
 
 def test_meta_has_shape_and_no_work() -> None:
     huge = (1 << 30, 1 << 20)
-    got = philox.normal(0, 0, huge, (0, 0), huge, torch.bfloat16, "meta")
+    got = distributions.normal(piece_of(huge, device="meta"), torch.bfloat16)
     assert got.shape == huge and got.dtype == torch.bfloat16 and got.is_meta
 
 
@@ -297,52 +309,58 @@ def test_distributions(dtype: torch.dtype, seed: int) -> None:
     def sample(draw: Callable[..., Tensor], **options: Any) -> Tensor:
         return whole(draw, N, dtype, seed=seed, **options)
 
-    assert ks(sample(philox.uniform), lambda x: x) < 2.2
-    assert ks(sample(philox.uniform, low=-3.0, high=5.0), lambda x: (x + 3) / 8) < 2.2
-    assert ks(sample(philox.normal), phi) < 2.2
-    assert ks(sample(philox.normal, mean=-1.0, std=0.02), lambda x: phi((x + 1) / 0.02)) < 2.2
-    assert ks(sample(philox.exponential, rate=2.0), lambda x: -torch.expm1(-2 * x)) < 2.2
-    assert ks(sample(philox.log_normal, mean=0.5), lambda x: phi((x.log() - 0.5) / 2)) < 2.2
-    assert ks(sample(philox.cauchy, sigma=2.0), lambda x: (x / 2).atan() / math.pi + 0.5) < 2.2
+    assert ks(sample(distributions.uniform), lambda x: x) < 2.2
+    assert ks(sample(distributions.uniform, low=-3.0, high=5.0), lambda x: (x + 3) / 8) < 2.2
+    assert ks(sample(distributions.normal), phi) < 2.2
+    assert (
+        ks(sample(distributions.normal, mean=-1.0, std=0.02), lambda x: phi((x + 1) / 0.02)) < 2.2
+    )
+    assert ks(sample(distributions.exponential, rate=2.0), lambda x: -torch.expm1(-2 * x)) < 2.2
+    assert ks(sample(distributions.log_normal, mean=0.5), lambda x: phi((x.log() - 0.5) / 2)) < 2.2
+    assert (
+        ks(sample(distributions.cauchy, sigma=2.0), lambda x: (x / 2).atan() / math.pi + 0.5) < 2.2
+    )
     mass = math.erf(math.sqrt(2.0))
-    assert ks(sample(philox.truncated_normal), lambda x: (phi(x) - (1 - mass) / 2) / mass) < 2.2
+    assert (
+        ks(sample(distributions.truncated_normal), lambda x: (phi(x) - (1 - mass) / 2) / mass) < 2.2
+    )
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 def test_moments(dtype: torch.dtype) -> None:
     for draw, mean, var in [
-        (philox.uniform, 1 / 2, 1 / 12),
-        (philox.normal, 0.0, 1.0),
-        (philox.exponential, 1.0, 1.0),
-        (philox.truncated_normal, 0.0, 0.7737413),
+        (distributions.uniform, 1 / 2, 1 / 12),
+        (distributions.normal, 0.0, 1.0),
+        (distributions.exponential, 1.0, 1.0),
+        (distributions.truncated_normal, 0.0, 0.7737413),
     ]:
         got_mean, got_var = moments(whole(draw, N, dtype))
         assert abs(got_mean - mean) < 4.5 * math.sqrt(var / N)
         assert abs(got_var / var - 1) < 0.02
-    fourth = whole(philox.normal, N, dtype).double().pow(4).mean().item()
+    fourth = whole(distributions.normal, N, dtype).double().pow(4).mean().item()
     assert abs(fourth - 3) < 0.15
 
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
 def test_complex_parts_are_independent(dtype: torch.dtype) -> None:
-    z = torch.view_as_real(whole(philox.normal, N, dtype, mean=2.0, std=3.0)).double()
+    z = torch.view_as_real(whole(distributions.normal, N, dtype, mean=2.0, std=3.0)).double()
     assert (z.mean(0) - torch.tensor([2.0, 0.0])).abs().max() < 0.03
     assert (torch.cov(z.T) - 4.5 * torch.eye(2)).abs().max() < 0.1
-    z = torch.view_as_real(whole(philox.uniform, N, dtype)).double()
+    z = torch.view_as_real(whole(distributions.uniform, N, dtype)).double()
     assert abs(torch.corrcoef(z.T)[0, 1].item()) < 0.015
 
 
 def test_neighbours_are_uncorrelated() -> None:
-    x = whole(philox.normal, N, torch.float64)
-    rows = [x[:-1], x[1:], whole(philox.normal, N, torch.float64, call=4)[:-1]]
-    rows.append(whole(philox.normal, N, torch.float64, seed=8)[:-1])
+    x = whole(distributions.normal, N, torch.float64)
+    rows = [x[:-1], x[1:], whole(distributions.normal, N, torch.float64, call=4)[:-1]]
+    rows.append(whole(distributions.normal, N, torch.float64, seed=8)[:-1])
     off = torch.corrcoef(torch.stack(rows)) - torch.eye(4)
     assert off.abs().max() < 0.015
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 10, 1000])
 def test_integers_are_flat(n: int) -> None:
-    x = whole(philox.integers, N, torch.int64, low=-1, high=n - 1)
+    x = whole(distributions.integers, N, torch.int64, low=-1, high=n - 1)
     counts = torch.bincount(x + 1, minlength=n).double()
     assert counts.numel() == n
     chi2 = ((counts - N / n) ** 2 / (N / n)).sum().item()
@@ -351,7 +369,7 @@ def test_integers_are_flat(n: int) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.9, 1.0])
 def test_bernoulli_rate(p: float) -> None:
-    rate = whole(philox.bernoulli, N, torch.float64, p=p).mean().item()
+    rate = whole(distributions.bernoulli, N, torch.float64, p=p).mean().item()
     assert abs(rate - p) <= 4.5 * math.sqrt(p * (1 - p) / N)
 
 
@@ -360,7 +378,7 @@ def test_bernoulli_rate(p: float) -> None:
     ("low", "high"), [(0.0, 1.0), (1.0, 2.0), (-1.0, 1.0), (-0.1, 0.1), (3.0, 3.0), (-2.0, 0.0)]
 )
 def test_uniform_stays_below_high(dtype: torch.dtype, low: float, high: float) -> None:
-    x = whole(philox.uniform, N, dtype, low=low, high=high)
+    x = whole(distributions.uniform, N, dtype, low=low, high=high)
     first, last = torch.tensor([low, high], dtype=dtype)
     assert x.min() >= first
     assert (x < last).all() if low < high else (x == first).all()
@@ -373,16 +391,16 @@ def test_uniform_of_the_extreme_words(dtype: torch.dtype, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(philox, "bits", extreme)
     for low, high in [(0.0, 1.0), (1.0, 2.0), (-1.0, 0.0), (100.0, 101.0)]:
-        x = whole(philox.uniform, 3, dtype, low=low, high=high)
+        x = whole(distributions.uniform, 3, dtype, low=low, high=high)
         assert (x < high).all() and (x >= low).all()
-    assert whole(philox.exponential, 3, dtype).min() > 0
-    assert whole(philox.normal, 3, dtype).isfinite().all()
-    assert (whole(philox.bernoulli, 3, dtype, p=1.0) == 1).all()
+    assert whole(distributions.exponential, 3, dtype).min() > 0
+    assert whole(distributions.normal, 3, dtype).isfinite().all()
+    assert (whole(distributions.bernoulli, 3, dtype, p=1.0) == 1).all()
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (2.0, 3.0), (-9.0, -6.0), (5.0, math.inf)])
 def test_truncated_normal_keeps_its_bounds(low: float, high: float) -> None:
-    x = whole(philox.truncated_normal, N, torch.float64, low=low, high=high)
+    x = whole(distributions.truncated_normal, N, torch.float64, low=low, high=high)
     assert x.min() >= low and x.max() <= high
     below, above = (torch.special.ndtr(doubles(-abs(v))) for v in (low, high))
     if low >= 0:
@@ -393,7 +411,7 @@ def test_truncated_normal_keeps_its_bounds(low: float, high: float) -> None:
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.999])
 def test_geometric(p: float) -> None:
-    got = whole(philox.geometric, N, torch.int64, p=p)
+    got = whole(distributions.geometric, N, torch.int64, p=p)
     assert got.min() == 1
     for k in range(1, 6):
         expected = (1 - p) ** k
@@ -403,10 +421,14 @@ def test_geometric(p: float) -> None:
 
 def test_permutation() -> None:
     for n in (0, 1, 2, 17, 1000):
-        assert torch.equal(philox.permutation(1, 2, n, "cpu").sort().values, torch.arange(n))
-    assert torch.equal(philox.permutation(1, 2, 99, "cpu"), philox.permutation(1, 2, 99, "cpu"))
-    assert not torch.equal(philox.permutation(1, 2, 99, "cpu"), philox.permutation(1, 3, 99, "cpu"))
-    places = torch.stack([philox.permutation(1, c, 5, "cpu") for c in range(2000)])
+        assert torch.equal(distributions.permutation(1, 2, n, "cpu").sort().values, torch.arange(n))
+    assert torch.equal(
+        distributions.permutation(1, 2, 99, "cpu"), distributions.permutation(1, 2, 99, "cpu")
+    )
+    assert not torch.equal(
+        distributions.permutation(1, 2, 99, "cpu"), distributions.permutation(1, 3, 99, "cpu")
+    )
+    places = torch.stack([distributions.permutation(1, c, 5, "cpu") for c in range(2000)])
     counts = torch.stack([torch.bincount(column, minlength=5) for column in places.T])
     assert (counts - 400).abs().max() < 90
 
@@ -455,7 +477,7 @@ def ulps(got: Tensor, expected: Tensor) -> float:
 
 
 def test_log_and_sine_are_accurate() -> None:
-    u = whole(philox.uniform, N, torch.float64)[1:]
+    u = whole(distributions.uniform, N, torch.float64)[1:]
     x = torch.cat([u, 1 - u * 1e-9, u * 1e-290, doubles(2.3e-308, 1.0, 0.5**0.5, 1e300)])
     assert ulps(reproducible_math.log(x), x.log()) <= 3
     t = torch.cat([u, -u, u * 1e-9, doubles(-1.0, 0.0, 1.0)])
@@ -463,7 +485,7 @@ def test_log_and_sine_are_accurate() -> None:
 
 
 def test_exp_is_accurate() -> None:
-    u = whole(philox.uniform, N, torch.float64)
+    u = whole(distributions.uniform, N, torch.float64)
     x = torch.cat([u, -u, u * 709, u * -708, u * 1e-9, doubles(0.0, -0.0)])
     assert ulps(reproducible_math.exp(x), x.exp()) <= 2
     assert reproducible_math.exp(doubles(-1e9, -800.0, 710.0, 1e9)).tolist() == [
@@ -475,7 +497,7 @@ def test_exp_is_accurate() -> None:
 
 
 def test_normal_quantile_is_accurate() -> None:
-    p = whole(philox.uniform, 2000, torch.float64)
+    p = whole(distributions.uniform, 2000, torch.float64)
     p = torch.cat([p, p * 1e-5, p * 1e-30, doubles(1e-300, 0.075, 0.925, 1 - 1e-12)])
     expected = [statistics.NormalDist().inv_cdf(v) for v in p.tolist()]
     torch.testing.assert_close(
@@ -489,21 +511,27 @@ def test_normal_quantile_is_accurate() -> None:
 @pytest.mark.parametrize(
     ("draw", "dtype", "options", "error", "message"),
     [
-        (philox.uniform, torch.int32, {}, TypeError, "integers"),
-        (philox.normal, torch.int32, {}, TypeError, "floating"),
-        (philox.uniform, torch.float32, {"low": 2.0, "high": 1.0}, ValueError, "low <= high"),
-        (philox.uniform, torch.float16, {"low": -6e4, "high": 7e4}, ValueError, "finite"),
-        (philox.uniform, torch.float32, {"high": math.nan}, ValueError, "low <= high"),
-        (philox.normal, torch.float32, {"std": -1.0}, ValueError, "std=-1.0"),
-        (philox.exponential, torch.float32, {"rate": 0.0}, ValueError, "positive"),
-        (philox.bernoulli, torch.float32, {"p": 1.5}, ValueError, "0 <= p <= 1"),
-        (philox.bernoulli, torch.float32, {"p": torch.ones(3)}, ValueError, "this piece"),
-        (philox.integers, torch.int64, {"low": 3, "high": 3}, ValueError, "low < high"),
-        (philox.integers, torch.int64, {"low": 0, "high": 2**63 + 1}, ValueError, "int64"),
-        (philox.truncated_normal, torch.float32, {"low": 3.0}, ValueError, "low <= high"),
-        (philox.log_normal, torch.float32, {"std": 0.0}, ValueError, "positive"),
-        (philox.cauchy, torch.float32, {"sigma": 0.0}, ValueError, "positive"),
-        (philox.geometric, torch.float32, {"p": 1.0}, ValueError, "0 < p < 1"),
+        (distributions.uniform, torch.int32, {}, TypeError, "integers"),
+        (distributions.normal, torch.int32, {}, TypeError, "floating"),
+        (
+            distributions.uniform,
+            torch.float32,
+            {"low": 2.0, "high": 1.0},
+            ValueError,
+            "low <= high",
+        ),
+        (distributions.uniform, torch.float16, {"low": -6e4, "high": 7e4}, ValueError, "finite"),
+        (distributions.uniform, torch.float32, {"high": math.nan}, ValueError, "low <= high"),
+        (distributions.normal, torch.float32, {"std": -1.0}, ValueError, "std=-1.0"),
+        (distributions.exponential, torch.float32, {"rate": 0.0}, ValueError, "positive"),
+        (distributions.bernoulli, torch.float32, {"p": 1.5}, ValueError, "0 <= p <= 1"),
+        (distributions.bernoulli, torch.float32, {"p": torch.ones(3)}, ValueError, "this piece"),
+        (distributions.integers, torch.int64, {"low": 3, "high": 3}, ValueError, "low < high"),
+        (distributions.integers, torch.int64, {"low": 0, "high": 2**63 + 1}, ValueError, "int64"),
+        (distributions.truncated_normal, torch.float32, {"low": 3.0}, ValueError, "low <= high"),
+        (distributions.log_normal, torch.float32, {"std": 0.0}, ValueError, "positive"),
+        (distributions.cauchy, torch.float32, {"sigma": 0.0}, ValueError, "positive"),
+        (distributions.geometric, torch.float32, {"p": 1.0}, ValueError, "0 < p < 1"),
     ],
 )
 def test_bad_options(
@@ -522,4 +550,4 @@ def test_bad_options(
 )
 def test_a_box_outside_the_tensor(offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"global shape \(4, 3\)"):
-        philox.normal(0, 0, (4, 3), offset, sizes, torch.float32, "cpu")
+        distributions.normal(piece_of((4, 3), offset, sizes), torch.float32)
