@@ -10,7 +10,7 @@ What is registered, by the placement of an axis before and after (one file per k
 Two reductions have no shortcut between them, so P(sum) -> P(max) goes through Replicate.
 ``exchange`` is not bound to a pair: it takes several axes from any S and R to any other at once,
 a change of the order of axes on one dim included. ``choose`` finds the cheapest sequence of steps
-and ``run`` takes it. Between two meshes pieces are sent from rank to rank (``crossing``).
+and ``run`` takes it. Between two meshes pieces are sent from rank to rank (``cross_mesh``).
 
 Axes of a joint collective make the same transition; the group is the product of the axes. If
 reductions of different kinds wait on several axes, the last mesh axis is reduced first, as the

@@ -3,12 +3,12 @@ rest.
 
 Nothing here is collective but what ``choose`` does on a mesh: sending returns at once, receives are
 posted before anything is sent, and only the receiver waits, where it asks for the result. What is
-sent to whom is planned in ``crossing_plan`` and ``routing``.
+sent to whom is planned in ``cross_mesh_plan`` and ``routing``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +19,7 @@ from disttensor.layout import Box
 from disttensor.placement import neutral_element
 from disttensor.spec import DistSpec
 from reshard import planner
-from reshard.cross_mesh_plan import Crossing, plan_crossing
+from reshard.cross_mesh_plan import CrossMeshPlan, plan_between
 from reshard.planner import Step
 from reshard.registry import Axes, Tensor
 from reshard.routing import Routes
@@ -29,88 +29,83 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]
     """Post and send what this rank has to; called on every rank of either mesh, or on all.
 
     ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
-    result is a view of it only where the whole crossing moves nothing, on any rank. ``tag``:
+    result is a view of it only where nothing moves, on any rank. ``tag``:
     ``p2p.next_tag()``, which every rank of the world must call. Not differentiable.
     """
-    crossing = plan_crossing(src, dst)
+    plan = plan_between(src, dst)
     if src.mesh.coordinate is not None:
         if local.shape != src.local_shape:
             raise ValueError(
                 f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece "
                 f"of {src!r} is {src.local_shape}; nothing was moved"
             )
-        local = planner.run(local, src, crossing.before)
+        local = planner.run(local, src, plan.before)
     elif dst.mesh.coordinate is None:
         return finished(_empty(dst))
-    arrived = send_recv(local, crossing, tag)
+    arrived = send_recv(local, plan, tag)
     if dst.mesh.coordinate is None:
         return Work(arrived)
-    return Work(lambda: planner.run(arrived(), crossing.after, dst))
+    return Work(lambda: planner.run(arrived(), plan.after, dst))
 
 
-def send_recv(x: Tensor, crossing: Crossing, tag: int) -> Callable[[], Tensor]:
-    """The messages of a crossing: from the local of ``before`` to (when called) that of
-    ``after``."""
-    rank = collectives.world()[0]
-    how, after = _routes(crossing, rank), crossing.after
+def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Callable[[], Tensor]:
+    """The messages of a plan: from the local of ``before`` to (when called) that of ``after``."""
+    routes, after = _routes(plan, collectives.world()[0]), plan.after
+    source, target, kept = routes.source, routes.target, routes.kept
     dtype, device = after.dtype, after.mesh.device
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     x = x.detach()
-    sends = [(to, packed(x, how.source, boxes)) for to, boxes in how.sends]
-    receives = [(source, sum(box.numel for box in boxes)) for source, boxes in how.receives]
-    pending = p2p.transfer(sends, receives, dtype, device, tag, crossing)
+    sends = [(to, packed(x, source, box)) for to, box in routes.sends]
+    receives = [(sender, box.numel) for sender, box in routes.receives]
+    pending = p2p.transfer(sends, receives, dtype, device, tag, plan)
     place = after.mesh.coordinate
     if place is None:
         return lambda: _empty(after)
-    if how.target is None:
-        return lambda: fill(_empty(after), place, crossing)
-    target = how.target
-    if how.source and how.kept == target and not (crossing.once or crossing.routing.messages):
-        whole = target.cut(x, how.source)
+    if target is None:
+        return lambda: fill(_empty(after), place, plan)
+    if source and kept == target and not (plan.once or plan.routing.messages):
+        whole = target.cut(x, source)
         return lambda: whole
-    if len(pending) == 1 and how.receives[0][1] == (target,):
-        return lambda: fill(pending[0].wait().view(target.shape), place, crossing)
+    if len(pending) == 1 and routes.receives[0][1] == target:
+        return lambda: fill(pending[0].wait().view(target.shape), place, plan)
     out = torch.empty(target.shape, dtype=dtype, device=device)
-    if how.source and how.kept:
-        how.kept.cut(out, target).copy_(how.kept.cut(x, how.source))
+    if source and kept:
+        kept.cut(out, target).copy_(kept.cut(x, source))
 
     def assembled() -> Tensor:
-        for message, (_, boxes) in zip(pending, how.receives, strict=True):
-            for piece, box in zip(
-                message.wait().split([*(box.numel for box in boxes)]), boxes, strict=True
-            ):
-                box.cut(out, target).copy_(piece.view(box.shape))
-        return fill(out, place, crossing)
+        for message, (_, box) in zip(pending, routes.receives, strict=True):
+            box.cut(out, target).copy_(message.wait().view(box.shape))
+        return fill(out, place, plan)
 
     return assembled
 
 
 @cached(1024)
-def _routes(crossing: Crossing, rank: int) -> Routes:
-    return crossing.routes(rank)
+def _routes(plan: CrossMeshPlan, rank: int) -> Routes:
+    return plan.routing.of(rank)
 
 
-def packed(x: Tensor, outer: Box | None, boxes: Sequence[Box]) -> Tensor:
-    """The boxes of x, flat and one after the other, in memory of their own."""
+def packed(x: Tensor, outer: Box | None, box: Box) -> Tensor:
+    """The box of x, flat, in memory of its own."""
     assert outer is not None
-    return torch.cat([box.cut(x, outer).reshape(-1) for box in boxes])
+    return box.cut(x, outer).clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def _empty(spec: DistSpec) -> Tensor:
     return torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device)
 
 
-def fill(x: Tensor, place: Axes, crossing: Crossing) -> Tensor:
+def fill(x: Tensor, place: Axes, plan: CrossMeshPlan) -> Tensor:
     """Reductions made on arrival at ``place``: the first rank of an axis has the value, the others
     what changes nothing. Of several axes the last is reduced first."""
-    for axis, op in crossing.once:
+    for axis, op in plan.once:
         if place[axis]:
             x = torch.full_like(
                 x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format
             )
         elif op == "avg":
-            x = x * crossing.after.mesh.shape[axis]
+            x = x * plan.after.mesh.shape[axis]
     return x
 
 
@@ -129,14 +124,14 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
 
 @cached(1024)
 def _across(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
-    crossing = plan_crossing(src, dst)
-    before, after = crossing.before, crossing.after
+    plan = plan_between(src, dst)
+    before, after = plan.before, plan.after
     names = ("+".join(spec.mesh.dim_names) for spec in (src, dst))
 
     def move(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-        return send_recv(x, crossing, p2p.next_tag())()
+        return send_recv(x, plan, p2p.next_tag())()
 
-    step = Step("send_recv", " -> ".join(names), (), crossing.most, before, after, move)
+    step = Step("send_recv", " -> ".join(names), (), plan.most, before, after, move)
     return (*planner.choose(src, before), step, *planner.choose(after, dst))
 
 

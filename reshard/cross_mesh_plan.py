@@ -15,16 +15,16 @@ from disttensor.cache import cached
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
 from reshard import planner
-from reshard.graph import _KINDS
+from reshard.graph import REDUCTION_KIND
 from reshard.registry import Axes
-from reshard.routing import Routes, Routing, routing
+from reshard.routing import Routing, between
 from reshard.validate import check
 
 Reductions = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Crossing:
+class CrossMeshPlan:
     """How a tensor goes from ``src`` to ``dst`` on another mesh.
 
     ``before``: what src is brought to on its own mesh. ``after``: what arrives: of a reduction that
@@ -49,28 +49,24 @@ class Crossing:
         """Bytes that the rank which sends most sends."""
         return max(self.routing.sent.values()) * self.src.dtype.itemsize
 
-    def routes(self, rank: int) -> Routes:
-        """What ``rank`` sends, receives and keeps."""
-        return self.routing.of(rank)
-
     def __str__(self) -> str:
         return f"{self.src!r} on {self.src.mesh!r} -> {self.dst!r} on {self.dst.mesh!r}"
 
 
 @cached(1024)
-def plan_crossing(src: DistSpec, dst: DistSpec) -> Crossing:
-    """The cheapest crossing: fewest bytes on the wire, then fewest messages.
+def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
+    """The cheapest plan: fewest bytes on the wire, then fewest messages.
 
     Raises ValueError for specs that do not fit, TypeError for a reduction that has no meaning.
     """
     check(src, dst)
     after, made = _arriving(dst)
-    best: tuple[float, int, Crossing] | None = None
+    best: tuple[float, int, CrossMeshPlan] | None = None
     for kept in dict.fromkeys((_staying(src, dst, made), ())):
         once = tuple(entry for entry in made if entry not in kept)
         for before in _ready(src, kept):
-            routes = routing(before, after, _axes(kept), _axes(once))
-            one = Crossing(src, dst, before, after, once, routes)
+            routes = between(before, after, _axes(kept), _axes(once))
+            one = CrossMeshPlan(src, dst, before, after, once, routes)
             price = planner.cost(src, before) * src.mesh.size + one.nbytes
             if best is None or (price, len(routes.messages)) < best[:2]:
                 best = price, len(routes.messages), one
@@ -94,7 +90,7 @@ def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
         return ()
     mine = set(_axes(own))
     both = tuple(entry for entry in partial if entry in made and entry[0] not in mine)
-    one_kind = len({_KINDS[op] for _, op in (*partial, *made)}) == 1
+    one_kind = len({REDUCTION_KIND[op] for _, op in (*partial, *made)}) == 1
     return both if one_kind or partial == made == both else ()
 
 

@@ -25,7 +25,8 @@ State = tuple[Dims, Reductions, tuple[tuple[int, Placement], ...]]
 LATENCY = 16 * 1024  # a collective costs as much as sending so many bytes
 STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
 
-_KINDS = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "prod": 3}
+# Reductions of one kind may be done in any order.
+REDUCTION_KIND = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "prod": 3}
 
 
 class Edge(NamedTuple):
@@ -89,7 +90,7 @@ class Graph:
             yield from self.reductions(state, mine)
         if dims != self.dims:
             yield from self.gathers(state, mine)
-            yield from self.crossings(state, mine)
+            yield from self.all_to_alls(state, mine)
             yield from self.slices(state, mine)
             yield from self.exchanges(state, mine)
         if partial != self.partial:
@@ -102,7 +103,7 @@ class Graph:
     def reductions(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
         """P -> R and P -> S, for every set of axes that wait for one reduction."""
         dims, partial, own = state
-        blocked = len({_KINDS[op] for _, op in (*partial, *self.partial)}) > 1
+        blocked = len({REDUCTION_KIND[op] for _, op in (*partial, *self.partial)}) > 1
         open_axes = [
             (a, op) for a, op in partial if a not in mine and (blocked or self.ops.get(a) != op)
         ]
@@ -128,7 +129,7 @@ class Graph:
                 axes = concerned(dims, after)
                 yield self.edge(Shard, Replicate, axes, dims, (after, partial, own))
 
-    def crossings(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def all_to_alls(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
         """S(i) -> S(j), where that puts the minor axes of dim i in place on dim j."""
         dims, partial, own = state
         for i, now in enumerate(dims):
@@ -287,7 +288,7 @@ def _without(dims: Dims, axis: int) -> Dims | None:
 
 def _inner(axis: int, op: str, pending: Reductions) -> bool:
     """Whether a reduction on ``axis`` can be made or done: none of another kind waits inside."""
-    return all(a < axis or _KINDS[other] == _KINDS[op] for a, other in pending)
+    return all(a < axis or REDUCTION_KIND[other] == REDUCTION_KIND[op] for a, other in pending)
 
 
 def _subsets(axes: list[int]) -> Iterator[Axes]:

@@ -1,49 +1,66 @@
-"""Who sends what to whom when a tensor goes from one mesh to another: pure, the same on every rank.
+"""Who sends what to whom, in one mesh or between two: pure, the same on every rank.
 
 The locals of the source cut the tensor into cells; ranks that are replicas hold the same cell. A
 receiver needs the part of each cell that lies in its target box, except of the cell that it holds
-itself. Every other part comes from one rank that holds the cell: of those with the least to send so
-far, the next one after the receiver's own place. So replicas share the work, and between meshes of
-one shape with equal placements each rank sends to the one at its own coordinate.
-
-Reductions that travel unreduced (``kept`` axes) stay on their coordinates: what lies at i on such
-an axis goes to i on the same axis of the other mesh.
+itself. Every other part comes from one rank that holds the cell: the ``nearest``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from disttensor.cache import cached
 from disttensor.layout import Box
 from disttensor.spec import DistSpec
+from reshard.registry import Axes
 
-Axes = tuple[int, ...]
-Key = tuple[Axes, Box]  # coordinates on the kept axes, and the box of a cell
-Parcel = tuple[int, tuple[Box, ...]]  # the other rank, and what goes in one message
+Key = tuple[Axes, Box]  # coordinates on the axes of reductions that stay, and the box of a cell
+Message = tuple[int, Box]  # the other rank, and what is sent
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Of one rank: what it has, what it needs, and the messages between. None: nothing."""
+    """Of one rank: what it has, what it needs, what of that it has, and messages. None: nothing."""
 
-    source: Box | None = None
-    target: Box | None = None
-    kept: Box | None = None
-    sends: tuple[Parcel, ...] = ()
-    receives: tuple[Parcel, ...] = ()
+    source: Box | None
+    target: Box | None
+    kept: Box | None
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
 
 
-@dataclass(eq=False, slots=True)
 class Routing:
-    """The messages of all ranks: ``messages[sender, receiver]`` is what goes in one message."""
+    """The messages of all ranks: ``messages[sender, receiver]``. A rank holds one cell, so there is
+    at most one between two ranks.
 
-    held: dict[int, Key]
-    needed: dict[int, Key]
-    messages: dict[tuple[int, int], list[Box]]
-    sent: dict[int, int] = field(default_factory=dict)  # elements, by sender
+    ``nearest(receiver, holder, elements)`` orders the holders of a cell; ``elements`` are those
+    that the holder has to send so far.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[int, Key],
+        needed: Mapping[int, Key],
+        nearest: Callable[[int, int, int], tuple[Any, ...]],
+    ) -> None:
+        self.held, self.needed = held, needed
+        self.messages: dict[tuple[int, int], Box] = {}
+        self.sent = dict.fromkeys(held, 0)  # elements, by sender
+        holders: dict[Key, list[int]] = {}
+        for rank, key in held.items():
+            holders.setdefault(key, []).append(rank)
+        cells = {box for _, box in held.values() if box.numel}
+        for receiver, (at, target) in needed.items():
+            for cell in _overlapping(cells, target):
+                ranks = holders[at, cell]
+                piece = cell.intersect(target)
+                if piece and receiver not in ranks:
+                    sender = min(ranks, key=lambda r, to=receiver: nearest(to, r, self.sent[r]))  # type: ignore[misc]
+                    self.sent[sender] += piece.numel
+                    self.messages[sender, receiver] = piece
 
     @property
     def elements(self) -> int:
@@ -51,46 +68,58 @@ class Routing:
         return sum(self.sent.values())
 
     def of(self, rank: int) -> Routes:
-        """What ``rank`` does. Boxes of a message are in the same order at both ends."""
+        """What ``rank`` does."""
         source, target = self.held.get(rank), self.needed.get(rank)
-        kept = source[1].intersect(target[1]) if source and target else None
-        if source and target and source[0] != target[0]:
-            kept = None  # another summand of a reduction
+        kept = None
+        if source and target and source[0] == target[0]:  # else another summand of a reduction
+            kept = source[1].intersect(target[1])
         return Routes(
             source and source[1],
             target and target[1],
             kept,
-            tuple((to, tuple(boxes)) for (r, to), boxes in self.messages.items() if r == rank),
-            tuple((r, tuple(boxes)) for (r, to), boxes in self.messages.items() if to == rank),
+            tuple((to, box) for (r, to), box in self.messages.items() if r == rank),
+            tuple((r, box) for (r, to), box in self.messages.items() if to == rank),
         )
 
 
+def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
+    """What this rank does in one mesh, where the specs differ on ``axes`` only. Ranks are places in
+    the group of the axes.
+
+    The nearest holder differs from the receiver on the fewest axes; of several it is the next one,
+    so that senders share the work.
+    """
+    mesh = src.mesh
+    assert mesh.coordinate is not None
+    places = mesh.members(axes, mesh.coordinate)
+
+    def nearest(receiver: int, holder: int, elements: int) -> tuple[Any, ...]:
+        steps = tuple((places[holder][a] - places[receiver][a]) % mesh.shape[a] for a in axes)
+        return sum(s > 0 for s in steps), steps
+
+    held = {i: ((), src.box_at(place)) for i, place in enumerate(places)}
+    needed = {i: ((), dst.box_at(place)) for i, place in enumerate(places)}
+    return Routing(held, needed, nearest).of(places.index(mesh.coordinate))
+
+
 @cached(1024)
-def routing(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
-    """``src`` has reductions on the ``kept`` axes only, of both meshes; of the axes ``once`` of
-    dst's mesh only the first rank receives."""
-    held = dict(_keys(src, kept, ()))
-    needed = dict(_keys(dst, kept, once))
-    holders: dict[Key, list[int]] = {}
-    for rank, key in held.items():
-        holders.setdefault(key, []).append(rank)
-    cells = _Cells(src, held)
-    place = {rank: i for i, rank in enumerate(src.mesh.ranks)}
-    out = Routing(held, needed, {}, dict.fromkeys(held, 0))
-    for i, receiver in enumerate(dst.mesh.ranks):
-        if receiver not in needed:
-            continue
-        at, target = needed[receiver]
-        for cell in cells.overlapping(target):
-            ranks = holders[at, cell]
-            if receiver in ranks:
-                continue
-            piece = cell.intersect(target)
-            assert piece is not None
-            sender = min(ranks, key=lambda r: (out.sent[r], (place[r] - i) % len(place)))
-            out.sent[sender] += piece.numel
-            out.messages.setdefault((sender, receiver), []).append(piece)
-    return out
+def between(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
+    """The messages from one mesh to another.
+
+    ``src`` has reductions on the ``kept`` axes only, of both meshes: they travel unreduced, and
+    what lies at i on such an axis goes to i on the same axis of the other mesh. Of the axes
+    ``once`` of dst's mesh only the first rank receives. The nearest holder is the one with the
+    least to send so far, of several the next one after the receiver's own place: so replicas share
+    the work, and between meshes of one shape with equal placements each rank sends to the one at
+    its own coordinate.
+    """
+    at_src = {rank: i for i, rank in enumerate(src.mesh.ranks)}
+    at_dst = {rank: i for i, rank in enumerate(dst.mesh.ranks)}
+
+    def nearest(receiver: int, holder: int, elements: int) -> tuple[Any, ...]:
+        return elements, (at_src[holder] - at_dst[receiver]) % len(at_src)
+
+    return Routing(dict(_keys(src, kept, ())), dict(_keys(dst, kept, once)), nearest)
 
 
 def _keys(spec: DistSpec, kept: Axes, once: Axes) -> Iterator[tuple[int, Key]]:
@@ -99,23 +128,15 @@ def _keys(spec: DistSpec, kept: Axes, once: Axes) -> Iterator[tuple[int, Key]]:
             yield rank, (tuple(coordinate[a] for a in kept), spec.box_at(coordinate))
 
 
-class _Cells:
-    """The cells of a source. They are a grid: each is the product of one interval per dim."""
-
-    def __init__(self, src: DistSpec, held: dict[int, Key]) -> None:
-        boxes = {box for _, box in held.values() if box.numel}
-        self.intervals = [
-            sorted({(starts[d], sizes[d]) for starts, sizes in boxes}) for d in range(src.ndim)
-        ]
-        self.empty = not boxes
-
-    def overlapping(self, target: Box) -> Iterator[Box]:
-        """The cells that have elements in ``target``, in order."""
-        if self.empty or not target.numel:
-            return
-        hits = [
-            [(a, n) for a, n in row if a < start + size and start < a + n]
-            for row, start, size in zip(self.intervals, *target, strict=True)
-        ]
-        for cell in itertools.product(*hits):
-            yield Box(tuple(a for a, _ in cell), tuple(n for _, n in cell))
+def _overlapping(boxes: set[Box], target: Box) -> Iterator[Box]:
+    """The boxes that have elements in ``target``, in order. They are a grid: each is the product of
+    one interval, (start, length), per dim."""
+    if not boxes or not target.numel:
+        return
+    rows = map(set, zip(*(zip(*box, strict=True) for box in boxes), strict=True))
+    hits = [
+        sorted((a, n) for a, n in row if a < start + size and start < a + n)
+        for row, start, size in zip(rows, *target, strict=True)
+    ]
+    for cell in itertools.product(*hits):
+        yield Box(tuple(a for a, _ in cell), tuple(n for _, n in cell))

@@ -217,7 +217,7 @@ def test_pieces_of_every_size_equal_the_whole(
     n = 4099
     full = whole(draw, n, dtype, **options)
     for start, length in pieces(n):
-        piece = draw(7, 3, (n,), (start,), (length,), dtype, "cpu", **options)
+        piece = draw(piece_of((n,), (start,), (length,)), dtype, **options)
         assert same_bits(piece, full[start : start + length]), (start, length)
 
 

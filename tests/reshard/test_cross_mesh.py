@@ -80,7 +80,7 @@ def test_every_pair_of_meshes(name):
         for left, right in some(f"{name} {shape}", 12, 2, a.ndim, b.ndim):
             src, dst = spec(a, left, shape), spec(b, right, shape)
             sent = check(src, dst, value(shape))
-            assert sent == cross_mesh.plan_crossing(src, dst).nbytes
+            assert sent == cross_mesh.plan_between(src, dst).nbytes
 
 
 @on_ranks(4)

@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from disttensor.mesh import ProcessMesh
-from reshard.cross_mesh import fill, plan_crossing
+from reshard.cross_mesh import fill, plan_between
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, layouts, locals_of, spec, value, value_of, window
 
@@ -40,7 +40,7 @@ def mesh(ranks):
 
 def cross(m, left, n, right, shape=(64, 32), dtype=torch.float32):
     m, n = mesh(m), mesh(n)
-    return plan_crossing(spec(m, left, shape, dtype), spec(n, right, shape, dtype))
+    return plan_between(spec(m, left, shape, dtype), spec(n, right, shape, dtype))
 
 
 def check(plan, dtype=torch.float64):
@@ -49,9 +49,9 @@ def check(plan, dtype=torch.float64):
     whole = value(before.shape, dtype)
     held = dict(zip(before.mesh.ranks, locals_of(before, whole).values(), strict=True))
     ranks = sorted({*before.mesh.ranks, *after.mesh.ranks})
-    routes = {rank: plan.routes(rank) for rank in ranks}
-    sent = {(r, to): boxes for r in ranks for to, boxes in routes[r].sends}
-    received = {(r, to): boxes for to in ranks for r, boxes in routes[to].receives}
+    routes = {rank: plan.routing.of(rank) for rank in ranks}
+    sent = {(r, to): box for r in ranks for to, box in routes[r].sends}
+    received = {(r, to): box for to in ranks for r, box in routes[to].receives}
     assert sent == received and all(r != to for r, to in sent)
     arrived, lacking = {}, 0
     for rank, place in zip(after.mesh.ranks, after.mesh.coordinates(), strict=True):
@@ -67,10 +67,9 @@ def check(plan, dtype=torch.float64):
         if how.kept:
             part(count, how.kept).add_(1)
             part(got, how.kept).copy_(how.kept.cut(held[rank], how.source))
-        for sender, boxes in how.receives:
-            for piece in boxes:
-                part(count, piece).add_(1)
-                part(got, piece).copy_(piece.cut(held[sender], routes[sender].source))
+        for sender, piece in how.receives:
+            part(count, piece).add_(1)
+            part(got, piece).copy_(piece.cut(held[sender], routes[sender].source))
         assert (part(count, box) == 1).all() and count.sum() == part(count, box).sum()
         summand = before.mesh.coordinate_of(rank)  # on the axes of reductions that stay
         if how.source and all(summand[axis] == place[axis] for axis, _ in before.layout.partial):
@@ -182,11 +181,15 @@ def test_only_what_is_lacking_travels_once(a, left, b, right, total):
 def test_equal_meshes_with_equal_placements_pair_by_coordinate():
     a, b = mesh((0, 4, 2)), mesh((20, 4, 2))
     for layout in layouts(2, 2, ("sum", "max", "avg")):
-        plan = plan_crossing(spec(a, layout, (5, 3)), spec(b, layout, (5, 3)))
-        pairs = {(r, to) for r in a.ranks for to, _ in plan.routes(r).sends}
+        plan = plan_between(spec(a, layout, (5, 3)), spec(b, layout, (5, 3)))
+        pairs = {(r, to) for r in a.ranks for to, _ in plan.routing.of(r).sends}
         assert pairs <= {(r, r + 20) for r in a.ranks}
         assert reshard.cost(plan.src, plan.before) == 0 and plan.after is plan.dst
-        whole = {r for r in a.ranks if plan.routes(r).source and 0 not in plan.routes(r).source[1]}
+        whole = {
+            r
+            for r in a.ranks
+            if plan.routing.of(r).source and 0 not in plan.routing.of(r).source[1]
+        }
         assert {r for r, _ in pairs} == whole
 
 
@@ -243,15 +246,15 @@ def test_choose_and_cost_between_meshes():
 def test_what_does_not_fit_is_refused(monkeypatch):
     a, b = mesh((0, 2)), mesh((2, 2))
     with pytest.raises(ValueError, match="cannot change the shape"):
-        plan_crossing(spec(a, [R], (4,)), spec(b, [R], (5,)))
+        plan_between(spec(a, [R], (4,)), spec(b, [R], (5,)))
     with pytest.raises(ValueError, match="cannot change the dtype"):
-        plan_crossing(spec(a, [R], (4,)), spec(b, [R], (4,), torch.float64))
+        plan_between(spec(a, [R], (4,)), spec(b, [R], (4,), torch.float64))
     other = spec(mesh([5, 6]), [R], (4,))
     monkeypatch.setattr(other.mesh, "device_type", "cuda")
     with pytest.raises(
         ValueError, match=r"(?s)ranks=\[5, 6\]\) is on cuda.*ranks=\[2, 3\]\) on cpu"
     ):
-        plan_crossing(other, spec(b, [R], (4,)))
+        plan_between(other, spec(b, [R], (4,)))
     for left, right in ((P("avg"), R), (R, P("avg")), (P("avg"), S(0))):
         with pytest.raises(TypeError, match="average of"):
-            plan_crossing(spec(a, [left], (4,), torch.int64), spec(b, [right], (4,), torch.int64))
+            plan_between(spec(a, [left], (4,), torch.int64), spec(b, [right], (4,), torch.int64))
