@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from disttensor.cache import cached
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
-from reshard import all_gather, all_reduce, all_to_all, reduce_scatter, slice, to_partial
 from reshard.graph import Edge, State, cheapest
 from reshard.registry import Axes, MoveFn, Tensor
 from reshard.validate import check
-
-# Importing them registers the moves; the search finds them in the registry.
-MOVES = (all_gather, all_reduce, all_to_all, reduce_scatter, slice, to_partial)
 
 
 @dataclass(frozen=True, slots=True)

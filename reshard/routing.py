@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disttensor.cache import cached
@@ -53,8 +53,9 @@ class Routing:
         for rank, key in held.items():
             holders.setdefault(key, []).append(rank)
         cells = {box for _, box in held.values() if box.numel}
+        grid = _grid(cells)
         for receiver, (at, target) in needed.items():
-            for cell in _overlapping(cells, target):
+            for cell in _overlapping(grid, target) if cells and target.numel else ():
                 ranks = holders[at, cell]
                 piece = cell.intersect(target)
                 if piece and receiver not in ranks:
@@ -92,6 +93,7 @@ def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
     mesh = src.mesh
     assert mesh.coordinate is not None
     places = mesh.members(axes, mesh.coordinate)
+    me = places.index(mesh.coordinate)
 
     def nearest(receiver: int, holder: int, elements: int) -> tuple[Any, ...]:
         steps = tuple((places[holder][a] - places[receiver][a]) % mesh.shape[a] for a in axes)
@@ -99,7 +101,9 @@ def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
 
     held = {i: ((), src.box_at(place)) for i, place in enumerate(places)}
     needed = {i: ((), dst.box_at(place)) for i, place in enumerate(places)}
-    return Routing(held, needed, nearest).of(places.index(mesh.coordinate))
+    mine = {i: key for i, key in held.items() if key == held[me]}  # the others are not our affair
+    sends = Routing(mine, needed, nearest).of(me)
+    return replace(sends, receives=Routing(held, {me: needed[me]}, nearest).of(me).receives)
 
 
 @cached(1024)
@@ -128,15 +132,17 @@ def _keys(spec: DistSpec, kept: Axes, once: Axes) -> Iterator[tuple[int, Key]]:
             yield rank, (tuple(coordinate[a] for a in kept), spec.box_at(coordinate))
 
 
-def _overlapping(boxes: set[Box], target: Box) -> Iterator[Box]:
-    """The boxes that have elements in ``target``, in order. They are a grid: each is the product of
-    one interval, (start, length), per dim."""
-    if not boxes or not target.numel:
-        return
-    rows = map(set, zip(*(zip(*box, strict=True) for box in boxes), strict=True))
+def _grid(boxes: set[Box]) -> list[list[tuple[int, int]]]:
+    """Of each dim the intervals (start, length). Every product of them is one of the boxes."""
+    dims = zip(*(zip(*box, strict=True) for box in boxes), strict=True)
+    return [sorted(set(intervals)) for intervals in dims]
+
+
+def _overlapping(grid: list[list[tuple[int, int]]], target: Box) -> Iterator[Box]:
+    """The boxes of the grid that have elements in ``target``, in order."""
     hits = [
-        sorted((a, n) for a, n in row if a < start + size and start < a + n)
-        for row, start, size in zip(rows, *target, strict=True)
+        [(a, n) for a, n in intervals if a < start + size and start < a + n]
+        for intervals, start, size in zip(grid, *target, strict=True)
     ]
     for cell in itertools.product(*hits):
         yield Box(tuple(a for a, _ in cell), tuple(n for _, n in cell))

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,3 +277,10 @@ def test_a_placement_without_functions_is_an_error(cyclic):
 
     with pytest.raises(LookupError, match=r"Odd.*register"):
         steps(mesh(2, 2), (Odd(0), R), (R, R))
+
+
+def test_a_file_of_the_package_needs_no_other_to_be_found():
+    files = Path(reshard.__file__).parent.glob("*.py")
+    registering = {f"reshard.{f.stem}" for f in files if "\n@register(" in f.read_text()}
+    assert registering == {move.fn.__module__ for move in moves.values()}
+    assert len(registering) == 6
