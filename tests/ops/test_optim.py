@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,34 +69,22 @@ def written(
         cut(t, w, mesh_shape, seed=i)
         for i, (t, w) in enumerate(zip(found, decision.input_layouts, strict=True))
     ]
-    errors: list[BaseException] = []
 
     def rank(c: Any) -> None:
-        try:
-            inputs = [
-                Piece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
-                for t, w in zip(found, decision.input_layouts, strict=True)
-            ]
-            call = LocalCall(
-                func, inputs, (), decision.split, mesh_shape, c, SimulatedCollectives(world, c)
-            )
-            local = factors.local(call) if factors.local is not None else func
-            mine = iter([p[c] for p in pieces])
-            local(
-                *replace_tensors(args, lambda _: next(mine)),
-                **replace_tensors(kwargs, lambda _: next(mine)),
-            )
-        except BaseException as error:
-            errors.append(error)
-            world.barrier.abort()
+        inputs = [
+            Piece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
+            for t, w in zip(found, decision.input_layouts, strict=True)
+        ]
+        collectives = SimulatedCollectives(world, c)
+        call = LocalCall(func, inputs, (), decision.split, mesh_shape, c, collectives)
+        local = factors.local(call) if factors.local is not None else func
+        mine = iter([p[c] for p in pieces])
+        local(
+            *replace_tensors(args, lambda _: next(mine)),
+            **replace_tensors(kwargs, lambda _: next(mine)),
+        )
 
-    threads = [threading.Thread(target=rank, args=(c,)) for c in world.all]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise errors[0]
+    world.run(rank)
     for t in factors.targets:
         want = decision.input_layouts[t]
         got = assemble(pieces[t], whole[t].shape, want, mesh_shape, f"argument {t}")

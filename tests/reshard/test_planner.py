@@ -262,7 +262,7 @@ def test_placements_of_users_go_through_their_functions(cyclic, monkeypatch):
             out.append(torch.equal(back, whole) and y.shape == direct.shape)
         return out
 
-    for place, flags in threads.run(there_and_back).items():
+    for place, flags in threads.run_on(there_and_back).items():
         assert all(flags), place
     s = spec(mesh(2, 2), (Cyclic(0), R), (8, 6))
     assert repr(s) == "f32[8@dp, 6] {dp: Cyclic(0)}" and s.placements == (Cyclic(0), R)

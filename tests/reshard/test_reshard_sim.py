@@ -40,7 +40,7 @@ def run_pairs(world: Threads, pairs, shape, dtype=torch.float32) -> None:
             outs.append(out.clone())
         return outs
 
-    results = world.run(body)
+    results = world.run_on(body)
     for i, (a, b) in enumerate(pairs):
         s, d = (spec(first, p, shape, dtype) for p in (a, b))
         check_pair(s, d, whole, {place: outs[i] for place, outs in results.items()})

@@ -7,7 +7,6 @@ bit for bit. ``locals_of`` is the meaning of a spec written a second time, indep
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,9 @@ import torch
 import reshard
 from disttensor.comm import collectives
 from disttensor.layout import Box, layout_of
-from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.spec import DistSpec
+from tests.support.thread_ranks import World
 
 R, S, P = Replicate(), Shard, Partial
 Tensor = torch.Tensor
@@ -101,87 +100,53 @@ def layouts(ndim: int, axes: int, ops: Sequence[str]) -> list[tuple[Placement, .
     return list(itertools.product(one, repeat=axes))
 
 
-class Threads:
+class Threads(World):
     """A mesh whose ranks are threads of this process; ``comm`` is replaced meanwhile."""
 
     def __init__(self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shape = shape
-        self.places = list(itertools.product(*map(range, shape)))
-        self.boards: dict[Any, tuple[threading.Barrier, list[Any]]] = {}
-        self.lock = threading.Lock()
+        super().__init__(shape)
         names = "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "all_to_all_even"
         for name in names:
             monkeypatch.setattr(collectives, name, getattr(self, name))
-        self.meshes = [self.mesh(place) for place in self.places]
+        self.meshes = [self.mesh(place) for place in self.all]
 
     def mesh(self, place: tuple[int, ...]) -> Any:
-        mesh = SimpleNamespace(
-            shape=self.shape, ndim=len(self.shape), coordinate=place, device="cpu"
-        )
-        mesh.dim_names = tuple("abcd"[: len(self.shape)])
-        mesh.members = lambda axes, place: ProcessMesh.members(mesh, axes, place)
-        mesh.group = lambda axes: self.group(mesh, tuple(axes))
+        shape = self.mesh_shape
+        mesh = SimpleNamespace(shape=shape, ndim=len(shape), coordinate=place, device="cpu")
+        mesh.dim_names = tuple("abcd"[: len(shape)])
+        mesh.members = self.members
+        mesh.group = lambda axes: self.group(place, tuple(axes))
         return _Hashed(mesh)
 
-    def group(self, mesh: Any, axes: tuple[int, ...]) -> Any:
-        places = mesh.members(axes, mesh.coordinate)
-        with self.lock:
-            board = self.boards.setdefault(
-                (axes, places[0]),
-                (threading.Barrier(len(places), timeout=20), [None] * len(places)),
-            )
-        return SimpleNamespace(size=len(places), index=places.index(mesh.coordinate), board=board)
+    def group(self, me: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+        members = self.members(axes, me)
+        return SimpleNamespace(
+            size=len(members), index=members.index(me), swap=lambda x: self.swap(axes, me, x)
+        )
 
-    def run(self, body: Callable[[Any], Any]) -> dict[tuple[int, ...], Any]:
+    def run_on(self, body: Callable[[Any], Any]) -> dict[tuple[int, ...], Any]:
         """``body(mesh)`` on every rank at once: the results by coordinate."""
-        out: dict[tuple[int, ...], Any] = {}
-        errors: list[BaseException] = []
-
-        def work(mesh: Any) -> None:
-            try:
-                out[mesh.coordinate] = body(mesh)
-            except BaseException as error:
-                errors.append(error)
-                for barrier, _ in self.boards.values():
-                    barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(mesh,)) for mesh in self.meshes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next(
-                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
-            )
-        return out
-
-    def swap(self, x: Any, group: Any) -> list[Any]:
-        barrier, board = group.board
-        board[group.index] = x
-        barrier.wait()
-        got = list(board)
-        barrier.wait()
-        return got
+        meshes = dict(zip(self.all, self.meshes, strict=True))
+        return self.run(lambda place: body(meshes[place]))
 
     def all_gather(self, x: Tensor, group: Any, shape: Any = None) -> Tensor:
-        out = torch.stack(self.swap(x, group))
+        out = torch.stack(group.swap(x))
         return out if shape is None else out.view(shape)
 
     def all_reduce(self, x: Tensor, op: str, group: Any) -> Tensor:
-        return reduce(op, self.swap(x, group))
+        return reduce(op, group.swap(x))
 
     def reduce_scatter(self, x: Tensor, op: str, group: Any, shape: Any = None) -> Tensor:
         x = x.reshape(group.size, *(x.shape[1:] if shape is None else shape))
-        return reduce(op, [part[group.index] for part in self.swap(x, group)])
+        return reduce(op, [part[group.index] for part in group.swap(x)])
 
     def all_to_all_even(self, x: Tensor, group: Any) -> Tensor:
-        return torch.stack([part[group.index] for part in self.swap(x, group)])
+        return torch.stack([part[group.index] for part in group.swap(x)])
 
     def all_to_all(
         self, parts: Sequence[Tensor], numels: Sequence[int], group: Any
     ) -> list[Tensor]:
-        got = [row[group.index].reshape(-1) for row in self.swap(list(parts), group)]
+        got = [row[group.index].reshape(-1) for row in group.swap(list(parts))]
         assert [t.numel() for t in got] == list(numels)
         return got
 

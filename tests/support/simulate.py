@@ -9,7 +9,6 @@ that disagree are an error, not a hang.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,7 +122,6 @@ def simulate(
     seconds: dict[Coordinate, list[Any]] = {}
     flags: dict[Coordinate, list[bool]] = {}
     arguments: dict[Coordinate, list[Tensor]] = {}
-    errors: dict[Coordinate, BaseException] = {}
     collectives = {c: SimulatedCollectives(world, c) for c in world.all}
 
     def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> Piece:
@@ -209,27 +207,7 @@ def simulate(
                 for i, leaf in enumerate(leaves)
             ]
 
-    def guarded(c: Coordinate) -> None:
-        try:
-            one_rank(c)
-        except BaseException as error:
-            errors[c] = error
-            world.barrier.abort()
-
-    threads = [threading.Thread(target=guarded, args=(c,)) for c in world.all]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next(
-            (e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)),
-            AssertionError(
-                f"ranks {sorted(set(world.all) - set(errors))} did not come to a collective "
-                f"that {sorted(errors)} wait in"
-            ),
-        )
-
+    world.run(one_rank)
     result = Simulated(decision, factors, values, [], [], collectives[world.all[0]].log)
     for j, (shape, layout) in enumerate(zip(shapes, decision.output_layouts, strict=True)):
         parts = {c: v[j] for c, v in values.items()}

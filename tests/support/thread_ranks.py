@@ -1,10 +1,11 @@
-"""Ranks as threads: collectives meet at a barrier, so that ranks which disagree are an error."""
+"""Ranks as threads: the members of a collective meet at a barrier, so that ranks which disagree are
+an error, not a hang."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +16,76 @@ PATIENCE = 10.0  # seconds that a rank waits for the others
 
 
 class World:
-    """The ranks' meeting point."""
+    """The ranks, and where they meet."""
 
     def __init__(self, mesh_shape: Coordinate) -> None:
         self.mesh_shape = mesh_shape
         self.all = list(itertools.product(*(range(n) for n in mesh_shape)))
-        self.barrier = threading.Barrier(len(self.all))
-        self.slots: dict[Coordinate, Any] = {}
+        self.lock = threading.Lock()
+        self.boards: dict[Any, tuple[threading.Barrier, list[Any]]] = {}
+
+    def run(self, body: Callable[[Coordinate], Any]) -> dict[Coordinate, Any]:
+        """``body(coordinate)`` on every rank at once: the results by coordinate."""
+        out: dict[Coordinate, Any] = {}
+        errors: dict[Coordinate, BaseException] = {}
+
+        def work(place: Coordinate) -> None:
+            try:
+                out[place] = body(place)
+            except BaseException as error:
+                with self.lock:
+                    errors[place] = error
+                    for barrier, _ in self.boards.values():
+                        barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(place,)) for place in self.all]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next(
+                (e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)),
+                AssertionError(
+                    f"ranks {sorted(set(self.all) - set(errors))} did not come to a collective "
+                    f"that {sorted(errors)} wait in"
+                ),
+            )
+        return out
+
+    def members(self, axes: Sequence[int], me: Coordinate) -> list[Coordinate]:
+        """The ranks that share all but ``axes`` with ``me``; ``axes`` vary major first."""
+        out = []
+        for inner in itertools.product(*(range(self.mesh_shape[a]) for a in axes)):
+            at = list(me)
+            for a, i in zip(axes, inner, strict=True):
+                at[a] = i
+            out.append(tuple(at))
+        return out
+
+    def swap(self, axes: Sequence[int], me: Coordinate, x: Any) -> list[Any]:
+        """What the members of ``me``'s group over ``axes`` bring, in their order."""
+        members = self.members(axes, me)
+        with self.lock:
+            barrier, board = self.boards.setdefault(
+                (tuple(axes), members[0]),
+                (threading.Barrier(len(members), timeout=PATIENCE), [None] * len(members)),
+            )
+        board[members.index(me)] = x
+        barrier.wait()
+        got = list(board)
+        barrier.wait()
+        return got
 
     def exchange(self, me: Coordinate, tag: tuple[Any, ...], x: Tensor) -> dict[Coordinate, Tensor]:
         """Everybody's x; all come to the same collective, members with one shape."""
-        self.slots[me] = (tag, x)
-        self.barrier.wait(PATIENCE)
-        got = dict(self.slots)
-        self.barrier.wait(PATIENCE)
-        tags = {c: t for c, (t, _) in got.items()}
+        everybody = self.swap(range(len(self.mesh_shape)), me, (tag, x))
+        tags = {c: t for c, (t, _) in zip(self.all, everybody, strict=True)}
         alike = all(t[:2] == tag[:2] for t in tags.values()) and all(
-            t == tag
-            for c, t in tags.items()
-            if all(a in tag[1] or c[a] == i for a, i in enumerate(me))
+            tags[c] == tag for c in self.members(tag[1], me)
         )
         assert alike, f"the ranks disagree about a collective: {tags}"
-        return {c: v for c, (_, v) in got.items()}
+        return {c: v for c, (_, v) in zip(self.all, everybody, strict=True)}
 
 
 def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
@@ -64,13 +113,7 @@ class SimulatedCollectives:
         self.log.append((kind, tuple(axes), x.numel()))
         tag = (kind, tuple(axes), tuple(x.shape), x.dtype)
         got = self.world.exchange(self.me, tag, x.detach().clone())
-        members = []
-        for inner in itertools.product(*(range(self.world.mesh_shape[a]) for a in axes)):
-            at = list(self.me)
-            for a, i in zip(axes, inner, strict=True):
-                at[a] = i
-            members.append(got[tuple(at)])
-        return members
+        return [got[place] for place in self.world.members(axes, self.me)]
 
     def psum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return _Psum.apply(x, self, axes) if axes else x
