@@ -114,6 +114,7 @@ class Threads(World):
         shape = self.mesh_shape
         mesh = SimpleNamespace(shape=shape, ndim=len(shape), coordinate=place, device="cpu")
         mesh.dim_names = tuple("abcd"[: len(shape)])
+        mesh.specs = {}
         mesh.members = self.members
         mesh.group = lambda axes: self.group(place, tuple(axes))
         return _Hashed(mesh)
