@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from disttensor import pipeline
 from disttensor.pipeline import Action, Schedule
+from tests.fuzz.command_line import fuzz
 from tests.support import pool
 from tests.support.oracle import randn
-from tests.support.stages import Stages, check_stages, fuzz, stage_meshes
+from tests.support.stages import Stages, check_stages, stage_meshes
 
 KINDS = {2: (2,), 4: (1, 3, 4)}  # of tests.support.stages.stage_meshes
 WIDTH = 5

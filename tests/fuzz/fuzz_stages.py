@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +26,10 @@ from torch import Tensor
 import disttensor as dt
 from disttensor import ProcessMesh
 from tests.fuzz import fuzz_programs, fuzz_writer
-from tests.fuzz.fuzz_world import Program, World, placements
-from tests.fuzz.fuzz_writer import Writer
+from tests.fuzz.command_line import fuzz
+from tests.fuzz.fuzz_world import Program, World, placements, stays_put
+from tests.fuzz.fuzz_writer import Writer, search
 from tests.support import oracle, pool
-from tests.support.stages import fuzz as fuzz_seeds
 
 # Meshes of programs in a world of this size: apart, overlapping, one in another, the whole world
 MESHES: dict[int, tuple[Any, ...]] = {
@@ -255,18 +254,8 @@ def region(w: StageWriter) -> str:
 def make(seed: int, world: int) -> StageProgram:
     """The program of a seed: 5 to 15 operations."""
     meshes = MESHES[world][seed % len(MESHES[world])]
-    for attempt in range(50):
-        w = StageWriter(seed * 100 + attempt, meshes)
-        with warnings.catch_warnings(), contextlib.suppress(LookupError, RuntimeError):
-            warnings.simplefilter("error")
-            w.starts()
-            for _ in range(w.rng.randint(5, 15)):
-                w.op()
-            w.finish()
-            program = w.program(f"seed {seed}, world of {world}")
-            if steady(program):
-                return program
-    raise RuntimeError(f"no program for seed {seed}")
+    name = f"seed {seed}, world of {world}"
+    return search(seed, lambda s: StageWriter(s, meshes), (5, 15), name, steady)
 
 
 # Running ------------------------------------------------------------------------------------------
@@ -315,24 +304,14 @@ def backward(program: StageProgram, world: StageWorld, losses: list[Any]) -> dic
 
 def steady(program: StageProgram) -> bool:
     """Do values and gradients stay put when the inputs change by rounding errors?"""
-    runs = []
-    for jitter in (0.0, 1e-13):
+
+    def run(jitter: float) -> list[Any]:
         world = StageWorld(jitter=jitter)
-        try:
-            env = forward(program, world)
-            grads = backward(program, world, env["losses"])
-        except (RuntimeError, NameError, TypeError, ValueError, IndexError):
-            return False
-        runs.append([*tensors(env, world).values(), *grads.values()])
-    for a, b in zip(*runs, strict=True):
-        if a is None or b is None or not a.numel():
-            continue
-        a, b = a.detach().double(), b.detach().double()
-        if a.shape != b.shape or not bool(a.isfinite().all()) or float(a.abs().max()) > 1e4:
-            return False
-        if not torch.allclose(a, b, rtol=1e-10, atol=1e-10):
-            return False
-    return True
+        env = forward(program, world)
+        grads = backward(program, world, env["losses"])
+        return [*tensors(env, world).values(), *grads.values()]
+
+    return stays_put(run)
 
 
 def tensors(env: dict[str, Any], world: StageWorld) -> dict[str, Any]:
@@ -484,4 +463,4 @@ def main(first: int, last: int, world: int, timeout: float = 20.0) -> int:
 if __name__ == "__main__":
     from tests.fuzz import fuzz_stages  # not __main__: the ranks find its functions by name
 
-    fuzz_seeds(__doc__, "programs", fuzz_stages.main)
+    fuzz(__doc__, "programs", fuzz_stages.main)

@@ -193,21 +193,26 @@ def execute(program: Program, world: World) -> tuple[dict[str, Any], dict[str, A
 def steady(program: Program) -> bool:
     """Do values and gradients of plain tensors stay put when the inputs change by rounding errors?
     (No ties at kinks.)"""
+
+    def run(jitter: float) -> list[Any]:
+        values, grads = execute(program, World(jitter=jitter))
+        return [*values.values(), *grads.values()]
+
+    return stays_put(run)
+
+
+def stays_put(run: Callable[[float], list[Any]]) -> bool:
+    """Does ``run(jitter)`` give the same tame numbers for no jitter and for a little?"""
     try:
-        values, grads = execute(program, World())
-        again, grads_again = execute(program, World(jitter=1e-13))
-    except (RuntimeError, NameError, TypeError):
+        pairs = list(zip(run(0.0), run(1e-13), strict=True))
+    except (RuntimeError, NameError, TypeError, ValueError, IndexError):
         return False
-    for a, b in [
-        *((values[k], again[k]) for k in values),
-        *((grads[k], grads_again[k]) for k in grads),
-    ]:
-        if a is not None and b is not None and a.numel():
-            if (
-                not bool(torch.isfinite(a.detach().double()).all())
-                or float(a.detach().double().abs().max()) > 1e4
-            ):
-                return False
-            if not torch.allclose(a.detach().double(), b.detach().double(), rtol=1e-10, atol=1e-10):
-                return False
+    for a, b in pairs:
+        if a is None or b is None or not a.numel():
+            continue
+        a, b = a.detach().double(), b.detach().double()
+        if a.shape != b.shape or not bool(a.isfinite().all()) or float(a.abs().max()) > 1e4:
+            return False
+        if not torch.allclose(a, b, rtol=1e-10, atol=1e-10):
+            return False
     return True

@@ -205,16 +205,24 @@ class Writer:
 def make(seed: int, axes: int) -> Program:
     """The program of a seed: 3 to 8 operations over 2 to 4 starting tensors. Some seeds need
     several tries."""
+    return search(seed, lambda s: Writer(s, axes), (3, 8), f"seed {seed}, {axes} axes", steady)
+
+
+def search(
+    seed: int, writer: Callable[[int], Any], ops: tuple[int, int], name: str,
+    good: Callable[[Any], bool],
+) -> Any:  # fmt: skip
+    """The first program that a writer finishes and that is ``good``."""
     for attempt in range(50):
-        w = Writer(seed * 100 + attempt, axes)
+        w = writer(seed * 100 + attempt)
         with warnings.catch_warnings(), contextlib.suppress(LookupError, RuntimeError):
             warnings.simplefilter("error")
             w.starts()
-            for _ in range(w.rng.randint(3, 8)):
+            for _ in range(w.rng.randint(*ops)):
                 w.op()
             w.finish()
-            program = w.program(f"seed {seed}, {axes} axes")
-            if steady(program):
+            program = w.program(name)
+            if good(program):
                 return program
     raise RuntimeError(f"no program for seed {seed}")
 

@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,15 +106,3 @@ def check_stages(
                 g.detach(), e.grad, rtol=1e-9, atol=1e-11, msg=lambda m, i=i: f"leaf {i}: {m}"
             )
     return staged
-
-
-def fuzz(about: str | None, what: str, main: Callable[[int, int, int], int]) -> NoReturn:
-    """The command line of a fuzzer: ``main(first, last, world)`` says how many seeds fail."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--seeds", default="0:100")
-    parser.add_argument("--world", type=int, default=2)
-    options = parser.parse_args()
-    start, end = map(int, options.seeds.split(":"))
-    count = main(start, end, options.world)
-    print(f"{end - start} {what}, {count} fail")
-    raise SystemExit(bool(count))
