@@ -11,8 +11,8 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
+from tests.support.layouts import LAYOUTS, S0, S1, P, R, counted, everywhere, grid, same
 from tests.support.pool import fake_world, on_ranks
-from tests.support.worlds import LAYOUTS, S0, S1, P, R, counted, everywhere, grid, same
 
 # shard_tensor -------------------------------------------------------------------------------------
 

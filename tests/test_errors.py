@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Shard
+from tests.support.layouts import S0, S1, P, R, counted, everywhere, grid, same
 from tests.support.pool import on_ranks
-from tests.support.worlds import S0, S1, P, R, counted, everywhere, grid, same
 
 # Layouts ------------------------------------------------------------------------------------------
 

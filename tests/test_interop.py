@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard as TorchShard
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
+from tests.support.layouts import S0, S1, P, R, counted, everywhere, grid, same
 from tests.support.pool import on_ranks
-from tests.support.worlds import S0, S1, P, R, counted, everywhere, grid, same
 
 TORCH = {R: TorchReplicate(), S0: TorchShard(0), S1: TorchShard(1), P: TorchPartial(), Partial("max"): TorchPartial("max"),
          Partial("prod"): TorchPartial("product"), Partial("avg"): TorchPartial("avg"), Partial("min"): TorchPartial("min")}  # fmt: skip

@@ -7,9 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
+from tests.support.layouts import P, R, counted
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
-from tests.support.worlds import P, R, counted
 
 
 def pending(

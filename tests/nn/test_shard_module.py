@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from tests.support.worlds import S0, S1, R, everywhere, grid, same
+from tests.support.layouts import S0, S1, R, everywhere, grid, same
 
 
 class Net(nn.Module):

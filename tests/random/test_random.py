@@ -17,8 +17,8 @@ import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.comm import collectives
 from disttensor.placement import Placement
+from tests.support.layouts import everywhere, grid
 from tests.support.pool import on_ranks, run_on_ranks
-from tests.support.worlds import everywhere, grid
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 Placements = tuple[Placement, ...]

@@ -30,6 +30,8 @@ import disttensor as dt
 from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard, errors
 from disttensor.dispatch import strict
 from disttensor.placement import show
+from tests.support.layouts import grid, summands
+from tests.support.structure import replace_tensors, tensors_in
 
 Layouts = Sequence[Sequence[Placement] | None]  # one per tensor argument; None: stays plain
 MORE = int(os.environ.get("ORACLE_MORE", "1"))  # times as many layouts per case
@@ -41,11 +43,6 @@ WAYS = ("leaf", "product", "view", "moved")  # how an input that requires grad c
 def line() -> ProcessMesh:
     """All ranks of this world on one axis."""
     return ProcessMesh(torch.arange(dist.get_world_size()), ("x",))
-
-
-def grid() -> ProcessMesh:
-    """Four ranks as 2x2."""
-    return ProcessMesh(torch.arange(4).reshape(2, 2), ("dp", "tp"))
 
 
 def mesh_of_world() -> ProcessMesh:
@@ -78,39 +75,10 @@ def place(full: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> D
     draw = generator(tuple(full.shape), show(placements), "pieces")
     mine = full.detach().clone()
     for axis, op in pending.items():  # one axis after the other: each divides what is there
-        mine = _pieces(mine, op, mesh.shape[axis], draw)[(mesh.coordinate or (0,) * 9)[axis]]
+        mine = summands(mine, op, mesh.shape[axis], draw)[(mesh.coordinate or (0,) * 9)[axis]]
     split = [p if isinstance(p, Shard) else Replicate() for p in placements]
     local = dt.shard_tensor(mine, mesh, split).to_local() if full.ndim else mine
     return dt.from_local(local.detach().clone(), mesh, placements, shape=full.shape)
-
-
-def _pieces(full: Tensor, op: str, n: int, draw: torch.Generator) -> list[Tensor]:
-    """n tensors whose reduction by ``op`` is ``full`` (each rank draws the same)."""
-    rank = int(torch.randint(n, (), generator=draw))
-    if op in ("sum", "avg"):
-        if full.dtype.is_floating_point:
-            parts = [
-                torch.randn(full.shape, generator=draw, dtype=torch.float64).to(full.dtype)
-                for _ in range(n)
-            ]
-        else:
-            parts = [
-                torch.randint(-5, 5, full.shape, generator=draw).to(full.dtype) for _ in range(n)
-            ]
-        whole = full * n if op == "avg" else full
-        parts[rank] = whole - sum(p for i, p in enumerate(parts) if i != rank)
-        return parts
-    less = torch.randint(1, 5, full.shape, generator=draw).to(
-        full.dtype if full.dtype != torch.bool else torch.int64
-    )
-    other = {
-        "max": lambda: full - less,
-        "min": lambda: full + less,
-        "prod": lambda: torch.ones_like(full),
-        "any": lambda: torch.zeros_like(full),
-        "all": lambda: torch.ones_like(full),
-    }[op]()
-    return [full.clone() if i == rank else other.clone() for i in range(n)]
 
 
 def layouts_of(full: Tensor, mesh_ndim: int, partial: bool = True) -> list[tuple[Placement, ...]]:
@@ -143,24 +111,6 @@ def some_layouts(
 
 
 # Running ------------------------------------------------------------------------------------------
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors in order of appearance, in lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for v in value for t in tensors_in(v)] if isinstance(value, (list, tuple)) else []
-
-
-def replace(value: Any, new: Iterator[Tensor]) -> Any:
-    """The same structure with its tensors replaced in order."""
-    if isinstance(value, Tensor):
-        return next(new)
-    if isinstance(value, (list, tuple)):
-        return type(value)(replace(v, new) for v in value)
-    return {k: replace(v, new) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def enter(leaf: Tensor, way: str) -> Tensor:
@@ -236,7 +186,9 @@ def check_op(
     ]
 
     def run(leaves: list[Tensor], inner: list[Tensor]) -> tuple[Any, list[Tensor], list[Any]]:
-        new_args, new_kwargs = replace((tuple(args), kwargs), iter(inner))
+        new_args, new_kwargs = replace_tensors(
+            (tuple(args), kwargs), lambda _, it=iter(inner): next(it)
+        )
         with log:
             result = func(*new_args, **new_kwargs)
         outs = tensors_in(result) if isinstance(result, (Tensor, list, tuple, dict)) else []

@@ -19,6 +19,7 @@ from disttensor.comm import collectives
 from disttensor.layout import Box, layout_of
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.spec import DistSpec
+from tests.support.layouts import summands
 from tests.support.thread_ranks import World
 
 R, S, P = Replicate(), Shard, Partial
@@ -36,26 +37,6 @@ def value(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 
     g = torch.Generator().manual_seed(seed)
     x = 2 ** torch.randint(0, 3, tuple(shape), generator=g)
     return x % 4 == 0 if dtype == torch.bool else x.to(dtype)
-
-
-def pieces(x: Tensor, op: str, n: int, g: torch.Generator) -> list[Tensor]:
-    """n different tensors whose ``op`` is x."""
-    whole = x.to(torch.float64)
-    noise = [torch.randint(0, 3, x.shape, generator=g).to(torch.float64) for _ in range(n)]
-    lucky = torch.randint(0, n, x.shape, generator=g)
-    if op in ("sum", "avg"):
-        out = [*noise[:-1], whole * (n if op == "avg" else 1) - sum(noise[:-1], 0 * whole)]
-    elif op == "prod":
-        signs = [1 - 2 * (t % 2) for t in noise]
-        product = torch.stack(signs).prod(0)
-        out = [torch.where(lucky == i, s * product * whole, s) for i, s in enumerate(signs)]
-    elif x.dtype == torch.bool:
-        miss = (lambda t: x & (t > 0)) if op in ("max", "any") else (lambda t: x | (t > 0))
-        return [torch.where(lucky == i, x, miss(t)) for i, t in enumerate(noise)]
-    else:
-        down = 1 if op == "max" else -1
-        out = [torch.where(lucky == i, whole, whole - down * t) for i, t in enumerate(noise)]
-    return [t.clamp(min=0).to(x.dtype) if x.dtype == torch.uint8 else t.to(x.dtype) for t in out]
 
 
 def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
@@ -77,7 +58,7 @@ def locals_of(s: DistSpec, whole: Tensor, seed: int = 1) -> dict[tuple[int, ...]
         values = {
             (*place, i): part
             for place, v in values.items()
-            for i, part in enumerate(pieces(v, op, n, g) if op else [v] * n)
+            for i, part in enumerate(summands(v, op, n, g) if op else [v] * n)
         }
     return {place: window(v, s.box_at(place)) for place, v in values.items()}
 

@@ -23,7 +23,8 @@ from ops.infer import decide
 from ops.local import LocalCall
 from ops.propagation import Decision
 from ops.registry import RULES
-from tests.support.pieces import assemble, cut, flat, replace_tensors
+from tests.support.layouts import assemble, cut
+from tests.support.structure import flat, replace_tensors
 from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
 
 RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}

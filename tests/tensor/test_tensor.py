@@ -13,7 +13,18 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from tests.support.worlds import LAYOUTS, S0, S1, P, R, compare, counted, everywhere, grid, same
+from tests.support.layouts import (
+    LAYOUTS,
+    S0,
+    S1,
+    P,
+    R,
+    compare_expressions,
+    counted,
+    everywhere,
+    grid,
+    same,
+)
 
 METADATA = """
 x.shape; x.size(); x.size(1); x.size(-1); x.size(dim=0); x.stride(); x.stride(0); x.stride(-1); x.numel(); torch.numel(x); x.nelement()
@@ -76,7 +87,7 @@ def questions(text: str) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_metadata(layout):
     plain = counted(5, 6)
-    compare(questions(METADATA), dt.shard_tensor(plain, grid(), layout), plain, nn=nn)
+    compare_expressions(questions(METADATA), dt.shard_tensor(plain, grid(), layout), plain, nn=nn)
 
 
 @pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
@@ -84,7 +95,7 @@ def test_metadata(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_values(layout):
     plain = counted(5, 6)
-    compare(
+    compare_expressions(
         questions(VALUES + MORE), dt.shard_tensor(plain, grid(), layout), plain, copy=copy, nn=nn
     )
 
@@ -274,14 +285,14 @@ def test_numbers_and_zero_dim_tensors_mix_in():
             np.float64(1.5),
             torch.ones((), dtype=torch.float32),
         ):
-            compare(
+            compare_expressions(
                 ["x + c", "c + x", "x * c", "c * x", "x / c", "x ** c", "x > c", "torch.add(x, c)"],
                 x,
                 plain,
                 c=c,
             )
             if c is not True:
-                compare(["x - c", "c - x", "c / x", "x % c", "x // c"], x, plain, c=c)
+                compare_expressions(["x - c", "c - x", "c / x", "x % c", "x // c"], x, plain, c=c)
 
 
 @everywhere
