@@ -17,10 +17,12 @@ reductions of different kinds wait on several axes, the last mesh axis is reduce
 innermost: ``{dp: P(sum), tp: P(max)}`` is the sum over dp of the max over tp.
 """
 
+import disttensor  # noqa: F401  (the three packages load in one order, always)
+
+# isort: split
 import importlib
 import pkgutil
 
-import disttensor  # noqa: F401  (the three packages load in one order, always)
 from reshard.cross_mesh import choose, cost, run
 from reshard.planner import Step
 from reshard.registry import register

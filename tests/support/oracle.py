@@ -186,9 +186,8 @@ def check_op(
     ]
 
     def run(leaves: list[Tensor], inner: list[Tensor]) -> tuple[Any, list[Tensor], list[Any]]:
-        new_args, new_kwargs = replace_tensors(
-            (tuple(args), kwargs), lambda _, it=iter(inner): next(it)
-        )
+        numbers = iter(inner)
+        new_args, new_kwargs = replace_tensors((tuple(args), kwargs), lambda _: next(numbers))
         with log:
             result = func(*new_args, **new_kwargs)
         outs = tensors_in(result) if isinstance(result, (Tensor, list, tuple, dict)) else []
