@@ -3,7 +3,7 @@ and bytes on the wire.
 
     python benchmarks/data_parallel.py                                  # 2 and then 4 ranks
     python benchmarks/data_parallel.py --ranks 2 --only "stage 3"
-    python benchmarks/data_parallel.py --markdown docs/performance.md   # and write the section there
+    python benchmarks/data_parallel.py --markdown docs/performance.md  # and write the section
 
 Processes over gloo with one thread each. The sides of a row take turns, step by step, so that noise
 hits them alike, and they must compute the same losses.
@@ -73,15 +73,20 @@ def rows(n: int) -> list[Row]:
     replicas = partial(ours, shard_axis=None)
     out = [
         Row("replicas", "DDP", replicas, ddp, (n, 1), Moves(0, 0, 0, 1)),
-        Row("replicas", "DDP, gradients as views of buckets", replicas, partial(ddp, gradient_as_bucket_view=True),
+        Row("replicas", "DDP, gradients as views of buckets", replicas,
+            partial(ddp, gradient_as_bucket_view=True),
             (n, 1), Moves(0, 0, 0, 1)),
         Row("stage 3", "FSDP2", zero3, fsdp, spread, twice),
-        Row("stage 3, kept after the forward", "FSDP2", kept, partial(fsdp, after_forward=False), spread, once),
+        Row("stage 3, kept after the forward", "FSDP2", kept, partial(fsdp, after_forward=False),
+            spread, once),
         Row('stage 3, accumulate "scatter"', "FSDP2", zero3, fsdp, spread, Moves(4, 4, 4, 0), 4),
-        Row('stage 3, accumulate "none"', "FSDP2, gradient sync at the last", partial(zero3, reduce="none"),
+        Row('stage 3, accumulate "none"', "FSDP2, gradient sync at the last",
+            partial(zero3, reduce="none"),
             partial(fsdp, reduce="none"), spread, Moves(4, 4, 1, 0), 4),
-        Row('stage 3 kept, accumulate "scatter"', "FSDP2", kept, partial(fsdp, after_forward=False), spread, Moves(4, 0, 4, 0), 4),
-        Row('stage 3 kept, accumulate "none"', "FSDP2, gradient sync at the last", partial(kept, reduce="none"),
+        Row('stage 3 kept, accumulate "scatter"', "FSDP2", kept,
+            partial(fsdp, after_forward=False), spread, Moves(4, 0, 4, 0), 4),
+        Row('stage 3 kept, accumulate "none"', "FSDP2, gradient sync at the last",
+            partial(kept, reduce="none"),
             partial(fsdp, after_forward=False, reduce="none"), spread, Moves(4, 0, 1, 0), 4),
     ]  # fmt: skip
     if n >= 4:
@@ -91,7 +96,8 @@ def rows(n: int) -> list[Row]:
             Row("HSDP", "FSDP2", hybrid, torchs, two, Moves(1, 1, 1, 1)),
             Row('HSDP, accumulate "scatter"', "FSDP2, all-reduce at the last", hybrid,
                 partial(torchs, reduce="scatter"), two, Moves(4, 4, 4, 1), 4),
-            Row('HSDP, accumulate "none"', "FSDP2, gradient sync at the last", partial(hybrid, reduce="none"),
+            Row('HSDP, accumulate "none"', "FSDP2, gradient sync at the last",
+                partial(hybrid, reduce="none"),
                 partial(torchs, reduce="none"), two, Moves(4, 4, 1, 1), 4),
         ]  # fmt: skip
     return out
@@ -212,22 +218,24 @@ def measured(row: Row, settings: Settings, repeats: int) -> Result:
 SECTION = """\
 {heading}
 
-Whole training steps (zero_grad, forward, backward, fused AdamW) of one GPT, by `dt.shard_data_parallel` and by torch: ours
-divided by the peer's, so that below 1 is faster.
+Whole training steps (zero_grad, forward, backward, fused AdamW) of one GPT, by
+`dt.shard_data_parallel` and by torch: ours divided by the peer's, so that below 1 is faster.
 
 {table}
 
 - Machine: {machine}.
 - Command: `{command}`.
 - Processes on this one machine over gloo, one thread each, {cores}. {model}
-- The two sides of a row live in the same processes and take turns, step by step, {repeats} each after a warm-up, in which
-  their losses must agree. *best step*: of the fastest ones, by the clock. *pairs*: the median over steps that follow each
-  other. *CPU*: processor time of a rank with all its threads, medians: what other programs on the machine take away is not in it.
-- *MB sent* by one rank in a step, counted at the collectives of both sides, as ring algorithms send. *theory*: an all-reduce
-  sends 2 (n-1)/n of its size, an all-gather or a reduce-scatter (n-1)/n. Ours adds 4 bytes per parameter tensor (on how
-  many ranks it has a gradient) and pads what does not divide evenly.
-- Replicas: our default segments; DDP's default buckets (25 MB). Stage 3 and FSDP2: a segment per block, and the rest.
-  Accumulation: 4 micro-batches. HSDP: 2 replicas of {shards}.
+- The two sides of a row live in the same processes and take turns, step by step, {repeats} each
+  after a warm-up, in which their losses must agree. *best step*: of the fastest ones, by the clock.
+  *pairs*: the median over steps that follow each other. *CPU*: processor time of a rank with all
+  its threads, medians: what other programs on the machine take away is not in it.
+- *MB sent* by one rank in a step, counted at the collectives of both sides, as ring algorithms
+  send. *theory*: an all-reduce sends 2 (n-1)/n of its size, an all-gather or a reduce-scatter
+  (n-1)/n. Ours adds 4 bytes per parameter tensor (on how many ranks it has a gradient) and pads
+  what does not divide evenly.
+- Replicas: our default segments; DDP's default buckets (25 MB). Stage 3 and FSDP2: a segment per
+  block, and the rest. Accumulation: 4 micro-batches. HSDP: 2 replicas of {shards}.
 
 What a rank does during a step: `python benchmarks/overlap.py --svg docs/overlap.svg`
 

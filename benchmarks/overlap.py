@@ -116,7 +116,8 @@ class Clock:
         looking = threading.Thread(target=look)
         looking.start()
         try:
-            with mock.patch.multiple(collectives, start=started), mock.patch.object(Work, "wait", waited):  # fmt: skip
+            waiting = mock.patch.object(Work, "wait", waited)
+            with mock.patch.multiple(collectives, start=started), waiting:
                 yield
         finally:
             closing.set()
@@ -147,7 +148,8 @@ def named(spans: list[Span], depth: int) -> list[Span]:
     orders = {"reductions": [*up[::-1], "rest"], "gathers": ["rest", *up, *up[::-1]]}
     for row, order in orders.items():
         at = [i for i, span in enumerate(spans) if span.row == row]
-        for i, what in zip(at, order if len(at) == len(order) else map(str, range(99)), strict=False):  # fmt: skip
+        names = order if len(at) == len(order) else map(str, range(99))
+        for i, what in zip(at, names, strict=False):
             spans[i] = spans[i]._replace(what=what)
     return spans
 
@@ -198,7 +200,10 @@ def text(title: str, spans: list[Span]) -> str:
 
 WIDTH, LEFT, RIGHT, HEAD, ROW, BAR = 1000, 90, 20, 40, 34, 28  # pixels
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "wait": "#d9d9d9", "all_gather": "#72b7b2"}
-LEGEND = "blue: forward, orange: backward, grey: waiting; green: all-gather, red: reduction under way; names: segments"
+LEGEND = (
+    "blue: forward, orange: backward, grey: waiting; green: all-gather, red: reduction under way; "
+    "names: segments"
+)
 
 
 def svg(charts: list[tuple[str, list[Span]]]) -> str:

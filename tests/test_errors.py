@@ -22,12 +22,15 @@ from tests.support.pool import on_ranks
 # Layouts ------------------------------------------------------------------------------------------
 
 BAD_PLACEMENTS = [
-    ((S0,), ValueError, r"\[S\(0\)\] has 1 entries, but the mesh has 2 axes: give one placement per mesh axis"),
+    ((S0,), ValueError,
+        r"\[S\(0\)\] has 1 entries, but the mesh has 2 axes: give one placement per mesh axis"),
     ((S0, R, R), ValueError, r"\[S\(0\), R, R\] has 3 entries, but the mesh has 2 axes"),
     ((), ValueError, r"has 0 entries, but the mesh has 2 axes"),
-    ((R, Shard(2)), ValueError, r"Shard\(2\) on mesh axis 1 is out of range for a tensor of 2 dims"),
+    ((R, Shard(2)), ValueError,
+        r"Shard\(2\) on mesh axis 1 is out of range for a tensor of 2 dims"),
     ((Shard(-3), R), ValueError, r"Shard\(-3\) on mesh axis 0 is out of range"),
-    (("dp", R), TypeError, r"'dp' is no placement; use Shard\(dim\), Replicate\(\) or Partial\(op\)"),
+    (("dp", R), TypeError,
+        r"'dp' is no placement; use Shard\(dim\), Replicate\(\) or Partial\(op\)"),
     ((0, 1), TypeError, r"0 is no placement"),
     ((Shard(0, order=1), Shard(0, order=1)), ValueError, r"two axes claim one order on dim 0"),
 ]  # fmt: skip
@@ -59,7 +62,8 @@ def test_dims_mappings_that_do_not_fit():
     mesh, data = grid(), counted(4, 4)
     for kwargs, text in [
         ({"dims_mapping": [0]}, r"dims_mapping \[0\] has 1 entries for a tensor of 2 dims"),
-        ({"dims_mapping": [0, 0]}, r"mesh axis 0 is used twice"), ({"dims_mapping": [2, -1]}, r"the mesh has no axis 2"),
+        ({"dims_mapping": [0, 0]}, r"mesh axis 0 is used twice"),
+        ({"dims_mapping": [2, -1]}, r"the mesh has no axis 2"),
         ({"dims_mapping": [0, -1], "partial_status": {0: "sum"}}, r"mesh axis 0 is used twice"),
         ({"partial_status": {1: "median"}}, r"'median'\): no such reduction; use one of sum"),
         ({"dims_mapping": [0, -1], "placements": (S0, R)}, r"not both"),
@@ -81,7 +85,8 @@ def test_reductions_without_a_meaning():
         ):  # fmt: skip
             with pytest.raises(
                 ValueError,
-                match=rf"Partial\('{op}'\) of torch\.\w+ on mesh axis '(dp|tp)' has no meaning; use ",
+                match=rf"Partial\('{op}'\) of torch\.\w+ on mesh axis '(dp|tp)' "
+                r"has no meaning; use ",
             ):
                 call()
     same(dt.shard_tensor(ints, grid(), (P, R)), ints)
@@ -97,8 +102,11 @@ def test_reductions_without_a_meaning():
 def test_meshes_that_cannot_be():
     size = dist.get_world_size()
     for ranks, names, text in [
-        ([0, 0], ("a",), r"rank 0 occurs twice"), ([0, size], ("a",), rf"ranks \[{size}\] are outside the world, which has ranks 0 to {size - 1}"),
-        ([-1], ("a",), r"outside the world"), ([[0]], ("a",), r"2 axes need as many different names, got \('a',\)"),
+        ([0, 0], ("a",), r"rank 0 occurs twice"),
+        ([0, size], ("a",),
+            rf"ranks \[{size}\] are outside the world, which has ranks 0 to {size - 1}"),
+        ([-1], ("a",), r"outside the world"),
+        ([[0]], ("a",), r"2 axes need as many different names, got \('a',\)"),
         ([[0]], ("a", "a"), r"different names"), ([], ("a",), r"holds no rank"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
@@ -134,7 +142,8 @@ def test_two_stages_in_one_call():
     ):  # fmt: skip
         with pytest.raises(
             ValueError,
-            match=r"f64\[4@?x?, 4\] on ProcessMesh\(x=.* and f64\[4@?x?, 4\] on ProcessMesh\(x=.*reshard\(x, mesh, pl",
+            match=r"f64\[4@?x?, 4\] on ProcessMesh\(x=.* and f64\[4@?x?, 4\] on ProcessMesh\(x=.*"
+            r"reshard\(x, mesh, pl",
         ):
             call()
 
@@ -153,7 +162,8 @@ def test_two_meshes_in_one_call():
     ):  # fmt: skip
         with pytest.raises(
             ValueError,
-            match=r"tensors on two meshes: .*ProcessMesh\(.*=.*and .*reshard\(x, mesh, placements\)",
+            match=r"tensors on two meshes: .*ProcessMesh\(.*=.*and .*"
+            r"reshard\(x, mesh, placements\)",
         ):
             call()
     same(x, counted(4, 4))
@@ -168,11 +178,14 @@ def test_gradients_that_do_not_fit():
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R), requires_grad=True)
     x.sum().backward()
     for bad, kind, text in [
-        (3.0, TypeError, r"a tensor or None is expected, not float"), (torch.ones(4), RuntimeError, r"its global shape is \[4, 4\], the gradient's \[4\]"),
-        (torch.ones(4, 4), RuntimeError, r"its dtype is torch.float64, the gradient's torch.float32"),
+        (3.0, TypeError, r"a tensor or None is expected, not float"),
+        (torch.ones(4), RuntimeError, r"its global shape is \[4, 4\], the gradient's \[4\]"),
+        (torch.ones(4, 4), RuntimeError,
+            r"its dtype is torch.float64, the gradient's torch.float32"),
         (dt.shard_tensor(torch.ones(2, 2), grid()), RuntimeError, r"global shape"),
         (dt.shard_tensor(torch.ones(4, 4), grid()), RuntimeError, r"dtype"),
-        (dt.shard_tensor(counted(4, 4), ProcessMesh(range(dist.get_world_size()), ("x",))), RuntimeError, r"the gradient is on ProcessMesh\(x="),
+        (dt.shard_tensor(counted(4, 4), ProcessMesh(range(dist.get_world_size()), ("x",))),
+            RuntimeError, r"the gradient is on ProcessMesh\(x="),
     ]:  # fmt: skip
         with pytest.raises(kind, match=re.escape("grad of f64[4@dp, 4]") + ".*" + text):
             x.grad = bad
@@ -234,7 +247,8 @@ def test_a_custom_autograd_function_is_refused():
 def test_writing_to_a_view_that_had_to_be_copied():
     x = dt.shard_tensor(counted(4, 4), grid(), (S1, R))
     view = x.view(16)
-    for write in (lambda: view.add_(1), lambda: view.fill_(0), lambda: view.__setitem__(0, 5.0), lambda: view.copy_(torch.zeros(16)),
+    for write in (lambda: view.add_(1), lambda: view.fill_(0), lambda: view.__setitem__(0, 5.0),
+        lambda: view.copy_(torch.zeros(16)),
                   lambda: view.zero_(), lambda: view.mul_(view)):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"f64\[16.*came from .*view.*copy.*clone\(\)"):
             write()
@@ -254,7 +268,8 @@ def test_memory_that_only_one_process_has():
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
     leaf = dt.shard_tensor(counted(4, 4), grid(), (S0, R), requires_grad=True)
     for call, text in [
-        (lambda: x.resize_(2, 2), "is not resized"), (lambda: x.set_(counted(4, 4)), "reached a DistTensor below"),
+        (lambda: x.resize_(2, 2), "is not resized"),
+        (lambda: x.set_(counted(4, 4)), "reached a DistTensor below"),
         (lambda: torch.tensor(x), "reached a DistTensor below"), (lambda: leaf.t_(), "leaf"),
     ]:  # fmt: skip
         with pytest.raises(RuntimeError, match=text):
@@ -270,9 +285,12 @@ def test_memory_that_only_one_process_has():
 def test_what_torch_refuses_is_refused():
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
     plain = counted(4, 4)
-    for text in ["x.item()", "bool(x)", "int(x)", "x[9]", "x @ torch.ones(3, dtype=torch.float64)", "x.view(3, 5)", "x.add_(torch.ones(2, 4, 4))",
-                 "len(x.sum())", "iter(x.sum())", "x.sum(7)", "x.backward()", "torch.cat([x, x[0]])", "x.reshape(5)", "x + 'a'", "x.nosuch",
-                 "x.expand(3, 3)", "range(x[0, 0])", "x.long().mean()", "float(x)", "x.retain_grad()", "x.register_post_accumulate_grad_hook(print)",
+    for text in ["x.item()", "bool(x)", "int(x)", "x[9]", "x @ torch.ones(3, dtype=torch.float64)",
+        "x.view(3, 5)", "x.add_(torch.ones(2, 4, 4))",
+                 "len(x.sum())", "iter(x.sum())", "x.sum(7)", "x.backward()",
+                 "torch.cat([x, x[0]])", "x.reshape(5)", "x + 'a'", "x.nosuch",
+                 "x.expand(3, 3)", "range(x[0, 0])", "x.long().mean()", "float(x)",
+                 "x.retain_grad()", "x.register_post_accumulate_grad_hook(print)",
                  "x.register_hook(print)"]:  # fmt: skip
         errors = []
         for t in (plain, x):
@@ -324,7 +342,8 @@ def test_debug_mode_names_the_rank_that_never_comes():
         if dist.get_rank() == 0:
             with pytest.raises(
                 dt.MismatchError,
-                match=r"rank 0 is at all_gather.*test_errors.py:\d+.*but rank 2 did not come within 1 s; its last",
+                match=r"rank 0 is at all_gather.*test_errors.py:\d+.*"
+                r"but rank 2 did not come within 1 s; its last",
             ):
                 x.full_tensor()
     assert time.monotonic() - begin < 30  # not the time limit of the group

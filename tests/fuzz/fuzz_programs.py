@@ -3,9 +3,10 @@ bits.
 
 A program is text: a few lines of ordinary torch over starting tensors with random placements.
 ``make(seed, mesh_ndim)`` writes one; ``problems(program, mesh)`` runs it both ways on the ranks of
-the world and says what differs. More seeds than the tests run, the failures made smaller::
+the world and says what differs. More seeds than the tests run (from the first to before the last,
+then the shape of the mesh), the failures made smaller::
 
-    python -c "from tests.fuzz.fuzz_programs import main; main(0, 1000, 2, 2)"     # first seed, end, shape of the mesh
+    python -c "from tests.fuzz.fuzz_programs import main; main(0, 1000, 2, 2)"
 """
 
 from __future__ import annotations

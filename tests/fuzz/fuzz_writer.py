@@ -396,9 +396,15 @@ def along(w: Writer) -> str:
     v = w.value(x)
     d = dim(w, v)
     n = v.shape[-1]
-    form = w.one("{x}.softmax({d})", "F.log_softmax({x}, {d})", "{x}.cumsum({d})", "F.layer_norm({x}, ({n},))", "F.layer_norm({x}, ({n},), {p}, {q})", "{x}.flip({d})",
-                 "{x}.roll(1, {d})", "F.rms_norm({x}, ({n},), {p})", "F.normalize({x}, dim={d})", "{x}.cumprod({d})", "F.glu({x}, {d})",
-                 "F.pad({x}, (1, 0))", "torch.logcumsumexp({x}, {d})", "{x}.topk({k}, {d}).values")  # fmt: skip
+    form = w.form(
+        """
+        {x}.softmax({d}) | F.log_softmax({x}, {d}) | {x}.cumsum({d}) | F.layer_norm({x}, ({n},))
+        F.layer_norm({x}, ({n},), {p}, {q}) | {x}.flip({d}) | {x}.roll(1, {d})
+        F.rms_norm({x}, ({n},), {p}) | F.normalize({x}, dim={d}) | {x}.cumprod({d})
+        F.glu({x}, {d}) | F.pad({x}, (1, 0)) | torch.logcumsumexp({x}, {d})
+        {x}.topk({k}, {d}).values
+        """
+    )
     p = q = x
     with contextlib.suppress(LookupError):
         p, q = (
@@ -487,13 +493,16 @@ def indexing(w: Writer) -> str:
         where = w.one("plain", w.where(v.ndim, partial=False))
         name = "gather" if f == "gather" else "take_along_dim"
         order = "{d}, {i}" if f == "gather" else "{i}, {d}"
-        return f"{w.new()} = {x}.{name}({order.format(d=d, i=f'index({num}, {tuple(v.shape)}, {n}, {where!r})')})"
+        new, i = w.new(), f"index({num}, {tuple(v.shape)}, {n}, {where!r})"
+        return f"{new} = {x}.{name}({order.format(d=d, i=i)})"
     if f == "list":
         return f"{w.new()} = {x}[{[w.rng.randrange(v.shape[0]) for _ in range(3)]}]"
     if f == "tensor":
         shape = w.one((3,), (2, 2), (4,), ())
         where = w.one("plain", w.where(len(shape), partial=False))
-        return f"{w.new()} = {x}[{w.one('', ':, ') if v.ndim > 1 and v.shape[0] == v.shape[1] else ''}index({num}, {shape}, {v.shape[0]}, {where!r})]"
+        new, square = w.new(), v.ndim > 1 and v.shape[0] == v.shape[1]
+        rest = w.one("", ":, ") if square else ""
+        return f"{new} = {x}[{rest}index({num}, {shape}, {v.shape[0]}, {where!r})]"
     if f == "embedding":
         x = w.any_of(lambda t: t.ndim == 2)
         shape = w.one((3,), (2, 3), (5,))
@@ -517,7 +526,8 @@ def indexing(w: Writer) -> str:
                 )
             )
         )
-        return f"{w.new()} = {x}.index_add({d}, index({num}, ({w.value(y).shape[d]},), {n}, {where!r}), {y})"
+        rows = w.value(y).shape[d]
+        return f"{w.new()} = {x}.index_add({d}, index({num}, ({rows},), {n}, {where!r}), {y})"
     return f"{w.new()} = {x}[{x} > 0.2]"
 
 
@@ -541,9 +551,15 @@ def inplace(w: Writer) -> str:
             return f"{target} = {w.one(y, f'{y} * 2', '0.5')}"
         if w.chance(0.3):
             return f"{target} {w.one('+=', '*=')} {w.one(y, '0.5')}"
-    form = w.one("{t}.add_({y})", "{t}.mul_({y})", "{t}.mul_(0.5)", "{t}.add_(0.25)", "{t}.relu_()", "{t}.tanh_()", "{t}.masked_fill_({x} > 0.2, 0.3)", "{t}.copy_({y})",
-                 "{t}.sub_({y}, alpha=2)", "{t}.clamp_(-0.5, 0.5)", "{t}.zero_()", "{t}.neg_()", "{t}.addcmul_({y}, {y}, value=0.1)", "{t}.div_(2)", "F.relu({t}, inplace=True)", "{t}.fill_(0.2)",
-                 "{t}.lerp_({y}, 0.25)", "{t}.exp_()", "{t}.clamp_(min=0.1)", "{t}.cumsum_(0)", "{t}.tril_()", "{t}.sigmoid_()")  # fmt: skip
+    form = w.form(
+        """
+        {t}.add_({y}) | {t}.mul_({y}) | {t}.mul_(0.5) | {t}.add_(0.25) | {t}.relu_() | {t}.tanh_()
+        {t}.masked_fill_({x} > 0.2, 0.3) | {t}.copy_({y}) | {t}.sub_({y}, alpha=2)
+        {t}.clamp_(-0.5, 0.5) | {t}.zero_() | {t}.neg_() | {t}.addcmul_({y}, {y}, value=0.1)
+        {t}.div_(2) | F.relu({t}, inplace=True) | {t}.fill_(0.2) | {t}.lerp_({y}, 0.25) | {t}.exp_()
+        {t}.clamp_(min=0.1) | {t}.cumsum_(0) | {t}.tril_() | {t}.sigmoid_()
+        """
+    )
     line = form.format(t=target, x=x, y=y)
     if v.is_leaf and w.chance(0.3):
         return f"with torch.no_grad(): {line}"
@@ -584,7 +600,8 @@ def special(w: Writer) -> str | None:
         )
         return f"{w.new()} = ckpt(lambda a, b: {form}, {x}, {y})"
     if kind == "no_grad":
-        return f"with torch.no_grad(): {w.new()} = {w.one(f'{x} * 2', viewed(w, x) + ' * 1', f'{x}.sum()')}"
+        new, value = w.new(), w.one(f"{x} * 2", viewed(w, x) + " * 1", f"{x}.sum()")
+        return f"with torch.no_grad(): {new} = {value}"
     if kind == "hook" and v.requires_grad and v.untyped_storage().data_ptr() not in w.frozen:
         return f"hook({x}, lambda g: g * 2)"
     if (

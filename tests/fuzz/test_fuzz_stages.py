@@ -50,22 +50,28 @@ WRONG_ONCE = [
     program(OVER, "v1 = leaf(1, (4,), '0: S0')", REGION, "losses = [v2.sum()]"),
     # what is computed on running statistics had no gradient outside
     program(
-        APART, "v1 = leaf(1, (5, 3), '0: R')", "m, s = data(2, (3,), '0: R'), data(3, (3,), '0: R') ** 2",
+        APART, "v1 = leaf(1, (5, 3), '0: R')",
+        "m, s = data(2, (3,), '0: R'), data(3, (3,), '0: R') ** 2",
         "v2 = move(F.batch_norm(move(v1, '1: R'), move(m, '1: R'), move(s, '1: R'), "
         "training=True), '0: R')", "losses = [v2.sum()]",
     ),
     # the number in a 0-d index was asked for where it is not
-    program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1[:, index(2, (), 3, '0: R')]", "losses = [v2.sum()]"),
+    program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1[:, index(2, (), 3, '0: R')]",
+        "losses = [v2.sum()]"),
     # a function that gives its argument back, but reduces it first
-    program(APART, "v1 = leaf(1, (4,), '0: P')", "v2 = move(F.alpha_dropout(v1, 0.0, True), '1: R')", "losses = [v2.sum()]"),
-    program(((0, 1), (1,)), "v1 = leaf(1, (4,), '1: P')", "v2 = move(F.alpha_dropout(v1, 0.0, True), '0: S0')", "losses = [v2.sum()]"),
+    program(APART, "v1 = leaf(1, (4,), '0: P')",
+        "v2 = move(F.alpha_dropout(v1, 0.0, True), '1: R')", "losses = [v2.sum()]"),
+    program(((0, 1), (1,)), "v1 = leaf(1, (4,), '1: P')",
+        "v2 = move(F.alpha_dropout(v1, 0.0, True), '0: S0')", "losses = [v2.sum()]"),
     # no input of the backward on one rank
-    program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1 * 2", "losses = [v2.sum()]", end="inputs"),
+    program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1 * 2", "losses = [v2.sum()]",
+        end="inputs"),
 ]  # fmt: skip
 EACH = ((0,), (1,), (2,), (3,))
 WRONG_ONCE_ON_FOUR = [
     # a leaf that crosses was a leaf still for ranks that it does not come to
-    program(EACH, "v1 = leaf(1, (3,), '0: R')", "v2 = move(v1, '1: R')", "v2.mul_(0.5)", "losses = [v2.sum()]"),
+    program(EACH, "v1 = leaf(1, (3,), '0: R')", "v2 = move(v1, '1: R')", "v2.mul_(0.5)",
+        "losses = [v2.sum()]"),
     # a crossing in a region that is computed again, of other ranks
     program(
         EACH, "v1, v2 = leaf(1, (3,), '0: R'), leaf(2, (3,), '2: R')",

@@ -29,11 +29,13 @@ def program(shape, *lines, end="backward"):
 PROGRAMS_OF_2 = [
     # the gradient of a leaf that is a pending average was that of its own share
     program((2,), "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()"),
-    program((2,), "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()", end="grad"),
+    program((2,), "v = leaf(1, (4,), 'Pavg')", "w = torch.sin(v * 1.0)", "loss = w.sum()",
+        end="grad"),
     program((2,), "d = data(1, (4,), 'Pavg')", "v = newleaf(2, d)", "loss = (v * d).sum()"),
     # a gradient that is differentiated again was counted once for each rank
     program((2,), "v = leaf(1, (5,), 'P')", "w = v * 1.0", "loss = (w ** 2).sum()", end="double"),
-    program((2,), "v = leaf(1, (5,), 'R')", "w = v * data(2, (5,), 'S0')", "loss = (w * v).sum() + (v ** 3).sum()", end="double"),
+    program((2,), "v = leaf(1, (5,), 'R')", "w = v * data(2, (5,), 'S0')",
+        "loss = (w * v).sum() + (v ** 3).sum()", end="double"),
     # a view taken without grad was replayed with grad for uses that vary
     program(
         (2,), "v = leaf(1, (2, 3), 'R')", "with torch.no_grad(): w = v.t()",
@@ -43,25 +45,34 @@ PROGRAMS_OF_2 = [
     program((2,), "v = leaf(1, (2, 1), 'S0')", "w = F.linear(v, v, v)", "loss = (w ** 2).sum()"),
     # one row here, two in the whole: a transposed piece looks contiguous, and was given itself
     program(
-        (2,), "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().contiguous()", "w.add_(1)", "x = w * v.t()", "loss = x.sum()",
+        (2,), "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().contiguous()", "w.add_(1)",
+        "x = w * v.t()", "loss = x.sum()",
     ),
-    program((2,), "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().reshape(8)", "w.mul_(2)", "loss = w.sum() + (v ** 2).sum()"),
+    program((2,), "v = leaf(1, (4, 2), 'S1') * 1.0", "w = v.t().reshape(8)", "w.mul_(2)",
+        "loss = w.sum() + (v ** 2).sum()"),
     # what an all-gather of uneven pieces gave could not be written to
-    program((2,), "v = leaf(1, (5, 3), 'S0') * 1.0", "w = to(v, 'R') * 1.0", "loss = (w.add_(1) ** 2).sum()"),
+    program((2,), "v = leaf(1, (5, 3), 'S0') * 1.0", "w = to(v, 'R') * 1.0",
+        "loss = (w.add_(1) ** 2).sum()"),
 ]  # fmt: skip
 PROGRAMS_OF_4 = [
-    program((4,), "i = index(1, (5,), 8, 'S0')", "v = F.embedding(i, leaf(2, (8, 4), 'R') * 1.0)", "loss = (v ** 2).sum()", end="double"),
-    program((4,), "v = leaf(1, (4,), 'S0') * 1.0", "w = v.index_select(0, index(2, (4,), 4, 'R'))", "loss = (w ** 3).sum()", end="double"),
-    program((4,), "v = leaf(1, (2,), 'S0') * 1.0", "w = v.index_select(0, index(2, (4,), 2, 'R'))", "loss = (w ** 3).sum()", end="double"),
+    program((4,), "i = index(1, (5,), 8, 'S0')", "v = F.embedding(i, leaf(2, (8, 4), 'R') * 1.0)",
+        "loss = (v ** 2).sum()", end="double"),
+    program((4,), "v = leaf(1, (4,), 'S0') * 1.0", "w = v.index_select(0, index(2, (4,), 4, 'R'))",
+        "loss = (w ** 3).sum()", end="double"),
+    program((4,), "v = leaf(1, (2,), 'S0') * 1.0", "w = v.index_select(0, index(2, (4,), 2, 'R'))",
+        "loss = (w ** 3).sum()", end="double"),
     # an axis of one rank made a view into one that could not be written to
-    program((4, 1), "v = leaf(1, (4, 3, 3), 'S0 S1') * 1.0", "v.flatten(0, 1).tanh_()", "loss = (v ** 2).sum()"),
+    program((4, 1), "v = leaf(1, (4, 3, 3), 'S0 S1') * 1.0", "v.flatten(0, 1).tanh_()",
+        "loss = (v ** 2).sum()"),
     # ranks with nothing had no graph of second order, and left the others waiting
     program(
-        (2, 2), "v = leaf(1, (2, 3), 'S0 S0') * 1.0", "w = plain(2, (3,))", "n = F.rms_norm(v, (3,), w)", "loss = (n ** 2).sum()",
+        (2, 2), "v = leaf(1, (2, 3), 'S0 S0') * 1.0", "w = plain(2, (3,))",
+        "n = F.rms_norm(v, (3,), w)", "loss = (n ** 2).sum()",
         end="double",
     ),
     program(
-        (2, 2), "v = leaf(1, (2, 4, 2), 'S0 S0') * 1.0", "w = leaf(2, (4,), 'R R')", "n = F.group_norm(v, 2, w)",
+        (2, 2), "v = leaf(1, (2, 4, 2), 'S0 S0') * 1.0", "w = leaf(2, (4,), 'R R')",
+        "n = F.group_norm(v, 2, w)",
         "loss = (n ** 3).sum()", end="double",
     ),
 ]  # fmt: skip

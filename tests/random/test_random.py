@@ -111,7 +111,8 @@ FILLS: dict[str, Callable[..., Any]] = {
     "factory": lambda x: dt.randn(5, 6, mesh=x.process_mesh, placements=x.placements),
     "randint": lambda x: dt.from_fn(torch.randint, x.process_mesh, x.placements, (5, 6), 10),
     "randperm": lambda x: dt.randperm(11, mesh=x.process_mesh, placements=[R, S0]),
-    "complex": lambda x: dt.rand(5, 6, mesh=x.process_mesh, placements=x.placements, dtype=torch.complex64),
+    "complex": lambda x: dt.rand(5, 6, mesh=x.process_mesh, placements=x.placements,
+        dtype=torch.complex64),
 }  # fmt: skip
 
 DROPOUTS: dict[str, Callable[..., Any]] = {
@@ -124,11 +125,13 @@ DROPOUTS: dict[str, Callable[..., Any]] = {
     "dropout3d": lambda x: F.dropout3d(x.view(5, 6, 1, 1, 1), 0.4),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
     "alpha_dropout inplace": lambda x: F.alpha_dropout(x, 0.4, training=True, inplace=True),
-    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x.unsqueeze(-1).expand(-1, -1, 3), 0.4, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x.unsqueeze(-1).expand(-1, -1, 3),
+        0.4, training=True),
     "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "rrelu_": lambda x: torch.rrelu_(-x, training=True),
-    "attention": lambda x: F.scaled_dot_product_attention(x.view(5, 2, 3, 1), x.view(5, 2, 3, 1), x.view(5, 2, 3, 1), dropout_p=0.4),
+    "attention": lambda x: F.scaled_dot_product_attention(x.view(5, 2, 3, 1), x.view(5, 2, 3, 1),
+        x.view(5, 2, 3, 1), dropout_p=0.4),
     "causal attention": lambda x: F.scaled_dot_product_attention(
         x.view(5, 2, 3, 1), x.view(5, 2, 3, 1), x.view(5, 2, 3, 1), dropout_p=0.4, is_causal=True
     ),
@@ -527,7 +530,8 @@ def test_numbers_in_a_backward_without_a_region_are_refused() -> None:
         (lambda x: torch.multinomial(-x, 1), "element < 0"),
         (lambda x: torch.normal(x, -1.0), "std >= 0"),
         (lambda x: x.uniform_(2, 1), "need low <= high"),
-        (lambda x: dt.rand(3, mesh=x.process_mesh, pin_memory=True), "unknown argument 'pin_memory'"),
+        (lambda x: dt.rand(3, mesh=x.process_mesh, pin_memory=True),
+            "unknown argument 'pin_memory'"),
     ],
 )  # fmt: skip
 def test_bad_input(call: Callable[..., Any], error: str) -> None:

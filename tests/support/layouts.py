@@ -115,9 +115,9 @@ def summands(x: Tensor, op: str, n: int, generator: torch.Generator) -> list[Ten
     noise = [torch.randint(0, 3, x.shape, generator=generator) for _ in range(n)]
     lucky = torch.randint(n, x.shape, generator=generator)  # the rank that has the value
     if op in ("sum", "avg"):
-        others = [(t - 1).to(x.dtype) for t in noise[1:]]
+        others = [t.to(x.dtype) for t in noise[:-1]]
         total = x * n if op == "avg" else x
-        return [total - sum(others, torch.zeros_like(x)), *others]
+        return [*others, total - sum(others, torch.zeros_like(x))]
     if op == "prod":
         signs = [(1 - 2 * (t % 2)).to(x.dtype) for t in noise]
         value = torch.stack(signs).prod(0).to(x.dtype) * x

@@ -149,7 +149,9 @@ def fallbacks() -> Iterator[list[str]]:
     """Names of the functions that ran on gathered tensors, without their warnings."""
     names: list[str] = []
     real = strict.fallback
-    strict.fallback = lambda func, specs, why: names.append(f"{errors.name_of(func)} ({why})")  # type: ignore[assignment]
+    strict.fallback = (  # type: ignore[assignment]
+        lambda func, specs, why: names.append(f"{errors.name_of(func)} ({why})")
+    )
     try:
         yield names
     finally:
@@ -167,13 +169,13 @@ def check_op(
     """``func(*args, **kwargs)`` on full tensors and on DistTensors in ``layouts``: the same,
     gradients too.
 
-    ways      how each tensor that can require grad comes (repeated as needed): as a "leaf", a "product" of one,
-              a "view" of one, "moved" from another layout; a tensor whose layout is None is a plain
-              leaf
+    ways      how each tensor that can require grad comes (repeated as needed): as a "leaf", a
+              "product" of one, a "view" of one, "moved" from another layout; a tensor whose layout
+              is None is a plain leaf
     inplace   the first tensor is written: it is entered as a product, and must keep its placement
     outputs   expected placements of each result; comms: expected kinds of the forward's collectives
     frozen    numbers of the tensors that are no input of the gradient
-    weigh     "full": the loss is made of full_tensor() of the results; "dist": of the DistTensors themselves
+    weigh     "full": the loss is made of full_tensor() of the results; "dist": of the DistTensors
     """
     mesh = mesh or mesh_of_world()
     given = tensors_in((args, kwargs))

@@ -27,55 +27,94 @@ from tests.support.layouts import (
 )
 
 METADATA = """
-x.shape; x.size(); x.size(1); x.size(-1); x.size(dim=0); x.stride(); x.stride(0); x.stride(-1); x.numel(); torch.numel(x); x.nelement()
-x.ndim; x.dim(); x.ndimension(); len(x); x.dtype; x.device; x.layout; x.is_contiguous(); x.T.is_contiguous(); x.T.stride()
-x.itemsize; x.nbytes; x.element_size(); x.is_floating_point(); x.is_complex(); torch.is_floating_point(x); torch.is_complex(x)
-x.is_signed(); x.is_conj(); x.is_neg(); x.is_inference(); x.requires_grad; x.is_leaf; x.grad; x.grad_fn; x.retains_grad
-x.storage_offset(); x.type(); x.type("torch.FloatTensor").dtype; x.is_cuda; x.is_cpu; x.is_meta; x.is_sparse; x.is_quantized
+x.shape; x.size(); x.size(1); x.size(-1); x.size(dim=0); x.stride(); x.stride(0); x.stride(-1)
+x.numel(); torch.numel(x); x.nelement()
+x.ndim; x.dim(); x.ndimension(); len(x); x.dtype; x.device; x.layout; x.is_contiguous()
+x.T.is_contiguous(); x.T.stride()
+x.itemsize; x.nbytes; x.element_size(); x.is_floating_point(); x.is_complex()
+torch.is_floating_point(x); torch.is_complex(x)
+x.is_signed(); x.is_conj(); x.is_neg(); x.is_inference(); x.requires_grad; x.is_leaf; x.grad
+x.grad_fn; x.retains_grad
+x.storage_offset(); x.type(); x.type("torch.FloatTensor").dtype; x.is_cuda; x.is_cpu; x.is_meta
+x.is_sparse; x.is_quantized
 x.is_nested; x.get_device(); x.output_nr; x.is_shared(); x.is_pinned(); x.dim_order(); x._version
-torch.is_tensor(x); torch.is_storage(x); isinstance(x, torch.Tensor); isinstance(x, nn.Parameter); hash(x) == id(x)
-torch.result_type(x, 1); torch.can_cast(x.dtype, torch.int32); torch.promote_types(x.dtype, torch.float32); x.is_same_size(x)
-x.is_set_to(x); x.T.shape; x.mT.stride(); x.H.shape; x.mH.shape; x.data.requires_grad; torch.broadcast_shapes(x.shape, (1, 6))
-x.unsqueeze(0).stride(); x[0].stride(); x[:, 0].shape; x.size(1) is x.shape[1]; bool(x.numel()); x.is_sparse_csr; x.is_mkldnn
+torch.is_tensor(x); torch.is_storage(x); isinstance(x, torch.Tensor); isinstance(x, nn.Parameter)
+hash(x) == id(x)
+torch.result_type(x, 1); torch.can_cast(x.dtype, torch.int32)
+torch.promote_types(x.dtype, torch.float32); x.is_same_size(x)
+x.is_set_to(x); x.T.shape; x.mT.stride(); x.H.shape; x.mH.shape; x.data.requires_grad
+torch.broadcast_shapes(x.shape, (1, 6))
+x.unsqueeze(0).stride(); x[0].stride(); x[:, 0].shape; x.size(1) is x.shape[1]; bool(x.numel())
+x.is_sparse_csr; x.is_mkldnn
 """
 
 VALUES = """
-x.tolist(); x.numpy(); np.asarray(x); np.asarray(x, dtype=np.float32); x.__array__(); x.detach().numpy(); x.numpy(force=True)
-x[0].tolist(); x[4, 5].item(); bool(x[4, 5] > 29); int(x[1, 1]); float(x[1, 1]); complex(x[1, 1]); bool(x[0, 0])
-30 in x; 31 in x; x[0, 0] in x; [row.sum().item() for row in x]; list(x); list(reversed(x)); sum(x); max(x[0]); [*x[0]]
-x.sum().item(); x.max().item(); f"{x.sum():.3f}"; f"{x[2, 2]}"; f"{x[2, 2]:8.2e}"; "%.1f" % x[1, 1]; round(x.sum().item())
-x[1]; x[-1, 2:5]; x[..., 0]; x[:, None, 1]; x[::2, 1::3]; x[[0, 3, 3]]; x[torch.tensor([4, 0])]; x[x > 10]; x[x[:, 0] > 10]
-x[torch.tensor([0, 1]), torch.tensor([2, 3])]; x[2:2]; x[()]; x[None]; x[True]; x[x[0, 0].long()]; x[1:, [0, 2]]; x[0, 1]
-x.T; x.mT; x.H; x.mH; x.real; x.detach(); x.data; x.clone(); x.contiguous(); copy.copy(x); copy.deepcopy(x); x.t()
-x.to(torch.float32); x.to("cpu"); x.to("cpu", torch.float16); x.to(torch.zeros(1, dtype=torch.int32)); x.to(dtype=torch.int8)
-x.cpu(); x.float(); x.half(); x.bfloat16(); x.int(); x.long(); x.bool(); x.short(); x.type(torch.float32); x.type_as(torch.zeros(1))
-x.double() is x; x.to(torch.float64) is x; x.cpu() is x; x.to("cpu") is x; x.contiguous() is x; x.to(torch.float64, copy=True) is x
-x + 1; 1 - x; 2 / x; 2.0 ** x; x ** 2; 7 % x; x % 4; -x; abs(x); +x; x // 4; 9 // x; x == 3; x != x; x >= 5; x @ x.T; divmod(8, 3)
-(x > 3) & (x < 9); ~(x > 3); (x > 3) | (x == 1); (x > 3) ^ True; x.long() << 1; x.long() >> 1; 1 << (x.long() % 4)
-x.sum().long().__index__(); range(10)[x[0, 1].long()]; x.sum(0).tolist(); torch.tensor(x.tolist()); torch.as_tensor(x) is x
-x.new_zeros(2, 3); x.new_ones(2); x.new_full((2, 2), 3); x.new_tensor([1.0, 2.0]); x.new_empty(3).shape; torch.zeros_like(x); torch.ones_like(x)
-x.nonzero(); x.unique(); x.masked_select(x > 7); torch.equal(x, x + 0); torch.equal(x, x + 1); torch.allclose(x, x); x.equal(x)
-[r.tolist() for r in x.split(2)]; x.expand_as(x); x.view_as(x); x.reshape_as(x); x.sum().exp().isinf().item(); x.any().item(); x.all()
-x.argmax().item(); x.median().item(); x.std().item(); x.count_nonzero(); x.is_nonzero() if x.numel() == 1 else 0; x.item() if x.ndim == 0 else 1
-torch.stack([x, x]); torch.cat([x, x], 1); torch.where(x > 3, x, 0.0); torch.add(x, x, alpha=2); x.storage_offset(); x.sum(dtype=torch.float32)
+x.tolist(); x.numpy(); np.asarray(x); np.asarray(x, dtype=np.float32); x.__array__()
+x.detach().numpy(); x.numpy(force=True)
+x[0].tolist(); x[4, 5].item(); bool(x[4, 5] > 29); int(x[1, 1]); float(x[1, 1]); complex(x[1, 1])
+bool(x[0, 0])
+30 in x; 31 in x; x[0, 0] in x; [row.sum().item() for row in x]; list(x); list(reversed(x))
+sum(x); max(x[0]); [*x[0]]
+x.sum().item(); x.max().item(); f"{x.sum():.3f}"; f"{x[2, 2]}"; f"{x[2, 2]:8.2e}"
+"%.1f" % x[1, 1]; round(x.sum().item())
+x[1]; x[-1, 2:5]; x[..., 0]; x[:, None, 1]; x[::2, 1::3]; x[[0, 3, 3]]; x[torch.tensor([4, 0])]
+x[x > 10]; x[x[:, 0] > 10]
+x[torch.tensor([0, 1]), torch.tensor([2, 3])]; x[2:2]; x[()]; x[None]; x[True]; x[x[0, 0].long()]
+x[1:, [0, 2]]; x[0, 1]
+x.T; x.mT; x.H; x.mH; x.real; x.detach(); x.data; x.clone(); x.contiguous(); copy.copy(x)
+copy.deepcopy(x); x.t()
+x.to(torch.float32); x.to("cpu"); x.to("cpu", torch.float16)
+x.to(torch.zeros(1, dtype=torch.int32)); x.to(dtype=torch.int8)
+x.cpu(); x.float(); x.half(); x.bfloat16(); x.int(); x.long(); x.bool(); x.short()
+x.type(torch.float32); x.type_as(torch.zeros(1))
+x.double() is x; x.to(torch.float64) is x; x.cpu() is x; x.to("cpu") is x; x.contiguous() is x
+x.to(torch.float64, copy=True) is x
+x + 1; 1 - x; 2 / x; 2.0 ** x; x ** 2; 7 % x; x % 4; -x; abs(x); +x; x // 4; 9 // x; x == 3
+x != x; x >= 5; x @ x.T; divmod(8, 3)
+(x > 3) & (x < 9); ~(x > 3); (x > 3) | (x == 1); (x > 3) ^ True; x.long() << 1; x.long() >> 1
+1 << (x.long() % 4)
+x.sum().long().__index__(); range(10)[x[0, 1].long()]; x.sum(0).tolist(); torch.tensor(x.tolist())
+torch.as_tensor(x) is x
+x.new_zeros(2, 3); x.new_ones(2); x.new_full((2, 2), 3); x.new_tensor([1.0, 2.0])
+x.new_empty(3).shape; torch.zeros_like(x); torch.ones_like(x)
+x.nonzero(); x.unique(); x.masked_select(x > 7); torch.equal(x, x + 0); torch.equal(x, x + 1)
+torch.allclose(x, x); x.equal(x)
+[r.tolist() for r in x.split(2)]; x.expand_as(x); x.view_as(x); x.reshape_as(x)
+x.sum().exp().isinf().item(); x.any().item(); x.all()
+x.argmax().item(); x.median().item(); x.std().item(); x.count_nonzero()
+x.is_nonzero() if x.numel() == 1 else 0; x.item() if x.ndim == 0 else 1
+torch.stack([x, x]); torch.cat([x, x], 1); torch.where(x > 3, x, 0.0); torch.add(x, x, alpha=2)
+x.storage_offset(); x.sum(dtype=torch.float32)
 """
 
 MORE = """
-x.unfold(0, 2, 1); torch.from_dlpack(x); np.from_dlpack(x); torch.utils.data.default_collate([x, x]); torch.asarray(x)
-torch.tensor([x[0, 0], x[1, 1]]); torch.stack(list(x)); torch.stack([x], out=None); torch.full((2,), x[0, 0]); torch.arange(x[0, 4].long())
-x.to_sparse().to_dense(); x.view(torch.int64); x.view(torch.int64).view(torch.float64); torch.complex(x, x).imag; torch.complex(x, x).H
-x.expand(2, 5, 6); x.expand(2, 5, 6).stride(); torch.broadcast_tensors(x, x[0])[1]; torch.atleast_3d(x); torch.meshgrid(x[0], x[1], indexing="ij")[0]
-torch.atleast_2d(x) is x; x.tensor_split(3)[1]; torch.block_diag(x, x); torch.cartesian_prod(x[0], x[1]); x.kron(x[:1]); x.histc(4); x.flatten()[x.argmax()]
-x.as_strided((2, 2), (6, 1)); "%d" % x.sum(); "{:d}".format(x.sum().long()); torch.ops.aten.add(x, x); torch.Tensor.sum(x, 0); [float(v) for v in x[0]]
-nn.Parameter(x).data; nn.Parameter(x, requires_grad=False).requires_grad; nn.ParameterList([nn.Parameter(x)])[0].detach(); nn.Buffer(x); x.sum() and 3
+x.unfold(0, 2, 1); torch.from_dlpack(x); np.from_dlpack(x)
+torch.utils.data.default_collate([x, x]); torch.asarray(x)
+torch.tensor([x[0, 0], x[1, 1]]); torch.stack(list(x)); torch.stack([x], out=None)
+torch.full((2,), x[0, 0]); torch.arange(x[0, 4].long())
+x.to_sparse().to_dense(); x.view(torch.int64); x.view(torch.int64).view(torch.float64)
+torch.complex(x, x).imag; torch.complex(x, x).H
+x.expand(2, 5, 6); x.expand(2, 5, 6).stride(); torch.broadcast_tensors(x, x[0])[1]
+torch.atleast_3d(x); torch.meshgrid(x[0], x[1], indexing="ij")[0]
+torch.atleast_2d(x) is x; x.tensor_split(3)[1]; torch.block_diag(x, x)
+torch.cartesian_prod(x[0], x[1]); x.kron(x[:1]); x.histc(4); x.flatten()[x.argmax()]
+x.as_strided((2, 2), (6, 1)); "%d" % x.sum(); "{:d}".format(x.sum().long())
+torch.ops.aten.add(x, x); torch.Tensor.sum(x, 0); [float(v) for v in x[0]]
+nn.Parameter(x).data; nn.Parameter(x, requires_grad=False).requires_grad
+nn.ParameterList([nn.Parameter(x)])[0].detach(); nn.Buffer(x); x.sum() and 3
 """
 
 # Each is run on a copy y of x, which is then compared.
 IN_PLACE = """
-y.t_(); y.transpose_(0, 1); y.unsqueeze_(0); y.unsqueeze_(1).squeeze_(); y.swapdims_(0, 1); y.apply_(lambda v: v + 1); y.resize_(5, 6); y.resize_as_(x)
-y.__setitem__((0, 0), 100.0); y.__setitem__(y > 5, 0.0); y.__setitem__(slice(1, 3), y[2:4].clone()); y[0].copy_(y[1]); y.T.mul_(2); y[:, 1].zero_()
-y[2:4].add_(1); y.masked_fill_(y > 4, 0.0); y.clamp_(3, 9); y.scatter_(0, torch.zeros(1, 6, dtype=torch.long), 5.0); y.index_add_(0, torch.tensor([0, 4]), y[:2].clone())
-y.put_(torch.tensor([1]), torch.tensor([5.0], dtype=torch.float64)); y.index_fill_(0, torch.tensor([1]), 9.0); y.t_().add_(1); y.tril_(); y.sqrt_(); y.cumsum_(0)
+y.t_(); y.transpose_(0, 1); y.unsqueeze_(0); y.unsqueeze_(1).squeeze_(); y.swapdims_(0, 1)
+y.apply_(lambda v: v + 1); y.resize_(5, 6); y.resize_as_(x)
+y.__setitem__((0, 0), 100.0); y.__setitem__(y > 5, 0.0)
+y.__setitem__(slice(1, 3), y[2:4].clone()); y[0].copy_(y[1]); y.T.mul_(2); y[:, 1].zero_()
+y[2:4].add_(1); y.masked_fill_(y > 4, 0.0); y.clamp_(3, 9)
+y.scatter_(0, torch.zeros(1, 6, dtype=torch.long), 5.0)
+y.index_add_(0, torch.tensor([0, 4]), y[:2].clone())
+y.put_(torch.tensor([1]), torch.tensor([5.0], dtype=torch.float64))
+y.index_fill_(0, torch.tensor([1]), 9.0); y.t_().add_(1); y.tril_(); y.sqrt_(); y.cumsum_(0)
 """
 
 
@@ -242,11 +281,16 @@ def test_gradient_attributes(layout):
 # Plain tensors and numbers among DistTensors ------------------------------------------------------
 
 MIXED = """
-x + p; p + x; x * p; p * x; p - x; x / p; p @ x.t(); x @ p.t(); p.add(x); torch.where(x > 4, x, p); torch.where(p > 4, p, x); x.mul(p) + p
-torch.nn.functional.linear(x, p); torch.nn.functional.linear(p, x); torch.cat([p, x]); torch.stack([x, p]); torch.addmm(p @ p.t(), x, p.t())
-(x * p.sum()).cos(); p.sin() * x; torch.einsum("ij,kj->ik", x, p); x.pow(2) + p.pow(2) * 2.5; torch.maximum(x, p); x.sum() * p; p[0] * x; x * p[:, :1]
-torch.lerp(x, p, 0.3); torch.nn.functional.mse_loss(x, p); torch.nn.functional.mse_loss(p, x); torch.addcmul(x, p, x); x.masked_fill(p > 9, 2.0); x.sum(0) + p
-p.expand(5, 6) + x; torch.nn.functional.layer_norm(x, (6,), p[0], p[1]); (p if True else x) * x.detach(); x.t() * p.t(); 2 * x + 3 * p
+x + p; p + x; x * p; p * x; p - x; x / p; p @ x.t(); x @ p.t(); p.add(x); torch.where(x > 4, x, p)
+torch.where(p > 4, p, x); x.mul(p) + p
+torch.nn.functional.linear(x, p); torch.nn.functional.linear(p, x); torch.cat([p, x])
+torch.stack([x, p]); torch.addmm(p @ p.t(), x, p.t())
+(x * p.sum()).cos(); p.sin() * x; torch.einsum("ij,kj->ik", x, p); x.pow(2) + p.pow(2) * 2.5
+torch.maximum(x, p); x.sum() * p; p[0] * x; x * p[:, :1]
+torch.lerp(x, p, 0.3); torch.nn.functional.mse_loss(x, p); torch.nn.functional.mse_loss(p, x)
+torch.addcmul(x, p, x); x.masked_fill(p > 9, 2.0); x.sum(0) + p
+p.expand(5, 6) + x; torch.nn.functional.layer_norm(x, (6,), p[0], p[1])
+(p if True else x) * x.detach(); x.t() * p.t(); 2 * x + 3 * p
 """
 
 
