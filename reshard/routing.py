@@ -59,7 +59,8 @@ class Routing:
                 ranks = holders[at, cell]
                 piece = cell.intersect(target)
                 if piece and receiver not in ranks:
-                    sender = min(ranks, key=lambda r, to=receiver: nearest(to, r, self.sent[r]))  # type: ignore[misc]
+                    order = [(nearest(receiver, r, self.sent[r]), r) for r in ranks]
+                    sender = min(order)[1]
                     self.sent[sender] += piece.numel
                     self.messages[sender, receiver] = piece
 

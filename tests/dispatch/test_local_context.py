@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 import ops
+from tests.support.layouts import S1
 from tests.support.pool import on_ranks
-from tests.support.worlds import S1
 
 Tensor = torch.Tensor
 
