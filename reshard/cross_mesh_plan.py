@@ -8,6 +8,7 @@ where the sum over all ranks is least: nearly always before, on the mesh of the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,16 +77,17 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
 
 def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
     """What arrives: dst without placements of users' own types; and the reductions in it."""
-    _, partial, own = planner.state_of(dst)
-    theirs = set(_axes(own))
-    made = tuple(entry for entry in partial if entry[0] not in theirs)
+    layout = planner.essential(dst)
+    theirs = set(_axes(layout.own))
+    made = tuple(entry for entry in layout.partial if entry[0] not in theirs)
     dims = tuple(_until(axes, theirs) for axes in dst.layout.dims)
     return dst.with_layout(Layout(dims, made)), made
 
 
 def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
     """The reductions that can travel as they are: on equal meshes, and if order does not matter."""
-    _, partial, own = planner.state_of(src)
+    layout = planner.essential(src)
+    partial, own = layout.partial, layout.own
     if src.mesh.shape != dst.mesh.shape:
         return ()
     mine = set(_axes(own))
@@ -100,9 +102,9 @@ def _axes(entries: Sequence[tuple[int, object]]) -> Axes:
 
 def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
     """What src may be brought to: no reduction waits but the ``kept`` ones."""
-    _, partial, own = planner.state_of(src)
-    dims = tuple(_until(axes, set(_axes(own))) for axes in src.layout.dims)
-    waiting = tuple(a for a, op in partial if (a, op) not in kept)
+    layout = planner.essential(src)
+    dims = tuple(_until(axes, set(_axes(layout.own))) for axes in src.layout.dims)
+    waiting = tuple(a for a, op in layout.partial if (a, op) not in kept)
     out = [src.with_layout(Layout(dims, kept))]
     for d in range(src.ndim if waiting else 0):
         split = (*dims[:d], dims[d] + waiting, *dims[d + 1 :])
@@ -112,7 +114,4 @@ def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
 
 def _until(axes: Axes, stop: set[int]) -> Axes:
     """The leading axes, up to the first that is in ``stop``."""
-    for i, a in enumerate(axes):
-        if a in stop:
-            return axes[:i]
-    return axes
+    return tuple(itertools.takewhile(lambda a: a not in stop, axes))

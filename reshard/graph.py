@@ -1,6 +1,6 @@
 """The graph that the planner searches: layouts, and the moves between them that can be of use.
 
-A State is a Layout without the mesh axes of size 1. Only moves towards the goal are considered: an
+Layouts are without the mesh axes of size 1. Only moves towards the goal are considered: an
 axis visits its placement in the source, its placement in the goal, and Replicate.
 """
 
@@ -10,9 +10,11 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from disttensor.layout import Axes as DimAxes
+from disttensor.layout import Layout
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from reshard.exchange import common, concerned, exchange
 from reshard.registry import Axes, Move, MoveFn, moves
@@ -20,7 +22,6 @@ from reshard.registry import Axes, Move, MoveFn, moves
 T = TypeVar("T")
 Dims = tuple[DimAxes, ...]
 Reductions = tuple[tuple[int, str], ...]
-State = tuple[Dims, Reductions, tuple[tuple[int, Placement], ...]]
 
 LATENCY = 16 * 1024  # a collective costs as much as sending so many bytes
 STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
@@ -36,19 +37,19 @@ class Edge(NamedTuple):
     fn: MoveFn
     axes: Axes
     bytes: float
-    to: State
+    to: Layout
     merge: object = None  # neighbours with equal values can be one step
     extra: float = 0.0
 
 
-def cheapest(start: State, goal: State, mesh: Axes, shape: Axes, itemsize: int) -> list[Edge]:
+def cheapest(start: Layout, goal: Layout, mesh: Axes, shape: Axes, itemsize: int) -> list[Edge]:
     """The cheapest path, by Dijkstra. Raises LookupError where there is none."""
     graph = Graph(goal, mesh, shape, itemsize)
-    best: dict[State, float] = {start: 0.0}
-    came: dict[State, tuple[State, Edge]] = {}
-    done: set[State] = set()
+    best: dict[Layout, float] = {start: 0.0}
+    came: dict[Layout, tuple[Layout, Edge]] = {}
+    done: set[Layout] = set()
     ticket = itertools.count()  # makes ties fall alike on all ranks
-    queue: list[tuple[float, int, State]] = [(0.0, next(ticket), start)]
+    queue: list[tuple[float, int, Layout]] = [(0.0, next(ticket), start)]
     while queue:
         spent, _, state = heapq.heappop(queue)
         if state == goal:
@@ -67,7 +68,7 @@ def cheapest(start: State, goal: State, mesh: Axes, shape: Axes, itemsize: int) 
                 came[edge.to] = state, edge
                 heapq.heappush(queue, (total, next(ticket), edge.to))
     raise LookupError(
-        f"reshard: no way from {dict(start[2])} to {dict(goal[2])}: register functions for "
+        f"reshard: no way from {dict(start.own)} to {dict(goal.own)}: register functions for "
         "these placement types with @reshard.register, at least to and from Replicate"
     )
 
@@ -75,34 +76,33 @@ def cheapest(start: State, goal: State, mesh: Axes, shape: Axes, itemsize: int) 
 class Graph:
     """The moves that lead from a state towards ``goal``, with their prices."""
 
-    def __init__(self, goal: State, mesh: Axes, shape: Axes, itemsize: int) -> None:
-        self.dims, self.partial, self.own = goal
+    def __init__(self, goal: Layout, mesh: Axes, shape: Axes, itemsize: int) -> None:
+        self.goal, self.dims, self.partial = goal, goal.dims, goal.partial
         self.home = {a: d for d, axes in enumerate(self.dims) for a in axes}
         self.ops = dict(self.partial)
-        self.placements = dict(self.own)
+        self.placements = dict(goal.own)
         self.mesh, self.shape, self.itemsize = mesh, shape, itemsize
         self.sizes: dict[Dims, int] = {}
 
-    def edges(self, state: State) -> Iterator[Edge]:
-        dims, partial, own = state
-        mine = frozenset(a for a, _ in own) | self.placements.keys()
-        if partial:
+    def edges(self, state: Layout) -> Iterator[Edge]:
+        mine = frozenset(a for a, _ in state.own) | self.placements.keys()
+        if state.partial:
             yield from self.reductions(state, mine)
-        if dims != self.dims:
+        if state.dims != self.dims:
             yield from self.gathers(state, mine)
             yield from self.all_to_alls(state, mine)
             yield from self.slices(state, mine)
             yield from self.exchanges(state, mine)
-        if partial != self.partial:
+        if state.partial != self.partial:
             yield from self.pendings(state, mine)
-        if own or self.own:
+        if mine:
             yield from self.users(state, mine)
 
     # Each of the following yields the edges of one kind of movement -------------------------------
 
-    def reductions(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def reductions(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """P -> R and P -> S, for every set of axes that wait for one reduction."""
-        dims, partial, own = state
+        dims, partial = state.dims, state.partial
         blocked = len({REDUCTION_KIND[op] for _, op in (*partial, *self.partial)}) > 1
         open_axes = [
             (a, op) for a, op in partial if a not in mine and (blocked or self.ops.get(a) != op)
@@ -112,26 +112,26 @@ class Graph:
                 rest = tuple(entry for entry in partial if entry[0] not in axes)
                 if not all(_inner(a, op, rest) for a in axes):
                     continue
-                yield self.edge(Partial, Replicate, axes, dims, (dims, rest, own))
+                done = replace(state, partial=rest)
+                yield self.edge(Partial, Replicate, axes, state, done)
                 if all(a in self.home for a in axes):
-                    after = self.appended(dims, axes)
-                    yield self.edge(Partial, Shard, axes, dims, (after, rest, own))
+                    done = replace(done, dims=self.appended(dims, axes))
+                    yield self.edge(Partial, Shard, axes, state, done)
 
-    def gathers(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def gathers(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """S -> R, for every set of axes that are the minor ones of their dims and not in place."""
-        dims, partial, own = state
         choices = []
-        for now, then in zip(dims, self.dims, strict=True):
+        for now, then in zip(state.dims, self.dims, strict=True):
             lowest = max([common(now, then), *(i + 1 for i, a in enumerate(now) if a in mine)])
             choices.append([now[:i] for i in range(lowest, len(now) + 1)])
         for after in itertools.product(*choices):
-            if after != dims:
-                axes = concerned(dims, after)
-                yield self.edge(Shard, Replicate, axes, dims, (after, partial, own))
+            if after != state.dims:
+                axes = concerned(state.dims, after)
+                yield self.edge(Shard, Replicate, axes, state, replace(state, dims=after))
 
-    def all_to_alls(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def all_to_alls(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """S(i) -> S(j), where that puts the minor axes of dim i in place on dim j."""
-        dims, partial, own = state
+        dims = state.dims
         for i, now in enumerate(dims):
             for k in range(len(now) - 1, common(now, self.dims[i]) - 1, -1):
                 axes = now[k:]
@@ -144,98 +144,78 @@ class Graph:
                         there if d == j else now[:k] if d == i else old
                         for d, old in enumerate(dims)
                     )
-                    yield self.edge(Shard, Shard, axes, dims, (after, partial, own))
+                    yield self.edge(Shard, Shard, axes, state, replace(state, dims=after))
 
-    def slices(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def slices(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """R -> S, where that puts an axis in place."""
-        dims, partial, own = state
-        busy = {a for axes in dims for a in axes} | {a for a, _ in partial}
+        dims, busy = state.dims, state.varies() | mine
         for d, (now, then) in enumerate(zip(dims, self.dims, strict=True)):
             if len(now) < len(then) and then[: len(now)] == now:
                 axis = then[len(now)]
-                if axis not in busy and axis not in mine:
-                    after = (*dims[:d], (*now, axis), *dims[d + 1 :])
-                    yield self.edge(Replicate, Shard, (axis,), dims, (after, partial, own), "slice")
+                if axis not in busy:
+                    to = replace(state, dims=(*dims[:d], (*now, axis), *dims[d + 1 :]))
+                    yield self.edge(Replicate, Shard, (axis,), state, to, "slice")
 
-    def pendings(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def pendings(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """R -> P and S -> P, one axis at a time: they are local."""
-        dims, partial, own = state
-        busy = {a for a, _ in partial}
         for axis, op in self.partial:
-            if axis in busy or axis in mine or not _inner(axis, op, partial):
+            if axis in state.partial_axes | mine or not _inner(axis, op, state.partial):
                 continue
-            left = _without(dims, axis)
+            left = _without(state.dims, axis)
             if left is not None:
-                before = Replicate if left == dims else Shard
-                rest = tuple(sorted((*partial, (axis, op))))
-                yield self.edge(before, Partial, (axis,), dims, (left, rest, own), (before, op))
+                before = Replicate if left == state.dims else Shard
+                to = replace(state, dims=left, partial=tuple(sorted((*state.partial, (axis, op)))))
+                yield self.edge(before, Partial, (axis,), state, to, (before, op))
 
-    def exchanges(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def exchanges(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """To the goal at once, for all axes that no reduction holds up."""
-        dims, partial, own = state
-        waiting = {a for a, _ in partial}
-        left_out = waiting | self.placements.keys()
+        dims, left_out = state.dims, state.partial_axes | self.placements.keys()
         after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
         axes = concerned(dims, after)
         if axes and mine.isdisjoint(axes):
             needed = kept = 1
             for size, now, then in zip(self.shape, dims, after, strict=True):
-                if (
-                    now[: len(then)] == then
-                ):  # rounded up, as a gather pads: that they can be compared
-                    kept *= self.first(size, now)
-                    needed *= self.first(size, now) * math.prod(
-                        self.mesh[a] for a in now[len(then) :]
-                    )
+                held = self.first(size, now)
+                if now[: len(then)] == then:  # rounded up, as a gather pads, to compare with it
+                    kept *= held
+                    needed *= held * math.prod(self.mesh[a] for a in now[len(then) :])
                 else:
                     needed *= self.first(size, then)
                     kept *= self.first(size, then) if then[: len(now)] == now else 0
             lacking = (needed - kept) * self.itemsize
-            to = (after, partial, own)
+            to = replace(state, dims=after)
             yield Edge("all_to_all", exchange, axes, lacking, to, extra=LATENCY + EXCHANGE)
 
-    def users(self, state: State, mine: frozenset[int]) -> Iterator[Edge]:
+    def users(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """Moves of placement types that are not ours: one axis at a time, through the registry."""
-        dims, partial, own = state
         for axis in sorted(mine):
-            left = _without(dims, axis)
+            left = _without(state.dims, axis)
             if left is None:
                 continue
-            bare = left, _drop(partial, axis), _drop(own, axis)
+            bare = Layout(left, _drop(state.partial, axis), _drop(state.own, axis))
             now = placement_at(state, axis)
-            for then in (Replicate(), placement_at((self.dims, self.partial, self.own), axis)):
+            for then in (Replicate(), placement_at(self.goal, axis)):
                 if now != then and (type(now), type(then)) in moves:
-                    to = self.placed(bare, axis, then)
-                    yield self.edge(type(now), type(then), (axis,), dims, to)
+                    to = placed(bare, axis, then)
+                    yield self.edge(type(now), type(then), (axis,), state, to)
 
     # Prices ---------------------------------------------------------------------------------------
 
     def edge(
-        self,
-        src: type[Placement],
-        dst: type[Placement],
-        axes: Axes,
-        dims: Dims,
-        to: State,
+        self, src: type[Placement], dst: type[Placement], axes: Axes, here: Layout, to: Layout,
         merge: object = None,
-    ) -> Edge:
+    ) -> Edge:  # fmt: skip
         move: Move = moves[src, dst]
-        axes = tuple(sorted(axes))
-        ranks = 1
-        for a in axes:
-            ranks *= self.mesh[a]
-        before, after = self.numel(dims) * self.itemsize, self.numel(to[0]) * self.itemsize
-        extra = LATENCY if move.collective else 0
-        return Edge(move.kind, move.fn, axes, move.cost(before, after, ranks), to, merge, extra)
+        ranks = math.prod(self.mesh[a] for a in axes)
+        before, after = (self.numel(x.dims) * self.itemsize for x in (here, to))
+        price, extra = move.cost(before, after, ranks), LATENCY if move.collective else 0
+        return Edge(move.kind, move.fn, tuple(sorted(axes)), price, to, merge, extra)
 
     def numel(self, dims: Dims) -> int:
         """Elements of the first rank's local: the largest."""
         n = self.sizes.get(dims)
         if n is None:
-            n = 1
-            for size, axes in zip(self.shape, dims, strict=True):
-                n *= self.first(size, axes)
-            self.sizes[dims] = n
+            n = self.sizes[dims] = math.prod(map(self.first, self.shape, dims))
         return n
 
     def first(self, size: int, axes: DimAxes) -> int:
@@ -248,30 +228,30 @@ class Graph:
         pairs = zip(dims, self.dims, strict=True)
         return tuple((*now, *(a for a in then if a in axes)) for now, then in pairs)
 
-    def placed(self, state: State, axis: int, placement: Placement) -> State:
-        dims, partial, own = state
-        if isinstance(placement, Shard):
-            d = placement.dim % len(dims)
-            dims = (*dims[:d], (*dims[d], axis), *dims[d + 1 :])
-        elif isinstance(placement, Partial):
-            partial = tuple(sorted((*partial, (axis, placement.reduce_op))))
-        if type(placement) not in (Shard, Replicate, Partial):
-            own = tuple(sorted((*own, (axis, placement)), key=lambda entry: entry[0]))
-        return dims, partial, own
+
+def placed(layout: Layout, axis: int, placement: Placement) -> Layout:
+    """``layout``, where ``axis`` is replicated, with a placement on it."""
+    dims, partial, own = layout.dims, layout.partial, layout.own
+    if isinstance(placement, Shard):
+        d = placement.dim % len(dims)
+        dims = (*dims[:d], (*dims[d], axis), *dims[d + 1 :])
+    elif isinstance(placement, Partial):
+        partial = tuple(sorted((*partial, (axis, placement.reduce_op))))
+    if type(placement) not in (Shard, Replicate, Partial):
+        own = tuple(sorted((*own, (axis, placement)), key=lambda entry: entry[0]))
+    return Layout(dims, partial, own)
 
 
-def placement_at(state: State, axis: int) -> Placement:
-    dims, partial, own = state
-    for a, placement in own:
+def placement_at(layout: Layout, axis: int) -> Placement:
+    """Without the order of axes on one dim."""
+    for a, placement in layout.own:
         if a == axis:
             return placement
-    for a, op in partial:
+    for a, op in layout.partial:
         if a == axis:
             return Partial(op)
-    for d, axes in enumerate(dims):
-        if axis in axes:
-            return Shard(d)
-    return Replicate()
+    d = layout.dim_of(axis)
+    return Replicate() if d is None else Shard(d)
 
 
 def _drop(entries: tuple[tuple[int, T], ...], axis: int) -> tuple[tuple[int, T], ...]:

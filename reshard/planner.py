@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from disttensor.cache import cached
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
-from reshard.graph import Edge, State, cheapest
+from reshard.graph import Edge, cheapest
 from reshard.registry import Axes, MoveFn, Tensor
 from reshard.validate import check
 
@@ -55,7 +55,7 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
         return ()
     check(src, dst)
     mesh = src.mesh
-    start, goal = state_of(src), state_of(dst)
+    start, goal = essential(src), essential(dst)
     if start == goal or not src.shape.numel():
         changed = differing(src, dst)
         return (Step("local", name_of(src, changed), changed, 0, src, dst, stay),)
@@ -64,18 +64,9 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     here = src
     for i, edge in enumerate(path):
         last = i == len(path) - 1
-        there = dst if last else src.with_layout(Layout(*edge.to))
-        steps.append(
-            Step(
-                edge.kind,
-                name_of(src, edge.axes),
-                edge.axes,
-                round(edge.bytes),
-                here,
-                there,
-                edge.fn,
-            )
-        )
+        there = dst if last else src.with_layout(edge.to)
+        name = name_of(src, edge.axes)
+        steps.append(Step(edge.kind, name, edge.axes, round(edge.bytes), here, there, edge.fn))
         here = there
     return tuple(steps)
 
@@ -102,10 +93,10 @@ def cost(src: DistSpec, dst: DistSpec) -> float:
     return float(sum(step.bytes for step in choose(src, dst)))
 
 
-def state_of(spec: DistSpec) -> State:
+def essential(spec: DistSpec) -> Layout:
     """The layout without mesh axes of size 1, which mean nothing to the data."""
     sizes, layout = spec.mesh.shape, spec.layout
-    return (
+    return Layout(
         tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims),
         tuple(entry for entry in layout.partial if sizes[entry[0]] > 1),
         tuple(entry for entry in layout.own if sizes[entry[0]] > 1),

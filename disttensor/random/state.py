@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -34,11 +35,13 @@ _POLICIES = ("invariant", "fast")
 
 
 class _State:
-    """The seed, the number of random calls so far, and the policy that ``rng`` has set."""
+    """The seed, and the number of random calls so far."""
 
     seed = 0
     calls = 0
-    policy: str | None = None
+
+
+_policy: ContextVar[str | None] = ContextVar("random policy", default=None)  # set by ``rng``
 
 
 def manual_seed(seed: int) -> None:
@@ -82,12 +85,12 @@ class rng:
         self.outer: list[str | None] = []
 
     def __enter__(self) -> rng:
-        self.outer.append(_State.policy)
-        _State.policy = self.policy
+        self.outer.append(_policy.get())
+        _policy.set(self.policy)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _State.policy = self.outer.pop()
+        _policy.set(self.outer.pop())
 
 
 class Note(NamedTuple):
@@ -133,7 +136,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     where = recompute.scope()
     found = recompute.drawn(where)
     if found is None:
-        invariant = (_State.policy or default) == "invariant"
+        invariant = (_policy.get() or default) == "invariant"
         if generator is None:
             _State.calls += 1
             found = Note(_State.seed, _State.calls, invariant)

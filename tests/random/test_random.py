@@ -3,6 +3,7 @@ recomputation that repeats."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.comm import collectives
 from disttensor.placement import Placement
+from disttensor.random import state
 from tests.support.layouts import everywhere, grid
 from tests.support.pool import on_ranks, run_on_ranks
 
@@ -543,3 +545,13 @@ def raises(call: Callable[..., Any], error: str) -> None:
     with pytest.raises((ValueError, TypeError, RuntimeError), match=error):
         call(x)
     assert torch.equal(everything(x), torch.ones(5, 6))
+
+
+def test_a_policy_holds_for_its_own_thread():
+    seen = []
+    with dt.rng("fast"):
+        thread = threading.Thread(target=lambda: seen.append(state._policy.get()))
+        thread.start()
+        thread.join()
+        seen.append(state._policy.get())
+    assert seen == [None, "fast"] and state._policy.get() is None
