@@ -9,56 +9,17 @@ import torch
 
 import reshard as reshard_package
 from disttensor.autograd.grad_types import whole_grad
-from disttensor.cache import Cache
 from disttensor.comm import collectives, objects
-from disttensor.layout import Layout, layout_from_mapping, layout_of, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute, infer
 from disttensor.placement import Placement
 from disttensor.random import state
 from disttensor.random.factories import make_local
-from disttensor.spec import DistSpec
+from disttensor.spec import spec_of
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.reshard import resharded
+from disttensor.tensor.reshard import resharded, target
 
 Tensor = torch.Tensor
-
-
-def layout_from(
-    mesh: ProcessMesh,
-    ndim: int,
-    placements: Sequence[Placement] | None,
-    dims_mapping: Any,
-    partial_status: Any,
-) -> Layout:
-    """A layout from either of the two notations; neither means replicated."""
-    if placements is not None and (dims_mapping is not None or partial_status is not None):
-        raise ValueError("give placements, or dims_mapping and partial_status, not both")
-    if placements is not None:
-        return layout_of(placements, ndim, mesh.ndim)
-    if dims_mapping is None and partial_status is None:
-        return replicated(ndim)
-    mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
-    if len(mapping) != ndim:
-        raise ValueError(
-            f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: "
-            "one per dim"
-        )
-    return layout_from_mapping(mapping, partial_status, mesh.ndim)
-
-
-def check_partial(spec: DistSpec) -> None:
-    for a, op in spec.layout.partial:
-        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
-            op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        )
-        if meaningless:
-            of_bool = spec.dtype == torch.bool
-            other = "'any') or Partial('all')" if of_bool else "'sum'), or a floating dtype"
-            raise ValueError(
-                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no "
-                f"meaning; use Partial({other}"
-            )
 
 
 def shard_tensor(
@@ -85,9 +46,9 @@ def shard_tensor(
     value = data if isinstance(data, Tensor) else torch.as_tensor(data)
     if mesh.coordinate is not None:
         value = value.to(device=mesh.device, dtype=dtype or value.dtype)
-    layout = layout_from(mesh, value.ndim, placements, dims_mapping, partial_status)
-    spec = DistSpec(mesh, layout, value.shape, dtype or value.dtype)
-    check_partial(spec)
+    spec = spec_of(
+        mesh, value.shape, dtype or value.dtype, placements, dims_mapping, partial_status
+    )
     full = spec.replicated()
     if src_rank is not None and src_rank not in mesh.ranks:
         raise ValueError(
@@ -135,9 +96,6 @@ def _compare(value: Tensor, mesh: ProcessMesh) -> None:
         )
 
 
-_targets: Cache[Any, DistSpec] = Cache(4096)  # of reshards so far
-
-
 def reshard(
     x: Any,
     mesh: ProcessMesh | None = None,
@@ -162,20 +120,7 @@ def reshard(
         return shard_tensor(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
-    mesh = mesh or x.spec.mesh
-    key: Any = None
-    if dims_mapping is None and partial_status is None:
-        if placements is None:
-            key = x.spec, mesh
-        elif all(isinstance(p, Placement) for p in placements):
-            key = x.spec, mesh, *placements
-    dst = _targets.get(key)
-    if dst is None:
-        layout = layout_from(mesh, x.ndim, placements, dims_mapping, partial_status)
-        dst = DistSpec(mesh, layout, x.spec.shape, x.spec.dtype)
-        check_partial(dst)
-        if key is not None:
-            _targets[key] = dst
+    dst = target(x.spec, mesh or x.spec.mesh, placements, dims_mapping, partial_status)
     return resharded(x, dst, fresh=True)
 
 
@@ -198,9 +143,7 @@ def from_fn(
     36.0
     """
     size = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
-    layout = layout_from(mesh, len(size), placements, dims_mapping, None)
-    spec = DistSpec(mesh, layout, size, dtype or torch.get_default_dtype())
-    check_partial(spec)
+    spec = spec_of(mesh, size, dtype or torch.get_default_dtype(), placements, dims_mapping)
     if mesh.coordinate is None:
         extent: Any = size[0] if fn is torch.randperm else size
         made = infer.found(fn, (extent, *args), {**kwargs, "dtype": dtype, "device": mesh.device})
@@ -210,7 +153,7 @@ def from_fn(
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
-    if layout.partial:
+    if spec.layout.partial:
         raise ValueError(
             "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
         )

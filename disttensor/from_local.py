@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from disttensor.comm import objects
-from disttensor.create import check_partial, layout_from
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
 from disttensor.placement import Placement
-from disttensor.spec import DistSpec
+from disttensor.spec import DistSpec, checked, layout_from, spec_of
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
@@ -37,9 +36,7 @@ def from_local(
     how = placements, dims_mapping, partial_status
     if mesh.coordinate is None:
         shape = objects.recv_object(mesh.ranks, mesh.device) if shape is None else tuple(shape)
-        spec = DistSpec(mesh, layout_from(mesh, len(shape), *how), shape, local.dtype)
-        check_partial(spec)
-        return execute.stand_in(spec, local.requires_grad)
+        return execute.stand_in(spec_of(mesh, shape, local.dtype, *how), local.requires_grad)
     x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
     if shape is None:
         objects.send_object(tuple(x.shape), mesh.ranks, mesh.device)
@@ -54,8 +51,7 @@ def from_pieces(
         everyone = objects.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
         shape = _global_shape(everyone, layout, mesh)
         _check_pieces(DistSpec(mesh, layout, shape, local.dtype), everyone)
-    spec = DistSpec(mesh, layout, shape, local.dtype)
-    check_partial(spec)
+    spec = checked(DistSpec(mesh, layout, shape, local.dtype))
     if tuple(local.shape) != spec.local_shape:
         raise ValueError(
             f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "

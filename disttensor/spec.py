@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Box, Layout, box_at, describe, layout_of
+from disttensor.layout import (
+    Box,
+    Layout,
+    box_at,
+    describe,
+    layout_from_mapping,
+    layout_of,
+    replicated,
+)
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 
@@ -120,3 +128,56 @@ class DistSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DistSpec, (self.mesh, self.layout, tuple(self.shape), self.dtype)
+
+
+def layout_from(
+    mesh: ProcessMesh,
+    ndim: int,
+    placements: Sequence[Placement] | None,
+    dims_mapping: Any,
+    partial_status: Any,
+) -> Layout:
+    """A layout from either of the two notations; neither means replicated."""
+    if placements is not None and (dims_mapping is not None or partial_status is not None):
+        raise ValueError("give placements, or dims_mapping and partial_status, not both")
+    if placements is not None:
+        return layout_of(placements, ndim, mesh.ndim)
+    if dims_mapping is None and partial_status is None:
+        return replicated(ndim)
+    mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
+    if len(mapping) != ndim:
+        raise ValueError(
+            f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: "
+            "one per dim"
+        )
+    return layout_from_mapping(mapping, partial_status, mesh.ndim)
+
+
+def checked(spec: DistSpec) -> DistSpec:
+    """``spec``. Raises ValueError where its dtype has no such pending reduction."""
+    for a, op in spec.layout.partial:
+        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
+            op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        )
+        if meaningless:
+            of_bool = spec.dtype == torch.bool
+            other = "'any') or Partial('all')" if of_bool else "'sum'), or a floating dtype"
+            raise ValueError(
+                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no "
+                f"meaning; use Partial({other}"
+            )
+    return spec
+
+
+def spec_of(
+    mesh: ProcessMesh,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    placements: Sequence[Placement] | None = None,
+    dims_mapping: Any = None,
+    partial_status: Any = None,
+) -> DistSpec:
+    """A spec from either of the two notations of a layout. Raises ValueError where a pending
+    reduction has no meaning."""
+    layout = layout_from(mesh, len(shape), placements, dims_mapping, partial_status)
+    return checked(DistSpec(mesh, layout, shape, dtype))

@@ -9,6 +9,7 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,11 +18,13 @@ import torch
 import reshard
 from disttensor.autograd import recompute, token
 from disttensor.autograd.grad_types import Typed, dual, move
-from disttensor.cache import cached
+from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
 from disttensor.comm.work import Work
 from disttensor.layout import Axes
-from disttensor.spec import DistSpec
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Placement
+from disttensor.spec import DistSpec, spec_of
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, set_origin, through
 from disttensor.torch_private import direct_apply, storage_id
@@ -86,6 +89,31 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
         set_origin(out, alias)
         return out
     return x.like(moved, dst)
+
+
+_targets: Cache[Any, DistSpec] = Cache(4096)
+
+
+def target(
+    src: DistSpec,
+    mesh: ProcessMesh,
+    placements: Sequence[Placement] | None,
+    dims_mapping: Any,
+    partial_status: Any,
+) -> DistSpec:
+    """The spec of the tensor of ``src`` on ``mesh`` in another layout."""
+    key: Any = None
+    if dims_mapping is None and partial_status is None:
+        if placements is None:
+            key = src, mesh
+        elif all(isinstance(p, Placement) for p in placements):
+            key = src, mesh, *placements
+    dst = _targets.get(key)
+    if dst is None:
+        dst = spec_of(mesh, src.shape, src.dtype, placements, dims_mapping, partial_status)
+        if key is not None:
+            _targets[key] = dst
+    return dst
 
 
 # To another mesh ----------------------------------------------------------------------------------
