@@ -26,7 +26,8 @@ with _versions.importing():
     from disttensor.tensor.grad_sync import sync_gradients
     from disttensor.tensor.values import broadcast_value, values_everywhere
     from disttensor.meta.skip import never_skip
-    import disttensor.dispatch.handlers  # completes DistTensor
+    import disttensor.dispatch.dispatch
+    import disttensor.dispatch.handlers  # the two complete DistTensor
     from disttensor.dispatch.explain import Explanation, explain
     from disttensor.dispatch.strict import strict
     from disttensor.optim.clip_grad import clip_grad_norm_

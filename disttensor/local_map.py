@@ -10,8 +10,8 @@ import torch
 from disttensor.autograd.grad_types import Typed, dual, move
 from disttensor.cache import Cache
 from disttensor.comm import objects
-from disttensor.dispatch.dispatch import one_mesh
-from disttensor.dispatch.plan import Uncacheable, key_of, plain_spec
+from disttensor.dispatch.key import Uncacheable, key_of
+from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.from_local import from_pieces
 from disttensor.layout import layout_of
 from disttensor.mesh import ProcessMesh
@@ -87,7 +87,7 @@ def local_map(
             told = known[key] if heard else objects.recv_object(mesh.ranks, mesh.device)
             if key is not None:
                 known[key] = told
-            return execute.dressed_as(told, mesh, args, kwargs)
+            return execute.wrap_told(told, mesh, args, kwargs)
         given = [
             _local_of(t if isinstance(t, DistTensor) else replicated_of(t, mesh), spec, vary, g)
             for t, spec, g in zip(tensors, specs, grads, strict=True)

@@ -14,6 +14,7 @@ class Switch:
 
     def __init__(self, name: str) -> None:
         self._depth: ContextVar[int] = ContextVar(name, default=0)
+        self.depth = self._depth.get  # how many blocks are open
 
     def __bool__(self) -> bool:
         return self._depth.get() > 0

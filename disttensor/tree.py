@@ -41,6 +41,17 @@ def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def map_leaves(value: Any, kind: type, f: Callable[[Any], Any]) -> Any:
+    """The same structure with f(v) for each v of class ``kind``: fills in a result with holes."""
+    if type(value) is kind:
+        return f(value)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return rebuilt(value, [map_leaves(v, kind, f) for v in value])
+    if type(value) is dict:
+        return {k: map_leaves(v, kind, f) for k, v in value.items()}
+    return value
+
+
 def rebuilt(like: Any, items: list[Any]) -> Any:
     """A list, tuple, torch.Size (as a tuple), named tuple or torch.return_types as ``like``, with
     these items."""

@@ -10,15 +10,11 @@ from typing import Any
 import torch
 
 import reshard
-from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.dispatch import HANDLERS, one_mesh
-from disttensor.dispatch.plan import Plan, decided, make_plan, plain_spec
+from disttensor.dispatch.resolve import HANDLERS, Plan, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tree import flat, substitute
-from ops.factors import Arg
-from ops.infer import NoRule
+from disttensor.tree import flat
 from ops.notation import notation
 
 Tensor = torch.Tensor
@@ -65,60 +61,41 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
       result 0: f32[8@dp, 6]
       result 1: f32[8@dp, 6]
     """
-    tensors = flat((args, kwargs), [])
-    if not any(type(t) is DistTensor for t in tensors):
+    if not any(type(t) is DistTensor for t in flat((args, kwargs), [])):
         raise TypeError(
             f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain "
             "torch. Give the arguments that the call has, as explain(torch.add, x, y)"
         )
-    found = _found(func, args, kwargs, tensors)
+    found = _found(func, args, kwargs)
     print(found)
     return found
 
 
-def _found(
-    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> Explanation:
-    if func in HANDLERS:
-        said = (getdoc(HANDLERS[func]) or "by a function of its own, without a rule").split("\n")[0]
-        return Explanation(f"{name_of(func)}: answered directly\n  {said}", "direct", None)
+def _found(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     written = kwargs.get("out") is not None
     kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-    tensors = flat((args, kwargs), []) if written else tensors
-    mesh = one_mesh(func, tensors)
-    specs = [t.spec if type(t) is DistTensor else plain_spec(t, mesh) for t in tensors]
-    if any(s.layout.own for s in specs):
-        return _gathered(func, specs, "rules know Shard, Replicate and Partial only")
-    numbers = iter(range(len(tensors)))
-
-    def arg(t: Tensor) -> Arg:
-        s = specs[i := next(numbers)]
-        return Arg(s.shape, dtype=s.dtype, layout=s.layout, index=i, requires_grad=t.requires_grad)
-
-    asked = substitute(args, arg), substitute(kwargs, arg)
-    try:
-        _, factors, _ = decided(func, *asked, mesh)
-        plan = make_plan(func, *asked, specs, mesh)
-    except NoRule as reason:
-        return _without_rule(func, specs, str(reason))
-    if plan is None:
-        why = "the rule cannot keep the placement of the tensor that is written, which gets its piece afterwards"
-        return _gathered(func, specs, why)
-    head = f"{name_of(func)}: by rule\n  letters  {notation(factors)}"
-    asks = [t.requires_grad for t in tensors]
-    return _planned(func, plan, head, specs, asks, written)
+    found = resolve(func, args, kwargs)
+    tensors = flat((args, kwargs), [])
+    name = name_of(func)
+    if found.way == "handler":
+        said = getdoc(HANDLERS[func]) or "by a function of its own, without a rule"
+        first = said.split("\n")[0]
+        return Explanation(f"{name}: answered directly\n  {first}", "direct", None)
+    if found.way == "each_mesh":
+        return Explanation(f"{name}: one call for each mesh, with its members", "direct", None)
+    if found.way == "decompose":
+        text = f"{name}: by its Python body ({found.why})\n  the functions that it calls are dispatched one by one"
+        return Explanation(text, "body", None)
+    if found.plan is None:
+        return _gathered(func, specs_of(func, tensors), found.why)
+    return _by_rule(found.plan, [t.requires_grad for t in tensors], written)
 
 
-def _planned(
-    func: Function,
-    plan: Plan,
-    head: str,
-    specs: Sequence[DistSpec],
-    asks: Sequence[bool],
-    written: bool,
-) -> Explanation:
+def _by_rule(plan: Plan, asks: Sequence[bool], written: bool) -> Explanation:
+    head = f"{name_of(plan.func)}: by rule\n  letters  {notation(plan.factors)}"
     lines, total = [head], 0
-    for i, (src, dst, axes) in enumerate(zip(specs, plan.wants, plan.varying, strict=True)):
+    ends = zip(plan.specs, plan.input_specs, plan.varying_axes, strict=True)
+    for i, (src, dst, axes) in enumerate(ends):
         steps = () if dst is None else reshard.choose(src, dst)
         total += sum(s.bytes for s in steps)
         lines.append(f"  argument {i}: {src!r}" + (f" is wanted as {dst!r}" if dst else ""))
@@ -128,27 +105,21 @@ def _planned(
             lines.append(
                 f"    its gradient is pending over {names}: each rank has the part of its own piece"
             )
-    lines += [f"  result {j}: {spec!r}" for j, spec in enumerate(plan.gives)]
-    if plan.local is not func:
-        lines.append(f"  runs {_said(plan.local)} in place of the function, on the local pieces")
+    lines += [f"  result {j}: {spec!r}" for j, spec in enumerate(plan.output_specs)]
+    local_fn = plan.local_fn()
+    if local_fn is not plan.func:
+        lines.append(f"  runs {_said(local_fn)} in place of the function, on the local pieces")
     if written:
         lines.append("  then the result is brought to the placement of out=, and copied there")
     if total:
         lines.append(f"  sends {total:,} bytes per rank before it runs")
-    return Explanation("\n".join(lines), "rule", total, tuple(plan.gives))
+    return Explanation("\n".join(lines), "rule", total, tuple(plan.output_specs))
 
 
 def _said(local: Function) -> str:
     """Where a local function stands."""
     name = getattr(local, "__qualname__", type(local).__name__).replace(".<locals>", "")
     return f"{getattr(local, '__module__', '') or 'torch'}.{name}"
-
-
-def _without_rule(func: Function, specs: Sequence[DistSpec], why: str) -> Explanation:
-    if body_of(func) is None:
-        return _gathered(func, specs, why)
-    text = f"{name_of(func)}: by its Python body ({why})\n  the functions that it calls are dispatched one by one"
-    return Explanation(text, "body", None)
 
 
 def _gathered(func: Function, specs: Sequence[DistSpec], why: str) -> Explanation:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from disttensor.dispatch.dispatch import HANDLERS, handler
-from disttensor.dispatch.fallback import gathered
+from disttensor.dispatch.fallback import run_replicated
+from disttensor.dispatch.resolve import HANDLERS, handler
 from disttensor.tensor import backward
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import become
@@ -116,7 +116,7 @@ def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
     return x
 
 
-_strided = gathered(torch.as_strided, "it reads the memory of one process")
+_strided = run_replicated(torch.as_strided, "it reads the memory of one process")
 
 
 @handler(torch.as_strided, Tensor.as_strided)

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.dispatch import strict
-from disttensor.dispatch.plan import decided
+from disttensor.dispatch.resolve import Plan
 from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
-from disttensor.tensor.reshard import relabels, resharded
+from disttensor.tensor.reshard import resharded
 from disttensor.torch_private import top_saved_tensors_hooks
 from disttensor.tree import flat, substitute
 
@@ -53,9 +52,8 @@ def _grad(x: DistTensor) -> bool:
 def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Reduce ``x`` to ``dst``, and keep that beside it."""
     local = x.local
-    value = wrap(
-        resharded(x, dst).local, dst
-    )  # without what leads back to x, which would be a circle
+    # without what leads back to x, which would be a circle
+    value = wrap(resharded(x, dst).local, dst)
     version = local._version if x.is_initialized and not local.is_inference() else -1
     x._reduced = Reduced(local, version, value, _grad(x), _region())
     return value
@@ -75,38 +73,13 @@ def known(x: DistTensor) -> DistTensor | None:
     return value
 
 
-def settles(src: DistSpec, want: Layout) -> bool:
-    """Is ``want`` the layout of ``src`` with all its pending sums reduced, and nothing else
-    changed?"""
-    layout = src.layout
-    return (
-        bool(layout.partial)
-        and want == Layout(layout.dims)
-        and all(op == "sum" for _, op in layout.partial)
-        and not relabels(src, src.with_layout(want))
-    )
-
-
-def shared(
-    run: Runner,
-    func: Callable[..., Any],
-    specs: Sequence[DistSpec],
-    asked: tuple[Sequence[Any], dict[str, Any]],
-    mesh: ProcessMesh,
-) -> Runner:
-    """``run``, for calls with these specs that write nothing, such that pending arguments are
-    reduced once.
-
-    ``asked``: the arguments with an Arg for each tensor.
-    """
-    pending = [bool(s.layout.partial) for s in specs]
-    if not any(pending):
+def reusing(plan: Plan, run: Runner) -> Runner:
+    """``run``, such that pending arguments are reduced once; ``run`` itself where none is
+    pending."""
+    reuses, reduced, func = plan.reuses, plan.reduces, plan.func
+    if not any(reuses):
         return run
-    _, factors, decision = decided(func, *asked, mesh)
-    if factors.view or decision is None:
-        return run
-    now = [settles(s, w) for s, w in zip(specs, decision.input_layouts, strict=True)]
-    reduces = any(now)
+    reduces = any(reduced)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         if not reduces and not kwargs and len(args) < 3:  # most calls, quickly
@@ -117,15 +90,15 @@ def shared(
                 return run(args, kwargs)
         tensors = flat((args, kwargs or {}), [])
         found: dict[int, DistTensor] = {}
-        left = False  # P + P costs nothing, with one of them reduced the other would have to be
-        for t, waits, reduced in zip(tensors, pending, now, strict=True):
-            if not waits or type(t) is not DistTensor or id(t) in found:
+        left = False  # adding pending values is free; with one of them reduced it would not be
+        for t, reuse, now in zip(tensors, reuses, reduced, strict=True):
+            if not reuse or type(t) is not DistTensor or id(t) in found:
                 continue
             if is_gradient(t):
                 left = True
                 continue
             value = known(t)
-            if value is None and reduced and not strict.level:
+            if value is None and now and not strict.depth():
                 value = remember(t, t.spec.with_layout(Layout(t.spec.layout.dims)))
             if value is not None:
                 found[id(t)] = value
@@ -138,9 +111,8 @@ def shared(
 
         out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
         for t in tensors:
-            if (
-                found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized
-            ):  # else a stand-in for a new tensor
+            # outside the mesh it stands for a new tensor
+            if found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized:
                 return t
         return out
 

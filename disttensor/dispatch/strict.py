@@ -11,6 +11,7 @@ from disttensor.spec import DistSpec
 from disttensor.switch import Switch
 
 level = Switch("strict")
+depth = level.depth  # how many strict() blocks are open: one call of C
 _warned: set[Any] = set()
 
 
@@ -47,7 +48,7 @@ def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]
 
 def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
     """Note a fallback: an error inside strict(), else one warning per function."""
-    if level:
+    if depth():
         nbytes = sum(reshard.cost(s, s.replicated()) for s in specs)
         raise StrictError(
             f"{name_of(func)} at {user_line()} has no rule for this call ({why}): it would gather "

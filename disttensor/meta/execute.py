@@ -14,21 +14,23 @@ import torch
 from disttensor.autograd import token
 from disttensor.comm import objects
 from disttensor.errors import name_of
-from disttensor.layout import replicated
+from disttensor.layout import Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import infer
-from disttensor.meta.quick import quick
 from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.tensor_meta import TensorMeta, described
-from disttensor.torch_private import autocast_is_on
-from disttensor.tree import flat, rebuilt
+from disttensor.tensor.tensor_meta import TensorMeta
+from disttensor.torch_private import autocast_is_on, make_subclass
+from disttensor.tree import flat, map_leaves
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
+Reader = Callable[[Any, Any], Sequence[Any]]
+
+_grad: Callable[[], bool] = torch.is_grad_enabled
 
 
 def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
@@ -38,31 +40,53 @@ def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
 
 
 def runner_of(
-    func: Function, mesh: ProcessMesh, layouts: Any, args: Sequence[Any], kwargs: Any, writes: bool
-) -> Runner:
+    func: Function, mesh: ProcessMesh, layouts: Sequence[Layout] | None, args: Sequence[Any],
+    kwargs: Any, writes: bool,
+) -> Runner:  # fmt: skip
     """The runner for calls like this one. ``layouts``: of the results in order; None: all are
     replicated. ``writes``: the first argument is changed in place."""
+    kept: dict[torch.dtype | None, Runner] = {}
+
+    def cast(args: Sequence[Any], kwargs: Any) -> Any:
+        """Under autocast: then dtypes are others."""
+        kind = mesh.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if dtype not in kept:
+            kept[dtype] = _runner_of(func, mesh, layouts, args, kwargs, writes, None)
+        return kept[dtype](args, kwargs)
+
+    with torch.autocast(mesh.device.type, enabled=False):
+        run = _runner_of(func, mesh, layouts, args, kwargs, writes, cast)
+    idle = _idle(func)
+    return run if idle is None else counted(run, mesh, idle)
+
+
+def _runner_of(
+    func: Function, mesh: ProcessMesh, layouts: Any, args: Any, kwargs: Any, writes: bool,
+    cast: Runner | None,
+) -> Runner:  # fmt: skip
     found = found_for(func, mesh, args, kwargs)
     if found is None:
-        return lambda args, kwargs: learned(mesh, args, kwargs)
-    under = torch.is_autocast_enabled(mesh.device.type)
-    run = general(func, mesh, layouts, found, writes)
-    if not writes and not under:
-        run = quick(run, mesh, dressed(mesh, layouts, found), found, args, kwargs)
-    idle = idle_of(func)
-    if idle is not None:
-        run = counted(run, mesh, idle)
-    if not under:
-        return run
-    return until_autocast_ends(
-        run, mesh, lambda args, kwargs: runner_of(func, mesh, layouts, args, kwargs, writes)
-    )
-
-
-def idle_of(func: Function) -> Callable[..., bool] | None:
-    """What says whether a call draws nothing, for functions where that depends on values of each
-    call."""
-    return state.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
+        return lambda args, kwargs: wrap_told(
+            objects.recv_object(mesh.ranks, mesh.device), mesh, args, kwargs
+        )
+    specs = [
+        DistSpec(
+            mesh, replicated(len(o.shape)) if layouts is None else layouts[i], o.shape, o.dtype
+        )
+        for i, o in enumerate(found.outs)
+    ]
+    outs = [found.result] if isinstance(found.result, infer.Out) else found.result
+    if (
+        writes
+        or type(outs) not in (list, tuple)
+        or not outs
+        or any(type(t) is not DistTensor for t in flat((args, kwargs), []))
+        or any(type(o) is not infer.Out or o.same is not None for o in outs)
+        or any(o.sources != outs[0].sources for o in outs)
+    ):
+        return general(func, mesh, specs, found, writes, cast)
+    return quick(mesh, specs, found, args, kwargs, cast)
 
 
 def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner:
@@ -77,23 +101,6 @@ def counted(run: Runner, mesh: ProcessMesh, idle: Callable[..., bool]) -> Runner
     return count
 
 
-def until_autocast_ends(
-    run: Runner, mesh: ProcessMesh, make: Callable[[Sequence[Any], Any], Runner]
-) -> Runner:
-    """``run``, which was made under autocast and holds there only: without it the dtypes are
-    others."""
-    bare: list[Runner] = []
-
-    def either(args: Sequence[Any], kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(mesh.device.type):
-            return run(args, kwargs)
-        if not bare:
-            bare.append(make(args, kwargs))
-        return bare[0](args, kwargs)
-
-    return either
-
-
 def found_for(
     func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
 ) -> infer.Found | None:
@@ -101,7 +108,6 @@ def found_for(
     draws, this does not."""
     try:
         found = infer.found(func, args, kwargs or {})
-        return found if idle_of(func) is None else found._replace(draws=False)
     except infer.Dynamic:
         return None
     except infer.DataDependent:
@@ -110,143 +116,178 @@ def found_for(
             f"{mesh!r}, which this rank is not in. Write with dt.values_everywhere(): around it, "
             "or give it dt.broadcast_value(x)"
         ) from None
+    return found if _idle(func) is None else found._replace(draws=False)
 
 
-def dressed(mesh: ProcessMesh, layouts: Any, found: infer.Found) -> list[DistSpec]:
-    """The specs of the results."""
-    return [
-        DistSpec(
-            mesh, replicated(len(o.shape)) if layouts is None else layouts[i], o.shape, o.dtype
-        )
-        for i, o in enumerate(found.outs)
-    ]
+def _idle(func: Function) -> Callable[..., bool] | None:
+    """What says whether a call draws nothing, for functions where that depends on values of each
+    call."""
+    return state.IDLE.get(getattr(func, "__name__", "").rstrip("_"))
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    on = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if on else None
+def quick(
+    mesh: ProcessMesh,
+    specs: Sequence[DistSpec],
+    found: infer.Found,
+    args: Sequence[Any],
+    kwargs: Any,
+    cast: Runner | None,
+) -> Runner:
+    """The warm path: DistTensors in, new DistTensors out that depend on the same of them."""
+    read = _reader(args, kwargs)
+    places = [i for i, a in enumerate(read(args, kwargs)) if isinstance(a, Tensor)]
+    sources = tuple([places[i] for i in found.outs[0].sources])
+    viewed = [None if o.viewed is None else places[o.viewed] for o in found.outs]
+    spec, base, shallow = specs[0], viewed[0], read is _positional
+    single = isinstance(found.result, infer.Out)
+    meta_tensor, draws, kind = spec.meta_tensor, found.draws, type(found.result)
+    nothing, orphan = token.detached(mesh.device), token.orphan(mesh.device)
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        if autocast_is_on() and cast is not None:
+            return cast(args, kwargs)
+        if not shallow:
+            args = read(args, kwargs)
+        if draws:
+            state.draw(mesh, "fast", kwargs.get("generator") if kwargs else None)
+        joined = nothing  # as token.join does it
+        for i in sources:
+            local = args[i].local
+            if local is joined or local is nothing:
+                continue
+            if local is orphan or local.grad_fn is None:
+                if joined is nothing and local.requires_grad:
+                    joined = orphan
+            elif joined is nothing or joined is orphan:
+                joined = local
+            else:
+                joined = torch.cat((joined, local))
+        if joined is not nothing and not _grad():
+            joined = nothing
+        if not single:
+            return kind(
+                [_made(joined, s, v if v is None else args[v]) for s, v in zip(specs, viewed)]  # noqa: B905
+            )
+        new = make_subclass(DistTensor, meta_tensor)
+        new.local = joined
+        new.spec = spec
+        if base is not None:
+            views.share(new, args[base])
+        return new
+
+    return run
+
+
+def _made(local: Tensor, spec: DistSpec, base: DistTensor | None) -> DistTensor:
+    new: DistTensor = make_subclass(DistTensor, spec.meta_tensor)
+    new.local = local
+    new.spec = spec
+    if base is not None:
+        views.share(new, base)
+    return new
+
+
+def _reader(args: Sequence[Any], kwargs: Any) -> Reader:
+    """What finds the tensors of such a call, in a sequence."""
+    n = len(flat((args, kwargs), []))
+    if sum(isinstance(a, Tensor) for a in args) == n:
+        return _positional
+    if sum(isinstance(a, Tensor) for a in (*args, *kwargs.values())) == n:
+        return lambda args, kwargs: (*args, *kwargs.values())
+    if isinstance(args[0], (list, tuple)) and sum(isinstance(a, Tensor) for a in args[0]) == n:
+        return lambda args, kwargs: args[0]
+    return lambda args, kwargs: flat((args, kwargs), [])
+
+
+def _positional(args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
+    return args
 
 
 def general(
-    func: Function, mesh: ProcessMesh, layouts: Any, found: infer.Found, writes: bool
+    func: Function,
+    mesh: ProcessMesh,
+    specs: Sequence[DistSpec],
+    found: infer.Found,
+    writes: bool,
+    cast: Runner | None,
 ) -> Runner:
-    device = mesh.device
-    first = found, dressed(mesh, layouts, found)
-    cases: dict[Any, tuple[infer.Found, list[DistSpec]]] = {autocast_dtype(device): first}
-
-    def case(args: Sequence[Any], kwargs: Any) -> tuple[infer.Found, list[DistSpec]]:
-        """Under autocast dtypes are others."""
-        key = autocast_dtype(device)
-        if key not in cases:
-            again = found_for(func, mesh, args, kwargs)
-            assert again is not None  # shapes that depend on data do so under autocast too
-            cases[key] = again, dressed(mesh, layouts, again)
-        return cases[key]
+    """Any call: several results, plain tensors among the arguments, writes."""
+    device, draws, result = mesh.device, found.draws, found.result
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
+        if autocast_is_on() and cast is not None:
+            return cast(args, kwargs)
         kwargs = kwargs or {}
-        now, specs = case(args, kwargs) if autocast_is_on() else first
-        tensors = flat((args, kwargs), [])
+        tensors: list[Any] = flat((args, kwargs), [])
         refuse_plain(func, mesh, tensors)
-        if now.draws:
+        if draws:
             state.draw(mesh, "fast", kwargs.get("generator"))
         if writes:
-            return written(func, args[0], tensors, now, mesh)
-        locals_ = [t.local if type(t) is DistTensor else t for t in tensors]
+            written(func, args[0], tensors, mesh)
+            return None if result is None else args[0]
+        joined: dict[Any, Tensor] = {}
 
-        def dress(value: Any) -> Any:
-            if isinstance(value, infer.Out):
-                if value.same is not None:
-                    given: Any = tensors[value.same]
-                    if type(given) is not DistTensor or given.spec is specs[value.number]:
-                        return given  # else it was moved first, and what came back is another
-                new = wrap(
-                    token.join([locals_[i] for i in value.sources], device), specs[value.number]
-                )
-                if value.viewed is not None and type(tensors[value.viewed]) is DistTensor:
-                    views.share(new, tensors[value.viewed])
-                return new
-            if isinstance(value, (list, tuple)):
-                return rebuilt(value, [dress(v) for v in value])
-            return value
+        def made(out: infer.Out) -> Any:
+            spec = specs[out.number]
+            if out.same is not None:
+                given = tensors[out.same]
+                if type(given) is not DistTensor or given.spec is spec:
+                    return given  # else it was moved first, and what came back is another
+            local = joined.get(out.sources)
+            if local is None:
+                locals_ = [getattr(tensors[i], "local", tensors[i]) for i in out.sources]
+                local = joined[out.sources] = token.join(locals_, device)
+            new = wrap(local, spec)
+            if out.viewed is not None and type(tensors[out.viewed]) is DistTensor:
+                views.share(new, tensors[out.viewed])
+            return new
 
-        return dress(now.result)
+        return map_leaves(result, infer.Out, made)
 
     return run
 
 
 def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:
-    if torch.is_grad_enabled() and any(
-        t.requires_grad for t in tensors if type(t) is not DistTensor
-    ):
-        raise RuntimeError(
-            f"{name_of(func)}: a plain tensor that requires grad beside a DistTensor on {mesh!r}: "
-            "its gradient is computed on the ranks of that mesh and would not reach this rank. "
-            "Make it a DistTensor: shard_tensor(x, mesh)"
-        )
+    for t in tensors:
+        if type(t) is not DistTensor and t.requires_grad and _grad():
+            raise RuntimeError(
+                f"{name_of(func)}: a plain tensor that requires grad beside a DistTensor on "
+                f"{mesh!r}: its gradient is computed on the ranks of that mesh and would not reach "
+                "this rank. Make it a DistTensor: shard_tensor(x, mesh)"
+            )
 
 
-def written(
-    func: Function, target: Any, tensors: list[Tensor], found: infer.Found, mesh: ProcessMesh
-) -> Any:
+def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
     """In place: the target depends on all that was written into it; so do its views, and what it is
     one of."""
     targets: list[Any] = flat(target, [])
     for t in targets:
         if type(t) is DistTensor:
             t.forget_uses()
-    if torch.is_grad_enabled():
-        for t in targets:
-            if t.local.is_leaf and t.local.requires_grad:
-                raise RuntimeError(
-                    f"{name_of(func)}: a leaf Variable that requires grad is being used in an "
-                    f"in-place operation: {t!r}"
-                )
-        into = token.join([t.local for t in tensors if type(t) is DistTensor], mesh.device)
-        if into.requires_grad:
-            token.replaced[0] += 1
-            for t in targets:
-                for one in views.family(t):
-                    if one.spec.dtype.is_floating_point or one.spec.dtype.is_complex:
-                        one.local = into
-    return None if found.result is None else target
-
-
-def learned(mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result of a call whose shapes depend on data: the ranks inside say what they got."""
-    return dressed_as(objects.recv_object(mesh.ranks, mesh.device), mesh, args, kwargs)
-
-
-def dressed_as(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result that the ranks inside described (``described``), with tokens."""
-    tensors = flat((args, kwargs or {}), [])
-    device = mesh.device
-
-    def dress(value: Any) -> Any:
-        if isinstance(value, TensorMeta):
-            sources = (
-                [t.local for t in tensors if type(t) is DistTensor] if value.requires_grad else []
+    if not _grad():
+        return
+    for t in targets:
+        if t.local.is_leaf and t.local.requires_grad:
+            raise RuntimeError(
+                f"{name_of(func)}: a leaf Variable that requires grad is being used in an "
+                f"in-place operation: {t!r}"
             )
-            spec = DistSpec(mesh, value.layout, value.shape, value.dtype)
-            return wrap(token.join(sources, device), spec)
-        if isinstance(value, (list, tuple)):
-            return rebuilt(value, [dress(v) for v in value])
-        return value
+    into = token.join([t.local for t in tensors if type(t) is DistTensor], mesh.device)
+    if into.requires_grad:
+        token.replaced[0] += 1
+        for t in targets:
+            for member in views.family(t):
+                if member.spec.dtype.is_floating_point or member.spec.dtype.is_complex:
+                    member.local = into
 
-    return dress(told)
 
+def wrap_told(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
+    """The result of a call whose shapes depend on data, as the ranks inside described it."""
+    locals_ = [t.local for t in flat((args, kwargs or {}), []) if type(t) is DistTensor]
 
-def telling(
-    run: Runner, func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
-) -> Runner:
-    """On a rank inside: the same runner, which tells ranks outside the shapes that depend on
-    data."""
-    if not objects.others(mesh.ranks) or not infer.dynamic(func, args, kwargs):
-        return run
+    def made(out: TensorMeta) -> DistTensor:
+        sources = locals_ if out.requires_grad else ()
+        spec = DistSpec(mesh, out.layout, out.shape, out.dtype)
+        return wrap(token.join(sources, mesh.device), spec)
 
-    def told(args: Sequence[Any], kwargs: Any) -> Any:
-        result = run(args, kwargs)
-        objects.send_object(described(result), mesh.ranks, mesh.device)
-        return result
-
-    return told
+    return map_leaves(told, TensorMeta, made)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.dispatch.dispatch import handler
+from disttensor.dispatch.resolve import handler
 from disttensor.layout import Layout
 from disttensor.meta import infer
 from disttensor.random import state

@@ -11,7 +11,7 @@ import torch
 
 import disttensor as dt
 from disttensor.dispatch import dispatch
-from disttensor.dispatch.plan import key_of
+from disttensor.dispatch.key import key_of
 from tests.support.pool import fake_world
 
 

@@ -25,7 +25,7 @@ import torch
 
 import disttensor as dt
 from disttensor import errors
-from disttensor.dispatch import fallback, plan, strict
+from disttensor.dispatch import fallback, resolve, strict
 from ops.factors import Factors
 from ops.notation import notation
 from ops.registry import RULES, Function, Rule
@@ -37,17 +37,15 @@ from tests.support import oracle
 SAMPLES = 8  # of each OpInfo
 HEAD = """# Operators
 
-Written by `make operators`, with the torch of constraints.txt; a test holds it to what the rules
-say. [rules.md](rules.md) says how to write a rule, and `dt.explain(func, *args)` prints what
-becomes of one call.
+Written by `make operators`, with the torch of constraints.txt; a test holds it to what the rules say. [rules.md](rules.md)
+says how to write a rule, and `dt.explain(func, *args)` prints what becomes of one call.
 
-Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and*
-the results: these dims **keep** their shards, with nothing moved. `k: sum` is a letter that the
-result lacks: split, it leaves a pending sum (or max, ...); "within the call" means that the call
-itself reduces it. Letters after `whole`, and dims shown as `_`, are **gathered** where they are
-split. `even` letters stay split where the axis divides them. `halo` letters are those a window
-slides over: a rank fetches what its windows read of other ranks' pieces, where twice that (it goes
-back with the gradients) is no more than a gather. `(a b)` is a dim that merges two.
+Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and* the results: these
+dims **keep** their shards, with nothing moved. `k: sum` is a letter that the result lacks: split, it leaves a pending
+sum (or max, ...); "within the call" means that the call itself reduces it. Letters after `whole`, and dims shown as `_`,
+are **gathered** where they are split. `even` letters stay split where the axis divides them. `halo` letters are those a
+window slides over: a rank fetches what its windows read of other ranks' pieces, where twice that (it goes back with the
+gradients) is no more than a gather. `(a b)` is a dim that merges two.
 """
 
 
@@ -60,8 +58,8 @@ class Watch:
         )  # by what makes them
         self.reasons: dict[str, str] = {}
         self.bodies: set[str] = set()
-        self.real = plan.decide
-        self.through = fallback.through
+        self.real = resolve.decide
+        self.decompose_or_gather = fallback.decompose_or_gather
 
     def decide(self, func: Function, *rest: Any) -> Any:
         rule, factors, decision = self.real(func, *rest)
@@ -71,7 +69,7 @@ class Watch:
     def fall(self, func: Function, why: str) -> Any:
         if fallback.body_of(func) is not None:
             self.bodies.add(errors.name_of(func))
-        return self.through(func, why)
+        return self.decompose_or_gather(func, why)
 
 
 def observed() -> Watch:
@@ -79,8 +77,8 @@ def observed() -> Watch:
     watch, mesh = Watch(), kept.world()
     note = lambda func, specs, why: watch.reasons.setdefault(errors.name_of(func), why)  # noqa: E731
     with (
-        mock.patch.object(plan, "decide", watch.decide),
-        mock.patch.object(fallback, "through", watch.fall),
+        mock.patch.object(resolve, "decide", watch.decide),
+        mock.patch.object(fallback, "decompose_or_gather", watch.fall),
         mock.patch.object(strict, "fallback", note),
         mock.patch.object(common_methods_invocations, "wrapper_set_seed", unseeded),
         warnings.catch_warnings(),

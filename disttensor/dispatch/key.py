@@ -1,0 +1,54 @@
+"""The key of a call: what of it a plan depends on.
+
+(function, specs of DistTensors, shape and dtype of plain tensors, constants by type and value).
+Floats count by type only, so that a learning rate does not fill the cache. The dtype of a result is
+no part of it: autocast may change that, which the local result shows at no cost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+_BY_VALUE = frozenset(
+    {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
+)
+_FLOAT = {float}
+
+
+class Uncacheable(Exception):
+    """The call has an argument that no key can hold; its plan is made anew."""
+
+
+def key_of(value: Any, floats: bool = False) -> Any:
+    """What of one argument (not a DistTensor) a plan depends on. 1, 1.0 and True have three
+    keys."""
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return value
+    if kind is bool:
+        return kind, value
+    if kind is float or kind is complex:
+        return (kind, value) if floats else kind
+    if kind is list or kind is tuple or kind is torch.Size:
+        if value and type(value[0]) is float and not floats and set(map(type, value)) == _FLOAT:
+            return kind, len(value)
+        try:
+            return kind, tuple([v.spec for v in value])
+        except AttributeError:
+            return kind, tuple([v.spec if hasattr(v, "spec") else key_of(v, floats) for v in value])
+    if isinstance(value, Tensor):
+        spec = getattr(value, "spec", None)
+        return spec if spec is not None else (Tensor, value.shape, value.dtype)
+    if kind is slice:
+        return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
+    if kind is dict:
+        return dict, tuple([(k, key_of(v, floats)) for k, v in value.items()])
+    try:
+        hash(value)
+    except TypeError:
+        raise Uncacheable from None
+    return kind, value
