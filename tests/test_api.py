@@ -212,7 +212,8 @@ def test_strict_refuses_silent_communication_and_fallback():
         dt.reshard(b, mesh, (S0, R)) + a  # asked for
         with pytest.raises(
             dt.StrictError,
-            match=r"add.* at .*test_api.py:\d+: argument \d is f64\[4.*implicit all_to_all of [\d,]+ bytes",
+            match=r"add.* at .*test_api.py:\d+: argument \d is f64\[4.*"
+            r"implicit all_to_all of [\d,]+ bytes",
         ):
             a + b
         with pytest.raises(dt.StrictError, match=r"test_api.py:\d+.*all_gather.*bytes"):

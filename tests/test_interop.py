@@ -19,8 +19,11 @@ from disttensor import Partial, ProcessMesh, Replicate, Shard
 from tests.support.layouts import S0, S1, P, R, counted, everywhere, grid, same
 from tests.support.pool import on_ranks
 
-TORCH = {R: TorchReplicate(), S0: TorchShard(0), S1: TorchShard(1), P: TorchPartial(), Partial("max"): TorchPartial("max"),
-         Partial("prod"): TorchPartial("product"), Partial("avg"): TorchPartial("avg"), Partial("min"): TorchPartial("min")}  # fmt: skip
+TORCH = {
+    R: TorchReplicate(), S0: TorchShard(0), S1: TorchShard(1), P: TorchPartial(),
+    Partial("max"): TorchPartial("max"), Partial("min"): TorchPartial("min"),
+    Partial("prod"): TorchPartial("product"), Partial("avg"): TorchPartial("avg"),
+}  # fmt: skip
 PAIRS = list(itertools.product([R, S0, S1, P], repeat=2))
 
 

@@ -165,9 +165,11 @@ def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-W", "error", "-c", code]
     started = [
-        subprocess.Popen([*command, str(r), str(store.port)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(r), str(store.port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
         for r in range(2)
-    ]  # fmt: skip
+    ]
     try:
         return [(p.returncode, err) for p in started for err in [p.communicate(timeout=seconds)[1]]]
     finally:

@@ -52,7 +52,9 @@ CASES = {
     "cancel in another order": [[-60000, 0], [60000, 60000], [-60000, 60000], [60000, -60000]],
     "small beside large": [[1, 0], [0, 2], [60000, 60000], [0, 2]],
     "tiny": [[2 * TINIEST, 4 * TINIEST]] * 4,
-    "tiny, with signs": [[2 * TINIEST, 6 * TINIEST], [-4 * TINIEST, 0], [6 * TINIEST, 0], [0, -2 * TINIEST]],
+    "tiny, with signs": [
+        [2 * TINIEST, 6 * TINIEST], [-4 * TINIEST, 0], [6 * TINIEST, 0], [0, -2 * TINIEST],
+    ],
 }  # fmt: skip
 AVERAGES = {
     "large": [[32000, -32000], [32000, -32752], [32000, -32000], [32000, -32000]],
