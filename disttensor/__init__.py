@@ -27,7 +27,7 @@ with _versions.importing():
     from disttensor.tensor.values import broadcast_value, values_everywhere
     from disttensor.meta.skip import never_skip
     import disttensor.dispatch.dispatch
-    import disttensor.dispatch.handlers  # the two complete DistTensor
+    import disttensor.dispatch.handlers  # noqa: F401  (the two complete DistTensor)
     from disttensor.dispatch.explain import Explanation, explain
     from disttensor.dispatch.strict import strict
     from disttensor.optim.clip_grad import clip_grad_norm_
@@ -44,9 +44,9 @@ with _versions.importing():
     from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
     from disttensor.parallel.strategy import Strategy
-    import disttensor.nn.init
-    import disttensor.patches.autograd_function
-    import disttensor.patches.checkpoint  # noqa: F401
+    from disttensor import patches
+
+    patches.install()
 
 __version__ = _versions.__version__
 

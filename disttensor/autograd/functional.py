@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd import recompute
+from disttensor.autograd import activation_checkpoint
 from disttensor.comm import collectives
 
 Tensor = torch.Tensor
@@ -63,12 +63,12 @@ class Pvary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        recompute.hold(ctx)
+        activation_checkpoint.join_region(ctx)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        recompute.redo(ctx)
+        activation_checkpoint.recompute_region(ctx)
         return Psum.apply(grad, ctx.group), None
 
 
@@ -91,10 +91,10 @@ class TakeOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        recompute.hold(ctx)
+        activation_checkpoint.join_region(ctx)
         return x[group.index].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        recompute.redo(ctx)
+        activation_checkpoint.recompute_region(ctx)
         return AllGather.apply(grad, ctx.group), None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reshard
-from disttensor.autograd import recompute
+from disttensor.autograd import activation_checkpoint
 from disttensor.cache import Cache
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
@@ -83,7 +83,7 @@ class Move(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
         """``held``: the result where it is known already, so that nothing is communicated again."""
         ctx.ends = src, dst
-        recompute.hold(ctx)
+        activation_checkpoint.join_region(ctx)
         if held is not None:
             return held[0].view_as(held[0])
         out = reshard.run(x, src.spec, dst.spec)
@@ -98,7 +98,7 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         src, dst = ctx.ends
-        recompute.redo(ctx)
+        activation_checkpoint.recompute_region(ctx)
         (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
         if divide_src != divide_dst:
             grad = grad * (divide_dst / divide_src)

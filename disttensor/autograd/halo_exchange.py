@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd import recompute
+from disttensor.autograd import activation_checkpoint
 from disttensor.comm import collectives
 
 Tensor = torch.Tensor
@@ -69,12 +69,12 @@ class _Fetch(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group
     ) -> Tensor:
         ctx.how = dim, src, dst, group
-        recompute.hold(ctx)
+        activation_checkpoint.join_region(ctx)
         return _exchanged(x, dim, src, dst, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        recompute.redo(ctx)
+        activation_checkpoint.recompute_region(ctx)
         dim, src, dst, group = ctx.how
         return _Fetch.apply(grad, dim, dst, src, group), None, None, None, None
 

@@ -2,8 +2,7 @@
 different per mesh.
 
 Most of nn.init fills in place and needs nothing. The rest is answered here: functions that ask for
-an override by way of ``torch.overrides``, and three that do not ask, which are replaced in
-torch.nn.init (for plain tensors nothing changes).
+an override by way of ``torch.overrides``, and one that does not ask (``disttensor.patches``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import nn
 
 from disttensor.dispatch.resolve import handler
 from disttensor.layout import Layout
-from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.torch_private import correct_fan
@@ -63,60 +61,25 @@ def kaiming_uniform_(
         return tensor.uniform_(-bound, bound, generator=generator)
 
 
-def trunc_normal_(
-    tensor: DistTensor, mean: float, std: float, a: float, b: float, generator: Any = None
-) -> DistTensor:
-    """One draw by position, in place of torch's rejection sampling in a loop that depends on the
-    data."""
-    spec = tensor.spec
-    this = state.draw(spec.mesh, "invariant", generator)
-    if not tensor.is_initialized:
-        return tensor
-    numbers = this.numbers(
-        "truncated_normal",
-        spec,
-        spec.dtype,
-        tensor.local.device,
-        mean=mean,
-        std=std,
-        low=a,
-        high=b,
-    )
-    with torch.no_grad():
-        return tensor.copy_(wrap(numbers, spec.with_layout(Layout(spec.layout.dims))))  # type: ignore[return-value]
-
-
-def on_full(body: Callable[..., Tensor]) -> Callable[..., DistTensor]:
-    """Every rank runs ``body`` on a plain tensor of the global shape, seeded alike, and keeps its
-    piece. For functions that need the whole (a QR): peak memory is the full tensor."""
-
-    def run(tensor: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
-        spec = tensor.spec
-        if not tensor.is_initialized:
-            if infer.found(body, (tensor, *args), kwargs).draws:
-                state.draw(spec.mesh, "fast")
-            return tensor
-        full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.local.device)
-        with torch.no_grad():
-            with state.forked(spec.mesh):
-                body(full, *args, **kwargs)
-            tensor.copy_(full)
-        return tensor
-
-    return run
-
-
-def replace(name: str, answer: Callable[..., Any]) -> None:
-    """``torch.nn.init.name`` gives DistTensors to ``answer``."""
-    original = getattr(_init, name)
+def by_position(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_no_grad_trunc_normal_`` as one draw by position: torch samples again while a number is
+    out of bounds, which a rank without a piece cannot see."""
 
     @wraps(original)
-    def either(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return (answer if isinstance(tensor, DistTensor) else original)(tensor, *args, **kwargs)
+    def trunc_normal_(
+        tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Any:
+        if not isinstance(tensor, DistTensor):
+            return original(tensor, mean, std, a, b, generator)
+        spec = tensor.spec
+        this = state.draw(spec.mesh, "invariant", generator)
+        if not tensor.is_initialized:
+            return tensor
+        numbers = this.numbers(
+            "truncated_normal", spec, spec.dtype, tensor.local.device,
+            mean=mean, std=std, low=a, high=b,
+        )  # fmt: skip
+        with torch.no_grad():
+            return tensor.copy_(wrap(numbers, spec.with_layout(Layout(spec.layout.dims))))
 
-    setattr(_init, name, either)
-
-
-replace("_no_grad_trunc_normal_", trunc_normal_)
-for _name in ("orthogonal_", "sparse_", "dirac_", "eye_"):
-    replace(_name, on_full(getattr(_init, _name)))
+    return trunc_normal_

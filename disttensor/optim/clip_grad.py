@@ -8,26 +8,22 @@ parameters and meshes together.
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import wraps
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad as torchs
+from torch import nn
 
 from disttensor.comm import collectives
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
+from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import check_fresh, sync_gradients
+from disttensor.tensor.grad_sync import sync_gradients
 
 Tensor = torch.Tensor
 Parameters = Tensor | Iterable[Tensor]
 Shares = dict[ProcessMesh | None, list[Tensor]]
-
-_clip_norm: Callable[..., Any] = torchs.clip_grad_norm_
-_total_norm: Callable[..., Any] = torchs._get_total_norm
 
 
 def clip_grad_norm_(
@@ -56,8 +52,7 @@ def clip_grad_norm_(
     sync_gradients(params)
     shares = by_mesh(params)
     if not shares.keys() - {None}:
-        plain: Tensor = _clip_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        return plain
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     total = _norm(shares, float(norm_type), foreach)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
@@ -65,8 +60,7 @@ def clip_grad_norm_(
             f"{len(shares.keys() - {None})} meshes is {total.item()}, so the gradients cannot be "
             "clipped. To scale them by it anyway: error_if_nonfinite=False"
         )
-    for share in shares.values():
-        torchs._clip_grads_with_norm_(share, max_norm, total, foreach)
+    nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
     return total
 
 
@@ -242,72 +236,3 @@ def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
             dtype = p.dtype.to_real()
             found = dtype if found is None else torch.promote_types(found, dtype)
     return found
-
-
-# torch's own names --------------------------------------------------------------------------------
-
-
-@wraps(_clip_norm)
-def _either(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(parameters, types.GeneratorType):
-        params = list(parameters)
-        parameters = params or iter_of_none()  # torch warns of a generator of nothing
-    elif isinstance(parameters, Tensor):
-        params = [parameters]
-    else:
-        params = parameters = list(parameters)
-    if any(isinstance(p, DistTensor) for p in params):
-        return clip_grad_norm_(parameters, *args, **kwargs)
-    check_fresh(params, "clip_grad_norm_")
-    return _clip_norm(parameters, *args, **kwargs)
-
-
-def iter_of_none() -> Generator[Any, None, None]:
-    yield from ()
-
-
-@wraps(_total_norm)
-def _total_on_world(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """The norm of tensors that lie on one mesh is that on all ranks only if all ranks are in it."""
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for t in tensors:
-        if isinstance(t, DistTensor) and not everywhere([t.spec.mesh]):
-            raise RuntimeError(
-                f"get_total_norm: a tensor on {t.spec.mesh!r}, which is not the whole world of "
-                f"{collectives.world()[1]} ranks: the norm would be that of one mesh, and unknown "
-                "elsewhere. Give the parameters to dt.clip_grad_norm_(params, max_norm) or "
-                "torch.nn.utils.clip_grad_norm_ (looked up after disttensor was imported), which "
-                "put all meshes together"
-            )
-    return _total_norm(tensors, *args, **kwargs)
-
-
-def _each_mesh(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func(parameters, ...)`` for the parameters of each mesh on its own."""
-
-    @wraps(func)
-    def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        shares = by_mesh(params)
-        if not shares.keys() - {None}:
-            return func(params, *args, **kwargs)
-        for share in shares.values():
-            if any(p.grad is not None for p in share):
-                func(share, *args, **kwargs)
-        return None
-
-    return run
-
-
-_NEW: dict[str, Callable[..., Any]] = {
-    "clip_grad_norm_": _either,
-    "_get_total_norm": _total_on_world,
-    "get_total_norm": _total_on_world,
-    "_clip_grads_with_norm_": _each_mesh(torchs._clip_grads_with_norm_),
-    "clip_grads_with_norm_": _each_mesh(torchs._clip_grads_with_norm_),
-    "clip_grad_value_": _each_mesh(torchs.clip_grad_value_),
-}
-for _module in (torchs, torch.nn.utils):
-    for _name, _new in _NEW.items():
-        if hasattr(_module, _name):
-            setattr(_module, _name, _new)

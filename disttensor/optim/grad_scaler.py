@@ -7,7 +7,7 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from disttensor.comm import collectives, objects
 from disttensor.optim.clip_grad import by_mesh, meeting
+from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import check_fresh, sync_gradients
+from disttensor.tensor.grad_sync import sync_gradients
 
 Tensor = torch.Tensor
-_unscale: Any = GradScaler._unscale_grads_
 
 
 def shard_scaler(scaler: GradScaler) -> GradScaler:
@@ -59,39 +59,45 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
     return scaler
 
 
-@wraps(_unscale)
-def _unscale_grads_(
-    self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-) -> dict[torch.device, Tensor]:
-    """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every rank
-    of the world calls this, those without a gradient too."""
-    listed = (p for group in optimizer.param_groups for p in group["params"])
-    params = list({id(p): p for p in listed}.values())
-    check_fresh(params, f"GradScaler with {type(optimizer).__name__}")
-    ours = any(isinstance(p, DistTensor) for p in params)
-    whole = getattr(self, "_whole_world", False)
-    if not ours and not whole:
-        plainly: dict[torch.device, Tensor]
-        plainly = _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-        return plainly
-    sync_gradients(params)  # a sum may be infinite where no share of it is
-    found, refused = found_inf.clone(), None
-    plain = _Share([p for p in params if not isinstance(p, DistTensor)])
-    try:
-        for there in _unscale(self, plain, inv_scale, found_inf, allow_fp16).values():
-            found = torch.maximum(found, there.to(found.device))
-        _unscale_pieces(
-            [p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16
-        )
-    except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
-        refused = error
-        found.fill_(1.0)
-    group = collectives.world_group() if whole else meeting(by_mesh(params))
-    if group is not None:
-        found = collectives.all_reduce(found, "max", group)
-    if refused is not None:
-        raise refused
-    return {found.device: found}
+Unscale = Callable[..., dict[torch.device, Tensor]]
+
+
+def deciding_together(original: Unscale) -> Unscale:
+    """``GradScaler._unscale_grads_``, whose look at the gradients of one optimizer all methods share."""
+
+    @wraps(original)
+    def _unscale_grads_(
+        self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every rank
+        of the world calls this, those without a gradient too."""
+        listed = (p for group in optimizer.param_groups for p in group["params"])
+        params = list({id(p): p for p in listed}.values())
+        check_fresh(params, f"GradScaler with {type(optimizer).__name__}")
+        ours = any(isinstance(p, DistTensor) for p in params)
+        whole = getattr(self, "_whole_world", False)
+        if not ours and not whole:
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        sync_gradients(params)  # a sum may be infinite where no share of it is
+        found, refused = found_inf.clone(), None
+        plain = _Share([p for p in params if not isinstance(p, DistTensor)])
+        try:
+            for there in original(self, plain, inv_scale, found_inf, allow_fp16).values():
+                found = torch.maximum(found, there.to(found.device))
+            _unscale_pieces(
+                [p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16
+            )
+        except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
+            refused = error
+            found.fill_(1.0)
+        group = collectives.world_group() if whole else meeting(by_mesh(params))
+        if group is not None:
+            found = collectives.all_reduce(found, "max", group)
+        if refused is not None:
+            raise refused
+        return {found.device: found}
+
+    return _unscale_grads_
 
 
 class _Share:
@@ -121,6 +127,3 @@ def _unscale_pieces(
             there = found.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(pieces, there, inv_scale.to(device))
             found.copy_(there)
-
-
-GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]

@@ -1,4 +1,9 @@
-"""Every change that disttensor makes to torch.
-
-Not here: anything that works without a change to torch.
+"""Every change that disttensor makes to torch: ``TABLE`` says what and why, ``install`` makes them
+at import, ``uninstall`` takes them back. Not here: anything that works without a change to torch.
 """
+
+from disttensor.patches.table import TABLE as TABLE
+from disttensor.patches.table import Change as Change
+from disttensor.patches.table import install as install
+from disttensor.patches.table import original as original
+from disttensor.patches.table import uninstall as uninstall

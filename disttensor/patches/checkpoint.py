@@ -1,47 +1,52 @@
-"""torch.utils.checkpoint (use_reentrant=False) on DistTensors: the inputs of a region are kept as
-their locals.
+"""torch.utils.checkpoint (use_reentrant=False) on DistTensors.
 
-torch saves each input through the hooks of the region around it, so that nested regions free it and
-bring it back. Of a DistTensor it would save the wrapper, which is in no graph: brought back, it
-would no longer require grad.
+What is wrapped is the generator that torch runs around the forward of a region: all ways to a
+checkpoint end there, also a function ``checkpoint`` that was imported before disttensor. The public
+way, a ``context_fn`` for each call, would need a wrapper of ``checkpoint``, which such imports, a
+region with ``debug=True`` and torch.compile (it knows torch's function by identity) pass by.
+
+A region keeps its inputs, and torch saves each tensor through the hooks of the region around it, so
+that nested regions free it and bring it back. Of a DistTensor it would save the wrapper, which is
+in no graph: brought back, it would no longer require grad. It gets the local instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.utils import checkpoint as torch_checkpoint
-
+from disttensor.autograd.activation_checkpoint import Run
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
-_make_saved: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+Generator = Callable[..., Iterator[None]]
 
 
-class SavedInput:
-    """A DistTensor as an input of a region. A leaf stays the object that it is: it collects its
-    gradients."""
-
-    __slots__ = ("leaf", "local", "spec")
-
-    def __init__(self, x: DistTensor) -> None:
-        self.spec = x.spec
-        self.leaf = x if x.local.is_leaf and x.local.requires_grad else None
-        self.local: Any = None if self.leaf is not None else _make_saved(x.local, is_output=False)
-
-    def unpack(self) -> DistTensor:
-        return self.leaf if self.leaf is not None else wrap(self.local.unpack(), self.spec)
+def _saved(x: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """(what torch is to keep of an input, what makes the input of it again). A leaf stays the
+    object that it is: it collects its gradients."""
+    if type(x) is not DistTensor:
+        return x, None
+    if x.local.is_leaf and x.local.requires_grad:
+        return None, lambda _: x
+    spec = x.spec
+    return x.local, lambda local: wrap(local, spec)
 
 
-def _save_inputs(frame: Any, *args: Any) -> None:
-    _torch_save(frame, *[SavedInput(a) if type(a) is DistTensor else a for a in args])
+def for_dist_tensors(original: Generator) -> Generator:
+    def generator(fn: Any, *given: Any, **options: Any) -> Iterator[None]:
+        notes: list[Any] = []
+        apart = bool(given) and isinstance(given[0], tuple)  # since torch 2.14; before: at the end
+        pairs = [_saved(x) for x in (given[0] if apart else given)]
+        kept, remakes = tuple(k for k, _ in pairs), [r for _, r in pairs]
 
+        def recompute(*args: Any, **kwargs: Any) -> Any:
+            ours = remakes[len(remakes) - len(args) :]
+            with Run(notes, is_recompute=True):
+                return fn(
+                    *[a if r is None else r(a) for a, r in zip(args, ours, strict=True)], **kwargs
+                )
 
-def _get_inputs(frame: Any) -> list[Any]:
-    return [a.unpack() if isinstance(a, SavedInput) else a for a in _torch_get(frame)]
+        with Run(notes, is_recompute=False):
+            yield from original(recompute, *((kept, *given[1:]) if apart else kept), **options)
 
-
-_frame: Any = getattr(torch_checkpoint, "_CheckpointFrame", None)
-if _make_saved is not None and hasattr(_frame, "save_inputs"):
-    _torch_save, _torch_get = _frame.save_inputs, _frame.get_inputs
-    _frame.save_inputs, _frame.get_inputs = _save_inputs, _get_inputs
+    return generator

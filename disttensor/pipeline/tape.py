@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd import recompute, token
+from disttensor.autograd import activation_checkpoint, token
 from disttensor.comm.work import Work
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
@@ -63,12 +63,14 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
-        recompute.hold(ctx)  # as ``cross_mesh.Cross`` does when the region is computed again
+        activation_checkpoint.join_region(
+            ctx
+        )  # as ``cross_mesh.Cross`` does when the region is computed again
         return value[0].data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        recompute.redo(ctx)
+        activation_checkpoint.recompute_region(ctx)
         earlier = ctx.transfer.grad
         ctx.transfer.grad = grad if earlier is None else earlier + grad
         return None, None, None
@@ -80,7 +82,7 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
-        recompute.hold(ctx)
+        activation_checkpoint.join_region(ctx)
         return torch.empty(0, dtype=transfer.src.dtype, device=anchor.device)
 
     @staticmethod

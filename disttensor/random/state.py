@@ -10,7 +10,7 @@ counter that all ranks keep alike. Two policies say what that number becomes (``
 
 Replicas draw the same, shards draw different numbers, and torch's own generator is left alone. A
 recomputation under activation checkpointing repeats the calls of its forward: see
-disttensor.autograd.recompute.
+disttensor.autograd.activation_checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.autograd import recompute
+from disttensor.autograd import activation_checkpoint
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.random import distributions
@@ -133,8 +133,8 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: one
     int64 of it is the seed.
     """
-    where = recompute.scope()
-    found = recompute.drawn(where)
+    where = activation_checkpoint.current_run()
+    found = activation_checkpoint.replayed(where)
     if found is None:
         invariant = (_policy.get() or default) == "invariant"
         if generator is None:
@@ -148,7 +148,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
                 invariant,
             )
     if generator is None or where is not None:
-        recompute.note(where, found)
+        activation_checkpoint.note(where, found)
     return Draw(found, mesh)
 
 
@@ -208,8 +208,8 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     """torch's generators seeded alike on all ranks of one place on ``axes``, and put back
     afterwards. It counts as a random call only if something was drawn: whether a function falls
     back may depend on the mesh."""
-    where = recompute.scope()
-    note = recompute.drawn(where)
+    where = activation_checkpoint.current_run()
+    note = activation_checkpoint.replayed(where)
     fresh = Note(_State.seed, _State.calls + 1, False) if note is None else note
     devices = {"cpu": torch.device("cpu"), mesh.device.type: mesh.device}
     contexts = [Draw(fresh, mesh).seeded(axes, device) for device in devices.values()]
@@ -226,4 +226,4 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     if drawn:
         if note is None:
             _State.calls += 1
-        recompute.note(where, fresh)
+        activation_checkpoint.note(where, fresh)

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disttensor.comm import collectives, desync
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad import set_reduced
-from disttensor.torch_private import foreach_types
 
 Tensor = torch.Tensor
 
@@ -121,74 +118,3 @@ def _flat(pieces: list[Tensor], members: list[Pending]) -> Tensor:
         if piece.numel() < member.slot:
             parts.append(piece.new_zeros(member.slot - piece.numel()))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-# Optimizers ---------------------------------------------------------------------------------------
-
-
-def check_fresh(params: Iterable[Any], who: str) -> None:
-    """Raise RuntimeError where a module holds other tensors by now in place of some of ``params``.
-
-    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has
-    become of it.
-    """
-    stale = [what for p in params if (what := getattr(p, "_replaced", None))]
-    if stale:
-        raise RuntimeError(
-            f"{who}: {len(stale)} of its parameters are no longer those of the model, so it would "
-            f"change tensors that nothing uses: {stale[0]} after the parameters were taken. Build "
-            "the optimizer after sharding the model (and take model.parameters() again), or let "
-            "strategy.apply(model, optimizer) do both"
-        )
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Runs before every optimizer step; a closure is followed by its own reduction."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    check_fresh(params, type(optimizer).__name__)
-    sync_gradients(params)
-
-    def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            loss = closure()
-            sync_gradients(params)
-            return loss
-
-        return run
-
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], then_sync(args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": then_sync(kwargs["closure"])}
-    return None
-
-
-register_optimizer_step_pre_hook(_before_step)
-
-
-def _zeroing(zero_grad: Any) -> Any:
-    """zero_grad of a module or an optimizer, which looks at ``p.grad`` alone, and has no hooks."""
-
-    @wraps(zero_grad)
-    def zero_grad_(self: Any, *args: Any, **kwargs: Any) -> None:
-        if BEFORE_ZERO:
-            held = (
-                self.parameters()
-                if isinstance(self, torch.nn.Module)
-                else (p for group in self.param_groups for p in group["params"])
-            )
-            params = list(held)
-            for run in BEFORE_ZERO:
-                run(params)
-        zero_grad(self, *args, **kwargs)
-
-    return zero_grad_
-
-
-torch.nn.Module.zero_grad = _zeroing(torch.nn.Module.zero_grad)  # type: ignore[method-assign]
-torch.optim.Optimizer.zero_grad = _zeroing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
-
-# torch chooses its functions on lists for the types that it lists here (as DTensor enters itself).
-for _types in foreach_types:
-    if DistTensor not in _types:
-        _types.append(DistTensor)

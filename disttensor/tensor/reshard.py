@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 import reshard
-from disttensor.autograd import recompute, token
+from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.grad_types import Typed, dual, move
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
@@ -147,13 +147,13 @@ class CrossMesh(torch.autograd.Function):
     ) -> Tensor:
         """``value`` is in a list to be no argument of autograd's."""
         ctx.ends = src, dst, tag
-        recompute.hold(ctx)
+        activation_checkpoint.join_region(ctx)
         return value[0].data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         src, dst, tag = ctx.ends
-        recompute.redo(ctx)
+        activation_checkpoint.recompute_region(ctx)
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on "
@@ -176,12 +176,12 @@ def _cross(x: T, dst: DistSpec) -> T:
         tape.passes(src.mesh, dst.mesh)
     sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
     needed = local.requires_grad and torch.is_grad_enabled()
-    where = recompute.scope()
+    where = activation_checkpoint.current_run()
     if not sends and not receives:
         if where is None or where.source is None:
             p2p.next_tag()
         return x.like(token.join([local], dst.mesh.device), dst)
-    held = recompute.drawn(where)
+    held = activation_checkpoint.replayed(where)
     tag = p2p.next_tag() if held is None else -1
     repeated = held is not None
     if held is None:
@@ -191,7 +191,7 @@ def _cross(x: T, dst: DistSpec) -> T:
             if sends and storage_id(held.untyped_storage()) == storage_id(local.untyped_storage()):
                 held = held.clone()  # nothing moved: it must not be the same memory
     if where is not None:  # a region that is computed again sends and receives nothing again
-        recompute.note(where, held)
+        activation_checkpoint.note(where, held)
     if not needed:
         return x.like(held.detach() if receives else token.detached(dst.mesh.device), dst)
     reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)

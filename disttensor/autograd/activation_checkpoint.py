@@ -1,0 +1,113 @@
+"""Activation checkpointing: a region that is computed again draws what its forward drew.
+
+torch.utils.checkpoint (use_reentrant=False) runs a region again in the backward and puts torch's
+own generator back for it. The numbers of DistTensors follow from a counter that torch does not know
+of. So each random call is noted with the regions that it runs in, and in a recomputation the n-th
+call takes the n-th note:
+
+    the innermost recomputation around a call   gives its note (where there is none, the counter does)
+    the forwards of regions inside that         note it, for recomputations of their own (nested checkpoints)
+
+``disttensor.patches.checkpoint`` opens a ``Run`` around each forward and each recomputation.
+
+Ranks that are in several meshes compute a region again at the first of its nodes that saved
+something, which other ranks may not have. What it communicates has all ranks come there first, so a
+node whose backward communicates saves something in its region (``join_region``), and unpacks it
+before it communicates (``recompute_region``).
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from disttensor.torch_private import current_backward, top_saved_tensors_hooks
+
+_innermost: ContextVar[Run | None] = ContextVar("checkpointed region", default=None)
+
+
+class Run:
+    """``with Run(notes, ...):`` the code inside is the forward of a region, which adds to its
+    notes, or a recomputation, which takes them one by one."""
+
+    __slots__ = ("ended", "is_recompute", "notes", "outer", "taken")
+
+    def __init__(self, notes: list[Any], is_recompute: bool) -> None:
+        self.notes, self.is_recompute = notes, is_recompute
+        self.taken = 0
+        self.ended = False
+
+    def __enter__(self) -> None:
+        self.outer = _innermost.get()
+        _innermost.set(self)
+
+    def __exit__(self, *exc: object) -> None:
+        self.ended = True
+        run = _innermost.get()
+        while run is not None and run.ended:  # after an error a forward may end late
+            run = run.outer
+        _innermost.set(run)
+
+
+def current_run() -> Run | None:
+    """The innermost run of a region around this code; None outside of regions."""
+    return _innermost.get()
+
+
+def _recompute_around(run: Run | None) -> Run | None:
+    while run is not None and not run.is_recompute:
+        run = run.outer
+    return run
+
+
+def replayed(run: Run | None) -> Any:
+    """The note of the random call that a recomputation is about to repeat; None where numbers are
+    new.
+
+    Raises RuntimeError where the recomputation draws more often than the forward did.
+    """
+    source = _recompute_around(run)
+    if source is None:
+        return None
+    if source.taken >= len(source.notes):
+        raise RuntimeError(
+            f"the recomputation of a checkpointed region draws random numbers {source.taken + 1} "
+            f"times, its forward did so {len(source.notes)} times: the region must make the same "
+            "calls in both (does it depend on state that changed since?)"
+        )
+    return source.notes[source.taken]
+
+
+def note(run: Run | None, what: Any) -> None:
+    """Note a random call with all regions that it runs in. Raises RuntimeError in a backward that
+    repeats no region."""
+    source = _recompute_around(run)
+    if source is not None:
+        source.taken += 1
+    elif current_backward() != -1:
+        raise RuntimeError(
+            "random numbers for a DistTensor are drawn inside a backward, outside a region of "
+            "torch.utils.checkpoint(..., use_reentrant=False): whether they should repeat those of "
+            "the forward is not known here. To recompute a region, use that checkpoint; for new "
+            "numbers (noise on a gradient) pass generator=, a torch.Generator seeded alike on all "
+            "ranks: torch.empty_like(grad).normal_(generator=g)"
+        )
+    while run is not source and run is not None:
+        run.notes.append(what)
+        run = run.outer
+
+
+def join_region(ctx: Any) -> None:
+    """In the forward of a node whose backward communicates: tie it to the region that it is made
+    in, if any."""
+    if top_saved_tensors_hooks(True) is not None:
+        ctx.save_for_backward(torch.empty(0))
+        ctx.in_region = True
+
+
+def recompute_region(ctx: Any) -> None:
+    """In its backward, before it communicates: have the region computed again now."""
+    if getattr(ctx, "in_region", False):
+        _ = ctx.saved_tensors

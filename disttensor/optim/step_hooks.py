@@ -1,0 +1,72 @@
+"""Before an optimizer reads its gradients they are reduced; before it drops them, all of them are.
+
+``disttensor.patches`` hangs these functions into torch's optimizers and modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad_sync import BEFORE_ZERO, sync_gradients
+
+
+def check_fresh(params: Iterable[Any], who: str) -> None:
+    """Raise RuntimeError where a module holds other tensors by now in place of some of ``params``.
+
+    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has
+    become of it.
+    """
+    marks = [getattr(p, "_replaced", None) for p in params]  # torch.compile traces this
+    stale = [what for what in marks if what]
+    if stale:
+        raise RuntimeError(
+            f"{who}: {len(stale)} of its parameters are no longer those of the model, so it would "
+            f"change tensors that nothing uses: {stale[0]} after the parameters were taken. Build "
+            "the optimizer after sharding the model (and take model.parameters() again), or let "
+            "strategy.apply(model, optimizer) do both"
+        )
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Runs before every optimizer step; a closure is followed by its own reduction."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    check_fresh(params, type(optimizer).__name__)
+    sync_gradients(params)
+
+    def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            sync_gradients(params)
+            return loss
+
+        return run
+
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], then_sync(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": then_sync(kwargs["closure"])}
+    return None
+
+
+def dropping_all(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """``zero_grad`` of a module or an optimizer, which looks at ``p.grad`` alone, and has no hooks."""
+
+    @wraps(zero_grad)
+    def zero_all_grads(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self, torch.nn.Module):
+            params = list(self.parameters())
+        else:
+            params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            if isinstance(p, DistTensor):
+                for run in BEFORE_ZERO:
+                    run(params)
+                break
+        zero_grad(self, *args, **kwargs)
+
+    return zero_all_grads

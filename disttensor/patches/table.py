@@ -1,0 +1,233 @@
+"""The table of changes to torch. For plain tensors torch does what it did without them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import checkpoint as torch_checkpoint
+
+from disttensor.comm import failures
+from disttensor.nn import init
+from disttensor.optim import grad_scaler, step_hooks
+from disttensor.patches import autograd_function, checkpoint, clip_grad
+from disttensor.tensor.dist_tensor import DistTensor, rebuild
+from disttensor.torch_private import foreach_types
+
+Undo = Callable[[], None]
+
+_undo: dict[str, Undo] = {}
+_originals: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Change:
+    """what: a name in torch; why: what is wrong without it; public: the public way, and what it
+    lacks; make: makes the change, and gives what takes it back."""
+
+    what: str
+    why: str
+    public: str
+    make: Callable[[str], Undo]
+
+
+def replaced(new: Callable[[Any], Any], *places: tuple[Any, str]) -> Callable[[str], Undo]:
+    """``new`` of the original stands at ``places``, which are names of one function. What somebody
+    else has put over it since stays."""
+
+    def make(what: str) -> Undo:
+        owner, name = places[0]
+        before = _originals[what] = inspect.getattr_static(owner, name)
+        after = new(before)
+        for owner, name in places:
+            setattr(owner, name, after)
+
+        def undo() -> None:
+            for owner, name in places:
+                if inspect.getattr_static(owner, name) is after:
+                    setattr(owner, name, before)
+
+        return undo
+
+    return make
+
+
+def entered(table: list[Any], item: Any) -> Callable[[str], Undo]:
+    def make(what: str) -> Undo:
+        table.append(item)
+        return lambda: table.remove(item)
+
+    return make
+
+
+def _step_hook(what: str) -> Undo:
+    handle = register_optimizer_step_pre_hook(step_hooks.before_step)
+    undo: Undo = handle.remove
+    return undo
+
+
+def _safe_to_load(what: str) -> Undo:
+    torch.serialization.add_safe_globals([rebuild])
+
+    def undo() -> None:
+        left = [known for known in torch.serialization.get_safe_globals() if known is not rebuild]
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(left)
+
+    return undo
+
+
+def _tell_of_failures(what: str) -> Undo:
+    if torch.distributed.is_initialized():
+        failures.watch()
+    return failures.unwatch
+
+
+_clip: Any = torch.nn.utils.clip_grad
+_checkpoint_generator = (
+    "_checkpoint_without_reentrant_generator_impl"
+    if hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")  # torch 2.14
+    else "_checkpoint_without_reentrant_generator"
+)
+
+TABLE = (
+    Change(
+        "torch.autograd.Function.apply",
+        "a custom function on a DistTensor loses the gradient without a word: the wrapper is in no "
+        "graph. It raises instead",
+        "none: apply does not ask __torch_function__",
+        replaced(autograd_function.refusing, (torch.autograd.Function, "apply")),
+    ),
+    Change(
+        "torch.utils.checkpoint.checkpoint",
+        "a region draws other random numbers when it is computed again, and its inputs are brought "
+        "back without their gradient",
+        "context_fn= of each call: see disttensor/patches/checkpoint.py",
+        replaced(checkpoint.for_dist_tensors, (torch_checkpoint, _checkpoint_generator)),
+    ),
+    Change(
+        "torch.nn.Module.zero_grad",
+        "gradients that wait on the gathered copies of sharded parameters survive it",
+        "none: it looks at p.grad alone",
+        replaced(step_hooks.dropping_all, (torch.nn.Module, "zero_grad")),
+    ),
+    Change(
+        "torch.optim.Optimizer.zero_grad",
+        "the same",
+        "none: there are hooks before and after step only",
+        replaced(step_hooks.dropping_all, (torch.optim.Optimizer, "zero_grad")),
+    ),
+    Change(
+        "torch.optim.Optimizer.step",
+        "gradients that are still a sum of contributions would be read unreduced",
+        "this is one: register_optimizer_step_pre_hook",
+        _step_hook,
+    ),
+    Change(
+        "torch.nn.utils.clip_grad_norm_",
+        "the norm would be that of the parameters which have a gradient on this rank",
+        "none: of other ranks' parameters torch calls nothing here",
+        replaced(
+            clip_grad.over_all_meshes,
+            (torch.nn.utils, "clip_grad_norm_"),
+            (_clip, "clip_grad_norm_"),
+        ),
+    ),
+    Change(
+        "torch.nn.utils.get_total_norm",
+        "the norm of one mesh would be taken for that of the world",
+        "none: the functions in it, which are asked, do not know what the norm is for",
+        replaced(
+            clip_grad.on_the_whole_world,
+            (torch.nn.utils, "get_total_norm"),
+            (_clip, "_get_total_norm"),
+        ),
+    ),
+    Change(
+        "torch.nn.utils.clip_grad_value_",
+        "it raises on a rank whose parameters all lie elsewhere",
+        "none: without a gradient torch calls nothing that is asked",
+        replaced(
+            clip_grad.where_gradients_are,
+            (torch.nn.utils, "clip_grad_value_"),
+            (_clip, "clip_grad_value_"),
+        ),
+    ),
+    Change(
+        "torch.amp.GradScaler.unscale_",
+        "ranks would decide on their own whether a step is skipped",
+        "a subclass of GradScaler, which a script has to name",
+        replaced(grad_scaler.deciding_together, (torch.amp.GradScaler, "_unscale_grads_")),
+    ),
+    Change(
+        "torch.nn.init.trunc_normal_",
+        "it samples again while a number is out of bounds, and ranks without a piece see none",
+        "torch.overrides, which five functions of nn.init ask; this is not one of them",
+        replaced(init.by_position, (torch.nn.init, "_no_grad_trunc_normal_")),
+    ),
+    Change(
+        "torch.optim: functions on lists",
+        "optimizers on a GPU would go through the parameters one by one",
+        "foreach=True for each optimizer; DTensor enters itself here too",
+        entered(foreach_types[0], DistTensor),
+    ),
+    Change(
+        "torch.nn.utils: functions on lists",
+        "clipping would go through the gradients one by one, a message for each",
+        "foreach=True for each call; DTensor enters itself here too",
+        entered(foreach_types[1], DistTensor),
+    ),
+    Change(
+        "torch.load(weights_only=True)",
+        "it refuses a DistTensor",
+        "this is one: torch.serialization.add_safe_globals",
+        _safe_to_load,
+    ),
+    Change(
+        "sys.excepthook",
+        "a rank that waits for one that failed cannot say why. From the first collective on",
+        "torch.distributed.elastic's record, which a script has to name",
+        _tell_of_failures,
+    ),
+    Change(
+        "torch.distributed.new_group",
+        "the members of a group would wait for each other under different names. While one is made",
+        "none: new_group takes no name",
+        lambda what: lambda: None,
+    ),
+)
+
+
+def _chosen(names: tuple[str, ...]) -> list[Change]:
+    known = [change.what for change in TABLE]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is none of the changes: {', '.join(known)}")
+    return [change for change in TABLE if not names or change.what in names]
+
+
+def install(*names: str) -> None:
+    """Make the changes of these names in ``TABLE``, or all, that are not made yet."""
+    for change in _chosen(names):
+        if change.what not in _undo:
+            _undo[change.what] = change.make(change.what)
+
+
+def uninstall(*names: str) -> None:
+    """Take back the changes of these names, or all: every attribute of torch is what it was.
+
+    DistTensors are not safe without them: gradients may be lost or incomplete.
+    """
+    for change in reversed(_chosen(names)):
+        undo = _undo.pop(change.what, None)
+        if undo is not None:
+            undo()
+
+
+def original(name: str) -> Any:
+    """What torch had in the place of a change."""
+    return _originals[name]

@@ -1,0 +1,305 @@
+"""The changes to torch: listed, taken back completely, and each of them necessary."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import disttensor as dt
+from disttensor import CustomFunctionError, ProcessMesh, Shard, patches
+from disttensor.comm import failures
+from disttensor.random.state import _State
+from tests.support.oracle import line
+from tests.support.pool import on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Everything in torch's modules and classes, before and after.
+COMPARE = """
+import sys, types, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.clip_grad
+import torch.amp.grad_scaler, torch.optim, torch._subclasses.fake_tensor
+
+def content(value):
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), len(value), *sorted(map(id, value))
+    if isinstance(value, dict):
+        return type(value), len(value), *map(id, value.values())
+    return id(value)
+
+def state():
+    owners = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "torch"}
+    for name, module in list(owners.items()):
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and str(value.__module__).startswith("torch"):
+                owners[f"{value.__module__}.{value.__qualname__}"] = value
+    out = {("sys", "excepthook"): id(sys.excepthook)}
+    for owner, of in owners.items():
+        for name, value in list(vars(of).items()):
+            if not isinstance(value, types.ModuleType) and not name.startswith("__"):
+                out[owner, name] = content(value)
+    return out
+
+def changed(before, after):
+    return sorted(".".join(k) for k in before if before[k] != after.get(k, 0) and k[1] not in CACHES)
+
+CACHES = {"next_id"}  # a counter of hooks
+before = state()
+import disttensor
+from disttensor import patches
+with_it = state()
+print(*changed(before, with_it))
+patches.uninstall()
+assert not changed(before, state()), changed(before, state())
+patches.install()
+assert changed(before, state()) == changed(before, with_it)
+"""
+
+
+def test_all_changes_are_listed_and_taken_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    generator = next(n for n in done.stdout.split() if n.startswith("torch.utils.checkpoint."))
+    assert generator.startswith("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+    assert set(done.stdout.split()) - {generator} == {
+        "torch._weights_only_unpickler._marked_safe_globals_set",
+        "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+        "torch.autograd.function.Function.apply",
+        "torch.nn.init._no_grad_trunc_normal_",
+        "torch.nn.modules.module.Module.zero_grad",
+        "torch.nn.utils.clip_grad._get_total_norm",
+        "torch.nn.utils.clip_grad.clip_grad_norm_",
+        "torch.nn.utils.clip_grad.clip_grad_value_",
+        "torch.nn.utils.clip_grad_norm_",
+        "torch.nn.utils.clip_grad_value_",
+        "torch.nn.utils.get_total_norm",
+        "torch.optim.optimizer.Optimizer.zero_grad",
+        "torch.optim.optimizer._foreach_supported_types",
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "torch.utils._foreach_utils._foreach_supported_types",
+    }
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"'clip' is none of the changes: torch\.autograd"):
+        patches.uninstall("clip")
+
+
+# Each is necessary --------------------------------------------------------------------------------
+
+
+def of_each_rank(rank: int | None = None) -> ProcessMesh:
+    """The mesh of one rank, of this one by default."""
+    return ProcessMesh([dist.get_rank() if rank is None else rank], ("x",))
+
+
+def leaf(mesh: ProcessMesh, size: int = 4) -> Any:
+    return dt.ones(size, mesh=mesh, requires_grad=True)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def custom_function() -> None:
+    try:
+        Double.apply(leaf(of_each_rank()))
+    except CustomFunctionError:
+        return
+    raise AssertionError("the gradient is lost")
+
+
+def recomputed() -> None:
+    w = dt.rand(6, 6, mesh=line(), requires_grad=True)
+    grads = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+        dt.manual_seed(3)
+        w.grad = None
+        run(lambda x: F.dropout(x.sin() @ w, 0.5), w * 2).sum().backward()
+        grads.append(w.grad.full_tensor())
+    assert torch.equal(*grads)
+
+
+def waiting() -> nn.Module:
+    """A module whose gradients wait for a last micro-batch."""
+    model = dt.shard_data_parallel(nn.Linear(4, 4), ProcessMesh([0, 1], ("fsdp",)))
+    x = dt.ones(2, 4, mesh=ProcessMesh([0, 1], ("fsdp",)), placements=[Shard(0)])
+    with dt.accumulate(model, last=False, reduce="none"):
+        model(x).sum().backward()
+    return model
+
+
+def zeroed(zero: Callable[[nn.Module], Any]) -> None:
+    model = waiting()
+    zero(model)
+    dt.sync_gradients(model)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def step() -> None:
+    model = waiting()
+    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for a, p in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(a, p.detach().full_tensor())
+
+
+def with_grads() -> list[Any]:
+    leaves = [leaf(of_each_rank(0)), leaf(of_each_rank(1))]
+    for w in leaves:
+        (w * 3).sum().backward()
+    return leaves
+
+
+def clipped() -> None:
+    norm = nn.utils.clip_grad_norm_(with_grads(), 100.0)
+    assert norm.item() == pytest.approx(72**0.5)
+
+
+def norm_of_a_stage() -> None:
+    here = [w.grad for w in with_grads() if w.grad is not None]
+    try:
+        nn.utils.get_total_norm(here)
+    except RuntimeError:
+        return
+    raise AssertionError("the norm of one stage")
+
+
+def value_clipped() -> None:
+    other = with_grads()[1 - dist.get_rank()]
+    nn.utils.clip_grad_value_([other], 1.0)
+
+
+def scaled() -> None:
+    leaves = with_grads()
+    if leaves[0].grad is not None:
+        leaves[0].grad[0] = float("inf")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    try:
+        scaler.step(torch.optim.SGD(leaves, lr=1.0))
+        mine = leaves[dist.get_rank()].tolist()
+    except RuntimeError as error:
+        mine = str(error)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, mine)
+    assert everyone == [[1.0] * 4] * 2
+
+
+def truncated() -> None:
+    dt.manual_seed(0)
+    w = dt.zeros(50, mesh=of_each_rank(0))
+    try:
+        nn.init.trunc_normal_(w, 0.0, 1.0, -0.5, 2.0)
+        mine: Any = _State.calls
+    except RuntimeError as error:
+        mine = str(error)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, mine)
+    assert isinstance(mine, int) and everyone[0] == everyone[1]
+
+
+def lists_of_optimizers() -> None:
+    """As on a GPU."""
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    devices = optimizer._get_foreach_kernels_supported_devices
+    optimizer._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+    try:
+        assert optimizer._default_to_fused_or_foreach([leaf(line())], False) == (False, True)
+    finally:
+        optimizer._get_foreach_kernels_supported_devices = devices
+
+
+def lists_of_clipping() -> None:
+    grads = [dt.ones(4, mesh=line(), placements=[Shard(0)]) for _ in range(3)]
+    with dt.record_comms() as comms:
+        nn.utils.get_total_norm(grads)
+    assert len(comms.records) == 1
+
+
+def loaded() -> None:
+    file = io.BytesIO()
+    torch.save(leaf(line()), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise AssertionError from error
+
+
+def told_of_failures() -> None:
+    leaf(line()).sum()
+    assert sys.excepthook is failures._hook
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "torch.autograd.Function.apply": custom_function,
+    "torch.utils.checkpoint.checkpoint": recomputed,
+    "torch.nn.Module.zero_grad": lambda: zeroed(lambda m: m.zero_grad()),
+    "torch.optim.Optimizer.zero_grad": lambda: zeroed(
+        lambda m: torch.optim.SGD(m.parameters(), lr=1.0).zero_grad()
+    ),
+    "torch.optim.Optimizer.step": step,
+    "torch.nn.utils.clip_grad_norm_": clipped,
+    "torch.nn.utils.get_total_norm": norm_of_a_stage,
+    "torch.nn.utils.clip_grad_value_": value_clipped,
+    "torch.amp.GradScaler.unscale_": scaled,
+    "torch.nn.init.trunc_normal_": truncated,
+    "torch.optim: functions on lists": lists_of_optimizers,
+    "torch.nn.utils: functions on lists": lists_of_clipping,
+    "torch.load(weights_only=True)": loaded,
+    "sys.excepthook": told_of_failures,
+}
+
+
+def test_each_change_has_a_program() -> None:
+    """Names of groups have a test of their own: without them ranks wait for each other."""
+    names = [change.what for change in patches.TABLE]
+    assert [*PROGRAMS, "torch.distributed.new_group"] == names
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+@on_ranks(2)
+def test_each_change_is_necessary(what: str) -> None:
+    program = PROGRAMS[what]
+    dt.ones(2, mesh=line(), placements=[Shard(0)]).sum().item()
+    program()
+    patches.uninstall(what)
+    try:
+        with pytest.raises((AssertionError, RuntimeError)):
+            program()
+    finally:
+        patches.install(what)
+    program()
+
+
+@on_ranks(2)
+def test_torch_names_a_group_by_the_number_of_groups() -> None:
+    """Which ranks of different meshes do not agree on."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    before = c10d._process_group_name([0, 1], True)
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+        assert c10d._process_group_name([0, 1], True) != before
+    assert dt.ones(4, mesh=ProcessMesh([1, 0], ("new",)), placements=[Shard(0)]).sum().item() == 4
