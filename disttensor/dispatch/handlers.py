@@ -11,6 +11,7 @@ from disttensor.dispatch.resolve import HANDLERS, handler
 from disttensor.tensor import backward
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import become
+from disttensor.torch_private import is_view
 
 Tensor = torch.Tensor
 
@@ -52,7 +53,7 @@ def _of_local(func: Any) -> None:
 for _method in (
     Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage,
     Tensor.storage_type,
-    Tensor._is_view, Tensor.is_coalesced, Tensor._typed_storage,
+    is_view, Tensor.is_coalesced, Tensor._typed_storage,
 ):  # fmt: skip
     _of_local(_method)
 
