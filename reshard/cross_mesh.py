@@ -1,9 +1,8 @@
-"""From one mesh to another: reduce what must be, send each rank just what it lacks, fill in the
-rest.
+"""From one mesh to another: reduce what must be, send each rank just what it lacks.
 
-Nothing here is collective but what ``choose`` does on a mesh: sending returns at once, receives are
-posted before anything is sent, and only the receiver waits, where it asks for the result. What is
-sent to whom is planned in ``cross_mesh_plan`` and ``routing``.
+Only the steps on one mesh are collective: sending returns at once, receives are posted before
+anything is sent, and only the receiver waits, where it asks for the result. What is sent to whom is
+planned in cross_mesh_plan.py and routing.py.
 """
 
 from __future__ import annotations

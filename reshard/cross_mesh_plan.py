@@ -62,13 +62,14 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
     """
     check(src, dst)
     after, made = _arriving(dst)
-    best: tuple[float, int, CrossMeshPlan] | None = None
+    best: tuple[int, int, CrossMeshPlan] | None = None
     for kept in dict.fromkeys((_staying(src, dst, made), ())):
         once = tuple(entry for entry in made if entry not in kept)
         for before in _ready(src, kept):
             routes = between(before, after, _axes(kept), _axes(once))
             one = CrossMeshPlan(src, dst, before, after, once, routes)
-            price = planner.cost(src, before) * src.mesh.size + one.nbytes
+            reducing = sum(step.bytes for step in planner.choose(src, before))
+            price = reducing * src.mesh.size + one.nbytes
             if best is None or (price, len(routes.messages)) < best[:2]:
                 best = price, len(routes.messages), one
     assert best is not None

@@ -148,11 +148,11 @@ class Graph:
 
     def slices(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """R -> S, where that puts an axis in place."""
-        dims, busy = state.dims, state.varies() | mine
+        dims, used = state.dims, state.varies() | mine
         for d, (now, then) in enumerate(zip(dims, self.dims, strict=True)):
             if len(now) < len(then) and then[: len(now)] == now:
                 axis = then[len(now)]
-                if axis not in busy:
+                if axis not in used:
                     to = replace(state, dims=(*dims[:d], (*now, axis), *dims[d + 1 :]))
                     yield self.edge(Replicate, Shard, (axis,), state, to, "slice")
 

@@ -1,5 +1,4 @@
-"""The planner: the cheapest steps from one spec to another on its mesh. Pure: all ranks find the
-same.
+"""The planner: the cheapest steps from one spec to another on its mesh; the same on every rank.
 
 A shortest-path search over layouts. An edge is one registered move (see graph.py); its length is
 the bytes that a rank sends, plus a constant per collective, so that equal collectives become one.
@@ -86,11 +85,6 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     for step in steps:
         local = step.fn(local, step.src, step.dst, step.axes)
     return local if len(steps) == 1 else local.contiguous()
-
-
-def cost(src: DistSpec, dst: DistSpec) -> float:
-    """Bytes that one rank sends in the chosen steps."""
-    return float(sum(step.bytes for step in choose(src, dst)))
 
 
 def essential(spec: DistSpec) -> Layout:
