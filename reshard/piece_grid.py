@@ -42,7 +42,7 @@ class PieceGrid:
 
     def cut(self, whole: Tensor) -> Tensor:
         """[ranks, padded] of the whole."""
-        assert self.whole is not None
+        assert self.whole is not None and self.padded is not None
         out = whole.new_zeros(len(self.boxes), self.padded)
         for piece, box in zip(out, self.boxes, strict=True):
             if box.numel:
