@@ -45,7 +45,6 @@ class DistSpec:
         "__weakref__",
         "_derived",
         "dtype",
-        "dual",
         "layout",
         "local_box",
         "local_shape",
