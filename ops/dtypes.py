@@ -1,4 +1,4 @@
-"""Numbers: half precision, which is computed in float32, and roots that torch differentiates at 0."""
+"""Numbers: half precision is computed in float32; roots have a gradient at 0."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Factors:
     view             the result shares memory with the first argument
     rematerialize    cheap to compute twice: if the result is used as varying, it is recomputed from
                      varying inputs instead of all-reducing its gradient
-    metadata_only    arguments of which only shape and dtype matter (zeros_like): never redistributed
+    metadata_only    arguments of which only shape and dtype matter (zeros_like): never moved
     targets          what an in-place function writes: these arguments keep their layouts
     per_item         a function on lists is many independent calls: for each its Factors, numbered
                      on its own, and the arguments it takes. What no item takes is shared by all of

@@ -1,4 +1,4 @@
-"""assign: which letter each mesh axis splits. The whole inference of placements is here; it is pure.
+"""assign: which letter each mesh axis splits. The whole inference of placements is here, pure.
 
 The axes are decided one after the other, in mesh order. On each axis the choices are: a letter that
 some input is split by on this axis (every tensor with the letter is then split there), *flow* (a
@@ -40,8 +40,8 @@ class Flow:
 class Decision:
     """``input_layouts``: what each input is redistributed to; ``output_layouts``: what comes out.
 
-    ``varying_axes[i]``: the axes over which input i is replicated while the call varies, so that its
-    gradient is a contribution. ``split``: letter -> axes that split it.
+    ``varying_axes[i]``: the axes over which input i is replicated while the call varies, so that
+    its gradient is a contribution. ``split``: letter -> axes that split it.
     """
 
     input_layouts: list[Layout]
@@ -95,9 +95,9 @@ def assign(
 def _assign_items(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
 ) -> Decision | None:
-    """Each item on its own; equal ones (the same Factors and layouts) are decided once. What no item
-    takes is replicated, and needs no gradient: torch has none for a tensor shared by the elements
-    of lists."""
+    """Each item on its own; equal ones (the same Factors and layouts) are decided once. What no
+    item takes is replicated, and needs no gradient: torch has none for a tensor shared by the
+    elements of lists."""
     input_layouts = [replicated(len(arg.shape)) for arg in args]
     varying: list[Axes] = [()] * len(args)
     output_layouts: list[Layout] = []

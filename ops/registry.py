@@ -20,8 +20,9 @@ class Rule:
     Factors.
 
     inplace    the function writes its first argument, which keeps its placement
-    numbers    "type": numbers among the arguments do not change the rule (a scalar operand); "value": they do
-               (a dim). Floats count by type unless ``floats`` says that their value matters (an order of a norm)
+    numbers    "type": numbers among the arguments do not change the rule (a scalar operand);
+               "value": they do (a dim)
+    floats     so do the values of floats (the order of a norm), which else count by type
     """
 
     name: str

@@ -23,6 +23,7 @@ PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob
 LAUNCH = [str(ROOT / "examples" / "launch.py"), "4"]
 EXAMPLE = str(ROOT / "examples" / "tensor_parallel.py")
 PATIENCE = 100.0  # seconds
+EXAMPLES = {"train.py"}  # files of the reader's own
 
 
 def run(*command: str) -> str:
@@ -101,3 +102,18 @@ def test_megatron_mlp_is_one_all_reduce_each_way() -> None:
         ("all_reduce", "tp", "forward"),
         ("all_reduce", "tp", "backward"),
     ]
+
+
+FILES = [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    for name in re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()):
+        assert name in EXAMPLES or any(f"/{file}".endswith(f"/{name}") for file in FILES), (
+            f"{page} names {name}, and there is no such file"
+        )
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    run(str(ROOT / "docs" / "floor_plan.py"), "--check")

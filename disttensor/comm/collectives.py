@@ -20,9 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from disttensor.comm import desync, failures, log, wire
 from disttensor.comm.groups import Group as Group
-from disttensor.comm.groups import create_groups as create_groups
-from disttensor.comm.groups import new_group as new_group
-from disttensor.comm.groups import process_group as process_group
 from disttensor.comm.groups import world_group as world_group
 from disttensor.comm.process_group import world as world
 from disttensor.comm.work import Work, finished

@@ -13,6 +13,7 @@ from torch import nn
 from disttensor import pipeline
 from disttensor.comm import collectives
 from disttensor.comm.process_group import join_world
+from disttensor.comm.rendezvous import create_groups
 from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
 from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.mesh import ProcessMesh, init_mesh
@@ -220,7 +221,7 @@ class Strategy:
                 f"{type(model).__name__}? Say in which order it runs them: apply(..., "
                 "layers=['embed', 'blocks.*', 'head'])"
             )
-        collectives.create_groups(self.groups())
+        create_groups(self.groups())
         before = slots(model)
         staged = degrees.pp > 1 or layers is not None
         segments: Segments | None = self.segments

@@ -21,7 +21,8 @@ def _transform(func: Function, default: Any) -> None:
     all."""
 
     def factors(
-        input: Arg, n: Any = None, dim: Any = default, norm: Any = None, s: Any = None, out: None = None
+        input: Arg, n: Any = None, dim: Any = default, norm: Any = None, s: Any = None,
+        out: None = None,
     ) -> Factors:  # fmt: skip
         given = n if n is not None else s
         if dim is None:

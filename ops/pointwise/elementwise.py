@@ -26,7 +26,8 @@ from ops.registry import RULES, Function, Rule, functions_named, register
 Terms = tuple[frozenset[int], ...]
 
 # Linear in the first tensor; in both operands together (with a plain number the function is affine,
-# and a Partial is reduced first); in each of them; in what is divided, unless the quotient is rounded
+# and a Partial is reduced first); in each of them; in what is divided, unless the quotient is
+# rounded
 LINEAR_IN_FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"
 SUMS = "add sub subtract rsub complex __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"
 PRODUCTS = "mul multiply __mul__ __rmul__ __imul__"

@@ -405,6 +405,6 @@ def test_ranks_of_different_meshes_create_groups_in_different_numbers():
     """Members of two meshes have made more groups than others when they meet in a third."""
     for ranks in ([0, 1], [1, 2], [2, 0, 1], [3, 1]):
         if dist.get_rank() in ranks:
-            group = collectives.new_group(ranks, ("x",))
+            group = groups.new_group(ranks, ("x",))
             total = collectives.all_reduce(torch.ones(2), "sum", group)
             assert total.tolist() == [len(ranks)] * 2

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm import collectives, groups
+from disttensor.comm import collectives, rendezvous
 from disttensor.comm.log import record_comms
+from disttensor.comm.rendezvous import create_groups
 from disttensor.fsdp import replicas
 from disttensor.fsdp.replicas import broadcast_replicas, check_replicas
 from disttensor.mesh import ProcessMesh
@@ -180,7 +181,7 @@ def groups_of(ranks, lane=""):
 @on_ranks(4)
 def test_groups_made_up_front_are_found_later(ranks):
     wanted = [*groups_of(ranks, f"up front {ranks}"), *groups_of(ranks)]
-    collectives.create_groups(wanted if dist.get_rank() % 2 else wanted[::-1], timeout=20)
+    create_groups(wanted if dist.get_rank() % 2 else wanted[::-1], timeout=20)
     made = len(runtime.current().groups)
     mesh = ProcessMesh(ranks, ("dp", "tp"))
     for axes in ((0,), (1,), (0, 1)):
@@ -188,7 +189,7 @@ def test_groups_made_up_front_are_found_later(ranks):
         assert collectives.all_reduce(torch.ones(1), "sum", group).item() == group.size
         mesh.group(axes)
     assert len(runtime.current().groups) == made
-    collectives.create_groups(wanted, timeout=20)  # again: nothing is new
+    create_groups(wanted, timeout=20)  # again: nothing is new
     assert len(runtime.current().groups) == made
 
 
@@ -196,7 +197,7 @@ def stay_away():
     if dist.get_rank() == 2:
         return ""
     with pytest.raises(collectives.CommError) as caught:
-        collectives.create_groups(groups_of(GRIDS[0], "away"), timeout=1)
+        create_groups(groups_of(GRIDS[0], "away"), timeout=1)
     return str(caught.value)
 
 
@@ -205,9 +206,7 @@ def come_late():
     if dist.get_rank() == 2:
         time.sleep(3)
     with pytest.raises(collectives.CommError) as caught:
-        collectives.create_groups(
-            groups_of(GRIDS[0], "late"), timeout=1 if dist.get_rank() != 2 else 1000
-        )
+        create_groups(groups_of(GRIDS[0], "late"), timeout=1 if dist.get_rank() != 2 else 1000)
     return str(caught.value)
 
 
@@ -216,23 +215,23 @@ def want_another():
     if dist.get_rank() == 1:
         wanted[0] = ((0, 1), ("cp",), "another")
     with pytest.raises(collectives.CommError) as caught:
-        collectives.create_groups(wanted, timeout=20)
+        create_groups(wanted, timeout=20)
     return str(caught.value)
 
 
 def fail_half_way():
     """Rank 3 ends between two groups of its own."""
     if dist.get_rank() == 3:
-        made = groups.process_group
+        made = rendezvous.process_group
 
         def once(members, axes, lane="", timeout=None):
             if members == (2, 3):
                 raise collectives.CommError("no memory")
             return made(members, axes, lane, timeout)
 
-        groups.process_group = once
+        rendezvous.process_group = once
     with pytest.raises(collectives.CommError) as caught:
-        collectives.create_groups(groups_of(GRIDS[0], "half way"), timeout=3)
+        create_groups(groups_of(GRIDS[0], "half way"), timeout=3)
     return str(caught.value)
 
 
@@ -270,15 +269,15 @@ def test_who_keeps_the_others_from_making_groups_is_named(body, words):
 
 
 def test_groups_up_front_in_a_fake_world_and_in_a_world_of_one():
-    collectives.create_groups([((0,), ("dp",), "")])
+    create_groups([((0,), ("dp",), "")])
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] of mesh axes dp .* ranks 0 to 0"):
-        collectives.create_groups([((0, 1), ("dp",), "")])
+        create_groups([((0, 1), ("dp",), "")])
     with fake_world(32, rank=5):
         ranks = torch.arange(32).view(4, 8).tolist()
-        collectives.create_groups(groups_of(ranks, "lane"))
+        create_groups(groups_of(ranks, "lane"))
         keys = set(runtime.current().groups)
         assert keys == {
             (tuple(range(8)), "lane"), ((5, 13, 21, 29), "lane"), (tuple(range(32)), "lane"),
         }  # fmt: skip
         with pytest.raises(ValueError, match="not different ranks"):
-            collectives.create_groups([((0, 0), ("dp",), "")])
+            create_groups([((0, 0), ("dp",), "")])

@@ -1,6 +1,6 @@
 """Which functions keep a sharding without communication, where that is natural.
 
-    python -m tests.opinfo.kept                       every OpInfo with float32 samples; prints the table
+    python -m tests.opinfo.kept                       a table of every OpInfo in float32
     python -m tests.opinfo.kept --ops add,bmm --all   a line for each sample and dim
 
 A dim of the first tensor is *independent* in a call if the call on slices along it (the other
@@ -181,7 +181,8 @@ def keeps(func: Any, given: Any, way: Independent, mesh: Any) -> str:
     """ "" if the call keeps the sharding and moves nothing, else what it does."""
     tensors = oracle.tensors_in(given)
     placed = [
-        dt.from_local(t.detach().chunk(2, d)[0].contiguous() if d is not None else t.detach().clone(), mesh,
+        dt.from_local(t.detach().chunk(2,
+            d)[0].contiguous() if d is not None else t.detach().clone(), mesh,
                       [Replicate() if d is None else Shard(d)], shape=t.shape)
         for t, d in zip(tensors, way.ins, strict=True)
     ]  # fmt: skip

@@ -37,15 +37,17 @@ from tests.support import oracle
 SAMPLES = 8  # of each OpInfo
 HEAD = """# Operators
 
-Written by `make operators`, with the torch of constraints.txt; a test holds it to what the rules say. [rules.md](rules.md)
-says how to write a rule, and `dt.explain(func, *args)` prints what becomes of one call.
+Written by `make operators`, with the torch of constraints.txt; a test holds it to what the rules
+say. [rules.md](rules.md) says how to write a rule, and `dt.explain(func, *args)` prints what
+becomes of one call.
 
-Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and* the results: these
-dims **keep** their shards, with nothing moved. `k: sum` is a letter that the result lacks: split, it leaves a pending
-sum (or max, ...); "within the call" means that the call itself reduces it. Letters after `whole`, and dims shown as `_`,
-are **gathered** where they are split. `even` letters stay split where the axis divides them. `halo` letters are those a
-window slides over: a rank fetches what its windows read of other ranks' pieces, where twice that (it goes back with the
-gradients) is no more than a gather. `(a b)` is a dim that merges two.
+Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and*
+the results: these dims **keep** their shards, with nothing moved. `k: sum` is a letter that the
+result lacks: split, it leaves a pending sum (or max, ...); "within the call" means that the call
+itself reduces it. Letters after `whole`, and dims shown as `_`, are **gathered** where they are
+split. `even` letters stay split where the axis divides them. `halo` letters are those a window
+slides over: a rank fetches what its windows read of other ranks' pieces, where twice that (it goes
+back with the gradients) is no more than a gather. `(a b)` is a dim that merges two.
 """
 
 

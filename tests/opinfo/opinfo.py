@@ -1,6 +1,6 @@
 """Coverage of torch functions, measured by PyTorch's own database of them (op_db).
 
-    python -m tests.opinfo.opinfo                      every OpInfo with float32 samples; prints the table
+    python -m tests.opinfo.opinfo                      a table of every OpInfo in float32
     python -m tests.opinfo.opinfo --ops add,std.unbiased --most 20
 
 Each OpInfo runs on two real ranks: its samples as they are (sizes that do not divide, no elements,

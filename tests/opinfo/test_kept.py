@@ -18,31 +18,51 @@ SHARE = 0.85  # of the OpInfos that have an independent dim
 # One or more OpInfos of each family: all keep their first independent dim, and the second where
 # there is one.
 FAMILIES = {
-    "matrix products": "matmul mm bmm baddbmm addmm mv einsum nn.functional.linear nn.functional.bilinear linalg.multi_dot",
-    "elementwise": "add mul div.no_rounding_mode pow exp where clamp sigmoid nn.functional.gelu lerp addcmul floor_divide isnan",
+    "matrix products":
+        "matmul mm bmm baddbmm addmm mv einsum nn.functional.linear nn.functional.bilinear "
+        "linalg.multi_dot",
+    "elementwise":
+        "add mul div.no_rounding_mode pow exp where clamp sigmoid nn.functional.gelu lerp addcmul "
+        "floor_divide isnan",
     "reductions": "sum mean amax amin all any std var logsumexp linalg.vector_norm count_nonzero",
-    "arg-reductions": "argmax argmin max.reduction_with_dim min.reduction_with_dim median nanmedian mode kthvalue aminmax",
+    "arg-reductions":
+        "argmax argmin max.reduction_with_dim min.reduction_with_dim median nanmedian mode "
+        "kthvalue aminmax",
     "softmax": "softmax log_softmax nn.functional.softmin",
-    "norms": "nn.functional.layer_norm nn.functional.rms_norm nn.functional.normalize nn.functional.local_response_norm",
-    "losses": "nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss nn.functional.l1_loss nn.functional.kl_div "
-    "nn.functional.smooth_l1_loss nn.functional.binary_cross_entropy_with_logits "
-    "nn.functional.huber_loss",
-    "gather and scatter": "gather scatter scatter_add index_select index_add index_copy index_fill take_along_dim select_scatter",
+    "norms":
+        "nn.functional.layer_norm nn.functional.rms_norm nn.functional.normalize "
+        "nn.functional.local_response_norm",
+    "losses":
+        "nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss "
+        "nn.functional.l1_loss nn.functional.kl_div nn.functional.smooth_l1_loss "
+        "nn.functional.binary_cross_entropy_with_logits nn.functional.huber_loss",
+    "gather and scatter":
+        "gather scatter scatter_add index_select index_add index_copy index_fill take_along_dim "
+        "select_scatter",
     "masks": "masked_fill tril triu",
     "embedding": "nn.functional.embedding nn.functional.embedding_bag",
-    "repeat, pad, roll": "tile repeat expand unfold nn.functional.pad.constant nn.functional.pad.reflect flip fliplr constant_pad_nd",
+    "repeat, pad, roll":
+        "tile repeat expand unfold nn.functional.pad.constant nn.functional.pad.reflect flip "
+        "fliplr constant_pad_nd",
     "cumulative": "cumsum cumprod cummax cummin logcumsumexp cumulative_trapezoid trapezoid",
     "order": "sort topk argsort msort searchsorted bucketize isin",
-    "convolution": "nn.functional.conv1d nn.functional.conv_transpose1d nn.functional.conv_transpose2d "
-    "nn.functional.conv_transpose3d",
-    "pooling": "nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.max_pool1d "
-    "nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.max_unpool2d",
-    "interpolation": "nn.functional.interpolate.bilinear nn.functional.interpolate.nearest nn.functional.upsample_nearest "
-    "nn.functional.grid_sample",
-    "linear algebra": "linalg.inv linalg.det linalg.qr linalg.svd linalg.eigh linalg.solve linalg.matrix_power "
-    "linalg.cond linalg.cross cdist",
+    "convolution":
+        "nn.functional.conv1d nn.functional.conv_transpose1d nn.functional.conv_transpose2d "
+        "nn.functional.conv_transpose3d",
+    "pooling":
+        "nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d "
+        "nn.functional.max_pool1d nn.functional.max_pool2d nn.functional.max_pool3d "
+        "nn.functional.max_unpool2d",
+    "interpolation":
+        "nn.functional.interpolate.bilinear nn.functional.interpolate.nearest "
+        "nn.functional.upsample_nearest nn.functional.grid_sample",
+    "linear algebra":
+        "linalg.inv linalg.det linalg.qr linalg.svd linalg.eigh linalg.solve linalg.matrix_power "
+        "linalg.cond linalg.cross cdist",
     "Fourier": "fft.fft fft.ifft fft.rfft fft.fft2 fft.fftn fft.fftshift stft",
-    "gates, rotary": "nn.functional.glu chunk narrow_copy stack unbind transpose permute view_as_complex unsqueeze",
+    "gates, rotary":
+        "nn.functional.glu chunk narrow_copy stack unbind transpose permute view_as_complex "
+        "unsqueeze",
 }  # fmt: skip
 
 

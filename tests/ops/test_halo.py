@@ -26,7 +26,7 @@ def t(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=seed)
 
 
-# (input, weight, options): every size here is split over 4, of most the last rank has less or nothing.
+# (input, weight, options): every size is split over 4, of most the last rank has less or nothing
 LINES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((2, 3, 16), (4, 3, 3), {"padding": 1}),
     ((2, 3, 16), (4, 3, 1), {}),
@@ -63,7 +63,8 @@ def test_lines(case: Any, bias: bool, any_halo: None) -> None:
     split, whole = [Shard(len(x) - 1)], [[R]] * (1 + bias)
     for n in (2, 4, 5):
         (got,) = check_rule(
-            F.conv1d, t(*x), t(*w), *rest, layouts=[split, *whole], mesh_shape=(n,), twice=True, **options
+            F.conv1d, t(*x), t(*w), *rest, layouts=[split, *whole], mesh_shape=(n,), twice=True,
+            **options
         )  # fmt: skip
         assert got.outputs(1) == (tuple(split),)
 
@@ -84,11 +85,13 @@ def test_planes_in_every_layout(case: Any, mesh_shape: Any, any_halo: None) -> N
     """Both dims, batch, channels, pending sums, two axes on one dim: whatever comes."""
     func, x, w, options = case
     assert check_rule(
-        func, t(*x), t(*w), t(w[0]), mesh_shape=mesh_shape, tries=16, atol=1e-8, twice=True, **options
+        func, t(*x), t(*w), t(w[0]), mesh_shape=mesh_shape, tries=16, atol=1e-8, twice=True,
+        **options
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [(S2, S3), (S3, S2), (S2, S2), (Shard(2, order=1), Shard(2, order=0)),
+@pytest.mark.parametrize("layout",
+    [(S2, S3), (S3, S2), (S2, S2), (Shard(2, order=1), Shard(2, order=0)),
                                     (S2, S1), (P, S2), (S0, S3)], ids=str)  # fmt: skip
 def test_two_axes(layout: Any, any_halo: None) -> None:
     (got,) = check_rule(

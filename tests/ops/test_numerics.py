@@ -670,8 +670,10 @@ def test_the_oracle_notices():
         )
 
     for wrong, what in (
-        (lambda x: x * 2, "result 0"), (double_gradient, "gradient of input 0"), (lambda x: x.float(), "f32"), (lambda x: x[None], "result 0"),
-        (lambda x: x.detach(), "requires_grad"), (of_one_rank, "replicas differ"), (lambda x: [x], "structure"), (lambda x: x.full_tensor(), "result 0 is a Tensor"),
+        (lambda x: x * 2, "result 0"), (double_gradient, "gradient of input 0"),
+        (lambda x: x.float(), "f32"), (lambda x: x[None], "result 0"),
+        (lambda x: x.detach(), "requires_grad"), (of_one_rank, "replicas differ"),
+        (lambda x: [x], "structure"), (lambda x: x.full_tensor(), "result 0 is a Tensor"),
         (lambda x: x.full_tensor().tolist(), "structure|gave"),
     ):  # fmt: skip
         with pytest.raises(Problem, match=what):

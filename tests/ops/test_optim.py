@@ -372,8 +372,10 @@ OPTIMIZERS = [
     and name not in ("Optimizer", "SparseAdam")
 ]
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True}, {"centered": True, "momentum": 0.9},
-    {"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(0.01)}, {"line_search_fn": "strong_wolfe"},
+    {}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True},
+    {"centered": True, "momentum": 0.9},
+    {"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(0.01)},
+    {"line_search_fn": "strong_wolfe"},
 ]  # fmt: skip
 
 

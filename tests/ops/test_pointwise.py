@@ -67,8 +67,10 @@ def check(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 # Values and gradients -----------------------------------------------------------------------------
 
-NEED_MORE = {"mvlgamma": (1,), "multigammaln": (1,), "polygamma": (), "threshold": (0.5, 0.1), "_threshold": (0.5, 0.1),
-             "clamp": (0.3, 0.6), "clip": (0.3, 0.6), "clamp_max": (0.5,), "clamp_min": (0.5,)}  # fmt: skip
+NEED_MORE = {"mvlgamma": (1,), "multigammaln": (1,), "polygamma": (), "threshold": (0.5, 0.1),
+    "_threshold": (0.5, 0.1),
+             "clamp": (0.3, 0.6), "clip": (0.3, 0.6), "clamp_max": (0.5,),
+             "clamp_min": (0.5,)}  # fmt: skip
 INTEGER = {"gcd", "lcm", "__invert__"}
 
 
@@ -287,8 +289,10 @@ def test_factories_lie_as_their_model() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        (torch.neg,), (torch.mul, 2), (torch.mul, 2.0), (torch.div, 2), (torch.Tensor.float,), (torch.Tensor.double,),
-        (torch.Tensor.to, torch.bfloat16), (torch.Tensor.cpu,), (torch.Tensor.mul_, -5), (torch.Tensor.zero_,),
+        (torch.neg,), (torch.mul, 2), (torch.mul, 2.0), (torch.div, 2), (torch.Tensor.float,),
+        (torch.Tensor.double,),
+        (torch.Tensor.to, torch.bfloat16), (torch.Tensor.cpu,), (torch.Tensor.mul_, -5),
+        (torch.Tensor.zero_,),
         (torch.Tensor.__truediv__, 2), (torch.Tensor.__rmul__, 2), (torch.Tensor.fill_, 1.0),
     ],
     ids=called,
@@ -301,10 +305,14 @@ def test_linear_functions_keep_a_pending_sum(call: Any, pending: Any) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        (torch.add, 3), (torch.sub, 3.0), (torch.Tensor.__rsub__, 2), (torch.Tensor.__rdiv__, 2), (torch.pow, 2),
-        (torch.Tensor.__rpow__, 2), (torch.abs,), (torch.relu,), (torch.square,), (torch.sign,), (torch.nan_to_num,),
-        (torch.Tensor.int,), (torch.Tensor.bool,), (torch.Tensor.to, torch.int32), (torch.round,), (torch.clamp, 0),
-        (torch.div, 2, "floor"), (torch.eq, 2), (torch.isnan,), (torch.Tensor.to, torch.float8_e5m2),
+        (torch.add, 3), (torch.sub, 3.0), (torch.Tensor.__rsub__, 2), (torch.Tensor.__rdiv__, 2),
+        (torch.pow, 2),
+        (torch.Tensor.__rpow__, 2), (torch.abs,), (torch.relu,), (torch.square,), (torch.sign,),
+        (torch.nan_to_num,),
+        (torch.Tensor.int,), (torch.Tensor.bool,), (torch.Tensor.to, torch.int32), (torch.round,),
+        (torch.clamp, 0),
+        (torch.div, 2, "floor"), (torch.eq, 2), (torch.isnan,),
+        (torch.Tensor.to, torch.float8_e5m2),
     ],
     ids=called,
 )  # fmt: skip

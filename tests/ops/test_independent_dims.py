@@ -31,7 +31,8 @@ LINE, SPOTS = F.max_pool1d(X[..., :6], 2, return_indices=True)
 A, B = randn(5, 3, 4, 4), randn(5, 3, 4, 2)
 LU, PIVOTS = torch.linalg.lu_factor(randn(3, 3, 3))
 
-# (function, arguments, words, a dim of the first tensor that keeps its shards, the dim of each result, or None: not one)
+# (function, arguments, words, a dim of the first tensor that keeps its shards, the dim of each
+# result or None)
 CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any], int, int | None]] = [
     (torch.diff, (X,), {}, 1, 1),
     (torch.diff, (X, 2, 1), {"prepend": X[:, :2], "append": X[:, :1]}, 2, 2),
