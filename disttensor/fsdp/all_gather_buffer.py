@@ -41,7 +41,7 @@ class AllGatherBuffer:
         self.free()
 
     def is_current(self) -> bool:
-        """Does the memory hold (or held it last) the present values of the parameters?"""
+        """Are the values of the last gather those of the parameters now?"""
         return self._gathered_versions == self._versions()
 
     def _versions(self) -> list[tuple[int, ...]]:

@@ -41,8 +41,7 @@ def shard_data_parallel(
     param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """Spread the training state of ``module`` over the ranks of ``shard_axis``, in place; gives the
-    module back.
+    """Shard the training state of ``module`` over ``shard_axis`` in place, and return it.
 
     Every parameter becomes a DistTensor split along dim 0 over the axis (beside what tensor
     parallelism splits), which the optimizer, built after this call, and ``state_dict`` see. While a
@@ -203,7 +202,7 @@ def _shard_all(
         if id(p) not in made:
             made[id(p)] = p if shard_axis is None else _shard(p, p.spec.mesh.axis(shard_axis))
             if made[id(p)] is not p:
-                p._replaced = "shard_data_parallel cut them into shards"
+                p._replaced = "shard_data_parallel split them into shards"
         slot.table[slot.key] = sharded[slot.name] = made[id(p)]
     return sharded
 

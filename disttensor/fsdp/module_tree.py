@@ -42,7 +42,7 @@ class ModuleNode:
     """A place of a module. A second place of the same module is a leaf with all its parameters."""
 
     segment: SegmentId
-    cover: ModuleNode  # runs, and needs what is held here
+    cover: ModuleNode  # runs, and needs the parameters of this one
     repeated: bool  # the module has an earlier node
 
     def __init__(self, module: nn.Module, name: str, parent: ModuleNode | None, index: int) -> None:

@@ -30,8 +30,7 @@ def shard_module(
     *,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, in place; gives the
-    module back.
+    """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, and return it.
 
     ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or
     a compiled regex) to placements; the first entry that matches counts, exact names before

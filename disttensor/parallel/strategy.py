@@ -190,8 +190,7 @@ class Strategy:
         visits: int = 1,
         init: Callable[[nn.Module], Any] | None = None,
     ) -> tuple[nn.Module, Optimizer | None]:
-        """Place ``model`` in place, and carry its optimizer over; gives both back. All ranks call
-        it.
+        """Place ``model`` in place, rebind its optimizer, and return both. All ranks call it.
 
         ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements; in place of a
         list a dict by axis will do: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. Over ``sharding``
@@ -212,7 +211,7 @@ class Strategy:
                 f"Strategy.apply: parameter {waiting[0]!r} has a gradient, which would be lost: "
                 "zero_grad() first"
             )
-        again = chosen(model, self.recompute)
+        recomputed = chosen(model, self.recompute)
         if self.segments is not None:
             segments_of(model, self.segments)
         if degrees.pp > 1 and layers is None and not isinstance(model, nn.Sequential):
@@ -229,7 +228,7 @@ class Strategy:
             split = pipeline.split(
                 modules, stages * visits, places, of=model, counts=counts, init=init
             )
-            if segments is None and degrees.pp > 1:  # none that is cut where a stage ends
+            if segments is None and degrees.pp > 1:  # a segment lies on one stage
                 segments = tuple(name for name, _ in split)
         else:
             shard_module(model, stages[0], places, init=init)
@@ -249,7 +248,7 @@ class Strategy:
             reduce_dtype=self.reduce_dtype or (torch.float32 if low and self.amp else None),
             offload=self.offload,
         )
-        recompute(model, again)
+        recompute(model, recomputed)
         return model, rebind(optimizer, model, before)
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:

@@ -67,10 +67,10 @@ class Schedule:
     def __init__(self, orders: Iterable[str | Iterable[Action | str]]) -> None:
         if isinstance(orders, str):
             raise ValueError(f"Schedule: one order per stage, a list of them: [{orders!r}, ...]")
-        whole = tuple(tuple(_actions(order, stage)) for stage, order in enumerate(orders))
-        if not any(whole):
+        rows = tuple(tuple(_actions(order, stage)) for stage, order in enumerate(orders))
+        if not any(rows):
             raise ValueError("Schedule: no stage has an action, as in Schedule(['F0 B0'])")
-        object.__setattr__(self, "orders", whole)
+        object.__setattr__(self, "orders", rows)
 
     @property
     def stages(self) -> int:

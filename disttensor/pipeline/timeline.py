@@ -76,15 +76,15 @@ class Timeline:
     unit: str
 
     def __init__(self, events: Iterable[Event], unit: str = "s") -> None:
-        whole = tuple(sorted((Event(*e) for e in events), key=lambda e: (e.start, e.rank, e.end)))
-        for event in whole:
+        ordered = tuple(sorted(map(Event._make, events), key=lambda e: (e.start, e.rank, e.end)))
+        for event in ordered:
             if event.kind not in KINDS:
                 raise ValueError(f"{event}: the kind is one of {', '.join(KINDS)}")
             if not -math.inf < event.start <= event.end < math.inf:
                 raise ValueError(
                     f"{event}: start and end are times, and the end not before the start"
                 )
-        object.__setattr__(self, "events", whole)
+        object.__setattr__(self, "events", ordered)
         object.__setattr__(self, "unit", unit)
 
     @classmethod
@@ -147,8 +147,8 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The part of all ranks' time, 0 to 1, in which they did not compute."""
-        whole = len(self.ranks) * self.span
-        return 1 - sum(map(self.busy, self.ranks)) / whole if whole else 0.0
+        total = len(self.ranks) * self.span
+        return 1 - sum(map(self.busy, self.ranks)) / total if total else 0.0
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
         """Writes ``path`` for Perfetto and chrome://tracing: a process per rank, in which what it
