@@ -1,14 +1,15 @@
 """Gradient types: what the gradient of a local means follows from its placement, per mesh axis.
 
-    placement of x                         its gradient
-    S(d)                                   S(d): the piece that belongs to this piece
-    P(sum), P(avg)                         R, each rank the whole (of an average: 1/n of it), read by varying uses
-    R, read by uses that vary              P(sum): each rank the contribution of its own piece
-    R, read by uses that do not vary       R: the same whole gradient on every rank
+    placement of x                     its gradient
+    S(d)                               S(d): the piece that belongs to this piece
+    P(sum), P(avg)                     R, whole on each rank (of an average: 1/n of it), for varying uses
+    R, read by uses that vary          P(sum): each rank has the contribution of its own piece
+    R, read by uses that do not vary   R: the same whole gradient on every rank
 
-A ``Typed`` is a spec with the axes of the third row. ``dual`` is the table; it is its own inverse.
-``Move`` is the only autograd function of a reshard: its backward is the move between the duals, and
-so on for every order.
+"Varying" is JAX's word (varying manual axes): different on each rank of a mesh axis. A ``Typed`` is
+a spec with the axes of the third row. ``dual`` is the table; it is its own inverse. ``Move`` is the
+only autograd function of a reshard: its backward is the move between the duals, and so on for every
+order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import reshard
 from disttensor.autograd import activation_checkpoint
@@ -52,27 +54,25 @@ def dual(t: Typed) -> tuple[Typed, float]:
                 )
             scale *= mesh.shape[a] if op == "avg" else 1
         pending = tuple((a, "sum") for a in sorted(t.varying))
-        own = tuple(
-            (a, p) for a, p in layout.own if isinstance(p, Shard)
-        )  # of users' types, those that cut stay
-        flipped = Typed(
-            t.spec.with_layout(Layout(layout.dims, pending, own)),
-            tuple(sorted(layout.partial_axes)),
-        )
+        # users' types that split
+        own = tuple((a, p) for a, p in layout.own if isinstance(p, Shard))
+        spec = t.spec.with_layout(Layout(layout.dims, pending, own))
+        flipped = Typed(spec, tuple(sorted(layout.partial_axes)))
         found = _duals[t] = (flipped, scale)
     return found
 
 
+_scaled = WeakTensorKeyDictionary()  # leaves whose gradient a hook scales
+
+
 def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
-    """A leaf of a pending average collects the gradient of the average, not that of its own share
-    (1/n of it)."""
-    known = hasattr(leaf, "_whole_grad") or any(
-        op not in ("sum", "avg") for _, op in spec.layout.partial
-    )
-    divided = 1.0 if known or not leaf.requires_grad else dual(Typed(spec))[1]
-    if divided != 1.0:
-        leaf.register_hook(lambda g: g * divided)
-        leaf._whole_grad = True  # type: ignore[attr-defined]
+    """``leaf``. For one that is ``Partial("avg")``, ``.grad`` is the gradient of the average:
+    scaled by n."""
+    if leaf.requires_grad and all(op in ("sum", "avg") for _, op in spec.layout.partial):
+        divided = dual(Typed(spec))[1]
+        if divided != 1.0 and leaf not in _scaled:
+            leaf.register_hook(lambda g: g * divided)
+            _scaled[leaf] = True
     return leaf
 
 
@@ -90,9 +90,7 @@ class Move(torch.autograd.Function):
         if out is x:
             return x.view_as(x)
         if is_view(out) and storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
-            out = (
-                out.data
-            )  # of a buffer that nobody else has: not a view, so that it may be written to
+            out = out.data  # of a buffer that nobody else has: not a view, so it may be written to
         return out
 
     @staticmethod

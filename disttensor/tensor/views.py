@@ -26,10 +26,9 @@ class ViewState:
     """What the views of a tensor need beside it. Made when first needed, and written in this module
     only.
 
-    name, storages  of a copy: the view function, and the memory it was taken from (kept, as a view
-    would keep it)
+    name, storages  of a copy: the view function, and the memory that it came from (kept alive)
     write_back      brings a write to this copy back to its source; None: it would be lost
-    base, views     outside the mesh: the tensor whose memory this shares inside; weakly, those that share this one's
+    base, views     outside the mesh: whose memory this shares; weakly, those that share this one's
     """
 
     name: str | None = None

@@ -361,7 +361,10 @@ def test_reading_gradients_between_micro_batches_changes_nothing():
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "SGD momentum": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
     "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}), "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
