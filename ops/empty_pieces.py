@@ -3,6 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ def is_empty(call: LocalCall) -> bool:
     return any(0 in p.local_shape and 0 not in p.shape for p in pieces)
 
 
-def zero_of(*values: Any) -> torch.Tensor:
-    """0 in the autograd graph of all the tensors: a rank with nothing takes part in the backward
-    too."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+def zero_of(*values: Any) -> Tensor:
+    """0 in the autograd graph of all the tensors, also in lists: a rank with nothing takes part in
+    the backward too."""
+    lists = [v if isinstance(v, (list, tuple)) else (v,) for v in values]
+    tensors = [v for v in itertools.chain(*lists) if isinstance(v, Tensor)]
     parts = [t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad]
     return sum(parts[1:], parts[0]) if parts else tensors[0].new_zeros(())
 
@@ -41,15 +43,13 @@ def zeros_if_empty(call: LocalCall) -> Any:
                 return made.requires_grad_(value.requires_grad)
             return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
 
-        wholes = [whole(a) for a in args], {k: whole(v) for k, v in kwargs.items()}
-        given = call.func(*wholes[0], **wholes[1])
+        given = call.func(*map(whole, args), **{k: whole(v) for k, v in kwargs.items()})
+        results = [given] if isinstance(given, Tensor) else given
         zero = zero_of(*args, *kwargs.values())
-        made = []
-        for t, piece in zip(
-            [given] if isinstance(given, Tensor) else given, call.outputs, strict=True
-        ):
-            one = zero if t.requires_grad else zero.detach()
-            made.append(one.to(t.dtype).expand(piece.local_shape).clone())
+        made = [
+            (zero if t.requires_grad else zero.detach()).to(t.dtype).expand(p.local_shape).clone()
+            for t, p in zip(results, call.outputs, strict=True)
+        ]
         return made[0] if isinstance(given, Tensor) else type(given)(made)
 
     return zeros

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disttensor.layout import Box
-from ops.empty_pieces import bias_if_empty
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.local import Draw, LocalCall, Part
@@ -62,14 +62,14 @@ def scaled_dot_product_attention(
         whole=frozenset({"s", "e"}),
         even=even,
         terms=(frozenset({2}),),
-        local=with_dropout if dropout_p else causal if is_causal else bias_if_empty,
+        local=with_dropout if dropout_p else causal if is_causal else zeros_if_empty,
     )
 
 
 def causal(call: LocalCall) -> Callable[..., Any]:
     """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to
     each."""
-    plain, out = bias_if_empty(call), call.outputs[0]
+    plain, out = zeros_if_empty(call), call.outputs[0]
     count, first = out.local_shape[-2], out.local_box.offset[-2]
     if not call.axes("l") or not math.prod(out.local_shape):
         return plain
@@ -96,7 +96,7 @@ def with_dropout(call: LocalCall) -> Callable[..., Any]:
     offset, rows = out.local_box
     mask = Part((*out.shape[:-1], size), Box((*offset[:-1], 0), (*rows[:-1], size)))
     place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
-    plain, first = bias_if_empty(call), offset[-2]
+    plain, first = zeros_if_empty(call), offset[-2]
 
     def by_position(
         draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.dims import letters_of
-from ops.empty_pieces import is_empty, zero_of
+from ops.empty_pieces import is_empty, zeros_if_empty
 from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned
 from ops.infer import NoRule
@@ -104,13 +104,5 @@ def embedding_bag(
     return Factors(
         tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms,
         shapes=((bags, weight.shape[1]),),
-        local=_bags,
+        local=zeros_if_empty,
     )  # fmt: skip
-
-
-def _bags(call: Any) -> Callable[..., Tensor]:
-    """Ranks without bags, or without columns, give zeros in the graph."""
-    if not is_empty(call):
-        return F.embedding_bag
-    shape = call.outputs[0].local_shape
-    return lambda *args, **words: zero_of(*args[1:], *words.values()).expand(shape).clone()

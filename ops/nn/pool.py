@@ -8,13 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from ops.dims import FIRST, tuple_of
-from ops.empty_pieces import is_empty, zero_of
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import LocalCall
 from ops.registry import rule
-
-Tensor = torch.Tensor
 
 
 def _pooled(size: int, k: int, s: int, p: int, d: int, up: bool) -> int:
@@ -48,20 +45,9 @@ def _factors(
     sizes: dict[Any, int] = dict(zip((*lead, *slide), input.shape, strict=True))
     sizes.update(zip(made, out, strict=True))
 
-    def local(call: LocalCall) -> Any:
-        if not is_empty(call):
-            return call.func
-        shape = call.outputs[0].local_shape
-
-        def nothing(x: Tensor, *_: Any, **__: Any) -> Any:
-            value = zero_of(x).expand(shape).clone()
-            return (value, x.new_zeros(shape, dtype=torch.int64)) if results == 2 else value
-
-        return nothing
-
     return Factors(
         ((*lead, *slide),), ((*lead, *made),) * results, sizes, whole=frozenset(slide),
-        terms=FIRST if linear else (), local=local,
+        terms=FIRST if linear else (), local=zeros_if_empty,
     )  # fmt: skip
 
 

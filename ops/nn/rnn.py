@@ -3,18 +3,15 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ops.empty_pieces import is_empty, zero_of
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import LocalCall
 from ops.registry import rule
-
-Tensor = torch.Tensor
 
 
 def _factors(
@@ -36,20 +33,7 @@ def _factors(
         sizes.update({"l": state.shape[0], f"h{i}": state.shape[2]})
     inputs += [(None,) * w.ndim for w in weights]
     whole = frozenset(letter for letter in sizes if letter != "n")
-    return Factors(tuple(inputs), tuple(outputs), sizes, whole=whole, local=_on_pieces)
-
-
-def _on_pieces(call: LocalCall) -> Callable[..., Any]:
-    """The function itself; zeros on a rank that has nothing of the batch."""
-    if not is_empty(call):
-        return call.func
-
-    def nothing(input: Tensor, states: Any, weights: Sequence[Tensor], *rest: Any) -> Any:
-        given = states if isinstance(states, (list, tuple)) else (states,)
-        zero = zero_of(input, *given, *weights)
-        return tuple(zero.expand(piece.local_shape).clone() for piece in call.outputs)
-
-    return nothing
+    return Factors(tuple(inputs), tuple(outputs), sizes, whole=whole, local=zeros_if_empty)
 
 
 @rule(torch.lstm, floats=True, exact=True)

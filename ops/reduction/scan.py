@@ -8,7 +8,7 @@ import torch
 
 from ops.batching import shaped
 from ops.dims import FIRST, PRODUCT, front, fronts, named, tensors_in, without
-from ops.empty_pieces import bias_if_empty
+from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.reduction.sum import linear_in, reduced_dims, reduction
@@ -107,7 +107,7 @@ def quantile(
     out: None = None,
 ) -> Factors:  # fmt: skip
     """the dim stays whole; a list of quantiles is a dim in front"""
-    f = reduction(input, dim, keepdim, None, local=bias_if_empty)
+    f = reduction(input, dim, keepdim, None, local=zeros_if_empty)
     if isinstance(q, Arg):
         kept = f.outputs[0]
         names: tuple[Any, ...] = tuple(f"q{i}" for i in range(q.ndim))
