@@ -148,9 +148,9 @@ class Factors:
         return self.sizes[dim]
 
 
-def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
-    """Letters of broadcasting: dim i from the right is one factor in every argument; size 1
-    broadcasts."""
+def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:
+    """Letters of broadcasting: dim i from the right is one letter in every argument and result; size
+    1 broadcasts."""
     ndim = max((len(a.shape) for a in args), default=0)
     sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
     for a in args:
@@ -171,7 +171,7 @@ def pointwise_factors(args: Sequence[Arg], **options: Any) -> Factors:
         )
         for a in args
     )
-    return Factors(inputs, (tuple(range(ndim)),), sizes, **options)
+    return Factors(inputs, (tuple(range(ndim)),) * results, sizes, **options)
 
 
 def letters(pattern: str, *args: Arg, **options: Any) -> Factors:

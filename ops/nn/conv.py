@@ -44,22 +44,6 @@ def _windows(
     return tuple(map(Window, sizes, made, steps, reach, pads, after))
 
 
-def _transposed_sizes(
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    stride: Any,
-    padding: Any,
-    extra: Any,
-    dilation: Any,
-) -> tuple[int, ...]:
-    n = len(sizes)
-    options = [tuple_of(v, n) for v in (stride, padding, extra, dilation)]
-    return tuple(
-        (size - 1) * s - 2 * p + d * (k - 1) + e + 1
-        for size, k, s, p, e, d in zip(sizes, kernel, *options, strict=True)
-    )
-
-
 def _factors(
     name: str, n: int, input: Arg, weight: Arg, bias: Any, groups: int, out: tuple[int, ...],
     windows: tuple[Window, ...], local: Any,
@@ -112,11 +96,10 @@ def _check(name: str, n: int, input: Arg, weight: Arg) -> None:
         raise NoRule(f"{name} of {list(input.shape)} with {list(weight.shape)}")
 
 
-def _with_halo(
-    call: LocalCall, n: int, windows: Sequence[Window], split: Sequence[int], parts: int
-) -> Any:
+def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequence[int]) -> Any:
     """The convolution of a piece: for each dim that is split it fetches, pads, and runs without
     padding."""
+    parts = call.count(call.axes("g"))
     halos = [halo(call, i - n, call.axes(f"in{i}"), windows[i]) for i in split]
     pads = [w.before for w in windows]
     zeros_at = [(0, w.after - w.before) for w in windows]  # of padding="same"
@@ -144,6 +127,24 @@ def _with_halo(
     return conv
 
 
+def _on_pieces(call: LocalCall, n: int) -> Any:
+    """The convolution with the groups that this rank has."""
+    parts = call.count(call.axes("g"))
+    if is_empty(call):
+        return bias_if_empty(call, bias_dim=-n - 1)
+    if parts == 1:
+        return call.func
+
+    def conv(*args: Any, **words: Any) -> Tensor:
+        if len(args) > 6:
+            args = (*args[:6], args[6] // parts, *args[7:])
+        else:
+            words["groups"] //= parts
+        return call.func(*args, **words)
+
+    return conv
+
+
 def _conv(func: Any, n: int) -> None:
     name = func.__name__
 
@@ -154,22 +155,8 @@ def _conv(func: Any, n: int) -> None:
         _check(name, n, input, weight)
 
         def local(call: LocalCall) -> Any:
-            parts = call.count(call.axes("g"))
             split = [i for i in range(n) if call.count(call.axes(f"in{i}")) > 1]
-            if split:
-                return _with_halo(call, n, windows, split, parts)
-            if is_empty(call):
-                return bias_if_empty(call, bias_dim=-n - 1)
-            if parts == 1:
-                return call.func
-
-            def conv(
-                input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
-                dilation: Any = 1, groups: int = 1,
-            ) -> Tensor:  # fmt: skip
-                return func(input, weight, bias, stride, padding, dilation, groups // parts)
-
-            return conv
+            return _with_halo(call, n, windows, split) if split else _on_pieces(call, n)
 
         windows = _windows(input.shape[-n:], weight.shape[2:], stride, padding, dilation)
         out = tuple(w.made for w in windows)
@@ -188,26 +175,10 @@ def _conv_transpose(func: Any, n: int) -> None:
         output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
     ) -> Factors:  # fmt: skip
         _check(name, n, input, weight)
-
-        def local(call: LocalCall) -> Any:
-            parts = call.count(call.axes("g"))
-            if is_empty(call):
-                return bias_if_empty(call, bias_dim=-n - 1)
-            if parts == 1:
-                return call.func
-
-            def conv(
-                input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
-                output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-            ) -> Tensor:  # fmt: skip
-                fewer = groups // parts
-                return func(input, weight, bias, stride, padding, output_padding, fewer, dilation)
-
-            return conv
-
-        out = _transposed_sizes(
-            input.shape[-n:], weight.shape[2:], stride, padding, output_padding, dilation
-        )
+        options = [tuple_of(v, n) for v in (stride, padding, output_padding, dilation)]
+        sizes = zip(input.shape[-n:], weight.shape[2:], *options, strict=True)
+        out = tuple((s - 1) * step - 2 * p + d * (k - 1) + e + 1 for s, k, step, p, e, d in sizes)
+        local = lambda call: _on_pieces(call, n)  # noqa: E731
         return _factors(name, n, input, weight, bias, groups, out, (), local)
 
     factors.__name__, factors.__doc__ = name, "input channels: P(sum); groups stay together"

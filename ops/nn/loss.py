@@ -60,8 +60,10 @@ def lossy(f: Factors, reduction: str, count: int) -> Factors:
     return f.replace(outputs=((),), reduced=gone, shapes=((),), local=local)
 
 
-def elementwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
+def elementwise(tensors: list[Any], words: dict[str, Any]) -> Factors:
     """Factors of a loss with one value for each element of the broadcast tensors."""
+    if not all(isinstance(t, Arg) for t in tensors):
+        raise NoRule("options by position")
     reduction = modern(words)
     f = pointwise_factors(tensors)
     shape = f.output_shapes()[0]
@@ -70,26 +72,14 @@ def elementwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
 
 
 @rule(
-    F.smooth_l1_loss,
-    F.kl_div,
-    F.soft_margin_loss,
-    F.hinge_embedding_loss,
-    F.poisson_nll_loss,
-    exact=True,
-)
-def loss(input: Arg, target: Arg, *more: Any, **words: Any) -> Factors:
+    F.smooth_l1_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss, F.poisson_nll_loss,
+    F.margin_ranking_loss, F.mse_loss, F.l1_loss, F.huber_loss, exact=True,
+)  # fmt: skip
+def loss(*tensors: Any, weight: Any = None, **words: Any) -> Factors:
     """elementwise; mean and sum: P(sum)"""
-    if more:
-        raise NoRule("options by position")
-    return elementwise([input, target], words)
-
-
-@rule(F.mse_loss, F.l1_loss, F.huber_loss, exact=True)
-def weighted_loss(input: Arg, target: Arg, *more: Any, weight: Any = None, **words: Any) -> Factors:
-    """elementwise; mean and sum: P(sum)"""
-    if more or (weight is not None and words.get("reduction", "mean") == "mean"):
-        raise NoRule("a mean by weights, or options by position")
-    return elementwise(tensors_in(input, target, weight), words)
+    if weight is not None and words.get("reduction", "mean") == "mean":
+        raise NoRule("a mean by weights")
+    return elementwise([*tensors, *tensors_in(*words.values(), weight)], words)
 
 
 @rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, exact=True)
@@ -97,29 +87,19 @@ def binary_cross_entropy(
     input: Arg, target: Arg, weight: Any = None, *more: Any, pos_weight: Any = None, **words: Any
 ) -> Factors:
     """elementwise; mean and sum: P(sum)"""
-    if more:
-        raise NoRule("options by position")
     if target.shape != input.shape:
         raise ValueError(
             f"target {list(target.shape)} must be of the size of input {list(input.shape)}"
         )
-    return elementwise(tensors_in(input, target, weight, pos_weight), words)
+    return elementwise([input, target, *tensors_in(weight), *more, *tensors_in(pos_weight)], words)
 
 
 @rule(F.gaussian_nll_loss, exact=True)
 def gaussian_nll_loss(input: Arg, target: Arg, var: Any, *more: Any, **words: Any) -> Factors:
     """elementwise; mean and sum: P(sum)"""
-    if more or not isinstance(var, Arg) or not input.shape == target.shape == var.shape:
+    if not isinstance(var, Arg) or not input.shape == target.shape == var.shape:
         raise NoRule("a variance of another shape")  # torch adds a dim to it
-    return elementwise([input, target, var], words)
-
-
-@rule(F.margin_ranking_loss, exact=True)
-def margin_ranking_loss(input1: Any, input2: Arg, target: Arg, *more: Any, **words: Any) -> Factors:
-    """elementwise; mean and sum: P(sum)"""
-    if more:
-        raise NoRule("options by position")
-    return elementwise([input1, input2, target], words)
+    return elementwise([input, target, var, *more], words)
 
 
 # One loss for each row ----------------------------------------------------------------------------

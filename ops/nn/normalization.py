@@ -13,7 +13,7 @@ from ops.batching import shaped
 from ops.dims import tensors_in
 from ops.dtypes import widened
 from ops.empty_pieces import is_empty, padded_if_empty
-from ops.factors import Arg, Factors
+from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import LocalCall
 from ops.reduction.var_std import moments
@@ -30,11 +30,9 @@ def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
             f"{name}: normalized_shape {list(wanted)} is not the end of the input's "
             f"{list(input.shape)}"
         )
-    dims = tuple(range(input.ndim))
-    last = dims[input.ndim - n :]
-    inputs = (dims, *(last for o in others if isinstance(o, Arg)))
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
-    return Factors(inputs, (dims,), sizes, whole=frozenset(last), local=padded_if_empty)
+    last = tuple(range(input.ndim - n, input.ndim))
+    f = pointwise_factors([input], whole=frozenset(last), local=padded_if_empty)
+    return f.replace(inputs=(*f.inputs, *(last for _ in tensors_in(*others))))
 
 
 @rule(F.layer_norm)
@@ -100,11 +98,8 @@ def instance_norm(
     """batch and channels pass through; what follows stays whole"""
     if running_mean is not None or running_var is not None or input.ndim < 3:
         raise NoRule("instance_norm with running statistics, or of a single image")
-    dims = tuple(range(input.ndim))
-    inputs = (dims, *((1,) for o in (weight, bias) if isinstance(o, Arg)))
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
-    whole = frozenset(dims[2:])
-    return Factors(inputs, (dims,), sizes, whole=whole, local=padded_if_empty)
+    f = pointwise_factors([input], whole=frozenset(range(2, input.ndim)), local=padded_if_empty)
+    return f.replace(inputs=(*f.inputs, *((1,) for _ in tensors_in(weight, bias))))
 
 
 @rule(F.batch_norm)

@@ -152,14 +152,14 @@ LINEAR: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def pointwise(names: str, linear: str = "none", outputs: int = 1) -> None:
+def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
     """Enter elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
     "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / y)."""
     terms_of = LINEAR[linear]
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
-        f = pointwise_factors(tensors_of(args, kwargs), terms=terms_of(args, kwargs) or ())
-        return f if outputs == 1 else f.replace(outputs=f.outputs * outputs)
+        terms = terms_of(args, kwargs) or ()
+        return pointwise_factors(tensors_of(args, kwargs), results, terms=terms)
 
     enter(
         names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}")
@@ -172,4 +172,4 @@ for _names, _linear in (
     pointwise(_names, _linear)
 for _names in (UNARY, BINARY, COMPARISON, LOGICAL, BITWISE):
     pointwise(_names)
-pointwise("frexp", outputs=2)
+pointwise("frexp", results=2)

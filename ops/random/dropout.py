@@ -127,8 +127,8 @@ def with_mask(call: LocalCall) -> Callable[..., Any]:
 @rule(torch.native_dropout, exact=True)
 def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
     """elementwise, two results"""
-    f = pointwise_factors([input])
-    return f.replace(outputs=f.outputs * 2, local=with_mask if train or train is None else None)
+    local = with_mask if train or train is None else None
+    return pointwise_factors([input], 2, local=local)
 
 
 # Leaky ReLU with a random slope -------------------------------------------------------------------

@@ -13,7 +13,7 @@ from disttensor.layout import Axes
 from ops.dims import fronts
 from ops.dtypes import root, widened
 from ops.empty_pieces import zero_of, zeros_if_empty
-from ops.factors import Arg, Dims, Factors
+from ops.factors import Arg, Dims, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import LocalCall
 from ops.reduction.max_min import best_of
@@ -120,7 +120,6 @@ def normalize(
     """x / max(norm, eps): pass-through; the norm over a split dim is reduced inside"""
     _norm(input, p, dim, True, None)  # refuses what it refuses
     gone = reduced_dims(input, dim)
-    dims = tuple(range(input.ndim))
 
     def make(call: LocalCall, axes: Axes) -> Any:
         def normalize(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -129,5 +128,4 @@ def normalize(
 
         return normalize
 
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
-    return Factors((dims,), (dims,), sizes, local=inner(gone, make))
+    return pointwise_factors([input], local=inner(gone, make))

@@ -19,10 +19,8 @@ def along(input: Arg, dim: Any, results: int = 1, **options: Any) -> Factors:
     """Results of the input's shape; ``dim`` stays whole."""
     if not isinstance(dim, int):
         raise NoRule("a dim that is no number")
-    dims = tuple(range(input.ndim))
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
     whole = frozenset(reduced_dims(input, dim))
-    return Factors((dims,), (dims,) * results, sizes, whole=whole, **options)
+    return pointwise_factors([input], results, whole=whole, **options)
 
 
 @rule(torch.cumsum)

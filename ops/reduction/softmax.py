@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from disttensor.layout import Axes
 from ops.dtypes import wide, widened
-from ops.factors import Arg, Factors
+from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import Collectives, LocalCall
 from ops.reduction.max_min import local_extreme
@@ -35,7 +35,6 @@ def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
         if dim is None:
             raise NoRule(f"{name} without a dim")
         gone = reduced_dims(input, dim)
-        dims = tuple(range(input.ndim))
         to = (
             third if isinstance(third, torch.dtype) else dtype
         )  # F.softmax: the third is _stacklevel
@@ -52,8 +51,7 @@ def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
 
             return softmax
 
-        sizes: dict[Any, int] = dict(enumerate(input.shape))
-        return Factors((dims,), (dims,), sizes, local=inner(gone, make))
+        return pointwise_factors([input], local=inner(gone, make))
 
     factors.__name__, factors.__doc__ = name, "pass-through; the named dim by inner reductions"
     rule(*funcs)(factors)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ops.dims import FIRST
+from ops.dims import FIRST, fronts
 from ops.factors import Arg, Factors, Letter, LocalMaker
 from ops.infer import NoRule
 from ops.local import LocalCall
@@ -32,16 +32,11 @@ def reduced_dims(input: Arg, dim: Any) -> tuple[int, ...]:
     if dim is None or (isinstance(dim, (list, tuple)) and not len(dim)):
         return tuple(range(input.ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    limit = max(input.ndim, 1)
     for d in dims:
         if not isinstance(d, int):
             raise NoRule(f"a dim that is no number: {d!r}")
-        if not -limit <= d < limit:
-            raise IndexError(
-                f"Dimension out of range (expected to be in range of "
-                f"[{-limit}, {limit - 1}], but got {d})"
-            )
-    return tuple(d % input.ndim for d in dims) if input.ndim else ()
+    gone = fronts(dims, input.ndim)
+    return gone if input.ndim else ()
 
 
 def reduction(

@@ -87,22 +87,18 @@ def tensor_split(input: Arg, *more: Any, dim: int = 0, **words: Any) -> Factors:
     return _sections(input, _asked(more, words), front(dim, input.ndim))
 
 
-@rule(*named("hsplit"), exact=True)
-def hsplit(input: Arg, *more: Any, **words: Any) -> Factors:
-    """the dim that is cut is whole"""
-    return _sections(input, _asked(more, words), 0 if input.ndim == 1 else 1)
+def _split_at(name: str, at: int) -> None:
+    def factors(input: Arg, *more: Any, **words: Any) -> Factors:
+        dim = 0 if name == "hsplit" and input.ndim == 1 else at
+        return _sections(input, _asked(more, words), dim)
+
+    factors.__name__, factors.__doc__ = name, "the dim that is cut is whole"
+    rule(*named(name), exact=True)(factors)
 
 
-@rule(*named("vsplit"), exact=True)
-def vsplit(input: Arg, *more: Any, **words: Any) -> Factors:
-    """the dim that is cut is whole"""
-    return _sections(input, _asked(more, words), 0)
-
-
-@rule(*named("dsplit"), exact=True)
-def dsplit(input: Arg, *more: Any, **words: Any) -> Factors:
-    """the dim that is cut is whole"""
-    return _sections(input, _asked(more, words), 2)
+_split_at("vsplit", 0)
+_split_at("hsplit", 1)
+_split_at("dsplit", 2)
 
 
 @rule(*named("unbind"), exact=True)

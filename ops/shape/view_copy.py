@@ -77,8 +77,7 @@ for _n in (1, 2, 3):
 def broadcast_tensors(*tensors: Any) -> Factors:
     """every dim passes through"""
     given = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
-    f = pointwise_factors(given)
-    return f.replace(outputs=f.outputs * len(given))
+    return pointwise_factors(given, len(given))
 
 
 @rule(torch.linalg.diagonal, exact=True)
