@@ -101,8 +101,8 @@ def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
             linear = terms_of(len(members))
             if name == "copy" and members[0].dtype != members[1].dtype:
                 linear = ()
-            options = {"metadata_only": frozenset({0})} if name == "copy" else {}
-            return pointwise_factors(members, terms=linear, moves=copies, **options)
+            written = frozenset({0} if name == "copy" else ())
+            return pointwise_factors(members, terms=linear, moves=copies, metadata_only=written)
 
         return grouped(lists, shared, one, (0,) if inplace else ())
 
