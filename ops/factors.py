@@ -149,8 +149,8 @@ class Factors:
 
 
 def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:
-    """Letters of broadcasting: dim i from the right is one letter in every argument and result; size
-    1 broadcasts."""
+    """Letters of broadcasting: dim i from the right is one letter in every argument and result.
+    Size 1 broadcasts."""
     ndim = max((len(a.shape) for a in args), default=0)
     sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
     for a in args:
