@@ -56,7 +56,8 @@ def current_run() -> Run | None:
     return _innermost.get()
 
 
-def _recompute_around(run: Run | None) -> Run | None:
+def recompute_around(run: Run | None) -> Run | None:
+    """The innermost recomputation that this code is part of."""
     while run is not None and not run.is_recompute:
         run = run.outer
     return run
@@ -68,7 +69,7 @@ def replayed(run: Run | None) -> Any:
 
     Raises RuntimeError where the recomputation draws more often than the forward did.
     """
-    source = _recompute_around(run)
+    source = recompute_around(run)
     if source is None:
         return None
     if source.taken >= len(source.notes):
@@ -83,7 +84,7 @@ def replayed(run: Run | None) -> Any:
 def note(run: Run | None, what: Any) -> None:
     """Note a random call with all regions that it runs in. Raises RuntimeError in a backward that
     repeats no region."""
-    source = _recompute_around(run)
+    source = recompute_around(run)
     if source is not None:
         source.taken += 1
     elif current_backward() != -1:

@@ -178,7 +178,7 @@ def _cross(x: T, dst: DistSpec) -> T:
     needed = local.requires_grad and torch.is_grad_enabled()
     where = activation_checkpoint.current_run()
     if not sends and not receives:
-        if where is None or where.source is None:
+        if activation_checkpoint.recompute_around(where) is None:
             p2p.next_tag()
         return x.like(token.join([local], dst.mesh.device), dst)
     held = activation_checkpoint.replayed(where)
