@@ -78,7 +78,7 @@ def split(
     ``of`` (in ``modules`` without it).
 
     No forward changes. What a layer is given comes to its mesh first, in the same placements
-    (replicated, where the mesh has another number of axes); plain tensors stay as they are. The output
+    (replicated, if the mesh has another number of axes); plain tensors stay as they are. The output
     of the last layer, and so the loss, lies on ``stages[-1]``. What a model does between its layers
     with tensors of two stages needs a ``reshard`` there. A tied parameter lies on the first stage
     that has it, and comes to another layer whenever that one runs; ``state_dict`` is as before. All
