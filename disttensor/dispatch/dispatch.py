@@ -21,6 +21,7 @@ Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
 
 PLANS: Cache[Any, Runner] = Cache(16384)
+_known = PLANS.get
 
 
 def dispatch(
@@ -56,7 +57,7 @@ def dispatch(
             )
     except Uncacheable:
         return runner_of(func, args, kwargs or {}, None)(args, kwargs or {})
-    run = PLANS.get(key)
+    run = _known(key)
     if run is None:
         run = PLANS[key] = runner_of(func, args, kwargs or {}, key)
     return run(args, kwargs)

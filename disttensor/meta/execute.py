@@ -140,8 +140,27 @@ def quick(
     viewed = [None if o.viewed is None else places[o.viewed] for o in found.outs]
     spec, base, shallow = specs[0], viewed[0], read is _positional
     single = isinstance(found.result, infer.Out)
+    several = None if single else list(zip(specs, viewed, strict=True))
     meta_tensor, draws, kind = spec.meta_tensor, found.draws, type(found.result)
     nothing, orphan = token.detached(mesh.device), token.orphan(mesh.device)
+
+    def simple(args: Sequence[Any], kwargs: Any) -> Any:
+        if autocast_is_on() and cast is not None:
+            return cast(args, kwargs)
+        joined = args[first].local
+        if joined is not nothing or args[last].local is not nothing:
+            if joined is not orphan or args[last].local is not orphan:
+                joined = _join(args, sources, nothing, orphan)
+            if not _grad():
+                joined = nothing
+        new = make_subclass(DistTensor, meta_tensor)
+        new.local = joined
+        new.spec = spec
+        return new
+
+    if single and shallow and not draws and base is None and 0 < len(sources) < 3:
+        first, last = sources[0], sources[-1]
+        return simple
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on() and cast is not None:
@@ -150,24 +169,19 @@ def quick(
             args = read(args, kwargs)
         if draws:
             state.draw(mesh, "fast", kwargs.get("generator") if kwargs else None)
-        joined = nothing  # as token.join does it
-        for i in sources:
-            local = args[i].local
-            if local is joined or local is nothing:
-                continue
-            if local is orphan or local.grad_fn is None:
-                if joined is nothing and local.requires_grad:
-                    joined = orphan
-            elif joined is nothing or joined is orphan:
-                joined = local
-            else:
-                joined = torch.cat((joined, local))
+        joined = _join(args, sources, nothing, orphan)
         if joined is not nothing and not _grad():
             joined = nothing
-        if not single:
-            return kind(
-                [_made(joined, s, v if v is None else args[v]) for s, v in zip(specs, viewed)]  # noqa: B905
-            )
+        if several:
+            results = []
+            for one, of in several:
+                new = make_subclass(DistTensor, one.meta_tensor)
+                new.local = joined
+                new.spec = one
+                if of is not None:
+                    views.share(new, args[of])
+                results.append(new)
+            return kind(results)
         new = make_subclass(DistTensor, meta_tensor)
         new.local = joined
         new.spec = spec
@@ -178,13 +192,21 @@ def quick(
     return run
 
 
-def _made(local: Tensor, spec: DistSpec, base: DistTensor | None) -> DistTensor:
-    new: DistTensor = make_subclass(DistTensor, spec.meta_tensor)
-    new.local = local
-    new.spec = spec
-    if base is not None:
-        views.share(new, base)
-    return new
+def _join(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, orphan: Tensor) -> Tensor:
+    """``token.join`` of the locals of these arguments, faster."""
+    joined = nothing
+    for i in sources:
+        local = args[i].local
+        if local is joined or local is nothing:
+            continue
+        if local is orphan or local.grad_fn is None:
+            if joined is nothing and local.requires_grad:
+                joined = orphan
+        elif joined is nothing or joined is orphan:
+            joined = local
+        else:
+            joined = torch.cat((joined, local))
+    return joined
 
 
 def _reader(args: Sequence[Any], kwargs: Any) -> Reader:
