@@ -1,10 +1,10 @@
 """A module and all modules in it, and whether anything of them has changed that its forward could
 depend on.
 
-Changes are told by what makes them, so that to ask costs nothing. When the first module is watched,
-those methods of ``nn.Module`` are wrapped that assign attributes (``train()`` and ``eval()`` do) or
-register hooks; the tables of parameters and buffers of a watched module tell too; and
-``token.replaced`` counts what happens to the tensors themselves.
+Mutating methods notify the guard, so that checking it costs nothing. When the first module is
+guarded, those methods of ``nn.Module`` are wrapped that assign attributes (``train()`` and
+``eval()`` do) or register hooks; the tables of parameters and buffers of a guarded module tell too;
+and ``token.replaced`` counts what happens to the tensors themselves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import global_module_hooks
 
 
-class Watcher(Protocol):
+class Guarded(Protocol):
     def changed(self, name: str) -> None: ...
 
 
-_watchers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_guarded: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 _TELLING = (
     "__setattr__", "__delattr__", "add_module", "register_forward_hook",
     "register_forward_pre_hook",
@@ -38,15 +38,15 @@ _wrapped: list[str] = []
 class Subtree:
     """What ``module`` and the modules in it were made of when this was made."""
 
-    def __init__(self, module: nn.Module, watcher: Watcher) -> None:
+    def __init__(self, module: nn.Module, guarded: Guarded) -> None:
         self.modules = list(module.modules())
         _wrap()
         for m in self.modules:
-            if m not in _watchers:
-                _watchers[m] = weakref.WeakSet()
+            if m not in _guarded:
+                _guarded[m] = weakref.WeakSet()
                 for name in ("_parameters", "_buffers"):
                     m.__dict__[name] = _Table.of(m, m.__dict__[name])
-            _watchers[m].add(watcher)
+            _guarded[m].add(guarded)
         self._hooks = [*global_module_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
         self.hooked = _any(self._hooks)
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
@@ -65,8 +65,8 @@ class Subtree:
         ]
 
     def unchanged(self) -> bool:
-        """Are hooks and tensors as they were? Changes of attributes and tables are told to the
-        watcher."""
+        """Are hooks and tensors as they were? Changes of attributes and tables are told to
+        what is guarded."""
         if self.hooked:
             return _any(self._hooks)
         return not any(global_module_hooks) and (
@@ -103,12 +103,12 @@ def _any(tables: list[Any]) -> bool:
 
 
 def _tell(module: Any, name: Any) -> None:
-    for watcher in _watchers.get(module, ()):
-        watcher.changed(name)
+    for guarded in _guarded.get(module, ()):
+        guarded.changed(name)
 
 
 class _Table(dict[str, Any]):
-    """The parameters or buffers of a watched module. Copied and pickled as a dict."""
+    """The parameters or buffers of a guarded module. Copied and pickled as a dict."""
 
     owner: weakref.ref[nn.Module]
 
@@ -145,7 +145,7 @@ for _name in (
 
 
 def _wrap() -> None:
-    """Once: what changes modules tells their watchers."""
+    """Once: what changes modules tells their guards."""
     if _wrapped:
         return
     for name in _TELLING:
@@ -157,7 +157,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        if self in _watchers:
+        if self in _guarded:
             _tell(self, args[0] if args else "")
         return result
 

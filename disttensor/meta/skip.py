@@ -17,17 +17,17 @@ from torch import nn
 
 from disttensor.meta.guards import Subtree
 from disttensor.meta.instance_forward import InstanceForward
-from disttensor.meta.trace import CONSTANTS, Case, rehearse
+from disttensor.meta.trace import CONSTANTS, Case, trace
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _grad: Any = torch.is_grad_enabled
 _MOST = 64  # kinds of calls that are kept of a module
-_TRIALS = 16  # rehearsals beyond the number of calls that they have saved
+_TRIALS = 16  # traces beyond the number of calls that they have saved
 
 
-class _Rehearsing(threading.local):
+class _Tracing(threading.local):
     now = False
 
 
@@ -35,7 +35,7 @@ class _NoKey(Exception):
     """The call has an argument whose value may matter in other ways."""
 
 
-_rehearsing = _Rehearsing()
+_tracing = _Tracing()
 
 
 def never_skip(module: _Module) -> _Module:
@@ -101,7 +101,7 @@ class Skip(InstanceForward):
         return sorted({reason for reason in reasons if reason})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._why or _rehearsing.now or count_function_modes():
+        if self._why or _tracing.now or count_function_modes():
             return self._run(args, kwargs)
         subtree = self._subtree
         if subtree is None or not subtree.unchanged():
@@ -116,7 +116,7 @@ class Skip(InstanceForward):
             return self._run(args, kwargs)
         case = self._cases.get(key)
         if case is None:
-            return self._rehearse(subtree, key, inputs, args, kwargs)
+            return self._trace(subtree, key, inputs, args, kwargs)
         if type(case) is str:
             return self._run(args, kwargs)
         self._hits += 1
@@ -150,7 +150,7 @@ class Skip(InstanceForward):
             self._why = "it changes too often"
         return not self._why
 
-    def _rehearse(
+    def _trace(
         self, subtree: Subtree, key: Any, inputs: list[DistTensor], args: Any, kwargs: Any
     ) -> Any:
         if (
@@ -162,13 +162,13 @@ class Skip(InstanceForward):
             return self._run(args, kwargs)
         if not self._may_try():
             return self._run(args, kwargs)
-        _rehearsing.now = True
+        _tracing.now = True
         try:
-            result, case = rehearse(
+            result, case = trace(
                 lambda: self._run(args, kwargs), inputs, subtree, lambda: self._changes
             )
         finally:
-            _rehearsing.now = False
+            _tracing.now = False
         if case == "it assigns to attributes":
             self._why = case
         if not isinstance(case, str) and not self._same_key(key, args, kwargs):

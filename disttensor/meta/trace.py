@@ -1,4 +1,4 @@
-"""A rehearsal: one run of a module's forward on tokens that shows what it gives, and whether it may
+"""A trace: one run of a module's forward on tokens that shows what it gives, and whether it may
 be skipped from then on.
 
 It is an ordinary run and what it gives is right in any case; but each input gets a token of its own
@@ -108,7 +108,7 @@ class Unfit(Exception):
     """Why a forward must not be skipped."""
 
 
-def rehearse(
+def trace(
     forward: Callable[[], Any],
     inputs: Sequence[DistTensor],
     subtree: Subtree,
