@@ -1,4 +1,4 @@
-"""The private names of torch that disttensor uses, all of them: another torch breaks this file first.
+"""All private names of torch that disttensor uses: another torch breaks this file first.
 
 Each name is looked up once, at import, and is the function of torch itself, so that a call through
 it costs nothing. A name that is gone is one error, which says what it was needed for. Not here:

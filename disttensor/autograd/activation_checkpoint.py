@@ -5,8 +5,8 @@ own generator back for it. The numbers of DistTensors follow from a counter that
 of. So each random call is noted with the regions that it runs in, and in a recomputation the n-th
 call takes the n-th note:
 
-    the innermost recomputation around a call   gives its note (where there is none, the counter does)
-    the forwards of regions inside that         note it, for recomputations of their own (nested checkpoints)
+    the innermost recomputation around a call   gives its note (without one, the counter does)
+    the forwards of regions inside that         note it, for recomputations of their own
 
 ``disttensor.patches.checkpoint`` opens a ``Run`` around each forward and each recomputation.
 

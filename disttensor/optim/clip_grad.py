@@ -170,7 +170,8 @@ def _mine(
 
 
 def _norms(
-    pieces: Sequence[Tensor], number: Sequence[int], order: float, foreach: bool | None, device: torch.device
+    pieces: Sequence[Tensor], number: Sequence[int], order: float, foreach: bool | None,
+    device: torch.device,
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
     """The norms of the pieces that are not empty, taken in float32 at least; and whose each is."""
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}

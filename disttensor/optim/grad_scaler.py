@@ -1,8 +1,7 @@
 """GradScaler across meshes: whether a gradient is infinite is one decision of the whole world.
 
-``torch.amp.GradScaler`` stays as it is; the look at the gradients of one optimizer, which all its
-methods share, is done here when DistTensors are among its parameters, or where ``shard_scaler``
-says so.
+The look of ``torch.amp.GradScaler`` at the gradients of one optimizer is done here when DistTensors
+are among its parameters, or where ``shard_scaler`` says so.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ Unscale = Callable[..., dict[torch.device, Tensor]]
 
 
 def deciding_together(original: Unscale) -> Unscale:
-    """``GradScaler._unscale_grads_``, whose look at the gradients of one optimizer all methods share."""
+    """``GradScaler._unscale_grads_``: all methods look at the gradients of an optimizer by it."""
 
     @wraps(original)
     def _unscale_grads_(
         self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every rank
-        of the world calls this, those without a gradient too."""
+        """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every
+        rank of the world calls this, those without a gradient too."""
         listed = (p for group in optimizer.param_groups for p in group["params"])
         params = list({id(p): p for p in listed}.values())
         check_fresh(params, f"GradScaler with {type(optimizer).__name__}")

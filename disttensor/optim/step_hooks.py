@@ -54,7 +54,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
 
 
 def dropping_all(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """``zero_grad`` of a module or an optimizer, which looks at ``p.grad`` alone, and has no hooks."""
+    """``zero_grad`` of a module or an optimizer, which looks at ``p.grad`` alone."""
 
     @wraps(zero_grad)
     def zero_all_grads(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 def over_all_meshes(original: Function) -> Function:
-    """``clip_grad_norm_``: parameters of other ranks have no gradient here, so that torch would take
+    """``clip_grad_norm_``: parameters of other ranks have no gradient here, and torch would take
     the norm of what is here."""
 
     @wraps(original)

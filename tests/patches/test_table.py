@@ -54,7 +54,8 @@ def state():
     return out
 
 def changed(before, after):
-    return sorted(".".join(k) for k in before if before[k] != after.get(k, 0) and k[1] not in CACHES)
+    names = [k for k in before if before[k] != after.get(k, 0) and k[1] not in CACHES]
+    return sorted(map(".".join, names))
 
 CACHES = {"next_id"}  # a counter of hooks
 before = state()
