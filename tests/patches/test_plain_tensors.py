@@ -60,3 +60,7 @@ def test_the_programs_run(without: Any, name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_plain_tensors_as_without_disttensor(without: Any, with_disttensor: Any, name: str) -> None:
     assert with_disttensor[name] == without[name]
+
+
+for _test in (test_the_programs_run, test_plain_tensors_as_without_disttensor):
+    _test.on_ranks_timeout = 300.0  # type: ignore[attr-defined]  # to compile takes its time
