@@ -77,7 +77,7 @@ no_torch_function: Any = need(
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` in C++, without what torch and ``disttensor.patches`` put before it."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 # Tensors ------------------------------------------------------------------------------------------
