@@ -43,7 +43,8 @@ def zeros_if_empty(call: LocalCall) -> Any:
                 return made.requires_grad_(value.requires_grad)
             return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
 
-        given = call.func(*map(whole, args), **{k: whole(v) for k, v in kwargs.items()})
+        wholes = [whole(a) for a in args]  # the pieces of the arguments come before those by name
+        given = call.func(*wholes, **{k: whole(v) for k, v in kwargs.items()})
         results = [given] if isinstance(given, Tensor) else given
         zero = zero_of(*args, *kwargs.values())
         made = [
