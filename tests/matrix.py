@@ -1,11 +1,12 @@
 """The suite on every torch and Python that is tested, one environment after the other, with a table
 at the end.
 
-    python3 -m tests.matrix                                    every torch on the oldest Python, the newest torch on the others
-    python3 -m tests.matrix --torch 2.15.0 -k pipeline         one torch, on the oldest Python; other options are pytest's
+    python3 -m tests.matrix                                 every torch on the oldest Python,
+                                                            the newest on the others
+    python3 -m tests.matrix --torch 2.15.0 -k pipeline      one torch; other options are pytest's
     python3 -m tests.matrix --python 3.13 --torch newest
-    python3 -m tests.matrix --quick --torch newest             import, examples and a part of the suite, in two minutes
-    python3 -m tests.matrix --markdown docs/versions.md        writes whole runs into the table of that page
+    python3 -m tests.matrix --quick --torch newest          import, examples, a part of the suite
+    python3 -m tests.matrix --markdown docs/versions.md     writes whole runs into that page
 
 Needs nothing but the standard library; ``tests/environments.py`` makes the environments.
 """

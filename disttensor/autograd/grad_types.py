@@ -2,7 +2,7 @@
 
     placement of x                     its gradient
     S(d)                               S(d): the piece that belongs to this piece
-    P(sum), P(avg)                     R, whole on each rank (an average: 1/n of it), for varying uses
+    P(sum), P(avg)                     R, whole on each rank (of an average 1/n), for varying uses
     R, read by uses that vary          P(sum): each rank has the contribution of its own piece
     R, read by uses that do not vary   R: the same whole gradient on every rank
 

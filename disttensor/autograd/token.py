@@ -7,9 +7,9 @@ second mechanism. There are four kinds:
     detached   shared by all tensors that need no gradient
     leaf       of a parameter or another leaf that requires grad: one of its own
     orphan     shared by all results that require grad but depend on nothing that this rank has sent
-    transfer   made by a transfer between meshes (``disttensor.tensor.reshard``): a backward that reaches it receives the gradient
-               of what this rank has sent. Results carry on the transfer token of their arguments;
-               several are joined
+    transfer   made by a transfer between meshes (``disttensor.tensor.reshard``): a backward that
+               reaches it receives the gradient of what this rank has sent. Results carry on the
+               transfer token of their arguments; several are joined
 
 So the graph of tokens says what depends on what across all stages, and autograd, which runs nodes
 in the reverse order of their making, runs the transfers of the backward in one order on all ranks.

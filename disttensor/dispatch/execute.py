@@ -92,7 +92,7 @@ def runner_of(
     return complete(first)
 
 
-# One tensor from DistTensors that stay as they lie --------------------------------------------------
+# One tensor from DistTensors that stay as they lie ------------------------------------------------
 
 
 def direct(
@@ -224,7 +224,7 @@ def _named(kwargs: dict[str, Any], named: Sequence[Axes | None]) -> dict[str, An
     }
 
 
-# Any call -------------------------------------------------------------------------------------------
+# Any call -----------------------------------------------------------------------------------------
 
 
 def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
@@ -385,7 +385,7 @@ def wrap_outputs(out: Any, specs: Sequence[DistSpec]) -> Any:
     return substitute(out, lambda t: wrap(t, specs[next(numbers)].with_dtype(t.dtype)))
 
 
-# Writes ---------------------------------------------------------------------------------------------
+# Writes -------------------------------------------------------------------------------------------
 
 
 def written(x: DistTensor) -> None:
@@ -396,7 +396,7 @@ def written(x: DistTensor) -> None:
         views.write_back(x)
 
 
-# What some calls do besides -------------------------------------------------------------------------
+# What some calls do besides -----------------------------------------------------------------------
 
 
 def rematerializing(local_fn: Function, run: Runner) -> Runner:

@@ -84,7 +84,10 @@ def _found(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exp
     if found.way == "each_mesh":
         return Explanation(f"{name}: one call for each mesh, with its members", "direct", None)
     if found.way == "decompose":
-        text = f"{name}: by its Python body ({found.why})\n  the functions that it calls are dispatched one by one"
+        text = (
+            f"{name}: by its Python body ({found.why})\n"
+            "  the functions that it calls are dispatched one by one"
+        )
         return Explanation(text, "body", None)
     if found.plan is None:
         return _gathered(func, specs_of(func, tensors), found.why)

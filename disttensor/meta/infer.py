@@ -2,8 +2,8 @@
 shapes.
 
 Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it says which arguments
-each result depends on
-(so that gradients find their way), whether the call draws random numbers (which all ranks count), and what it views.
+each result depends on (so that gradients find their way), whether the call draws random numbers
+(which all ranks count), and what it views.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class InstanceForward:
-    """Has the signature of the forward of the module's class; copied and pickled with the module."""
+    """Has the signature of the class's forward; copied and pickled with the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -40,7 +40,7 @@ class GradState:
     """What gradients need beside the local. Made when first needed, by ``grad_state``; written in
     this module only.
 
-    aliases    axes -> (the local as uses that vary over them read it, version of the local; -1: any)
+    aliases    axes -> (the local as varying uses read it, version of the local; -1: any)
     origin     makes an alias from what the tensor was made of: ``origin(axes)``
     former     aliases from before there were hooks
     hooked     a leaf whose hooks must see whole gradients

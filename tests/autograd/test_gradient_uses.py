@@ -230,7 +230,10 @@ def test_an_optimizer_built_before_sharding_is_told_so(plan):
     dt.shard_module(model, grid(), plan)
     loss = (model(torch.ones(3, 4)) * beside).sum()
     scaler.scale(loss).backward()
-    stale = r"4 of its parameters are no longer(.|\n)*'0.weight' became f32\[5@tp, 4\](.|\n)*after sharding"
+    stale = (
+        r"4 of its parameters are no longer(.|\n)*'0.weight' became f32\[5@tp, 4\](.|\n)*"
+        "after sharding"
+    )
     with pytest.raises(RuntimeError, match=rf"AdamW: {stale}"):
         optimizer.step()
     with pytest.raises(RuntimeError, match=rf"clip_grad_norm_: {stale}"):

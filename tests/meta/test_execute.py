@@ -329,7 +329,7 @@ def mha(x):
 
 
 def transformer(x):
-    mm = x.module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True))
+    mm = x.module(encoder_layer())
     y = mm(x(3, 6, 8))
     mm.eval()
     z = mm(x(3, 6, 8))
@@ -683,6 +683,11 @@ def test_values_reach_everywhere():
 
 # Random numbers -----------------------------------------------------------------------------------
 
+
+def encoder_layer():
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+
+
 DRAWING = [
     lambda x: F.dropout(x(6, 5), 0.5), lambda x: F.dropout(x(6, 5), 0.0),
     lambda x: F.dropout(x(6, 5), 0.5, training=False),
@@ -703,8 +708,8 @@ DRAWING = [
     lambda x: nn.init.sparse_(x(6, 5), 0.5),
     lambda x: F.fractional_max_pool2d(x(2, 3, 8, 8), 2, output_size=4),
     lambda x: x.module(nn.LSTM(5, 4, 2, dropout=0.5))(x(3, 6, 5)),
-    lambda x: x.module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True))(x(3, 6, 8)),
-    lambda x: x.module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)).eval()(x(3, 6, 8)),
+    lambda x: x.module(encoder_layer())(x(3, 6, 8)),
+    lambda x: x.module(encoder_layer()).eval()(x(3, 6, 8)),
 ]  # fmt: skip
 
 

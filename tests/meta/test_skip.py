@@ -364,7 +364,10 @@ def random_way(self, y, x):
         lambda self, y, x: (y, torch.ones(3)),
         lambda self, y, x: torch.rand(5) + y,
     ],
-    ids=["counter", "list", "in_place", "rand", "constant", "object", "weight", "crossing", "plain", "noise"],
+    ids=[
+        "counter", "list", "in_place", "rand", "constant", "object", "weight", "crossing", "plain",
+        "noise",
+    ],
 )  # fmt: skip
 def test_not_skipped(world, body):
     module, mesh = elsewhere(Plain, body=body)

@@ -19,7 +19,8 @@ from tests.support.pool import on_ranks
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 ORDERS = (0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf)
 LAYOUTS: list[Sequence[Any]] = [
-    [R, R], [S0, R], [R, S1], [S0, S1], [S0, S0], [Shard(0, order=1), Shard(0, order=0)], [P, R], [P, P], [S1, P],
+    [R, R], [S0, R], [R, S1], [S0, S1], [S0, S0], [Shard(0, order=1), Shard(0, order=0)],
+    [P, R], [P, P], [S1, P],
 ]  # fmt: skip
 
 

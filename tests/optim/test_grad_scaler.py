@@ -49,7 +49,9 @@ def train(
         for w in leaves:
             if getattr(w, "is_initialized", True):
                 full = torch.ones(w.shape) * scale.get_scale()
-                w.grad = dt.shard_tensor(full, w.process_mesh, w.placements) if isinstance(w, dt.DistTensor) else full  # fmt: skip
+                if isinstance(w, dt.DistTensor):
+                    full = dt.shard_tensor(full, w.process_mesh, w.placements)
+                w.grad = full
         if n == 1 and dist.get_rank() == bad[1]:
             with torch.no_grad():
                 piece = bad[0].grad
@@ -110,7 +112,7 @@ def test_stages_and_optimizers_of_one_stage(name):
         leaves = [leaf(mesh, [p]) for mesh in stages for p in (S0, R)]
         check([make(leaves)], leaves, (leaves[0 if rank == 0 else 2], rank), make)
     leaves = [leaf(mesh, [S0]) for mesh in stages]
-    mine = leaves[: 1] if dist.get_rank() < 2 else leaves[1 :]  # each rank one of its own stage  # fmt: skip
+    mine = leaves[:1] if dist.get_rank() < 2 else leaves[1:]  # of the rank's own stage
     check([make(mine)], mine, (leaves[1], 3), make)
 
 
