@@ -117,3 +117,13 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     run(str(ROOT / "docs" / "floor_plan.py"), "--check")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != "docs/operators.md"])
+def test_prose_has_one_width(page: str) -> None:
+    """100 columns, as in code; not tables, pictures and what stands as it was printed."""
+    fenced = False
+    for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
+        fenced ^= line.startswith("```")
+        prose = not (fenced or line.startswith(("|", "!", "    ")))
+        assert len(line) <= 100 or not prose, f"{page}:{number} has {len(line)} columns"
