@@ -3,9 +3,9 @@ would.
 
 The programs are those of ``tests.fuzz.fuzz_writer``, whose every operation happens on one mesh, and
 operations that go from mesh to mesh. Beside values and gradients this compares what a backward
-would transfer: for each tensor the crossings that its graph reaches, which all ranks of a crossing
-must agree on (where they do not, they would wait for each other for ever; nothing has to hang to
-find it). By hand, the failures made smaller::
+would transfer: for each tensor the cross-mesh reshards that its graph reaches, which all ranks of
+one must agree on (where they do not, they would wait for each other for ever; nothing has to hang
+to find it). By hand, the failures made smaller::
 
     python -m tests.fuzz.fuzz_stages --seeds 0:500 --world 2
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 
 import disttensor as dt
 from disttensor import ProcessMesh
+from disttensor.tensor.reshard import CrossMesh
 from tests.fuzz import fuzz_programs, fuzz_writer
 from tests.fuzz.command_line import fuzz
 from tests.fuzz.fuzz_world import Program, World, placements, stays_put
@@ -141,7 +142,7 @@ class StageWriter(Writer):
             for _ in range(20):
                 self.target = self.now
                 with contextlib.suppress(LookupError, ValueError, IndexError):
-                    if self.add(self.one(crossing, crossing, several, region, masked)(self)):
+                    if self.add(self.one(cross, cross, several, region, masked)(self)):
                         return
             return
         super().op()
@@ -171,7 +172,7 @@ class StageWriter(Writer):
         return StageProgram(tuple(self.lines), end, name, tuple(self.meshes))
 
 
-def crossing(w: StageWriter) -> str:
+def cross(w: StageWriter) -> str:
     x = w.any_of()
     stage, ndim = w.other(), w.value(x).ndim
     form = w.one(
@@ -339,7 +340,7 @@ def gathered(value: Any) -> list[Any]:
     return out
 
 
-def crossings(x: Any) -> set[tuple[int, tuple[int, ...], str]]:
+def transfers(x: Any) -> set[tuple[int, tuple[int, ...], str]]:
     """What a backward from ``x`` transfers, as this rank sees it: (tag, ranks, what) of each."""
     found, seen, queue = set(), set(), [x.local.grad_fn]
     while queue:
@@ -347,7 +348,7 @@ def crossings(x: Any) -> set[tuple[int, tuple[int, ...], str]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "CrossBackward":
+        if type(node).__name__ == f"{CrossMesh.__name__}Backward":
             src, dst, tag = node.ends
             ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
             found.add((tag & 0xFFFF, ranks, f"{src!r} on {src.mesh!r} to {dst!r} on {dst.mesh!r}"))
@@ -356,8 +357,8 @@ def crossings(x: Any) -> set[tuple[int, tuple[int, ...], str]]:
 
 
 def disagreements(values: dict[str, Any]) -> list[str]:
-    """Tensors for which ranks of a crossing do not agree whether its gradient goes back."""
-    mine = {k: crossings(x) for k, x in values.items()}
+    """Tensors for which ranks of a transfer do not agree whether its gradient goes back."""
+    mine = {k: transfers(x) for k, x in values.items()}
     everyone = gathered(mine)
     out = []
     for k, x in values.items():
@@ -365,7 +366,7 @@ def disagreements(values: dict[str, Any]) -> list[str]:
             have = [r for r in ranks if (tag, ranks, what) in everyone[r][k]]
             if have != list(ranks):
                 out.append(
-                    f"{k} ({x.spec!r}): a backward of the crossing {tag} ({what}) only on ranks "
+                    f"{k} ({x.spec!r}): a backward of the transfer {tag} ({what}) only on ranks "
                     f"{have}, without {[r for r in ranks if r not in have]}"
                 )
     return out

@@ -72,7 +72,7 @@ WRONG_ONCE_ON_FOUR = [
     # a leaf that crosses was a leaf still for ranks that it does not come to
     program(EACH, "v1 = leaf(1, (3,), '0: R')", "v2 = move(v1, '1: R')", "v2.mul_(0.5)",
         "losses = [v2.sum()]"),
-    # a crossing in a region that is computed again, of other ranks
+    # a transfer in a region that is computed again, of other ranks
     program(
         EACH, "v1, v2 = leaf(1, (3,), '0: R'), leaf(2, (3,), '2: R')",
         "v3 = ckpt(lambda a, b: move(move(a.exp(), '1: R').sin(), '2: R') "
@@ -115,5 +115,5 @@ def test_what_only_some_ranks_would_send_back_is_found():
         found = "\n".join(fuzz_stages.problems(example))
     finally:
         fuzz_stages.StageWorld.names = original
-    assert "a backward of the crossing" in found and "only on ranks [1], without [0]" in found
+    assert "a backward of the transfer" in found and "only on ranks [1], without [0]" in found
     assert "requires_grad False, plain True" in found

@@ -5,7 +5,7 @@ PyTorch's op_db.
     python -m tests.opinfo.opinfo_outside --ops add,sort
 
 Rank 0 and 1 compute, rank 2 is outside. Every tensor of a sample comes as if it had crossed from
-another mesh, so that it shows which crossings a backward of each result would reach. All ranks must
+another mesh, so that it shows which transfers a backward of each result would reach. All ranks must
 say the same: what is reached, requires_grad, shape, dtype, layout, what is written in place, and
 how many random calls there were. Nothing is sent: the three ranks run one after the other, each in
 a process of its own with a fake process group.
@@ -51,7 +51,7 @@ ASKS = (
 
 
 def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
-    """``full`` on ``mesh`` as if it had come from the rank outside, by the crossing ``tag``."""
+    """``full`` on ``mesh`` as if it had come from the rank outside, by the transfer ``tag``."""
     x = opinfo_check.place(full.detach(), mesh, place)
     src = dt.shard_tensor(torch.zeros(1), ProcessMesh(OUTSIDE, ("y",))).spec
     if not full.requires_grad:
@@ -83,7 +83,7 @@ def seen(call: Call, form: str, mesh: ProcessMesh, layouts: Sequence[Any]) -> An
             if spec is None:
                 lines.append(f"{kind} {i}: plain {list(t.shape)}")
                 continue
-            tags = sorted(tag for tag, _, _ in fuzz_stages.crossings(t))
+            tags = sorted(tag for tag, _, _ in fuzz_stages.transfers(t))
             lines.append(
                 f"{kind} {i}: {spec!r} {t.dtype} requires_grad={t.requires_grad} reaches {tags}"
             )
