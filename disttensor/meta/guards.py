@@ -32,7 +32,8 @@ _TELLING = (
     "register_forward_pre_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
 )  # fmt: skip
-_wrapped: list[str] = []
+_wrapped: dict[str, tuple[Any, Any]] = {}  # name -> the method of torch, and the one in its place
+_allowed = [False]  # disttensor.patches says when torch may be changed
 
 
 class Subtree:
@@ -40,7 +41,7 @@ class Subtree:
 
     def __init__(self, module: nn.Module, guarded: Guarded) -> None:
         self.modules = list(module.modules())
-        _wrap()
+        wrap_methods()
         for m in self.modules:
             if m not in _guarded:
                 _guarded[m] = weakref.WeakSet()
@@ -144,13 +145,30 @@ for _name in (
     setattr(_Table, _name, _changing(_name))
 
 
-def _wrap() -> None:
+def wrap_methods() -> None:
     """Once: what changes modules tells their guards."""
-    if _wrapped:
+    if _wrapped or not _allowed[0]:
         return
     for name in _TELLING:
-        _wrapped.append(name)
-        setattr(nn.Module, name, _telling(getattr(nn.Module, name)))
+        method = getattr(nn.Module, name)
+        _wrapped[name] = method, _telling(method)
+        setattr(nn.Module, name, _wrapped[name][1])
+
+
+def allow() -> None:
+    """From the first guarded module on, methods of ``nn.Module`` may be wrapped."""
+    _allowed[0] = True
+    if _guarded:
+        wrap_methods()
+
+
+def unwrap_methods() -> None:
+    """Methods of ``nn.Module`` are torch's again, unless somebody else has wrapped them since."""
+    _allowed[0] = False
+    for name, (method, wrapper) in _wrapped.items():
+        if getattr(nn.Module, name) is wrapper:
+            setattr(nn.Module, name, method)
+    _wrapped.clear()
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint as torch_checkpoint
 
 from disttensor.comm import failures
+from disttensor.meta import guards
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
 from disttensor.patches import autograd_function, checkpoint, clip_grad
@@ -85,6 +86,11 @@ def _tell_of_failures(what: str) -> Undo:
     if torch.distributed.is_initialized():
         failures.watch()
     return failures.unwatch
+
+
+def _guard_modules(what: str) -> Undo:
+    guards.allow()
+    return guards.unwrap_methods
 
 
 _clip: Any = torch.nn.utils.clip_grad
@@ -186,6 +192,13 @@ TABLE = (
         "it refuses a DistTensor",
         "this is one: torch.serialization.add_safe_globals",
         _safe_to_load,
+    ),
+    Change(
+        "torch.nn.Module: attributes and hooks",
+        "a module on another stage, whose forward is replayed, would not see that it was changed. "
+        "From the first such module on",
+        "none: nn.Module tells nobody of an assignment",
+        _guard_modules,
     ),
     Change(
         "sys.excepthook",

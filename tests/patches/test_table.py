@@ -249,6 +249,24 @@ def loaded() -> None:
         raise AssertionError from error
 
 
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.times = nn.Parameter(torch.ones(4)), 1
+
+    def forward(self, x):
+        return (x * self.weight).repeat(self.times)
+
+
+def changed_modules() -> None:
+    for rank in (0, 1):
+        mesh = of_each_rank(rank)
+        module = dt.shard_module(Repeated(), mesh, {})
+        for times in (1, 1, 1, 2):
+            module.times = times
+            assert module(leaf(mesh)).shape == (4 * times,)
+
+
 def told_of_failures() -> None:
     leaf(line()).sum()
     assert sys.excepthook is failures._hook
@@ -270,6 +288,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.optim: functions on lists": lists_of_optimizers,
     "torch.nn.utils: functions on lists": lists_of_clipping,
     "torch.load(weights_only=True)": loaded,
+    "torch.nn.Module: attributes and hooks": changed_modules,
     "sys.excepthook": told_of_failures,
 }
 
