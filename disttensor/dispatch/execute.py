@@ -82,8 +82,9 @@ def runner_of(
 
     def first(args: Sequence[Any], kwargs: Any) -> Any:
         out = call(args, kwargs)
-        new = type(out) is DistTensor and not any(out is a for a in args)
-        quick = simple and (inplace or view or new)
+        one = type(out) is DistTensor  # not a tuple, as of a split into one piece
+        new = one and not any(out is a for a in args)
+        quick = simple and (inplace or new or (view and one))
         run = direct(plan, local_fn, args, kwargs or {}, free) if quick else call
         if keep is not None:
             keep(complete(run))

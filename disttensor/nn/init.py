@@ -2,7 +2,7 @@
 different per mesh.
 
 Most of nn.init fills in place and needs nothing. The rest is answered here: functions that ask for
-an override by way of ``torch.overrides``, and one that does not ask (``disttensor.patches``).
+an override by way of ``torch.overrides``, and two that do not ask (``disttensor.patches``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from disttensor.dispatch.resolve import handler
 from disttensor.layout import Layout
+from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.torch_private import correct_fan
@@ -59,6 +60,29 @@ def kaiming_uniform_(
     bound = math.sqrt(3.0) * std
     with torch.no_grad():
         return tensor.uniform_(-bound, bound, generator=generator)
+
+
+def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``sparse_`` on a plain tensor of the global shape, seeded alike on all ranks, of which each
+    keeps its piece: torch draws the rows of zeros from its own generator. Peak memory is the full
+    tensor."""
+
+    @wraps(original)
+    def sparse_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, DistTensor):
+            return original(tensor, *args, **kwargs)
+        if not tensor.is_initialized:
+            if infer.found(original, (tensor, *args), kwargs).draws:
+                state.draw(tensor.spec.mesh, "fast")
+            return tensor
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        with torch.no_grad():
+            with state.forked(tensor.spec.mesh):
+                original(full, *args, **kwargs)
+            tensor.copy_(full)
+        return tensor
+
+    return sparse_
 
 
 def by_position(original: Callable[..., Any]) -> Callable[..., Any]:

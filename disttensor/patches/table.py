@@ -176,6 +176,12 @@ TABLE = (
         replaced(init.by_position, (torch.nn.init, "_no_grad_trunc_normal_")),
     ),
     Change(
+        "torch.nn.init.sparse_",
+        "it draws the rows of zeros from torch's own generator, which differs between ranks",
+        "torch.overrides: it does not ask",
+        replaced(init.on_the_whole, (torch.nn.init, "sparse_")),
+    ),
+    Change(
         "torch.optim: functions on lists",
         "optimizers on a GPU would go through the parameters one by one",
         "foreach=True for each optimizer; DTensor enters itself here too",

@@ -122,6 +122,13 @@ def test_a_rule_that_lies_is_caught(mesh: dt.ProcessMesh) -> None:
         ops.replace_rule(torch.erfinv, made)
 
 
+def test_a_split_into_one_piece_is_a_tuple_each_time(mesh: dt.ProcessMesh) -> None:
+    x = dt.ones(2, 4, mesh=mesh)
+    for _ in range(3):
+        (piece,) = torch.split(x, 2)
+        assert type(piece) is dt.DistTensor and piece.shape == (2, 4)
+
+
 def test_two_meshes_are_an_error_that_names_both(mesh: dt.ProcessMesh) -> None:
     other = dt.ProcessMesh([0, 1], ("x",))
     with pytest.raises(ValueError, match=r"two meshes.*dp=2, tp=4.*x=2.*reshard"):

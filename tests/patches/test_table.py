@@ -82,6 +82,7 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         "torch.autograd.function.Function.apply",
         "torch.nn.init._no_grad_trunc_normal_",
+        "torch.nn.init.sparse_",
         "torch.nn.modules.module.Module.zero_grad",
         "torch.nn.utils.clip_grad._get_total_norm",
         "torch.nn.utils.clip_grad.clip_grad_norm_",
@@ -221,6 +222,16 @@ def truncated() -> None:
     assert isinstance(mine, int) and everyone[0] == everyone[1]
 
 
+def sparse() -> None:
+    """Replicas are one value, however torch's own generators stand."""
+    torch.manual_seed(dist.get_rank())
+    w = dt.zeros(20, 3, mesh=line())
+    nn.init.sparse_(w, 0.5)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, w.to_local().tolist())
+    assert everyone[0] == everyone[1]
+
+
 def lists_of_optimizers() -> None:
     """As on a GPU."""
     optimizer = importlib.import_module("torch.optim.optimizer")
@@ -285,6 +296,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.nn.utils.clip_grad_value_": value_clipped,
     "torch.amp.GradScaler.unscale_": scaled,
     "torch.nn.init.trunc_normal_": truncated,
+    "torch.nn.init.sparse_": sparse,
     "torch.optim: functions on lists": lists_of_optimizers,
     "torch.nn.utils: functions on lists": lists_of_clipping,
     "torch.load(weights_only=True)": loaded,
