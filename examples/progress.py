@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-DRAWS = find_spec("matplotlib") is not None
-if DRAWS:
+try:
     from matplotlib.figure import Figure
+except ImportError:
+    DRAWS = False
+else:
+    DRAWS = True
 
 
 class Progress:

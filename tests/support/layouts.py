@@ -130,7 +130,7 @@ def summands(x: Tensor, op: str, n: int, generator: torch.Generator) -> list[Ten
     else:
         wide = x.to(torch.int64) if x.dtype == torch.uint8 else x
         others = [wide - 1 - t if op == "max" else wide + 1 + t for t in noise]
-        others = [t.clamp(min=0).to(x.dtype) if x.dtype == torch.uint8 else t for t in others]
+        others = [(t.clamp(min=0) if x.dtype == torch.uint8 else t).to(x.dtype) for t in others]
     return [torch.where(lucky == i, x, t) for i, t in enumerate(others)]
 
 
