@@ -275,7 +275,7 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
             strict.check_moves(func, specs, input_specs)
         if inplace:
             for t in flat(args[0], []):
-                if type(t) is DistTensor:
+                if type(t) is DistTensor and t._view_state is not None:
                     views.refuse_copy(t, errors.name_of(func))
         local_args, local_kwargs = read(args, kwargs)
         out = local_fn(*local_args, **local_kwargs)
