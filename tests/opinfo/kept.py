@@ -82,6 +82,10 @@ class Row:
         return None if not found else not any(found)
 
 
+# Plain torch 2.15 divides by zero where the heads of k and v are cut to fewer than those of q.
+KILLS = {"torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"}
+
+
 # What is independent ------------------------------------------------------------------------------
 
 
@@ -291,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     ):
         warnings.simplefilter("ignore")
         for name in options.ops.split(",") if options.ops else OPS:
-            if torch.float32 not in OPS[name].supported_dtypes("cpu"):
+            if name in KILLS or torch.float32 not in OPS[name].supported_dtypes("cpu"):
                 continue
             start = time.monotonic()
             if options.times:
