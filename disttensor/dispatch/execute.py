@@ -115,7 +115,7 @@ def direct(
         def run(args: Sequence[Any], kwargs: Any) -> Any:
             x = args[0]
             if x._view_state is not None:
-                views.refuse_copy(x, errors.name_of(plan.func))
+                views.refuse_copy(x, plan.func)
             locals_: list[Any] = [
                 a if u is None else a.local_for(u) if u else a.local
                 for a, u in zip(args, uses)  # noqa: B905
@@ -275,8 +275,8 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
             strict.check_moves(func, specs, input_specs)
         if inplace:
             for t in flat(args[0], []):
-                if type(t) is DistTensor and t._view_state is not None:
-                    views.refuse_copy(t, errors.name_of(func))
+                if type(t) is DistTensor:
+                    views.refuse_copy(t, func)
         local_args, local_kwargs = read(args, kwargs)
         out = local_fn(*local_args, **local_kwargs)
         x: Any = args[0] if args else None

@@ -112,7 +112,7 @@ def run_replicated(
         for x, full, version in moved:
             # apply_ writes without a new version
             if full._version != version or (writing and x is dist[0]):
-                views.refuse_copy(x, errors.name_of(func))
+                views.refuse_copy(x, func)
                 x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))
                 written(x)
         if writing and type(args[0]) is DistTensor:

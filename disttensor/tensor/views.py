@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from disttensor.errors import name_of
 from disttensor.torch_private import storage_id
 
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
@@ -93,14 +94,14 @@ def _follow(
         LIVE.setdefault(key, []).append(weakref.ref(copy, gone))
 
 
-def refuse_copy(x: Any, who: str) -> None:
-    """Before a write to ``x`` by the function ``who``: raise where it would be lost."""
+def refuse_copy(x: Any, func: Any) -> None:
+    """Before a write to ``x`` by ``func``: raise where it would be lost."""
     state = x._view_state
     if state is not None and state.name is not None and state.write_back is None:
         raise RuntimeError(
-            f"{who}: {x.spec!r} came from {state.name}, which had to move data and gave a copy, so "
-            "writing to it would not reach the tensor it was taken from. Reshard that tensor "
-            "first, or write to a clone()"
+            f"{name_of(func)}: {x.spec!r} came from {state.name}, which had to move data and gave "
+            "a copy, so writing to it would not reach the tensor it was taken from. Reshard that "
+            "tensor first, or write to a clone()"
         )
 
 
