@@ -6,7 +6,6 @@ import doctest
 import inspect
 import json
 import pickle
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -199,23 +198,11 @@ def test_the_axis_has_some_round_numbers(span, tmp_path):
     assert float(box.get("x")) == 70 and float(box.get("width")) == pytest.approx(910, abs=0.01)
 
 
-def test_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    for what in (Timeline(PAUSED), pipeline.interleaved_1f1b(2, 4, 2)):
-        path = pipeline.plot(what, tmp_path / "a.png", title="run")
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
-
-
-def test_png_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'disttensor\[plot\]'; .svg needs nothing"):
-        pipeline.plot(pipeline.gpipe(1, 1), tmp_path / "a.png")
-
-
 @pytest.mark.parametrize(
     ("what", "name", "says"),
     [
-        (pipeline.gpipe(1, 1), "a.pdf", r"ends in '.pdf': write .svg or .png"),
+        (pipeline.gpipe(1, 1), "a.pdf", r"ends in '.pdf': write .svg"),
+        (pipeline.gpipe(1, 1), "a.png", "write .svg"),
         (pipeline.gpipe(1, 1), "a", "ends in ''"),
         (Timeline([]), "a.svg", "nothing that takes time"),
         (pipeline.Schedule(["F0"]), "a.svg", "stage 0 lacks B0"),
