@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DataDependentOutput", "DynamicOutputShape", "FakeTensorMode", "TorchDispatchMode",
     "after_backward", "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "correct_fan", "count_function_modes", "current_backward", "default_store",
+    "count_function_modes", "current_backward", "default_store",
     "default_timeout", "direct_apply", "foreach_types", "global_module_hooks", "group_name",
     "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
     "reduce_scatter_single", "set_timeout", "set_versions", "storage_id",
@@ -143,9 +142,6 @@ def group_name(name: str) -> Iterator[None]:
 global_module_hooks: tuple[Any, ...] = tuple(
     need("to see hooks of all modules", nn_module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
-)
-correct_fan: Callable[[Any, str], int] = need(
-    "for kaiming_uniform_", nn.init, "_calculate_correct_fan"
 )
 # The types of tensors for which torch chooses its functions on lists, here and in optimizers.
 foreach_types: tuple[list[type], ...] = tuple(

@@ -1,65 +1,21 @@
-"""torch.nn.init on DistTensors, where running its Python body on them would be wrong, slow or
-different per mesh.
+"""The two functions of torch.nn.init that would draw other numbers on DistTensors than in one
+process: ``disttensor.patches`` puts these in their place.
 
-Most of nn.init fills in place and needs nothing. The rest is answered here: functions that ask for
-an override by way of ``torch.overrides``, and two that do not ask (``disttensor.patches``).
+The others run as torch wrote them.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 
-from disttensor.dispatch.resolve import handler
 from disttensor.layout import Layout
 from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.torch_private import correct_fan
-
-Tensor = torch.Tensor
-_init: Any = nn.init
-
-
-@handler(_init.uniform_)
-def uniform_(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
-    with torch.no_grad():
-        return tensor.uniform_(a, b, generator=generator)
-
-
-@handler(_init.normal_)
-def normal_(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
-    with torch.no_grad():
-        return tensor.normal_(mean, std, generator=generator)
-
-
-@handler(_init.constant_)
-def constant_(tensor: Any, val: float) -> Any:
-    with torch.no_grad():
-        return tensor.fill_(val)
-
-
-@handler(_init.kaiming_uniform_)
-def kaiming_uniform_(
-    tensor: Any,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: Any = None,
-) -> Any:
-    if 0 in tensor.shape:
-        warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=2)
-        return tensor
-    std = _init.calculate_gain(nonlinearity, a) / math.sqrt(correct_fan(tensor, mode))
-    bound = math.sqrt(3.0) * std
-    with torch.no_grad():
-        return tensor.uniform_(-bound, bound, generator=generator)
 
 
 def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
