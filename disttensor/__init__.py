@@ -38,6 +38,7 @@ with _versions.importing():
     from disttensor.from_local import from_local
     from disttensor.interop import from_dtensor, to_dtensor
     from disttensor.local_map import local_map
+    from disttensor.data.shard_loader import shard_loader
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.nn.shard_module import shard_module
     from disttensor.fsdp.replicas import check_replicas
@@ -59,7 +60,7 @@ __all__ = [
     "empty", "explain", "from_dtensor",
     "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones",
     "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler",
-    "shard_tensor", "strict", "sync_gradients",
+    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_loader", "shard_module",
+    "shard_scaler", "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

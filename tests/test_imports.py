@@ -40,6 +40,7 @@ ROOMS = (
     "from_local",
     "interop",
     "local_map",
+    "data",
     "nn",
     "pipeline",
     "fsdp",

@@ -25,8 +25,8 @@ NAMES = [
     "empty", "explain", "from_dtensor",
     "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones",
     "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_module", "shard_scaler",
-    "shard_tensor", "strict", "sync_gradients",
+    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_loader", "shard_module",
+    "shard_scaler", "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Data: a DataLoader whose batches are DistTensors."""

@@ -1,0 +1,185 @@
+"""The batches of a loader on their meshes: where each entry goes, what all ranks must know of one,
+and the DistTensors made of what this rank has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor.comm import collectives, objects
+from disttensor.layout import Box, box_at, layout_of
+from disttensor.mesh import ProcessMesh
+from disttensor.meta import execute
+from disttensor.placement import Placement, Replicate, Shard
+from disttensor.spec import spec_of
+from disttensor.tensor.dist_tensor import wrap
+from disttensor.tree import rebuilt
+
+Tensor = torch.Tensor
+Path = tuple[Any, ...]
+Places = tuple[ProcessMesh, Sequence[Placement]]
+
+
+def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
+    """entry of a batch -> where it goes; None -> where all of it goes."""
+    one_mesh = isinstance(mesh, ProcessMesh)
+    flat = list(placements.values() if isinstance(placements, Mapping) else placements)
+    one_layout = all(isinstance(p, Placement) for p in flat)
+    if one_mesh and one_layout:
+        return {None: (mesh, _checked(placements))}
+    meshes = None if one_mesh else _by_key(mesh)
+    layouts = None if one_layout else _by_key(placements)
+    keys = meshes if meshes is not None else layouts or {}
+    if meshes is not None and layouts is not None and meshes.keys() != layouts.keys():
+        raise ValueError(
+            f"shard_loader: meshes for the entries {list(meshes)}, placements for {list(layouts)}: "
+            "give one of each for each entry of a batch"
+        )
+    return {
+        key: (
+            mesh if meshes is None else meshes[key],
+            _checked(placements if layouts is None else layouts[key]),
+        )
+        for key in keys
+    }
+
+
+def _by_key(value: Any) -> dict[Any, Any]:
+    return dict(value if isinstance(value, Mapping) else enumerate(value))
+
+
+def _checked(placements: Any) -> Sequence[Placement]:
+    for p in placements:
+        if type(p) not in (Shard, Replicate):
+            raise ValueError(
+                f"shard_loader: {p!r}: a batch that is loaded is split (dt.Shard) or replicated"
+            )
+    return placements
+
+
+def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[int, int]:
+    """Of so many samples, the first and the one behind the last of this rank's piece."""
+    own = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in placements]
+    dims = layout_of(own, 1, mesh.ndim).dims
+    box = box_at((count,), dims, mesh.shape, mesh.coordinate or ())
+    return box.offset[0], box.offset[0] + box.shape[0]
+
+
+class _Leaf(NamedTuple):
+    """A tensor of a batch, without dim 0."""
+
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}[{', '.join(['n', *map(str, self.tail)])}]"
+
+
+def walk(value: Any, leaf: Callable[[Any, Path], Any], path: Path) -> Any:
+    """The same structure with ``leaf(x, path)`` for each x that is no container."""
+    if isinstance(value, Mapping):
+        return {k: walk(v, leaf, (*path, k)) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) is not _Leaf:
+        return rebuilt(value, [walk(v, leaf, (*path, i)) for i, v in enumerate(value)])
+    return leaf(value, path)
+
+
+def _name(path: Path) -> str:
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+class Form(NamedTuple):
+    """Collects the tensors of a batch of so many ``rows``, and leaves what all ranks must know."""
+
+    tensors: dict[Path, Tensor]
+    rows: int
+
+    def __call__(self, x: Any, path: Path) -> Any:
+        if not isinstance(x, Tensor):
+            if x is None or isinstance(x, (bool, int, float, str, bytes)):
+                return x
+            raise TypeError(
+                f"shard_loader: {_name(path)} is a {type(x).__name__}: let collate_fn make a "
+                "tensor of it, or leave it out"
+            )
+        if not x.ndim or x.shape[0] != self.rows:
+            raise ValueError(
+                f"shard_loader: {_name(path)} has shape {list(x.shape)} for {self.rows} samples: "
+                "dim 0 of each tensor counts the samples"
+            )
+        self.tensors[path] = x
+        return _Leaf(tuple(x.shape[1:]), x.dtype)
+
+
+class Placed(NamedTuple):
+    """Makes the DistTensors of a batch of ``count`` samples, of which this rank has ``rows``."""
+
+    places: dict[Any, Places]
+    tensors: dict[Path, Tensor]
+    count: int
+    rows: Box
+
+    def __call__(self, x: Any, path: Path) -> Any:
+        if type(x) is not _Leaf:
+            return x
+        found = self.places.get(None) or self.places.get(path[0] if path else None)
+        if found is None:
+            raise ValueError(
+                f"shard_loader: {_name(path)} has no mesh and placements: they were given for "
+                f"{', '.join(_name((key,)) for key in self.places)}"
+            )
+        mesh, placements = found
+        shape = (self.count, *x.tail)
+        try:
+            spec = spec_of(mesh, shape, x.dtype, placements)
+        except ValueError as error:
+            raise ValueError(
+                f"shard_loader: {_name(path)} of shape {list(shape)}: {error}"
+            ) from None
+        if mesh.coordinate is None:
+            return execute.stand_in(spec)
+        box = spec.local_box
+        if (box.offset[0], box.offset[0] + box.shape[0]) != rows_of(self.count, mesh, placements):
+            raise ValueError(
+                f"shard_loader: {_name(path)} of shape {list(shape)}: {list(placements)} names "
+                "dim 0 from its end: say Shard(0)"
+            )
+        if not box.numel:
+            return wrap(torch.empty(box.shape, dtype=x.dtype, device=mesh.device), spec)
+        whole = Box((*self.rows.offset, *(0,) * len(x.tail)), (*self.rows.shape, *x.tail))
+        local = self.tensors[path]
+        moved = box.cut(local, whole).to(mesh.device, non_blocking=local.is_pinned())
+        return wrap(moved.contiguous(), spec)
+
+
+def agreed(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
+    """What all ranks say of a batch; what differs is an error on all of them."""
+    group = collectives.world_group()
+    why = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = objects.gather_objects((why, indices, form), group)
+    if error is not None:
+        raise error
+    for rank, (theirs, _, _) in zip(group.ranks, everyone, strict=True):
+        if theirs is not None:
+            raise RuntimeError(f"shard_loader: rank {rank} has no batch {number}: {theirs}")
+    for rank, (_, theirs, _) in zip(group.ranks, everyone, strict=True):
+        if theirs != everyone[0][1]:
+            raise ValueError(
+                f"shard_loader: batch {number} of rank {rank} is made of other samples than that "
+                "of rank 0. The loader of every rank goes through the whole data in one order: "
+                "give it no DistributedSampler, and shuffle with a generator of its own, "
+                "DataLoader(..., generator=torch.Generator().manual_seed(0)), or seed all ranks "
+                "alike"
+            )
+    known = [(r, f) for r, (_, _, f) in zip(group.ranks, everyone, strict=True) if f is not None]
+    for rank, theirs in known:
+        if theirs != known[0][1]:
+            raise ValueError(
+                f"shard_loader: batch {number} is {known[0][1]} on rank {known[0][0]} and {theirs} "
+                f"on rank {rank}: but for dim 0 the pieces of a batch have one shape, and values "
+                "that are no tensors are the same on all ranks. A collate_fn that pads must pad to "
+                "a length that does not depend on its samples"
+            )
+    return known[0][1] if known else None

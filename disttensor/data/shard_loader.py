@@ -1,0 +1,201 @@
+"""shard_loader: a DataLoader of global batches, of which each rank loads its own samples only.
+
+Every rank walks through the *indices* of all batches, which costs nothing, and loads those of its
+piece. What the ranks have to agree on (the order, and shape, dtype and structure of a batch, which
+a rank without samples cannot know) is compared for each batch, in one exchange of a few bytes. An
+error of one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from disttensor.data.batch import Form, Path, Placed, Places, agreed, entries, rows_of, walk
+from disttensor.layout import Box
+
+Tensor = torch.Tensor
+_KEPT = (
+    "dataset", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+    "multiprocessing_context", "generator", "persistent_workers",
+)  # fmt: skip
+
+
+def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
+    """``loader``, a torch DataLoader of global batches, as one of DistTensors.
+
+    Each rank loads the samples of its own piece of dim 0; ranks outside the mesh load none. Batches
+    and their order are those of one process with the same seed, the last one and ``drop_last`` too.
+    Batches may be tensors, or dicts, lists and tuples of them. ``mesh`` and ``placements`` are for
+    all tensors, or dicts or tuples with one for each entry of a batch: ``(stages[0], stages[-1])``.
+    All ranks of the world iterate together. ``state_dict`` holds the position in samples, and
+    resumes under any mesh. Raises TypeError for a loader without indices (an IterableDataset,
+    ``batch_size=None``), ValueError for placements that split no tensor this way.
+
+    >>> samples = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
+    >>> loader = torch.utils.data.DataLoader(samples, batch_size=4)
+    >>> loader = dt.shard_loader(loader, mesh, [dt.Shard(0), dt.Replicate()])
+    >>> [(x.tolist(), y.shape[0]) for x, y in loader][-1]
+    ([8.0, 9.0], 2)
+    """
+    return ShardedLoader(loader, mesh, placements)
+
+
+class ShardedLoader:
+    """What ``shard_loader`` gives: iterate over it, ask its ``len``, keep its ``state_dict``."""
+
+    def __init__(self, loader: Any, mesh: Any, placements: Any) -> None:
+        by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        if not by_index or isinstance(loader.dataset, IterableDataset):
+            raise TypeError(
+                "shard_loader: a torch DataLoader that batches by index is expected, and this "
+                f"{type(loader).__name__} does not: samples of an IterableDataset, or with "
+                "batch_size=None, have no index, by which a rank would pick its own. Give whole "
+                "batches to dt.shard_tensor, which costs loading them on every rank"
+            )
+        self.loader = loader
+        self.places = entries(mesh, placements)
+        self.pieces = _Pieces(loader.batch_sampler, list(self.places.values()))
+        kept = {name: getattr(loader, name) for name in _KEPT}
+        if not self.pieces.inside:
+            kept |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+            kept |= {"timeout": 0, "multiprocessing_context": None}
+        self.local: Any = DataLoader(
+            batch_sampler=self.pieces, collate_fn=_Collate(loader.collate_fn), **kept
+        )
+        self.samples = 0  # given in this epoch
+        self.began: list[Tensor] | None = None  # the generators when it began
+        self.resumed = False
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        generators = _generators(self.loader)
+        before = torch.get_rng_state()
+        if self.resumed and self.began is not None:
+            for generator, state in zip(generators, self.began, strict=True):
+                generator.set_state(state)
+        else:
+            self.samples = 0
+        self.began = [generator.get_state() for generator in generators]
+        self.pieces.skip = self.samples
+        batches = iter(self.local)  # draws the seed of the workers, and then
+        self.pieces.start()  # the sampler draws that of the order, as in one process
+        if self.resumed:  # what the script drew since then goes on as it was
+            torch.set_rng_state(before)
+        self.resumed = False
+        return self._batches(batches)
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number in range(2**63):
+            found: Any = None
+            error: Exception | None = None
+            tensors: dict[Path, Tensor] = {}
+            count, first, stop, digest = 0, 0, 0, 0
+            try:
+                value = next(batches)
+                count, first, stop, digest = self.pieces.given.popleft()
+                if first < stop:
+                    found = walk(value, Form(tensors, stop - first), ())
+            except StopIteration:
+                pass
+            except Exception as caught:
+                error = caught
+            form = agreed(number, (count, digest), found, error)
+            if not count:
+                break
+            rows = Box((first,), (stop - first,))
+            self.samples += count
+            yield walk(form, Placed(self.places, tensors, count, rows), ())
+        self.samples, self.began = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: how many samples of this epoch were given, and what decides its order."""
+        began = self.began or [generator.get_state() for generator in _generators(self.loader)]
+        size = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else -1
+        return {"samples": self.samples, "of": size, "generators": [g.clone() for g in began]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the samples that were given: on any mesh, with batches of any size. Raises
+        ValueError for the state of other data."""
+        mine = self.state_dict()
+        if (state["of"], len(state["generators"])) != (mine["of"], len(mine["generators"])):
+            raise ValueError(
+                f"shard_loader: this state is a position among {state['of']} samples with "
+                f"{len(state['generators'])} generators, and the loader has {mine['of']} with "
+                f"{len(mine['generators'])}: give it the data that were saved"
+            )
+        self.samples, self.resumed = int(state["samples"]), True
+        self.began = [g.clone() for g in state["generators"]]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """What an epoch draws from, each once: torch's own, if the loader has none."""
+    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    found = [loader.generator or torch.default_generator]
+    found += [g for g in (getattr(s, "generator", None) for s in samplers) if g is not None]
+    return list({id(g): g for g in found}.values())
+
+
+class _Pieces:
+    """A batch sampler: the indices of this rank's piece of each global batch of another one.
+
+    ``given``: for each that was asked for, (samples of the whole batch, the first of this rank and
+    the one behind its last, a digest of all indices). The first ``skip`` samples are left out.
+    """
+
+    def __init__(self, batches: Any, places: Sequence[Places]) -> None:
+        self.batches = batches
+        self.inside = [p for p in places if p[0].coordinate is not None]
+        self.skip = 0
+        self.given: deque[tuple[int, int, int, int]] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.given.clear()
+        self.ahead: deque[list[Any]] = deque()
+        self.source = self._left(iter(self.batches))
+        return self._pieces()
+
+    def start(self) -> None:
+        """Let the sampler draw the order of the epoch, if it has not."""
+        if not self.given and not self.ahead:
+            self.ahead.extend([batch for batch in [next(self.source, None)] if batch is not None])
+
+    def _left(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        skip = self.skip
+        for batch in batches:
+            batch = list(batch)
+            rest = batch[skip:]
+            skip -= len(batch) - len(rest)
+            if rest:
+                yield rest
+
+    def _pieces(self) -> Iterator[list[Any]]:
+        while True:
+            batch = self.ahead.popleft() if self.ahead else next(self.source, None)
+            if batch is None:
+                return
+            ranges = [r for r in (rows_of(len(batch), *p) for p in self.inside) if r[0] < r[1]]
+            first, stop = (
+                min((r[0] for r in ranges), default=0),
+                max((r[1] for r in ranges), default=0),
+            )
+            self.given.append((len(batch), first, stop, zlib.crc32(repr(batch).encode())))
+            yield batch[first:stop]
+
+
+class _Collate:
+    """``collate``, or None of no samples. A class, which workers can unpickle."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate(samples) if samples else None
