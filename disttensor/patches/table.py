@@ -15,7 +15,8 @@ from disttensor.comm import failures
 from disttensor.meta import guards
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
-from disttensor.patches import autograd_function, checkpoint, clip_grad
+from disttensor.patches import autograd_function, checkpoint, clip_grad, state_dicts
+from disttensor.patches.imports import once_imported
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import foreach_types
 
@@ -57,6 +58,20 @@ def replaced(new: Callable[[Any], Any], *places: tuple[Any, str]) -> Callable[[s
     return make
 
 
+def replaced_in(
+    module: str, new: Callable[[Any], Any], name: str, owner: str | None = None
+) -> Callable[[str], Undo]:
+    """``replaced`` in a module of torch, or in its class ``owner``, once that is imported."""
+
+    def make(what: str) -> Undo:
+        def change(found: Any) -> Undo:
+            return replaced(new, (getattr(found, owner) if owner else found, name))(what)
+
+        return once_imported(module, change)
+
+    return make
+
+
 def entered(table: list[Any], item: Any) -> Callable[[str], Undo]:
     def make(what: str) -> Undo:
         table.append(item)
@@ -94,6 +109,7 @@ def _guard_modules(what: str) -> Undo:
 
 
 _clip: Any = torch.nn.utils.clip_grad
+_STATE_DICTS = "torch.distributed._state_dict_utils"
 _checkpoint_generator = (
     "_checkpoint_without_reentrant_generator_impl"
     if hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")  # torch 2.14
@@ -198,6 +214,29 @@ TABLE = (
         "it refuses a DistTensor",
         "this is one: torch.serialization.add_safe_globals",
         _safe_to_load,
+    ),
+    Change(
+        "torch.distributed.checkpoint: full_state_dict",
+        "values come back in pieces, and copies are made of the stand-ins of whole tensors",
+        "none: torch's walk over a state dict knows DTensor by its name",
+        replaced_in(_STATE_DICTS, state_dicts.iterating, "_iterate_state_dict"),
+    ),
+    Change(
+        "torch.distributed.checkpoint: broadcast_from_rank0",
+        "every rank would hold the whole model until it is loaded",
+        "none: the same",
+        replaced_in(_STATE_DICTS, state_dicts.broadcasting, "_broadcast_tensors"),
+    ),
+    Change(
+        "torch.distributed.checkpoint: async_save",
+        "it copies the memory of one process",
+        "a stager, which each call of async_save has to be given",
+        replaced_in(
+            "torch.distributed.checkpoint._state_dict_stager",
+            state_dicts.staging,
+            "_offload_tensor",
+            owner="StateDictStager",
+        ),
     ),
     Change(
         "torch.nn.Module: attributes and hooks",

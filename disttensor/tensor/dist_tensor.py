@@ -18,6 +18,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor.backward import Backward
 from disttensor.tensor.base import as_parameter
+from disttensor.tensor.checkpointable import Checkpointable
 from disttensor.tensor.grad import Grad
 from disttensor.tensor.hooks import Hooks
 from disttensor.tensor.in_place import InPlace
@@ -34,7 +35,7 @@ def _no_dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any =
     )
 
 
-class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values):
+class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointable):
     """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of
     DistTensors.
 

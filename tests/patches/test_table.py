@@ -32,6 +32,7 @@ import sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.clip_grad
 import torch.amp.grad_scaler, torch.optim, torch._subclasses.fake_tensor
+import torch.distributed.checkpoint._state_dict_stager
 
 def content(value):
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -81,6 +82,9 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch._weights_only_unpickler._marked_safe_globals_set",
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         "torch.autograd.function.Function.apply",
+        "torch.distributed._state_dict_utils._broadcast_tensors",
+        "torch.distributed._state_dict_utils._iterate_state_dict",
+        "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.nn.init.sparse_",
         "torch.nn.modules.module.Module.zero_grad",
@@ -278,6 +282,34 @@ def changed_modules() -> None:
             assert module(leaf(mesh)).shape == (4 * times,)
 
 
+def pieces() -> Any:
+    return dt.shard_tensor(torch.arange(5.0), line(), [Shard(0)])
+
+
+def of_torch(module: str) -> Any:
+    """A module that ``import disttensor`` does not load."""
+    return importlib.import_module(f"torch.distributed.{module}")
+
+
+def whole_state() -> None:
+    got = of_torch("_state_dict_utils")._gather_state_dict({"w": {"a": [pieces()]}})
+    assert type(got["w"]["a"][0]) is torch.Tensor and got["w"]["a"][0].tolist() == [0, 1, 2, 3, 4]
+
+
+def received_state() -> None:
+    full, mine = {"w": torch.ones(5)}, {"w": pieces()}
+    of_torch("_state_dict_utils")._broadcast_state_dict(full, mine, torch.device("cpu"))
+    assert isinstance(mine["w"], dt.DistTensor) and mine["w"].sum().item() == 5
+
+
+def staged_state() -> None:
+    stager = of_torch("checkpoint._state_dict_stager").StateDictStager()
+    x = pieces()
+    got = stager.stage({"w": x})["w"]
+    assert torch.equal(got.to_local(), x.to_local())
+    assert got.to_local().data_ptr() != x.to_local().data_ptr()
+
+
 def told_of_failures() -> None:
     leaf(line()).sum()
     assert sys.excepthook is failures._hook
@@ -300,6 +332,9 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.optim: functions on lists": lists_of_optimizers,
     "torch.nn.utils: functions on lists": lists_of_clipping,
     "torch.load(weights_only=True)": loaded,
+    "torch.distributed.checkpoint: full_state_dict": whole_state,
+    "torch.distributed.checkpoint: broadcast_from_rank0": received_state,
+    "torch.distributed.checkpoint: async_save": staged_state,
     "torch.nn.Module: attributes and hooks": changed_modules,
     "sys.excepthook": told_of_failures,
 }
