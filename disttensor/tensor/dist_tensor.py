@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from disttensor.autograd import token
 from disttensor.autograd.grad_types import whole_grad
+from disttensor.comm.process_group import world
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
@@ -67,20 +69,15 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """What ``rebuild`` takes: this rank's piece, whose piece it is, and the spec."""
         spec = self.spec
         mesh = (spec.mesh.mesh.tolist(), spec.mesh.dim_names, spec.mesh.device_type)
         local = self.local.detach()
         if local.untyped_storage().nbytes() != local.nbytes:
             local = local.clone()
         flags = (self.local.requires_grad, self._is_param)
-        return rebuild, (
-            local,
-            mesh,
-            spec.layout.dims,
-            spec.layout.partial,
-            tuple(spec.shape),
-            flags,
-        )
+        layout = (spec.layout.dims, spec.layout.partial, spec.layout.own)
+        return rebuild, (local, mesh, layout, tuple(spec.shape), spec.dtype, flags, world()[0])
 
 
 def carry_out_with(dispatch: Callable[..., Any]) -> None:
@@ -99,15 +96,30 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
 
 
 def rebuild(
-    local: Tensor, mesh: Any, dims: Any, partial: Any, shape: Any, flags: tuple[bool, bool]
-) -> DistTensor:
-    """A DistTensor from what a pickle holds: this rank's piece and the spec."""
-    layout = Layout(tuple(tuple(d) for d in dims), tuple((a, op) for a, op in partial))
-    spec = DistSpec(ProcessMesh(*mesh), layout, shape, local.dtype)
-    if tuple(local.shape) != tuple(spec.local_shape):
+    local: Tensor, mesh: Any, layout: Any, shape: Any, dtype: torch.dtype,
+    flags: tuple[bool, bool], saved_by: int,
+) -> DistTensor:  # fmt: skip
+    """A DistTensor from what a pickle holds: the piece of the rank ``saved_by``, and the spec.
+
+    A rank outside the mesh needs no piece, and makes metadata of any. Raises RuntimeError on a
+    rank of the mesh whose own piece is another one.
+    """
+    spec = DistSpec(ProcessMesh(*mesh), Layout(*layout), shape, dtype)
+    here, there = spec.mesh.coordinate, spec.mesh.coordinate_of(saved_by)
+    if here is None:
+        device = spec.mesh.device
+        local = token.leaf(device, spec.dtype) if flags[0] else token.detached(device)
+    elif there is None or any(
+        here[a] != there[a] for a in (*spec.varies, *(a for a, _ in spec.layout.own))
+    ):
+        whose = "no piece: it was saved outside the mesh" if there is None else "another piece"
         raise RuntimeError(
-            f"this pickle holds a piece of shape {list(local.shape)}, but rank's place in {spec!r} "
-            f"is {list(spec.local_shape)}: every rank loads what that rank has saved"
+            f"this pickle of {spec!r} on {spec.mesh!r} was made on rank {saved_by} and holds "
+            f"{whose}; rank {world()[0]} needs its own. Every rank loads what that rank has saved; "
+            "what is to be loaded by others is made whole first, on all ranks of the mesh: "
+            "x.full_tensor(), or with ranks outside x.full_tensor(everywhere=True)"
         )
-    x = wrap(whole_grad(local.detach().requires_grad_(flags[0]), spec), spec)
+    else:
+        local = whole_grad(local.detach().requires_grad_(flags[0]), spec)
+    x = wrap(local, spec)
     return as_parameter(x) if flags[1] else x

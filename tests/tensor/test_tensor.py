@@ -10,6 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import disttensor as dt
@@ -25,6 +26,7 @@ from tests.support.layouts import (
     grid,
     same,
 )
+from tests.support.pool import on_ranks
 
 METADATA = """
 x.shape; x.size(); x.size(1); x.size(-1); x.size(dim=0); x.stride(); x.stride(0); x.stride(-1)
@@ -197,6 +199,59 @@ def test_copies_and_pickles(parameter):
         same(x, plain)
 
 
+class Mirrored(dt.Shard):
+    """A placement of the test's own."""
+
+
+@on_ranks(4)
+def test_a_pickle_of_another_ranks_piece_is_refused_by_all_ways(tmp_path):
+    """Even and uneven pieces, empty ones, pending sums; ranks in and outside the mesh."""
+    world, rank = dt.init_mesh((4,), ("w",)), dist.get_rank()
+    stage = dt.ProcessMesh([1, 3], ("x",))
+
+    def by_file(x, src):
+        if rank == src:
+            torch.save({"x": x}, tmp_path / "x")
+        dist.barrier()
+        try:
+            return torch.load(tmp_path / "x")["x"]
+        finally:
+            dist.barrier()
+
+    def by_broadcast(x, src):
+        objects = [x]
+        dist.broadcast_object_list(objects, src=src)
+        return objects[0]
+
+    def by_gather(x, src):
+        everyone = [None] * 4
+        dist.all_gather_object(everyone, pickle.dumps(x))
+        return pickle.loads(everyone[src])
+
+    for mesh, layout, size, dtype in [
+        (world, [dt.Shard(0)], 8, torch.float32),
+        (world, [dt.Shard(0)], 5, torch.int64),  # uneven, and one empty piece
+        (world, [dt.Partial()], 8, torch.float32),
+        (world, [dt.Replicate()], 8, torch.int64),
+        (stage, [dt.Shard(0)], 4, torch.int64),
+        (stage, [dt.Replicate()], 4, torch.float32),
+    ]:
+        plain = torch.arange(size).to(dtype)
+        x = dt.shard_tensor(plain, mesh, layout)
+        for src in (0, 1):
+            mine = rank == src or mesh.coordinate is None
+            shared = layout == [dt.Replicate()] and src in mesh.ranks
+            for way in (by_file, by_broadcast, by_gather):
+                if mine or shared:
+                    y = way(x, src)
+                    assert y.spec is x.spec and torch.equal(y.to_local(), x.to_local())
+                else:
+                    with pytest.raises(RuntimeError, match=rf"on rank {src}.*rank {rank} needs"):
+                        way(x, src)
+    x = dt.from_local(torch.zeros(2, 2), world, [Mirrored(1)], shape=(2, 8))
+    assert pickle.loads(pickle.dumps(x)).spec is x.spec
+
+
 @everywhere
 def test_a_saved_piece_is_no_larger_than_the_piece():
     x = dt.shard_tensor(torch.zeros(1 << 16), grid(), (dt.Shard(0), dt.Shard(0)))
@@ -302,9 +357,9 @@ def test_plain_tensors_that_require_grad(leaf):
     for layout in [(R, R), (S0, S1), (P, S0), (S1, R)]:
         for text in questions(MIXED):
             outs = []
-            for dist in (True, False):
+            for sharded in (True, False):
                 a, b = start.clone().requires_grad_(), (start + 0.5).requires_grad_()
-                x = dt.shard_tensor(a * 1, grid(), layout) if dist else a * 1
+                x = dt.shard_tensor(a * 1, grid(), layout) if sharded else a * 1
                 p = b if leaf else b * 1
                 y = eval(text, {"torch": torch}, {"x": x, "p": p})
                 (y * y).sum().backward()
