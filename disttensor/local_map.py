@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.autograd.graph import nodes_of
 from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch.key import Uncacheable, key_of
@@ -193,7 +194,7 @@ def _tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
     if not places or not wanting:
         return pieces
     nodes = [torch.autograd.graph.get_gradient_edge(x).node for x in wanting]
-    found = _reached([pieces[i] for i in places], nodes)
+    found = nodes_of([pieces[i] for i in places], set(nodes))
     apart = [x for x, node in zip(wanting, nodes, strict=True) if node not in found]
     if not apart and len(places) == 1:
         return pieces
@@ -201,20 +202,6 @@ def _tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
     for i, p in zip(places, tied, strict=True):
         pieces[i] = p
     return pieces
-
-
-def _reached(results: list[torch.Tensor], ends: list[Any]) -> set[Any]:
-    """Which of the nodes ``ends`` the graph of the results leads to. It is not followed beyond
-    them."""
-    stop, seen = set(ends), set()
-    todo = [torch.autograd.graph.get_gradient_edge(r).node for r in results if r.requires_grad]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in stop:
-                todo += [n for n, _ in node.next_functions if n is not None]
-    return seen & stop
 
 
 class _Regrad(torch.autograd.Function):

@@ -234,7 +234,7 @@ def general(
     cast: Runner | None,
 ) -> Runner:
     """Any call: several results, plain tensors among the arguments, writes."""
-    device, draws, result = mesh.device, found.draws, found.result
+    draws, result = found.draws, found.result
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on() and cast is not None:
@@ -247,26 +247,33 @@ def general(
         if writes:
             written(func, args[0], tensors, mesh)
             return None if result is None else args[0]
-        joined: dict[Any, Tensor] = {}
-
-        def made(out: infer.Out) -> Any:
-            spec = specs[out.number]
-            if out.same is not None:
-                given = tensors[out.same]
-                if type(given) is not DistTensor or given.spec is spec:
-                    return given  # else it was moved first, and what came back is another
-            local = joined.get(out.sources)
-            if local is None:
-                locals_ = [getattr(tensors[i], "local", tensors[i]) for i in out.sources]
-                local = joined[out.sources] = token.join(locals_, device)
-            new = wrap(local, spec)
-            if out.viewed is not None and type(tensors[out.viewed]) is DistTensor:
-                views.share(new, tensors[out.viewed])
-            return new
-
-        return map_leaves(result, infer.Out, made)
+        return filled(result, specs, tensors, mesh.device)
 
     return run
+
+
+def filled(
+    result: Any, specs: Sequence[DistSpec], tensors: Sequence[Any], device: torch.device
+) -> Any:
+    """``result`` with a new tensor of its spec for each Out, made of ``tensors``."""
+    joined: dict[Any, Tensor] = {}
+
+    def made(out: infer.Out) -> Any:
+        spec = specs[out.number]
+        if out.same is not None:
+            given = tensors[out.same]
+            if type(given) is not DistTensor or given.spec is spec:
+                return given  # else it was moved first, and what came back is another
+        local = joined.get(out.sources)
+        if local is None:
+            locals_ = [getattr(tensors[i], "local", tensors[i]) for i in out.sources]
+            local = joined[out.sources] = token.join(locals_, device)
+        new = wrap(local, spec)
+        if out.viewed is not None and type(tensors[out.viewed]) is DistTensor:
+            views.share(new, tensors[out.viewed])
+        return new
+
+    return map_leaves(result, infer.Out, made)
 
 
 def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:

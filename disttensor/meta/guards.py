@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -21,12 +21,8 @@ from disttensor.autograd import token
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import global_module_hooks
 
-
-class Guarded(Protocol):
-    def changed(self, name: str) -> None: ...
-
-
-_guarded: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_guarded: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Subtree]]
+_guarded = weakref.WeakKeyDictionary()
 _TELLING = (
     "__setattr__", "__delattr__", "add_module", "register_forward_hook",
     "register_forward_pre_hook",
@@ -37,17 +33,20 @@ _allowed = [False]  # disttensor.patches says when torch may be changed
 
 
 class Subtree:
-    """What ``module`` and the modules in it were made of when this was made."""
+    """What ``module`` and the modules in it were made of when this was made. ``changes``: how often
+    somebody has assigned to an attribute since."""
 
-    def __init__(self, module: nn.Module, guarded: Guarded) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
+        self.changes, self._stale = 0, False
+        self._flags: tuple[bool, ...] | None = None
         wrap_methods()
         for m in self.modules:
             if m not in _guarded:
                 _guarded[m] = weakref.WeakSet()
                 for name in ("_parameters", "_buffers"):
                     m.__dict__[name] = _Table.of(m, m.__dict__[name])
-            _guarded[m].add(guarded)
+            _guarded[m].add(self)
         self._hooks = [*global_module_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
         self.hooked = _any(self._hooks)
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
@@ -65,9 +64,22 @@ class Subtree:
             if isinstance(value, DistTensor)
         ]
 
+    def changed(self, name: str) -> None:
+        """Somebody assigned to an attribute of the module or of one in it."""
+        self.changes += 1
+        self._flags = None
+        self._stale = self._stale or name != "training"
+
+    def flags(self) -> tuple[bool, ...]:
+        """``training`` of each module, which may change."""
+        if self._flags is None:
+            self._flags = tuple([m.training for m in self.modules])
+        return self._flags
+
     def unchanged(self) -> bool:
-        """Are hooks and tensors as they were? Changes of attributes and tables are told to
-        what is guarded."""
+        """Are attributes, hooks and tensors as they were, but for ``flags``?"""
+        if self._stale:
+            return False
         if self.hooked:
             return _any(self._hooks)
         return not any(global_module_hooks) and (
@@ -104,8 +116,8 @@ def _any(tables: list[Any]) -> bool:
 
 
 def _tell(module: Any, name: Any) -> None:
-    for guarded in _guarded.get(module, ()):
-        guarded.changed(name)
+    for subtree in _guarded.get(module, ()):
+        subtree.changed(name)
 
 
 class _Table(dict[str, Any]):

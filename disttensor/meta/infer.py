@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.autograd.graph import nodes_of
 from disttensor.errors import name_of
 from disttensor.torch_private import DataDependentOutput as DataDependent
 from disttensor.torch_private import (
@@ -168,22 +169,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
 
 def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
     """The numbers of the leaves from which ``value`` was made differentiably."""
-    if not value.requires_grad:
-        return ()
-    numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
-    found: set[int] = set()
-    seen: set[Any] = set()
-    queue: list[Any] = [value.grad_fn] if value.grad_fn is not None else []
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(numbers[id(leaf)])
-        queue += [next_node for next_node, _ in node.next_functions]
-    return tuple(sorted(found))
+    found = {id(getattr(node, "variable", None)) for node in nodes_of([value])}
+    return tuple(i for i, leaf in enumerate(leaves) if id(leaf) in found)
 
 
 def named_dynamic(func: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from disttensor.meta.guards import Subtree
 from disttensor.meta.instance_forward import InstanceForward
-from disttensor.meta.trace import CONSTANTS, Case, trace
+from disttensor.meta.trace import ASSIGNS, CONSTANTS, Case, trace
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
 
@@ -84,16 +84,8 @@ class Skip(InstanceForward):
         self.module: nn.Module = state["module"]
         self._cases: dict[Any, Case | str] = {}
         self._subtree: Subtree | None = None
-        self._flags: tuple[bool, ...] | None = None
-        self._changes = self._trials = self._hits = 0
+        self._trials = self._hits = 0
         self._why = ""  # this module is never skipped
-
-    def changed(self, name: str) -> None:
-        """Somebody assigned to an attribute of the module or of one in it."""
-        self._changes += 1
-        self._flags = None
-        if name != "training":
-            self._subtree = None
 
     def why(self) -> list[str]:
         """Why calls so far are not skipped: for people."""
@@ -102,36 +94,32 @@ class Skip(InstanceForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._why or _tracing.now or count_function_modes():
-            return self._run(args, kwargs)
+            return self.class_forward(*args, **kwargs)
         subtree = self._subtree
         if subtree is None or not subtree.unchanged():
             subtree = self._look()
             if subtree is None:
-                return self._run(args, kwargs)
+                return self.class_forward(*args, **kwargs)
         if not subtree.elsewhere:
-            return self._run(args, kwargs)
+            return self.class_forward(*args, **kwargs)
         try:
             key, inputs = self._key(args, kwargs)
         except _NoKey:
-            return self._run(args, kwargs)
+            return self.class_forward(*args, **kwargs)
         case = self._cases.get(key)
         if case is None:
             return self._trace(subtree, key, inputs, args, kwargs)
         if type(case) is str:
-            return self._run(args, kwargs)
+            return self.class_forward(*args, **kwargs)
         self._hits += 1
         return case.give(inputs)  # type: ignore[union-attr]
-
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     def _look(self) -> Subtree | None:
         """Look the module through anew. None: it is not to be skipped as it is."""
         if not self._may_try():
             return None
         self._cases.clear()
-        self._flags = None
-        self._subtree = subtree = Subtree(self.module, self)
+        self._subtree = subtree = Subtree(self.module)
         if any(
             getattr(type(m), "_never_skip", False) or "_never_skip" in m.__dict__
             for m in subtree.modules
@@ -153,24 +141,21 @@ class Skip(InstanceForward):
     def _trace(
         self, subtree: Subtree, key: Any, inputs: list[DistTensor], args: Any, kwargs: Any
     ) -> Any:
-        if (
-            current_backward() != -1 or not inputs
-        ):  # what a backward computes again shows no random calls
-            return self._run(args, kwargs)
+        # what a backward computes again shows no random calls
+        if current_backward() != -1 or not inputs:
+            return self.class_forward(*args, **kwargs)
         if subtree.hooked or any(x.is_initialized for x in inputs):
             self._cases[key] = "hooks in it, or inputs on this rank"
-            return self._run(args, kwargs)
+            return self.class_forward(*args, **kwargs)
         if not self._may_try():
-            return self._run(args, kwargs)
+            return self.class_forward(*args, **kwargs)
         _tracing.now = True
         try:
-            result, case = trace(
-                lambda: self._run(args, kwargs), inputs, subtree, lambda: self._changes
-            )
+            result, case = trace(lambda: self.class_forward(*args, **kwargs), inputs, subtree)
         finally:
             _tracing.now = False
-        if case == "it assigns to attributes":
-            self._why = case
+        if case == ASSIGNS:
+            self._why = ASSIGNS
         if not isinstance(case, str) and not self._same_key(key, args, kwargs):
             case = "it changes its arguments"
         if len(self._cases) >= _MOST:
@@ -186,23 +171,12 @@ class Skip(InstanceForward):
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
         """What the metadata of the results depends on; and the tensors among the arguments."""
-        parts: list[Any] = []
         inputs: list[DistTensor] = []
-        for a in args:
-            if type(a) is DistTensor:
-                inputs.append(a)
-                parts += (a.spec, a.local.requires_grad)
-            else:
-                parts.append(_part(a, inputs))
-        if kwargs:
-            for name, a in kwargs.items():
-                parts += (name, _part(a, inputs))
+        parts: list[Any] = [_part(args, inputs), _part(kwargs, inputs)]
         subtree: Any = self._subtree
         for attributes, name in subtree.attached:
             parts.append(_part(attributes.get(name), inputs))
-        if self._flags is None:
-            self._flags = tuple([m.training for m in subtree.modules])
-        parts += (self._flags, _grad(), torch.get_default_dtype())
+        parts += (subtree.flags(), _grad(), torch.get_default_dtype())
         if autocast_is_on():
             device = inputs[0].device.type if inputs else "cpu"
             parts += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random as python_random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,88 +20,39 @@ from torch.overrides import TorchFunctionMode
 
 from disttensor import runtime
 from disttensor.autograd import token
+from disttensor.autograd.graph import nodes_of
+from disttensor.meta import execute, infer
 from disttensor.meta.guards import Subtree
 from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
-from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tree import flat, rebuilt
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tree import flat, map_leaves
 
 Tensor = torch.Tensor
-CONSTANTS = frozenset(
-    {
-        int,
-        str,
-        bool,
-        float,
-        complex,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.memory_format,
-        torch.Size,
-    }
-)
-
-
-class Same(NamedTuple):
-    """A result that is an input itself."""
-
-    number: int
-
-
-class Out(NamedTuple):
-    """A result. ``sources``: the inputs that it depends on, None where it needs no gradient;
-    ``viewed``: the input whose memory it shares."""
-
-    spec: DistSpec
-    sources: tuple[int, ...] | None
-    viewed: int | None
+ASSIGNS = "it assigns to attributes"
+CONSTANTS = frozenset({
+    int, str, bool, float, complex, type(None), torch.dtype, torch.device, torch.memory_format,
+    torch.Size,
+})  # fmt: skip
 
 
 @dataclass(slots=True)
 class Case:
-    """What a forward gives for inputs of one kind, and how many random calls it makes."""
+    """What a forward gives for inputs of one kind (``infer.Out`` in place of the tensors, which
+    have the ``specs``), and how many random calls it makes."""
 
     result: Any
+    specs: list[DistSpec]
     draws: int
-    spec: DistSpec  # of one of its tensors
+    spec: DistSpec  # of an input
 
     def give(self, inputs: Sequence[DistTensor]) -> Any:
+        mesh = self.spec.mesh
         for _ in range(self.draws):
-            state.draw(self.spec.mesh, "fast")
-        if type(self.result) is Out:
-            return given(self.result, inputs)
-        return self._made(self.result, inputs)
-
-    def _made(self, value: Any, inputs: Sequence[DistTensor]) -> Any:
-        kind = type(value)
-        if kind is Out:
-            return given(value, inputs)
-        if kind is Same:
-            return inputs[value.number]
-        if kind is dict:
-            return {k: self._made(v, inputs) for k, v in value.items()}
-        if isinstance(value, (list, tuple)) and kind is not torch.Size:
-            return rebuilt(value, [self._made(v, inputs) for v in value])
-        return value
-
-
-def given(out: Out, inputs: Sequence[DistTensor]) -> DistTensor:
-    spec, sources, viewed = out
-    device = spec.mesh.device
-    if sources is None:
-        local = token.detached(device)
-    elif len(sources) == 1 and inputs[sources[0]].local.grad_fn is not None:
-        local = inputs[sources[0]].local
-    elif not sources:
-        local = token.orphan(device)
-    else:
-        local = token.join([inputs[i].local for i in sources], device)
-    new = wrap(local, spec)
-    if viewed is not None:
-        views.share(new, inputs[viewed])
-    return new
+            state.draw(mesh, "fast")
+        tensors = [*inputs, token.orphan(mesh.device)]
+        return execute.filled(self.result, self.specs, tensors, mesh.device)
 
 
 class Unfit(Exception):
@@ -109,10 +60,7 @@ class Unfit(Exception):
 
 
 def trace(
-    forward: Callable[[], Any],
-    inputs: Sequence[DistTensor],
-    subtree: Subtree,
-    changes: Callable[[], int],
+    forward: Callable[[], Any], inputs: Sequence[DistTensor], subtree: Subtree
 ) -> tuple[Any, Case | str]:
     """The result of ``forward()``, and the Case for the next such calls, or why there is none."""
     originals = [x.local for x in inputs]
@@ -123,7 +71,7 @@ def trace(
     specs = [x.spec for x in inputs]
     known = {id(t): t for t in (*inputs, *subtree.tensors)}
     calls = _Calls(known)
-    before, attributes, assigned = _world(), subtree.attributes(), changes()
+    before, attributes, changes = _world(), subtree.attributes(), subtree.changes
     for x in inputs:
         x.local = marks.get(id(x), x.local)
     touched = False
@@ -141,43 +89,47 @@ def trace(
             raise Unfit(calls.why)
         if touched or any(x.spec is not s for x, s in zip(inputs, specs, strict=True)):
             raise Unfit("it changes an input in place")
-        if changes() != assigned or subtree.attributes() != attributes:
-            raise Unfit("it assigns to attributes")
+        if subtree.changes != changes or subtree.attributes() != attributes:
+            raise Unfit(ASSIGNS)
         if not subtree.unchanged():
             raise Unfit("it changes parameters or hooks")
         draws = _compare(before, _world())
-        tokens = {
-            mark.grad_fn: i
-            for i, x in reversed(list(enumerate(inputs)))
-            if (mark := marks.get(id(x))) is not None
-        }
         numbers = {id(x): i for i, x in reversed(list(enumerate(inputs)))}
-        outs: list[Out] = []
+        tokens = {mark.grad_fn: numbers[i] for i, mark in marks.items()}
+        results: list[DistSpec] = []
         kept = {id(t) for t in subtree.tensors}
 
-        def describe(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if id(value) in numbers:
-                    return Same(numbers[id(value)])
-                if type(value) is not DistTensor or value.is_initialized:
-                    raise Unfit("it gives a tensor that is not elsewhere")
-                if id(value) in kept or id(value) not in known:
-                    raise Unfit("it gives a tensor that it did not compute")
-                outs.append(_described(value, tokens, numbers))
-                return outs[-1]
-            if type(value) is dict:
-                return {k: describe(v) for k, v in value.items()}
-            if type(value) in (list, tuple) or (
-                isinstance(value, tuple) and hasattr(value, "_fields")
+        def describe(value: DistTensor) -> infer.Out:
+            same = numbers.get(id(value))
+            if same is None and (
+                value.is_initialized or id(value) in kept or id(value) not in known
             ):
-                return rebuilt(value, [describe(v) for v in value])
-            if type(value) in CONSTANTS:
-                return value
-            raise Unfit(f"it gives a {type(value).__name__}")
+                raise Unfit("it gives a tensor that it did not compute")
+            results.append(value.spec)
+            viewed = views.base_of(value)
+            while viewed is not None and id(viewed) not in numbers:
+                viewed = views.base_of(viewed)
+            above = None if viewed is None else numbers[id(viewed)]
+            sources = () if same is not None else _sources(value, tokens, len(inputs))
+            spec = value.spec
+            return infer.Out(len(results) - 1, spec.shape, spec.dtype, sources, same, above)
 
-        return result, Case(describe(result), draws, specs[0])
+        _check(result)
+        described = map_leaves(result, DistTensor, describe)
+        return result, Case(described, results, draws, specs[0])
     except Unfit as why:
         return result, str(why)
+
+
+def _check(value: Any) -> None:
+    """Raise Unfit for what cannot be given again: all but DistTensors and constants."""
+    if type(value) is dict:
+        value = tuple(value.values())
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        for v in value:
+            _check(v)
+    elif type(value) is not DistTensor and type(value) not in CONSTANTS:
+        raise Unfit(f"it gives a {type(value).__name__}")
 
 
 def _mark(local: Tensor) -> Tensor:
@@ -187,36 +139,19 @@ def _mark(local: Tensor) -> Tensor:
         return root.view_as(root)
 
 
-def _described(value: DistTensor, tokens: dict[Any, int], numbers: dict[int, int]) -> Out:
-    viewed = views.base_of(value)
-    while viewed is not None and id(viewed) not in numbers:
-        viewed = views.base_of(viewed)
-    local = value.local
+def _sources(value: DistTensor, tokens: dict[Any, int], orphan: int) -> tuple[int, ...]:
+    """The inputs on whose tokens ``value`` depends, and ``orphan`` if it requires grad. Raises
+    Unfit where it depends on a token that no input has."""
+    local: Any = value.local
     if not local.requires_grad:
-        sources = None
-    elif not torch.is_grad_enabled() or local.grad_fn is None:
+        return ()
+    if not torch.is_grad_enabled() or local.grad_fn is None:
         raise Unfit("it gives a tensor that requires grad by itself")
-    else:
-        sources = _reached(local, tokens)
-    return Out(value.spec, sources, None if viewed is None else numbers[id(viewed)])
-
-
-def _reached(local: Tensor, tokens: dict[Any, int]) -> tuple[int, ...]:
-    """The inputs on whose tokens ``local`` depends. Raises Unfit where it depends on a token that
-    no input has."""
-    nothing = token.orphan(local.device).grad_fn
-    found, seen, queue = set[int](), set[Any](), [local.grad_fn]
-    while queue:
-        node: Any = queue.pop()
-        if node in tokens:
-            found.add(tokens[node])
-        elif node is not nothing and node not in seen:
-            seen.add(node)
-            rest = [n for n, _ in node.next_functions if n is not None]
-            if not rest:
-                raise Unfit("its result depends on tensors that are not among its inputs")
-            queue += rest
-    return tuple(sorted(found))
+    ends = {*tokens, token.orphan(local.device).grad_fn}
+    nodes = nodes_of([local], ends)
+    if any(all(n is None for n, _ in node.next_functions) for node in nodes - ends):
+        raise Unfit("its result depends on tensors that are not among its inputs")
+    return (*sorted(tokens[node] for node in nodes if node in tokens), orphan)
 
 
 class _Calls(TorchFunctionMode):

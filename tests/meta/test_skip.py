@@ -320,6 +320,25 @@ def test_attributes_are_seen(world):
     assert count(block, x) == 2
 
 
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.times, self.wide = nn.Parameter(torch.ones(4)), 1, False
+
+    def forward(self, x):
+        return (x * self.weight).repeat(self.times + 4 * self.wide)
+
+
+def test_an_attribute_from_outside_counts_from_the_next_call_on(world):
+    module, mesh = elsewhere(Repeated)
+    for times, wide in ((1, False), (1, False), (2, False), (2, True), (2, False), (3, True)):
+        module.times, module.wide = times, wide
+        assert module(value(mesh, 4)).shape == (4 * times + 16 * wide,)
+    del module.wide
+    type(module).wide = 1
+    assert module(value(mesh, 4)).shape == (28,)
+
+
 class Plain(nn.Module):
     """One line of the forward is given."""
 
