@@ -25,10 +25,10 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DataDependentOutput", "DynamicOutputShape", "FakeTensorMode", "TorchDispatchMode",
-    "after_backward", "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "count_function_modes", "current_backward", "default_store",
-    "default_timeout", "direct_apply", "foreach_types", "global_module_hooks", "group_name",
+    "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
+    "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
+    "count_function_modes", "current_backward", "default_store", "default_timeout",
+    "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name",
     "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
     "reduce_scatter_single", "set_timeout", "set_versions", "storage_id",
     "top_saved_tensors_hooks",
@@ -97,6 +97,18 @@ autocast_is_on: Callable[[], bool] = need(
 count_function_modes: Callable[[], int] = need(
     "to see modes that record calls", torch._C, "_len_torch_function_stack"
 )
+
+_modes = threading.local()
+
+
+def fake_mode() -> Any:
+    """Inside, functions run on tensors without data. One for each thread, made when it is first
+    needed: torch imports its compiler for it, which takes longer than to import all that is
+    ours."""
+    if not hasattr(_modes, "fake"):
+        _modes.fake = FakeTensorMode(allow_non_fake_inputs=True)
+    return _modes.fake
+
 
 # Process groups -----------------------------------------------------------------------------------
 

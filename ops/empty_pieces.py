@@ -4,12 +4,16 @@ tensors."""
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from disttensor.torch_private import autocast_is_on, fake_mode
+from disttensor.tree import flat, substitute
 from ops.local import LocalCall
 
 
@@ -28,30 +32,65 @@ def zero_of(*values: Any) -> Tensor:
     return sum(parts[1:], parts[0]) if parts else tensors[0].new_zeros(())
 
 
+class Result(NamedTuple):
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def results_of_whole(call: LocalCall) -> Callable[[Any, Any], tuple[Any, list[Result]]]:
+    """``(args, kwargs)`` of a piece -> (the type of what the function gives for the whole, what is
+    known of each tensor in it). The function runs once on tensors of the global shapes without
+    data; under autocast, whose dtypes may depend on sizes, once more."""
+    known: dict[Any, tuple[Any, list[Result]]] = {}
+
+    def find(args: Any, kwargs: Any) -> tuple[Any, list[Result]]:
+        tensors = flat((args, kwargs), [])
+        kind = tensors[0].device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = cast, torch.is_grad_enabled(), *[t.requires_grad for t in tensors]
+        if key not in known:
+            pieces = iter(call.inputs)
+
+            def whole(t: Tensor) -> Tensor:
+                made = torch.empty(next(pieces).shape, dtype=t.dtype, device=t.device)
+                return made.requires_grad_(t.requires_grad)
+
+            with fake_mode(), saved_tensors_hooks(lambda t: t, lambda t: t):
+                given = call.func(*substitute(tuple(args), whole), **substitute(kwargs, whole))
+            found = [Result(t.dtype, t.requires_grad) for t in flat(given, [])]
+            known[key] = (Tensor if isinstance(given, Tensor) else type(given)), found
+        return known[key]
+
+    return find
+
+
+def in_dtype_of_whole(call: LocalCall) -> Any:
+    """The torch function, for those with one result whose dtype under autocast depends on sizes:
+    it is that of the whole, on all ranks."""
+    find = results_of_whole(call)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = call.func(*args, **kwargs)
+        return out.to(find(args, kwargs)[1][0].dtype) if autocast_is_on() else out
+
+    return run
+
+
 def zeros_if_empty(call: LocalCall) -> Any:
     """The torch function; on a rank with nothing zeros of the results' shapes, in the types that it
     gives."""
     if not is_empty(call):
         return call.func
+    find = results_of_whole(call)
 
     def zeros(*args: Any, **kwargs: Any) -> Any:
-        pieces = iter(call.inputs)
-
-        def whole(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                made = torch.empty(next(pieces).shape, dtype=value.dtype, device="meta")
-                return made.requires_grad_(value.requires_grad)
-            return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
-
-        wholes = [whole(a) for a in args]  # the pieces of the arguments come before those by name
-        given = call.func(*wholes, **{k: whole(v) for k, v in kwargs.items()})
-        results = [given] if isinstance(given, Tensor) else given
+        kind, results = find(args, kwargs)
         zero = zero_of(*args, *kwargs.values())
         made = [
-            (zero if t.requires_grad else zero.detach()).to(t.dtype).expand(p.local_shape).clone()
-            for t, p in zip(results, call.outputs, strict=True)
+            (zero if r.requires_grad else zero.detach()).to(r.dtype).expand(p.local_shape).clone()
+            for r, p in zip(results, call.outputs, strict=True)
         ]
-        return made[0] if isinstance(given, Tensor) else type(given)(made)
+        return made[0] if kind is Tensor else kind(made)
 
     return zeros
 
@@ -82,16 +121,16 @@ def bias_if_empty(call: LocalCall, bias_dim: int = -1) -> Any:
     with one result that are products, plus a ``bias`` along a dim of the result."""
     if not is_empty(call):
         return call.func
-    shape = call.outputs[0].local_shape
-    along = [1] * len(shape)
+    zeros = zeros_if_empty(call)
+    along = [1] * len(call.outputs[0].shape)
 
-    def zeros(first: Any, second: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        out = zero_of(first, second, *rest, *kwargs.values()).expand(shape).clone()
-        tensors = [v for v in (*rest, kwargs.get("bias")) if isinstance(v, torch.Tensor)]
+    def run(first: Any, second: Any, *rest: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = zeros(first, second, *rest, **kwargs)
+        tensors = [v for v in (*rest, kwargs.get("bias")) if isinstance(v, Tensor)]
         for bias in tensors:
             if bias.ndim == 1:
                 along[bias_dim] = bias.numel()
-                out = out + bias.view(along)
+                out = out + bias.to(out.dtype).view(along)
         return out
 
-    return zeros
+    return run

@@ -9,7 +9,6 @@ each result depends on (so that gradients find their way), whether the call draw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,8 @@ from disttensor.errors import name_of
 from disttensor.torch_private import DataDependentOutput as DataDependent
 from disttensor.torch_private import (
     DynamicOutputShape,
-    FakeTensorMode,
     TorchDispatchMode,
+    fake_mode,
     storage_id,
 )
 from disttensor.tree import flat, rebuilt, substitute
@@ -71,13 +70,6 @@ _DYNAMIC = (
 )  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
-
-
-@cache
-def fake_mode() -> FakeTensorMode:
-    """Made when it is first needed: torch imports its compiler for it, which takes longer than to
-    import all that is ours."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:

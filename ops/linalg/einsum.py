@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ops.empty_pieces import in_dtype_of_whole
 from ops.factors import Arg, Factors, Letter, expand_dots
+from ops.local import LocalCall
 from ops.registry import rule
 
 
@@ -52,7 +55,16 @@ def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
         for dims, t in zip(named, tensors, strict=True)
     )
     reduced = {d: "sum" for d in sizes if d not in out}
-    return Factors(inputs, (out,), sizes, reduced=reduced, terms=(frozenset(range(len(tensors))),))
+    terms_of_all = (frozenset(range(len(tensors))),)
+    return Factors(inputs, (out,), sizes, reduced=reduced, terms=terms_of_all, local=_local)
+
+
+def _local(call: LocalCall) -> Any:
+    """torch multiplies elementwise in place of a matrix product, which autocast knows, where all
+    that is summed has size 1; the order of several products depends on sizes too."""
+    cut = [s for p in call.inputs for s, n in zip(p.local_shape, p.shape, strict=True) if s != n]
+    alike = all(s > 1 for s in cut) and (len(call.inputs) < 3 or not cut)
+    return call.func if alike else in_dtype_of_whole(call)
 
 
 def _tokens(term: str) -> list[Letter]:

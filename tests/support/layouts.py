@@ -144,6 +144,8 @@ def assemble(
 ) -> Tensor:
     """The global tensor from its pieces. Over axes in ``summed`` pieces add up; over axes that
     neither split nor are pending they must be equal."""
+    dtypes = {piece.dtype for piece in pieces.values()}
+    assert len(dtypes) == 1, f"{what}: the ranks' dtypes differ: {dtypes}"
     for axis in summed:
         pieces = _reduce_axis(pieces, axis, mesh_shape[axis], "sum")
     for axis, op in layout.partial:

@@ -25,13 +25,16 @@ class World:
         self.boards: dict[Any, tuple[threading.Barrier, list[Any]]] = {}
 
     def run(self, body: Callable[[Coordinate], Any]) -> dict[Coordinate, Any]:
-        """``body(coordinate)`` on every rank at once: the results by coordinate."""
+        """``body(coordinate)`` on every rank at once, under the caller's autocast: the results by
+        coordinate."""
+        cast = torch.is_autocast_enabled("cpu")
         out: dict[Coordinate, Any] = {}
         errors: dict[Coordinate, BaseException] = {}
 
         def work(place: Coordinate) -> None:
             try:
-                out[place] = body(place)
+                with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=cast):
+                    out[place] = body(place)
             except BaseException as error:
                 with self.lock:
                     errors[place] = error
