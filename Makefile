@@ -3,6 +3,7 @@
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
 #              timeline of its collectives, what a rank holds and sends; writes docs/performance.md, docs/overlap.svg and
 #              the table in docs/parallel.md
+# make square  a run saved under each strategy and resumed under each, and processes killed at each moment of a save
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
@@ -18,7 +19,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench coverage operators matrix newest lint clean
+.PHONY: train test bench square coverage operators matrix newest lint clean
 
 train: .venv/.installed
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -32,6 +33,10 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/data_parallel.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/overlap.py --svg docs/overlap.svg
 	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
+
+square: .venv/.installed
+	$(BIN)/python -m tests.checkpoint.runs
+	$(BIN)/python -m tests.checkpoint.killed
 
 coverage: .venv/.installed
 	$(BIN)/python -m tests.opinfo.opinfo --dtypes all --most 1000 $(ARGS)

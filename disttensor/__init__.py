@@ -39,6 +39,7 @@ with _versions.importing():
     from disttensor.interop import from_dtensor, to_dtensor
     from disttensor.local_map import local_map
     from disttensor.data.shard_loader import shard_loader
+    from disttensor.checkpoint.checkpointer import Checkpointer
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.nn.shard_module import shard_module
     from disttensor.fsdp.replicas import check_replicas
@@ -52,7 +53,7 @@ with _versions.importing():
 __version__ = _versions.__version__
 
 __all__ = [
-    "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
+    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
     "Explanation", "FallbackWarning", "Group",
     "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",

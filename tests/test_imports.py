@@ -41,6 +41,7 @@ ROOMS = (
     "interop",
     "local_map",
     "data",
+    "checkpoint",
     "nn",
     "pipeline",
     "fsdp",

@@ -61,6 +61,16 @@ def manual_seed(seed: int) -> None:
         ) from None
 
 
+def get_state() -> tuple[int, int]:
+    """(seed, random calls so far)"""
+    return _State.seed, _State.calls
+
+
+def set_state(seed: int, calls: int) -> None:
+    """Go on as after ``calls`` random calls of ``manual_seed(seed)``."""
+    _State.seed, _State.calls = seed, calls
+
+
 class rng:
     """``with rng("invariant"):`` or ``with rng("fast"):`` chooses the policy for all random calls
     inside.

@@ -1,0 +1,1 @@
+"""Checkpoints: a training run, saved on one mesh and resumed on any."""

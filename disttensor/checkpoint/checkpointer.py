@@ -1,0 +1,308 @@
+"""Checkpointer: save a training run and go on with it, on any mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor.checkpoint import folder
+from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
+from disttensor.checkpoint.synced_file import SyncedFile
+from disttensor.comm import objects
+from disttensor.comm.collectives import world
+from disttensor.comm.groups import Group, new_group
+from disttensor.random import state as random
+from disttensor.tensor.dist_tensor import DistTensor
+
+VALUES = "values.pt"
+RANDOM = "random"
+_KINDS = (OSError, ValueError, TypeError)
+
+
+class _Job(NamedTuple):
+    """One save: what this rank writes, and where to."""
+
+    step: int
+    path: Path
+    planner: Any
+    plan: Any
+    metadata: Any
+    values: bytes
+    error: Exception | None = None  # of making the copies
+
+
+class Checkpointer:
+    """Keeps the newest ``keep`` checkpoints of a run in ``folder``, which all ranks share.
+
+    ``save(step, model=..., optimizer=...)`` takes models, optimizers, whatever has ``state_dict``
+    and ``load_state_dict`` (schedulers, scalers, a ``shard_loader``), tensors, lists and dicts;
+    ``load`` with the same names fills them and gives the step, or None where there is nothing.
+    The state of random numbers goes along. All ranks call it alike, on any mesh and any number of
+    processes; an error is raised on all of them.
+
+    >>> import tempfile
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with tempfile.TemporaryDirectory() as runs:
+    ...     checkpoints = dt.Checkpointer(runs, keep=2)
+    ...     step = checkpoints.load(model=model) or 0
+    ...     checkpoints.save(step + 50, model=model, notes={"lr": 0.1})
+    ...     checkpoints.load(model=model)
+    50
+    """
+
+    def __init__(self, folder: str | Path, keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"Checkpointer: keep={keep}: at least 1, or None for all")
+        self.folder, self.keep = Path(folder), keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None  # of the writer, the same on all ranks
+        self._memory: dict[Any, torch.Tensor] = {}  # copies of the save before
+        self._planned: tuple[Any, Any] = None, None  # for which tensors, and their plans
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, the newest last."""
+        return [saved.step for saved in folder.complete(self.folder)]
+
+    def save(self, step: int, *, background: bool = False, **state: Any) -> None:
+        """A checkpoint of ``state``: whole, or not there at all.
+
+        ``background``: copy it, and write beside the training. The next call of this object waits
+        for that, and raises what went wrong.
+        """
+        self.wait()
+        what = f"Checkpointer.save, step {step}"
+        group, error = _group(), None
+        tensors: Tensors = {}
+        values: dict[str, Any] = {}
+        path = None
+        try:
+            if RANDOM in state:
+                raise ValueError(f"{RANDOM}= is a name that the checkpointer needs itself")
+            names = parameter_names(state)
+            for key, x in state.items():
+                values[key] = collect(key, x, names, tensors)
+                check_loadable(key, values[key])
+            if group.index == 0:
+                path = folder.begin(self.folder, step)
+        except Exception as caught:
+            error = caught
+        states = {key: v.pop("state") for key, v in values.items() if v["kind"] == "optimizer"}
+        digests, firsts = _by_mesh(states, group.index)
+        digests |= {(key, ()): _digest(value) for key, value in values.items()}
+        generator = torch.get_rng_state()
+        mine = path, _specs(tensors), _digest(generator), digests, firsts
+        everyone = _agree(what, group, error, mine)
+        seen: dict[Any, tuple[int, str]] = {}
+        for rank, (*_, their_digests, their_states) in enumerate(everyone):
+            for part, digest in their_digests.items():
+                other, expected = seen.setdefault(part, (rank, digest))
+                if digest != expected:
+                    raise ValueError(
+                        f"{what}: {part[0]} is not the same on ranks {other} and {rank}: what "
+                        "differs between ranks has no meaning on another mesh. Give what is "
+                        "global, or leave it out"
+                    )
+            for key in states:
+                values[key].setdefault("state", {}).update(their_states[key])
+        alike = all(theirs[2] == mine[2] for theirs in everyone)
+        values[RANDOM] = {"state": random.get_state(), "torch": generator if alike else None}
+        specs = [theirs[1] for theirs in everyone]
+        planner, plan, metadata = self._plan(what, group, tensors, specs)
+        data = io.BytesIO()
+        torch.save(values, data)
+        job = _Job(step, everyone[0][0], planner, plan, metadata, data.getvalue())
+        if not background:
+            self._write(what, job)
+            return
+        try:
+            planner.stage(plan, self._memory)
+            self._memory = planner.copies
+        except Exception as caught:  # the other ranks hear of it from the writer
+            job = job._replace(error=caught)
+        self._thread = threading.Thread(target=self._run, args=(what, job), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what is written in the background is complete. Raises its error, on all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def load(self, step: int | None = None, **state: Any) -> int | None:
+        """Fill ``state`` with the newest complete checkpoint, or that of ``step``; gives its step,
+        or None if there is none. A part of what was saved may be asked for.
+
+        Raises ValueError, before anything is changed, where a file was changed, or the state is not
+        what was saved: it names the file, the parameter or the entry.
+        """
+        self.wait()
+        what, group = "Checkpointer.load", _group()
+        found: Any = None
+        error: Exception | None = None
+        try:
+            if group.index == 0:
+                found = self._find(step)
+        except Exception as caught:
+            error = caught
+        path = _agree(what, group, error, found)[0]
+        if path is None:
+            return None
+        tensors: Tensors = {}
+        put: Any = []
+        try:
+            reached = folder.check(path, group.index, group.size)
+            values = torch.load(path / VALUES, weights_only=True)
+            lacking = [key for key in state if key not in values]
+            if lacking:
+                there = ", ".join(key for key in values if key != RANDOM)
+                raise ValueError(f"{path} has no {lacking[0]}: it has {there}")
+            names = parameter_names(state)
+            put = [restore(key, x, values[key], names, tensors) for key, x in state.items()]
+            put.insert(0, _storage().reading(path, tensors))
+        except Exception as caught:
+            error = caught
+        _agree(what, group, error)
+        try:
+            for fill in put:
+                fill()
+            random.set_state(*values[RANDOM]["state"])
+            if values[RANDOM]["torch"] is not None:
+                torch.set_rng_state(values[RANDOM]["torch"])
+        except Exception as caught:
+            error = caught
+        _agree(what, group, error)
+        return reached
+
+    def _find(self, step: int | None) -> Path | None:
+        found = [s for s in folder.complete(self.folder) if step is None or s.step == step]
+        if step is not None and not found:
+            raise ValueError(
+                f"there is no complete checkpoint of step {step} in {self.folder}: the steps are "
+                f"{self.steps()}"
+            )
+        return found[-1].path if found else None
+
+    def _plan(
+        self, what: str, group: Group, tensors: Tensors, specs: list[Any]
+    ) -> tuple[Any, Any, Any]:
+        """Who writes what; as the last time, if all ranks have the same tensors."""
+        planner = _storage().Staged()
+        planner.set_up_planner(tensors, is_coordinator=group.index == 0)
+        if self._planned[0] != specs:
+            error, mine = None, None
+            try:
+                mine = planner.create_local_plan()
+            except Exception as caught:
+                error = caught
+            plans = _agree(what, group, error, mine)
+            self._planned = specs, planner.create_global_plan(plans)
+        plans, metadata = self._planned[1]
+        return planner, planner.finish_plan(plans[group.index]), metadata
+
+    def _run(self, what: str, job: _Job) -> None:
+        try:
+            self._write(what, job)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, what: str, job: _Job) -> None:
+        group, error = _group(), job.error
+        results: Any = []
+        writer = _storage().Writer(job.path)
+        try:
+            if error is None:
+                results = writer.write(job.plan, job.planner, group.index)
+        except Exception as caught:
+            error = caught
+        try:
+            everyone = _agree(what, group, error, (results, writer.sums))
+            try:
+                if group.index == 0:
+                    writer.finish(job.metadata, [theirs for theirs, _ in everyone])
+                    with SyncedFile(job.path / VALUES, writer.sums) as file:
+                        file.write(job.values)
+                    sums = {name: s for _, some in everyone for name, s in some.items()}
+                    folder.publish(job.path, job.step, {**sums, **writer.sums})
+                    folder.prune(self.folder, self.keep)
+            except Exception as caught:
+                error = caught
+            _agree(what, group, error)
+        except Exception:
+            if group.index == 0:
+                shutil.rmtree(job.path, ignore_errors=True)
+            raise
+
+
+def _storage() -> Any:
+    return import_module("disttensor.checkpoint.storage")
+
+
+def _group() -> Group:
+    """All ranks, on a communicator of its own: a writer in the background uses it too."""
+    return new_group(range(world()[1]), ("world",), "checkpoint")
+
+
+def _agree(what: str, group: Group, error: Exception | None, value: Any = None) -> list[Any]:
+    """Every rank's ``value``; the error of any rank is raised on all."""
+    kind = next((k for k in _KINDS if isinstance(error, k)), RuntimeError)
+    mine = None if error is None else (_KINDS.index(kind) if kind in _KINDS else -1, str(error))
+    everyone = objects.gather_objects((mine, value), group)
+    for rank, (failed, _) in zip(group.ranks, everyone, strict=True):
+        if failed is not None:
+            raised = RuntimeError if failed[0] < 0 else _KINDS[failed[0]]
+            where = f" (rank {rank})" if group.size > 1 else ""
+            raise raised(f"{what}{where}: {failed[1]}") from error
+    return [theirs for _, theirs in everyone]
+
+
+def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:
+    """Of the states of optimizers: (optimizer, ranks of a mesh) -> digest of those there, and
+    optimizer -> those that this rank, the first of their mesh, speaks for."""
+    parts: dict[Any, Any] = {}
+    firsts: dict[str, Any] = {key: {} for key in states}
+    for key, state in states.items():
+        for name, (ranks, tree) in state.items():
+            parts.setdefault((key, (*ranks, "state")), {})[name] = tree
+            if rank == (ranks or (0,))[0]:
+                firsts[key][name] = tree
+    return {part: _digest(trees) for part, trees in parts.items()}, firsts
+
+
+def _specs(tensors: Tensors) -> str:
+    """Changes with whatever a plan depends on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, x in tensors.items():
+        kind = (x.spec, x.spec.mesh, x.spec.mesh.ranks) if isinstance(x, DistTensor) else x.device
+        digest.update(repr((name, tuple(x.shape), x.dtype, kind)).encode())
+    return digest.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    """Of the values in a tree."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            digest.update(repr((tuple(x.shape), x.dtype)).encode())
+            if not x.is_meta:
+                digest.update(objects.digest(x).encode())
+        elif isinstance(x, (Mapping, list, tuple)):
+            digest.update(f"{len(x)}".encode())
+            for part in x.items() if isinstance(x, Mapping) else x:
+                add(part)
+        else:
+            digest.update(f"{type(x).__name__} {x!r}\n".encode())
+
+    add(value)
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""A folder of checkpoints: which are complete, how a new one appears whole or not at all, and what
+is kept.
+
+    000007-step-350/          complete: it got this name when all that is in it was on the disk
+        complete.json         the step, and size and CRC-32 of each file
+        values.pt             what is no tensor
+        .metadata, *.distcp   tensors, as torch.distributed.checkpoint writes them
+    .writing-000008-step-400/ not yet; the next save removes what a crash has left
+
+Folders are numbered in the order in which they were published.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from disttensor.checkpoint.synced_file import Sums, SyncedFile, sum_of
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_WRITING, _REMOVING = ".writing-", ".removing-"
+_MARK = "complete.json"
+
+
+class Saved(NamedTuple):
+    """A complete checkpoint."""
+
+    number: int
+    step: int
+    path: Path
+
+
+def complete(folder: Path) -> list[Saved]:
+    """Those in ``folder``, the newest last."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [(match, name) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(Saved(int(m[1]), int(m[2]), folder / name) for m, name in found)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new folder to write into. What an earlier run has left behind is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(folder):
+        if name.startswith((_WRITING, _REMOVING)):
+            shutil.rmtree(folder / name)
+    last = max((saved.number for saved in complete(folder)), default=0)
+    path = folder / f"{_WRITING}{last + 1:06d}-step-{step}"
+    path.mkdir()
+    return path
+
+
+def publish(path: Path, step: int, sums: Sums) -> Path:
+    """Give a folder, all of whose files are on the disk, its name."""
+    for name, (size, _) in sums.items():
+        if not (path / name).is_file() or (path / name).stat().st_size != size:
+            raise OSError(
+                f"{path / name} is not what another rank has written: all ranks need the same "
+                "folder, on a file system that they share"
+            )
+    mark = {"format": 1, "step": step, "files": sums}
+    with SyncedFile(path / _MARK, {}) as file:
+        file.write(json.dumps(mark, indent=1).encode())
+    _sync(path)
+    name = path.with_name(path.name.removeprefix(_WRITING))
+    os.rename(path, name)
+    _sync(name.parent)
+    return name
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Remove all but the newest ``keep``: each loses its name first."""
+    for saved in complete(folder)[: -keep if keep else 0]:
+        doomed = saved.path.with_name(_REMOVING + saved.path.name)
+        os.rename(saved.path, doomed)
+        shutil.rmtree(doomed)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check(path: Path, part: int, parts: int) -> int:
+    """The step of a checkpoint. Raises ValueError where a file is missing or changed; the content
+    is that of every ``parts``-th large file."""
+    try:
+        mark: Any = json.loads((path / _MARK).read_bytes())
+        step, files, version = int(mark["step"]), mark["files"], mark["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / _MARK} cannot be read: {error}. {_WAY_OUT}") from None
+    if version != 1:
+        raise ValueError(f"{path} has format {version}: it is from a newer disttensor")
+    large = sorted(name for name in files if name.endswith(".distcp"))
+    for name, (size, crc) in files.items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing. {_WAY_OUT}")
+        there = file.stat().st_size
+        if there != size:
+            raise ValueError(f"{file} has {there:,} bytes, and was saved with {size:,}. {_WAY_OUT}")
+        mine = name not in large or large.index(name) % parts == part
+        if mine and sum_of(file) != (size, crc):
+            raise ValueError(f"{file} was changed since it was saved. {_WAY_OUT}")
+    return step
+
+
+_WAY_OUT = "Load an earlier checkpoint by its step, or remove the folder"

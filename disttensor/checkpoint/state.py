@@ -1,0 +1,304 @@
+"""What a training run consists of, as tensors by name and a tree of all other values, and back.
+
+Names are those of the model's parameters, whatever mesh, stage or shard they are on:
+``model.blocks.0.up.weight``, ``optimizer.state.model.blocks.0.up.weight.exp_avg``. In the tree a
+tensor that has a name is a meta tensor; small plain ones, as the optimizers' ``step``, stay.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from disttensor.create import empty, shard_tensor
+from disttensor.tensor.checkpointable import settled
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.reshard import resharded
+from disttensor.tree import rebuilt
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+Target = Callable[[str, Tensor], Tensor]  # of a name and what was saved: what to put in its place
+_SMALL = 64  # elements of a plain tensor that stays in the tree
+
+
+def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
+    """id of a parameter -> its name in a checkpoint."""
+    models = [(key, x) for key, x in objects.items() if isinstance(x, nn.Module)]
+    return {id(p): f"{key}.{name}" for key, model in models for name, p in model.named_parameters()}
+
+
+def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any:
+    """The tree of one object; its tensors are added to ``tensors``. Raises TypeError for an object
+    that could not be filled again."""
+    if isinstance(x, nn.Module):
+        known: dict[int, str] = {}
+        tied, state = {}, {}
+        for name, value in x.state_dict(keep_vars=True).items():
+            first = known.setdefault(id(value), name) if isinstance(value, Tensor) else name
+            if first != name:
+                tied[name] = first
+            else:
+                state[name] = _split(value, f"{key}.{name}", tensors, small=0)
+        return {"kind": "model", "state": state, "tied": tied}
+    if isinstance(x, Optimizer):
+        options = [{k: v for k, v in g.items() if k not in _LISTS} for g in x.param_groups]
+        params = [p for group in x.param_groups for p in group["params"]]
+        held = {_name(p, names, key): (_ranks(p), x.state[p]) for p in params if p in x.state}
+        return {
+            "kind": "optimizer",
+            "params": [[_name(p, names, key) for p in group["params"]] for group in x.param_groups],
+            "options": _split(options, f"{key}.options", tensors),
+            "state": {
+                name: (ranks, _split(of, f"{key}.state.{name}", tensors, small=1))
+                for name, (ranks, of) in held.items()
+                if ranks is not None
+            },
+        }
+    if hasattr(x, "state_dict") and hasattr(x, "load_state_dict"):
+        return {"kind": "object", "state": _split(x.state_dict(), key, tensors)}
+    if isinstance(x, (dict, list, Tensor)):
+        return {"kind": "value", "state": _split(x, key, tensors)}
+    raise TypeError(
+        f"{key}={x!r}: load could not put a value into a {type(x).__name__}. Give what has "
+        f"state_dict and load_state_dict, a tensor, a list or a dict: {key}={{'value': ...}}"
+    )
+
+
+_LISTS = ("params", "param_names")
+
+
+def _ranks(p: Tensor) -> tuple[int, ...] | None:
+    """Who has the state of p (a rank outside its mesh may have none, or an old one); (): all. None
+    where this rank is not among them."""
+    if not isinstance(p, DistTensor):
+        return ()
+    return p.process_mesh.ranks if p.is_initialized else None
+
+
+def _name(p: Tensor, names: Mapping[int, str], key: str) -> str:
+    if id(p) not in names:
+        raise ValueError(
+            f"{key}: a parameter of this optimizer, of shape {list(p.shape)}, is in none of the "
+            "models that are given with it, and has no name without: add model=model"
+        )
+    return names[id(p)]
+
+
+def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
+    if isinstance(value, Tensor):
+        if isinstance(value, DistTensor):
+            with torch.no_grad():  # what is pending is reduced
+                value = resharded(value.detach(), settled(value.spec))
+        elif value.numel() <= small:
+            return value.detach().cpu().clone()
+        tensors[name] = value.detach()
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, Mapping):
+        return {k: _split(v, f"{name}.{k}", tensors, small) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_split(v, f"{name}.{i}", tensors, small) for i, v in enumerate(value)]
+        return rebuilt(value, items)
+    return value
+
+
+def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
+    """The way back: each tensor becomes what ``target`` makes of it; where it is a meta tensor,
+    that will be read."""
+    if isinstance(value, Tensor):
+        made = target(name, value)
+        if value.is_meta:
+            tensors[name] = made
+        return made
+    if isinstance(value, dict):
+        return {k: _fill(v, f"{name}.{k}", tensors, target) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_fill(v, f"{name}.{i}", tensors, target) for i, v in enumerate(value)]
+        return rebuilt(value, items)
+    return value
+
+
+def _plain(name: str, saved: Tensor) -> Tensor:
+    return torch.empty(saved.shape, dtype=saved.dtype) if saved.is_meta else saved
+
+
+def check_loadable(key: str, tree: Any) -> None:
+    """Raises TypeError for a value that ``torch.load(weights_only=True)`` will not make again."""
+    shell = _fill(tree, key, {}, lambda name, x: x[:0] if x.ndim else x)
+    data = io.BytesIO()
+    try:
+        torch.save(shell, data)
+        torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"{key} holds a value that could not be loaded again: checkpoints are read with "
+            f"weights_only, and have tensors, numbers, strings, lists and dicts. {error}"
+        ) from None
+
+
+def restore(
+    key: str, x: Any, saved: Any, names: Mapping[int, str], tensors: Tensors
+) -> Callable[[], Any]:
+    """Adds to ``tensors`` what is to be read for one object; call the result when it was. Raises
+    ValueError where the object is not what was saved. Nothing is changed yet."""
+    kind = "model" if isinstance(x, nn.Module) else saved["kind"]
+    kind = "optimizer" if isinstance(x, Optimizer) else kind
+    if kind != saved["kind"]:
+        raise ValueError(
+            f"{key} is a {type(x).__name__}, and the checkpoint has a {saved['kind']} of that name"
+        )
+    if kind == "model":
+        return _restore_model(key, x, saved, tensors)
+    if kind == "optimizer":
+        return _restore_optimizer(key, x, saved, names, tensors)
+    if kind == "object":
+        now: Tensors = {}
+        _split(x.state_dict(), key, now)
+
+        def like(name: str, there: Tensor) -> Tensor:
+            found = now.get(name)
+            same = there.is_meta and isinstance(found, DistTensor) and found.shape == there.shape
+            return torch.empty_like(found, dtype=there.dtype) if same else _plain(name, there)
+
+        state = _fill(saved["state"], key, tensors, like)
+        return lambda: x.load_state_dict(state)
+    value = saved["state"]
+    if isinstance(x, Tensor):
+        _check_tensor(key, x, value)
+        if not value.is_meta:
+            return lambda: x.copy_(value)
+        tensors[key] = x.detach()
+        return x.detach
+    value = _fill(value, key, tensors, _plain)
+    if type(x) is not type(value):
+        raise ValueError(
+            f"{key} is a {type(x).__name__}, and was saved as a {type(value).__name__}"
+        )
+
+    def put() -> None:
+        x.clear()
+        x.extend(value) if isinstance(x, list) else x.update(value)
+
+    return put
+
+
+def _restore_model(key: str, model: nn.Module, saved: Any, tensors: Tensors) -> Callable[[], Any]:
+    now = model.state_dict(keep_vars=True)
+    there = {**saved["state"], **{n: saved["state"][first] for n, first in saved["tied"].items()}}
+    _check_names(key, "model", now, there)
+    first = {id(value): name for name, value in reversed(now.items())}
+    for name, value in now.items():
+        if not isinstance(value, Tensor):
+            now[name] = there[name]
+            continue
+        _check_tensor(f"{key}.{name}", value, there[name])
+        source, own = saved["tied"].get(name, name), first[id(value)]
+        if own == name and source != name and first[id(now[source])] != name:
+            raise ValueError(
+                f"{key}.{name} shares its memory with {key}.{source} in the checkpoint, and does "
+                "not in this model: tie them as the saved model did"
+            )
+        if own != name and saved["tied"].get(own, own) != source:
+            raise ValueError(
+                f"{key}.{name} shares its memory with {key}.{own} in this model, and the "
+                "checkpoint has a value for each: do not tie them"
+            )
+        if own == name:
+            tensors[f"{key}.{source}"] = value if isinstance(value, DistTensor) else value.detach()
+    return lambda: model.load_state_dict(now)
+
+
+def _restore_optimizer(
+    key: str, x: Optimizer, saved: Any, names: Mapping[int, str], tensors: Tensors
+) -> Callable[[], Any]:
+    listed = [[_name(p, names, key) for p in group["params"]] for group in x.param_groups]
+    group_of = {name: g for g, group in enumerate(saved["params"]) for name in group}
+    _check_names(key, "optimizer", [n for group in listed for n in group], group_of)
+    chosen = [_group_of(key, group, group_of, saved["options"]) for group in listed]
+    options = _fill(saved["options"], f"{key}.options", tensors, _plain)
+    state: dict[Any, Any] = {}
+    for group, there in zip(x.param_groups, listed, strict=True):
+        for p, name in zip(group["params"], there, strict=True):
+            if name in saved["state"]:
+                like = _state_like(p.detach())
+                state[p] = _fill(saved["state"][name], f"{key}.state.{name}", tensors, like)
+
+    def put() -> None:
+        whole = x.state_dict()
+        for group, i in zip(whole["param_groups"], chosen, strict=True):
+            group.update({} if i is None else options[i])
+        x.load_state_dict({**whole, "state": {}})
+        for group in x.param_groups:
+            for p in group["params"]:
+                if p not in state:
+                    continue
+                on_device = group.get("capturable") or group.get("fused")
+                if on_device and isinstance(state[p].get("step"), Tensor):
+                    state[p]["step"] = state[p]["step"].to(p.device)
+                x.state[p] = state[p]
+
+    return put
+
+
+def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> int | None:
+    """The saved group whose options those of ``group`` become."""
+    first = group_of[group[0]] if group else None
+    for name in group:
+        if options[group_of[name]] != options[first]:
+            raise ValueError(
+                f"{key}: {group[0]} and {name} are in one group here, and were saved in two with "
+                "other options: make the groups as they were"
+            )
+    return first
+
+
+def _state_like(p: Tensor) -> Target:
+    """Makes the state of parameter p: it lies as p does where it has its shape."""
+
+    def make(name: str, saved: Tensor) -> Tensor:
+        alike = saved.shape == p.shape and not name.endswith(".step")
+        if not isinstance(p, DistTensor) or (saved.numel() <= 1 and not alike):
+            return _plain(name, saved).to("cpu" if saved.numel() <= 1 else p.device)
+        if not saved.is_meta:
+            return shard_tensor(saved, p.process_mesh, p.placements)
+        if alike:
+            return torch.empty_like(p, dtype=saved.dtype)
+        return empty(*saved.shape, mesh=p.process_mesh, dtype=saved.dtype)
+
+    return make
+
+
+def _check_names(key: str, kind: str, here: Iterable[str], there: Iterable[str]) -> None:
+    here, there = list(here), list(there)
+    missing = [name for name in here if name not in set(there)]
+    unexpected = [name for name in there if name not in set(here)]
+    if missing or unexpected:
+        close = difflib.get_close_matches(missing[0], unexpected, 1) if missing else []
+        parts = [
+            f"{len(some)} {what}: {', '.join(some[:3])}{', ...' if len(some) > 3 else ''}"
+            for some, what in (
+                (missing, "parameters here that the checkpoint lacks"),
+                (unexpected, "in the checkpoint that are not here"),
+            )
+            if some
+        ]
+        hint = f" (is {missing[0]} its {close[0]}?)" if close else ""
+        raise ValueError(f"{key}: another {kind} was saved: {'; '.join(parts)}{hint}")
+
+
+def _check_tensor(name: str, here: Tensor, there: Any) -> None:
+    if not isinstance(there, Tensor):
+        raise ValueError(f"{name} is a tensor, and the checkpoint has a {type(there).__name__}")
+    if here.is_meta:
+        raise ValueError(f"{name} is on the meta device: give it memory before load")
+    if (here.shape, here.dtype) != (there.shape, there.dtype):
+        raise ValueError(
+            f"{name} is {here.dtype} of shape {list(here.shape)}, and the checkpoint has "
+            f"{there.dtype} of shape {list(there.shape)}"
+        )

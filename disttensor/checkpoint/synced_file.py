@@ -1,0 +1,59 @@
+"""Files that are on the disk when they are closed, and their sums."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+Sums = dict[str, tuple[int, int]]  # name of a file -> (bytes, CRC-32)
+_CHUNK = 1 << 24
+
+
+class SyncedFile(io.RawIOBase):
+    """A new file. Its content is on the disk when ``close`` returns, which adds its sum to
+    ``sums``."""
+
+    def __init__(self, path: str | os.PathLike[str], sums: Sums) -> None:
+        self.path, self.sums = Path(path), sums
+        self.size = self.crc = 0
+        self.file = open(path, "wb", buffering=0)  # noqa: SIM115
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):  # a disk that is nearly full takes a part
+                done += self.file.write(view[done:]) or 0
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self.crc = zlib.crc32(view, self.crc)
+        self.size += done
+        return done
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def close(self) -> None:
+        if not self.file.closed:
+            try:
+                os.fsync(self.file.fileno())
+            finally:
+                self.file.close()
+            self.sums[self.path.name] = (self.size, self.crc)
+        super().close()
+
+
+def sum_of(path: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file."""
+    crc = size = 0
+    with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_CHUNK))
+        while count := file.readinto(buffer):
+            crc, size = zlib.crc32(buffer[:count], crc), size + count
+    return size, crc
