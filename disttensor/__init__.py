@@ -53,7 +53,8 @@ with _versions.importing():
 __version__ = _versions.__version__
 
 __all__ = [
-    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
+    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec",
+    "DistTensor",
     "Explanation", "FallbackWarning", "Group",
     "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",

@@ -17,7 +17,8 @@ from disttensor import placement
 from tests.support.pool import on_ranks
 
 NAMES = [
-    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec", "DistTensor",
+    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec",
+    "DistTensor",
     "Explanation", "FallbackWarning", "Group",
     "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",

@@ -65,10 +65,10 @@ def publish(path: Path, step: int, sums: Sums) -> Path:
     with SyncedFile(path / _MARK, {}) as file:
         file.write(json.dumps(mark, indent=1).encode())
     _sync(path)
-    name = path.with_name(path.name.removeprefix(_WRITING))
-    os.rename(path, name)
-    _sync(name.parent)
-    return name
+    target = path.with_name(path.name.removeprefix(_WRITING))
+    os.rename(path, target)
+    _sync(target.parent)
+    return target
 
 
 def prune(folder: Path, keep: int | None) -> None:
