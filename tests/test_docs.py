@@ -23,6 +23,7 @@ PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob
 LAUNCH = [str(ROOT / "examples" / "launch.py"), "4"]
 EXAMPLE = str(ROOT / "examples" / "tensor_parallel.py")
 PATIENCE = 100.0  # seconds
+PROGRAMS = [p for p in PAGES if program(p)]
 EXAMPLES = {"train.py"}  # files of the reader's own
 
 
@@ -54,34 +55,36 @@ def same_lines(text: str) -> str:
     )
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if program(p)])
-def test_page_runs_in_one_process(page: str, tmp_path: Path) -> None:
-    run(RUN_PAGES, str(tmp_path / "out"), page)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    """What each page prints in one process and on rank 0 of four: two starts for all pages."""
+    folder = tmp_path_factory.mktemp("printed")
+    for processes, command in ((1, []), (4, LAUNCH)):
+        run(*command, RUN_PAGES, str(folder / str(processes)), *PROGRAMS)
+    return {n: json.loads((folder / str(n)).read_text()) for n in (1, 4)}
 
 
 @pytest.mark.limit(240)
-def test_pages_print_on_four_ranks_what_they_show(tmp_path: Path) -> None:
-    showing = [p for p in PAGES if program(p)]
-    run(*LAUNCH, RUN_PAGES, str(tmp_path / "four"), *showing)
-    printed = json.loads((tmp_path / "four").read_text())
-    for page in showing:
-        rest = same_lines(printed[page])
-        for language, first, text in blocks(page):
-            if language == "text":
-                shown = same_lines(text)
-                assert shown in rest, (
-                    f"{page}:{first} shows\n{shown}\nbut the page (from there) prints\n{rest}"
-                )
-                rest = rest[rest.index(shown) + len(shown) :]
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_a_page_prints_on_four_ranks_what_it_shows(
+    page: str, printed: dict[int, dict[str, str]]
+) -> None:
+    rest = same_lines(printed[4][page])
+    for language, first, text in blocks(page):
+        if language == "text":
+            shown = same_lines(text)
+            assert shown in rest, (
+                f"{page}:{first} shows\n{shown}\nbut the page (from there) prints\n{rest}"
+            )
+            rest = rest[rest.index(shown) + len(shown) :]
 
 
 @pytest.mark.limit(240)
-def test_readme_gives_the_same_loss_on_one_process_and_on_four(tmp_path: Path) -> None:
-    losses = []
-    for name, command in (("one", []), ("four", LAUNCH)):
-        run(*command, RUN_PAGES, str(tmp_path / name), "README.md")
-        losses.append(float(json.loads((tmp_path / name).read_text())["README.md"].split()[0]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+def test_readme_gives_the_same_loss_on_one_process_and_on_four(
+    printed: dict[int, dict[str, str]],
+) -> None:
+    one, four = (float(printed[n]["README.md"].split()[0]) for n in (1, 4))
+    assert one == pytest.approx(four, rel=1e-5)
 
 
 @pytest.mark.parametrize("page", PAGES)
