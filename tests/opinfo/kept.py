@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import disttensor as dt
 from disttensor import Replicate, Shard
-from tests.opinfo.opinfo_call import replace, rounds, seed
+from tests.opinfo.opinfo_call import replace, rounds, sample_inputs, seed
 from tests.opinfo.opinfo_check import OPS, common_methods_invocations, unseeded
 from tests.support import oracle
 
@@ -210,13 +210,7 @@ def keeps(func: Any, given: Any, way: Independent, mesh: Any) -> str:
 
 def measure(name: str, most: int, mesh: Any) -> Row:
     op, row = OPS[name], Row(name)
-    seed(0)
-    samples = list(
-        itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=False), 200)
-    )
-    if len(samples) > TRIED:
-        samples = [samples[i * (len(samples) - 1) // (TRIED - 1)] for i in range(TRIED)]
-    for n, sample in enumerate(samples):
+    for n, sample in enumerate(sample_inputs(op, torch.float32, TRIED, 200, False)):
         if len({sample for sample, *_ in row.dims}) == most:
             break
         given = ((sample.input, *sample.args), dict(sample.kwargs))

@@ -11,7 +11,6 @@ rank of two, the other is not there.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import warnings
@@ -30,7 +29,7 @@ from ops.factors import Factors
 from ops.notation import notation
 from ops.registry import RULES, Function, Rule
 from tests.opinfo import kept
-from tests.opinfo.opinfo_call import replace, seed
+from tests.opinfo.opinfo_call import replace, sample_inputs
 from tests.opinfo.opinfo_check import OPS, common_methods_invocations, unseeded
 from tests.support import oracle
 
@@ -102,11 +101,7 @@ def observed() -> Watch:
 def samples(op: Any) -> Iterator[Any]:
     if torch.float32 not in op.supported_dtypes("cpu"):
         return
-    seed(0)
-    found = list(itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=False), 200))
-    if len(found) > SAMPLES:
-        found = [found[i * (len(found) - 1) // (SAMPLES - 1)] for i in range(SAMPLES)]
-    for sample in found:
+    for sample in sample_inputs(op, torch.float32, SAMPLES, 200, False):
         given = ((sample.input, *sample.args), dict(sample.kwargs))
         tensors = oracle.tensors_in(given)
         if tensors and all(t.layout is torch.strided for t in tensors):

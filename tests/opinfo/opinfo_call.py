@@ -3,23 +3,52 @@ DistTensors."""
 
 from __future__ import annotations
 
+import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor
 
 from disttensor import DistTensor
 from tests.support import oracle
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # they want packages that nothing here needs
+    from torch.testing._internal import common_methods_invocations, common_utils
+    from torch.testing._internal.opinfo import core
+
+OPS = {op.full_name: op for op in common_methods_invocations.op_db}
 FORMS = ("call", "in place", "out=")
 
 
 def seed(number: int) -> None:
-    torch.manual_seed(number)
+    """All that samples are drawn from. ``torch.manual_seed`` writes the caller's stack down for
+    each device that is not there, which takes a hundred times as long."""
+    torch.default_generator.manual_seed(number)
     random.seed(number)
+    numpy.random.seed(number)
+
+
+def sample_inputs(op: Any, dtype: torch.dtype, most: int, among: int, grad: bool) -> list[Any]:
+    """Samples of an OpInfo: at most ``most`` of its first ``among``, from the first to the last.
+
+    torch looks through the whole stack for the unit test that asks for them. There is none."""
+    seed(0)
+    with (
+        mock.patch.object(common_utils, "extract_test_fn", lambda: None),
+        mock.patch.object(core, "extract_test_fn", lambda: None),
+        mock.patch.object(common_utils, "set_rng_seed", seed),
+    ):
+        found = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), among))
+    if len(found) > most:
+        found = [found[i * (len(found) - 1) // max(most - 1, 1)] for i in range(most)]
+    return found
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import itertools
 import json
 import pickle
 import random
@@ -29,25 +28,23 @@ import disttensor as dt
 from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
 from tests.opinfo.opinfo_call import (
     FORMS,
+    OPS,
     Call,
     Outcome,
     amount,
     close,
+    common_methods_invocations,
     dense,
     full_of,
     rounds,
     same,
+    sample_inputs,
     seed,
     structure,
 )
 from tests.support import oracle
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it wants packages that nothing here needs
-    from torch.testing._internal import common_methods_invocations
-
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
-OPS = {op.full_name: op for op in common_methods_invocations.op_db}
 UNSET = re.compile(r"empty|resize")  # functions whose results hold whatever was in memory
 
 LIMIT = 120.0  # seconds for one OpInfo
@@ -134,12 +131,8 @@ def unseeded(op: Any, *args: Any, **kwargs: Any) -> Any:
 def samples_of(op: Any, dtype: torch.dtype, most: int) -> Iterator[tuple[Any, Any]]:
     """((args, kwargs), sample), the same on every rank: at most ``most``, from the first to the
     last."""
-    seed(0)
     asks = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    found = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=asks), 400))
-    if len(found) > most:
-        found = [found[i * (len(found) - 1) // max(most - 1, 1)] for i in range(most)]
-    for sample in found:
+    for sample in sample_inputs(op, dtype, most, 400, asks):
         # Some samples come out of a set: their order differs between processes.
         given: list[Any] = [((sample.input, *sample.args), dict(sample.kwargs))]
         try:

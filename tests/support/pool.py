@@ -51,7 +51,7 @@ class RanksFailed(AssertionError):
 
 def reset() -> None:
     """Put a worker's state back to the start; called before each body."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for each device
 
 
 def on_ranks(world: int, timeout: float = 60.0) -> Callable[..., Callable[..., None]]:
