@@ -6,14 +6,21 @@ replaced when torch's modules are imported, which takes longer than the import o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from disttensor.autograd import token
+from disttensor.comm import objects
+from disttensor.mesh import ProcessMesh
+from disttensor.spec import DistSpec
 from disttensor.tensor.checkpointable import settled
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.tensor_meta import TensorMeta, described
 from disttensor.tensor.values import broadcast_value
+from disttensor.tree import map_leaves, substitute
 
 
 def iterating(original: Any) -> Any:
@@ -66,3 +73,59 @@ def broadcasting(original: Any) -> Any:
             local[key] = x.copy_(local[key])
 
     return broadcast
+
+
+# The state of an optimizer whose parameters lie on several meshes ---------------------------------
+
+
+def known_everywhere(original: Any) -> Any:
+    """``state_dict`` and ``load_state_dict`` of an object, as torch's functions for distributed
+    state dicts call them.
+
+    An optimizer has no state for a parameter of another stage. It is told here what the ranks of
+    that stage have, pieces as metadata, so that all ranks know one set of names; and forgets it
+    after loading, when it would no longer be brought up to date.
+    """
+
+    def bound(of: Any, api: str) -> Any:
+        call = original(of, api)
+        if not isinstance(of, torch.optim.Optimizer):
+            return call
+
+        def saved() -> Any:
+            state_dict = call()
+            state = state_dict["state"]
+            for mesh, numbers in _by_mesh(of):
+                if mesh.coordinate is None:
+                    theirs = objects.recv_object(mesh.ranks, mesh.device)
+                    state.update(map_leaves(theirs, TensorMeta, lambda m, on=mesh: _outside(m, on)))
+                else:
+                    ours = {i: substitute(state[i], described) for i in numbers if i in state}
+                    objects.send_object(ours, mesh.ranks, mesh.device)
+            state_dict["state"] = dict(sorted(state.items()))
+            return state_dict
+
+        def loaded(state_dict: Any) -> None:
+            call(state_dict)
+            for p in list(of.state):
+                if isinstance(p, DistTensor) and not p.is_initialized:
+                    del of.state[p]
+
+        return saved if api == "state_dict" else loaded
+
+    return bound
+
+
+def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, list[int]]]:
+    """Meshes that are not the whole world, with the numbers of their parameters, in an order that
+    all ranks have."""
+    found: dict[ProcessMesh, list[int]] = {}
+    for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(p, DistTensor) and objects.others(p.spec.mesh.ranks):
+            found.setdefault(p.spec.mesh, []).append(i)
+    return iter(found.items())
+
+
+def _outside(meta: TensorMeta, mesh: ProcessMesh) -> DistTensor:
+    spec = DistSpec(mesh, meta.layout, meta.shape, meta.dtype)
+    return wrap(token.detached(mesh.device), spec)

@@ -239,6 +239,16 @@ TABLE = (
         ),
     ),
     Change(
+        "torch.distributed.checkpoint: optimizers of several stages",
+        "a rank has no state, and no names, for the parameters of other stages",
+        "none: hooks of state_dict are set for each optimizer",
+        replaced_in(
+            "torch.distributed.checkpoint.state_dict",
+            state_dicts.known_everywhere,
+            "_state_dict_fn",
+        ),
+    ),
+    Change(
         "torch.nn.Module: attributes and hooks",
         "a module on another stage, whose forward is replayed, would not see that it was changed. "
         "From the first such module on",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Layout
+from disttensor.layout import Box, Layout
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
@@ -39,6 +39,23 @@ def has_box(x: MeshTensor) -> bool:
     return x.is_initialized and (0 not in x.local.shape or 0 in x.spec.shape)
 
 
+def prepare_to_read(x: MeshTensor) -> Box | None:
+    """The box that a file is to give, straight into the local, or None. All ranks of the mesh count
+    it as a write, those whose piece is empty too. Raises RuntimeError where a write to the local is
+    none to the value."""
+    spec, state = x.spec, x._view_state
+    if settled(spec) is not spec or (state is not None and state.name is not None):
+        raise RuntimeError(
+            f"a checkpoint cannot be read into {spec!r}: its local is no piece of the value's own "
+            "memory (it is pending, placed by a type of yours, or a copy in the place of a view). "
+            f"Read into a tensor of {settled(spec)!r}, and reshard that"
+        )
+    if x.is_initialized and not x.local.is_inference():
+        torch.autograd.graph.increment_version(x.local)
+    x.forget_uses()
+    return spec.local_box if has_box(x) else None
+
+
 class Checkpointable(MeshTensor):
     _settled: Any = None  # what is written in the place of a value that is still pending
 
@@ -62,19 +79,8 @@ class Checkpointable(MeshTensor):
         return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What to read, straight into the local. All ranks of the mesh count it as a write, those
-        whose piece is empty too. Raises RuntimeError where a write is not the value's."""
-        spec, state = self.spec, self._view_state
-        if settled(spec) is not spec or (state is not None and state.name is not None):
-            raise RuntimeError(
-                f"a checkpoint cannot be read into {spec!r}: its local is no piece of the value's "
-                "own memory (it is pending, placed by a type of yours, or a copy in the place of a "
-                f"view). Read into a tensor of {settled(spec)!r}, and reshard that"
-            )
-        if self.is_initialized and not self.local.is_inference():
-            torch.autograd.graph.increment_version(self.local)
-        self.forget_uses()
-        return _chunks(self) if has_box(self) else []
+        """What to read, straight into the local."""
+        return [] if prepare_to_read(self) is None else _chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The piece of this rank, to be written or read into."""

@@ -32,7 +32,7 @@ import sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.clip_grad
 import torch.amp.grad_scaler, torch.optim, torch._subclasses.fake_tensor
-import torch.distributed.checkpoint._state_dict_stager
+import torch.distributed.checkpoint.state_dict
 
 def content(value):
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -85,6 +85,7 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.distributed._state_dict_utils._broadcast_tensors",
         "torch.distributed._state_dict_utils._iterate_state_dict",
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
+        "torch.distributed.checkpoint.state_dict._state_dict_fn",
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.nn.init.sparse_",
         "torch.nn.modules.module.Module.zero_grad",
@@ -310,6 +311,15 @@ def staged_state() -> None:
     assert got.to_local().data_ptr() != x.to_local().data_ptr()
 
 
+def states_of_stages() -> None:
+    leaves = with_grads()
+    model = nn.ParameterList(leaves)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    state = of_torch("checkpoint.state_dict").get_optimizer_state_dict(model, optimizer)["state"]
+    assert list(state) == ["0", "1"] and all(s["step"] == 1 for s in state.values())
+
+
 def told_of_failures() -> None:
     leaf(line()).sum()
     assert sys.excepthook is failures._hook
@@ -335,6 +345,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.distributed.checkpoint: full_state_dict": whole_state,
     "torch.distributed.checkpoint: broadcast_from_rank0": received_state,
     "torch.distributed.checkpoint: async_save": staged_state,
+    "torch.distributed.checkpoint: optimizers of several stages": states_of_stages,
     "torch.nn.Module: attributes and hooks": changed_modules,
     "sys.excepthook": told_of_failures,
 }
