@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from disttensor.dispatch.fallback import run_replicated
 from disttensor.dispatch.resolve import HANDLERS, handler
-from disttensor.tensor import backward
+from disttensor.tensor import backward, memory
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import become
 from disttensor.torch_private import is_view
@@ -40,7 +41,7 @@ for _func in (
     torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
     Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg,
     torch.is_inference, Tensor.is_inference,
-    Tensor.get_device, Tensor.dim_order,
+    Tensor.dim_order,
 ):  # fmt: skip
     _of_meta_tensor(_func)
 
@@ -51,17 +52,20 @@ def _of_local(func: Any) -> None:
 
 
 for _method in (
-    Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.untyped_storage, Tensor.storage,
-    Tensor.storage_type,
-    is_view, Tensor.is_coalesced, Tensor._typed_storage,
+    Tensor.get_device, Tensor.is_pinned, Tensor.is_shared, Tensor.storage_type, is_view,
+    Tensor.is_coalesced,
 ):  # fmt: skip
     _of_local(_method)
+
+HANDLERS[Tensor.data_ptr] = memory.data_ptr
+for _name in ("untyped_storage", "storage", "_typed_storage"):
+    HANDLERS[getattr(Tensor, _name)] = partial(memory.storage, name=_name)
 
 
 @handler(Tensor.type)
 def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
-        return x.spec.meta_tensor.type()
+        return torch.empty(0, dtype=x.dtype, device=x.device).type()
     if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor", torch.FloatTensor
         dtype = torch.empty(0).type(dtype).dtype
     return x.to(dtype, non_blocking=non_blocking)

@@ -1,0 +1,117 @@
+"""The memory of a DistTensor, for those who ask below torch's functions: an identity everywhere,
+and data only where this rank's local is the whole tensor.
+
+Who writes a file multiplies the global shape by the size of an element and reads that much from
+``data_ptr()``: of a piece, it would read past its end. Who looks for tied weights compares
+addresses, and reads nothing.
+"""
+
+from __future__ import annotations
+
+from functools import total_ordering
+from typing import Any, NoReturn
+
+from disttensor.spec import DistSpec
+from disttensor.tensor.base import MeshTensor
+from disttensor.torch_private import storage_id
+
+
+def is_whole(x: MeshTensor) -> bool:
+    """Is the local, element for element, what a plain tensor of x would hold?"""
+    spec = x.spec
+    pending = any(spec.mesh.shape[axis] > 1 for axis in spec.layout.partial_axes)
+    return x.is_initialized and spec.local_shape == spec.shape and not (pending or spec.layout.own)
+
+
+def refusal(spec: DistSpec) -> str:
+    return (
+        f"the memory of {spec!r} is read as if it were one tensor, but this rank holds "
+        f"{list(spec.local_shape)} of it. To save a model: dt.save_pretrained(model, folder), or "
+        "torch.distributed.checkpoint.save. Else give x.full_tensor(), a plain tensor (a "
+        "collective: every rank calls it), or x.to_local(), where this rank's piece is meant"
+    )
+
+
+@total_ordering
+class Address:
+    """In the place of the address of a piece: compares, hashes and adds as the number does; nobody
+    reads memory by it."""
+
+    __slots__ = ("number", "spec")
+
+    def __init__(self, number: int, spec: DistSpec) -> None:
+        self.number, self.spec = number, spec
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == (other.number if isinstance(other, Address) else other)
+
+    def __lt__(self, other: Any) -> bool:
+        """Before any number: that is of other memory, as what x[-1] of a split x gives, so it says
+        nothing of where a piece ends."""
+        return not isinstance(other, Address) or self.number < other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __add__(self, offset: int) -> Address:
+        return Address(self.number + offset, self.spec)
+
+    def __mod__(self, alignment: int) -> int:
+        return self.number % alignment
+
+    def __repr__(self) -> str:
+        return f"Address({self.number:#x} of a piece of {self.spec!r})"
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(refusal(self.spec))
+
+    __int__ = __index__ = _refuse
+    _as_parameter_ = property(_refuse)  # what ctypes asks for
+
+
+class PieceStorage:
+    """In the place of the storage of a piece: its identity, and the size of the whole."""
+
+    def __init__(self, x: MeshTensor) -> None:
+        self._local, self._spec = x.local.untyped_storage(), x.spec
+        self.device, self._cdata = x.local.device, storage_id(self._local)
+
+    def data_ptr(self) -> Address:
+        return Address(self._local.data_ptr() or self._cdata, self._spec)
+
+    def nbytes(self) -> int:
+        return self._spec.nbytes
+
+    size = __len__ = nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return self._cdata == getattr(other, "_cdata", None)
+
+    def __hash__(self) -> int:
+        return hash(self._cdata)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"storage.{name}: {refusal(self._spec)}")
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise RuntimeError(refusal(self._spec))
+
+    __getitem__ = __iter__ = __bytes__ = __reduce_ex__ = _refuse
+
+
+def data_ptr(x: MeshTensor) -> Any:
+    """The address of the whole tensor, or of a piece, for comparison only."""
+    local = x.local
+    number = local.data_ptr()
+    return number if is_whole(x) else Address(number or storage_id(local.untyped_storage()), x.spec)
+
+
+def storage(x: Any, name: str) -> Any:
+    """What ``name`` (``untyped_storage`` or its like) gives for a plain tensor, or an identity."""
+    local = x.local
+    if is_whole(x) and not local.storage_offset() and local.stride() == x.stride():
+        return getattr(local, name)()
+    return PieceStorage(x)
