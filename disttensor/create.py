@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
 
 import reshard as reshard_package
+from disttensor import arguments
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.comm import collectives, objects
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute, infer
 from disttensor.placement import Placement
 from disttensor.random import state
 from disttensor.random.factories import make_local
-from disttensor.spec import spec_of
+from disttensor.spec import layout_from, spec_of
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded, target
 
@@ -35,20 +37,26 @@ def shard_tensor(
     cannot disagree (the others give a tensor of the same shape and dtype). ``check=True`` compares
     the data of all ranks and names the one that differs. A leaf gives a leaf; data in a graph stays
     in it. Neither placements nor dims_mapping: replicated. A rank outside the mesh gives data of
-    the same shape and dtype, and keeps nothing of it.
+    the same shape and dtype, and keeps nothing of it. A DistTensor is resharded.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
     >>> x.process_mesh, x.dims_mapping
     (ProcessMesh(dp=1, tp=1), [0, 1])
     """
+    a_mesh("shard_tensor: mesh", mesh)
+    arguments.a_dtype("shard_tensor: dtype", dtype)
+    arguments.flag("shard_tensor: check", check)
+    if src_rank is not None:
+        arguments.whole("shard_tensor: src_rank", src_rank)
+    how = placements, dims_mapping, partial_status
     if isinstance(data, DistTensor):
-        return reshard(data, mesh, placements if placements is not None else data.placements)
-    value = data if isinstance(data, Tensor) else torch.as_tensor(data)
+        return _sharded_again(data, mesh, how, dtype, requires_grad, src_rank)
+    value = _values(data)
+    arguments.differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
+    layout_from(mesh, value.ndim, *how)
     if mesh.coordinate is not None:
         value = value.to(device=mesh.device, dtype=dtype or value.dtype)
-    spec = spec_of(
-        mesh, value.shape, dtype or value.dtype, placements, dims_mapping, partial_status
-    )
+    spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
     full = spec.replicated()
     if src_rank is not None and src_rank not in mesh.ranks:
         raise ValueError(
@@ -72,6 +80,37 @@ def shard_tensor(
     ):
         local = local.clone(memory_format=torch.contiguous_format)
     return _as_parameter(wrap(whole_grad(local.requires_grad_(requires_grad), spec), spec), data)
+
+
+def _values(data: Any) -> Tensor:
+    """``data`` as a plain tensor."""
+    if not isinstance(data, Tensor):
+        try:
+            return torch.as_tensor(data)
+        except (TypeError, ValueError, RuntimeError) as error:
+            expected = "a tensor, an array, or numbers in lists of one length"
+            raise arguments.wrong("shard_tensor: data", data, expected, type(error)) from None
+    arguments.plain_tensor("shard_tensor: data", data)
+    return data
+
+
+def _sharded_again(
+    x: DistTensor, mesh: ProcessMesh, how: Any, dtype: torch.dtype | None,
+    requires_grad: bool | None, src_rank: int | None,
+) -> DistTensor:  # fmt: skip
+    """``shard_tensor`` of a DistTensor. Without a layout it keeps its placements."""
+    if src_rank is not None:
+        raise ValueError(
+            f"shard_tensor: src_rank={src_rank} of a DistTensor: no rank has another value of it"
+        )
+    if all(part is None for part in how):
+        how = x.placements, None, None
+    out = reshard(x, mesh, how[0], dims_mapping=how[1], partial_status=how[2])
+    out = out if dtype is None else out.to(dtype)
+    if requires_grad is None or requires_grad == out.requires_grad:
+        return out
+    arguments.differentiable("shard_tensor", requires_grad, out.dtype)
+    return out.detach().requires_grad_(requires_grad)
 
 
 def _as_parameter(x: DistTensor, data: Any) -> Any:
@@ -114,6 +153,8 @@ def reshard(
     >>> dt.reshard(x, mesh, [dt.Replicate(), dt.Shard(1)]).dims_mapping
     [-1, 1]
     """
+    if mesh is not None and not isinstance(mesh, ProcessMesh):
+        a_mesh("reshard: mesh", mesh)
     if not isinstance(x, DistTensor):
         if mesh is None:
             raise ValueError("reshard of a plain tensor needs a mesh")
@@ -142,8 +183,24 @@ def from_fn(
     >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
     36.0
     """
-    size = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
+    who = getattr(fn, "__name__", "from_fn")
+    arguments.function("from_fn: fn", fn, "a factory, as torch.zeros,")
+    a_mesh(f"{who}: mesh", mesh)
+    arguments.a_dtype(f"{who}: dtype", dtype)
+    size = arguments.sizes(f"{who}: size", shape if isinstance(shape, Sequence) else (shape,))
+    if fn is torch.randperm and len(size) != 1:
+        raise ValueError(f"randperm: size={size}: one whole number is expected")
+    for key, only in (("device", mesh.device), ("layout", torch.strided)):
+        if str(kwargs.pop(key, only)) != str(only):
+            raise ValueError(f"{who}: {key}: a tensor on {mesh!r} is {only}; leave it out")
     spec = spec_of(mesh, size, dtype or torch.get_default_dtype(), placements, dims_mapping)
+    if spec.layout.partial:
+        raise ValueError(
+            "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
+        )
+    if requires_grad is not False:
+        given = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
+        arguments.differentiable(who, requires_grad, given)
     if mesh.coordinate is None:
         extent: Any = size[0] if fn is torch.randperm else size
         made = infer.found(fn, (extent, *args), {**kwargs, "dtype": dtype, "device": mesh.device})
@@ -153,9 +210,11 @@ def from_fn(
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
-    if spec.layout.partial:
+    arguments.plain_tensor("from_fn: what fn gave", local)
+    if tuple(local.shape) != spec.local_shape:
         raise ValueError(
-            "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
+            f"from_fn: fn gave {list(local.shape)}, asked for {list(spec.local_shape)}, this "
+            f"rank's piece of {spec!r}"
         )
     return wrap(local.requires_grad_(requires_grad), spec.with_dtype(local.dtype))
 
@@ -169,7 +228,7 @@ def _factory(fn: Any) -> Callable[..., DistTensor]:
         requires_grad: bool = False,
         **kwargs: Any,
     ) -> DistTensor:
-        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
         return from_fn(
             fn, mesh, placements, shape, dtype=dtype, requires_grad=requires_grad, **kwargs
         )
@@ -203,12 +262,14 @@ def full(
     >>> dt.full((2, 2), 3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
     [[3, 3], [3, 3]]
     """
+    if not isinstance(fill_value, (Number, torch.Tensor)) or isinstance(fill_value, DistTensor):
+        raise arguments.wrong("full: fill_value", fill_value, "a number")
     return from_fn(
         torch.full,
         mesh,
         placements,
         size,
         fill_value,
-        dtype=dtype or torch.tensor(fill_value).dtype,
+        dtype=dtype or torch.as_tensor(fill_value).dtype,
         requires_grad=requires_grad,
     )

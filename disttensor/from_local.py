@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import objects
+from disttensor import arguments
+from disttensor.comm import desync, objects
 from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
 from disttensor.placement import Placement
 from disttensor.spec import DistSpec, checked, layout_from, spec_of
@@ -25,21 +26,34 @@ def from_local(
 ) -> DistTensor:  # fmt: skip
     """This rank's ``local`` piece as part of a DistTensor; differentiable.
 
-    ``shape`` is the global shape; without it the ranks exchange the sizes of their pieces. The
-    pieces must be those that torch.chunk cuts (5 over 4: 2, 2, 1, 0). Raises ValueError, on all
-    ranks alike, where they are not. On a rank outside the mesh only the dtype of ``local`` counts,
-    and with ``shape=`` its requires_grad.
+    ``shape`` is the global shape; without it the ranks exchange the sizes and dtypes of their
+    pieces. The pieces must be those that torch.chunk cuts (5 over 4: 2, 2, 1, 0), of one dtype.
+    Raises ValueError, on all ranks alike, where they are not; with ``shape=`` on the rank whose
+    piece has another size, and for dtypes under ``dt.debug()`` only. On a rank outside the mesh
+    only requires_grad of ``local`` counts, and with ``shape=`` its dtype.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
     """
+    a_mesh("from_local: mesh", mesh)
+    arguments.plain_tensor("from_local: local", local)
+    if shape is not None:
+        shape = arguments.sizes("from_local: shape", shape)
     how = placements, dims_mapping, partial_status
     if mesh.coordinate is None:
-        shape = objects.recv_object(mesh.ranks, mesh.device) if shape is None else tuple(shape)
-        return execute.stand_in(spec_of(mesh, shape, local.dtype, *how), local.requires_grad)
-    x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
+        given = shape, local.dtype
+        told = given if shape is not None else objects.recv_object(mesh.ranks, mesh.device)
+        if isinstance(told, Exception):
+            raise told
+        return execute.stand_in(spec_of(mesh, *told, *how), local.requires_grad)
+    try:
+        x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
+    except (TypeError, ValueError) as error:
+        if shape is None:
+            objects.send_object(error, mesh.ranks, mesh.device)
+        raise
     if shape is None:
-        objects.send_object(tuple(x.shape), mesh.ranks, mesh.device)
+        objects.send_object((tuple(x.shape), x.dtype), mesh.ranks, mesh.device)
     return x
 
 
@@ -47,10 +61,19 @@ def from_pieces(
     local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
 ) -> DistTensor:
     """``from_local`` on the ranks of the mesh."""
-    if shape is None:
-        everyone = objects.gather_objects(tuple(local.shape), mesh.group(tuple(range(mesh.ndim))))
-        shape = _global_shape(everyone, layout, mesh)
-        _check_pieces(DistSpec(mesh, layout, shape, local.dtype), everyone)
+    if shape is None or desync.enabled:
+        mine = tuple(local.shape), local.dtype
+        everyone = objects.gather_objects(mine, mesh.group(tuple(range(mesh.ndim))))
+        pieces = [sizes for sizes, _ in everyone]
+        if len({(len(sizes), dtype) for sizes, dtype in everyone}) > 1:
+            held = ", ".join(
+                f"rank {r} {list(sizes)} of {dtype}"
+                for r, (sizes, dtype) in zip(mesh.ranks, everyone, strict=True)
+            )
+            raise ValueError(f"from_local: pieces of one dtype and as many dims: {held}")
+        if shape is None:
+            shape = _global_shape(pieces, layout, mesh)
+        _check_pieces(checked(DistSpec(mesh, layout, shape, local.dtype)), pieces)
     spec = checked(DistSpec(mesh, layout, shape, local.dtype))
     if tuple(local.shape) != spec.local_shape:
         raise ValueError(

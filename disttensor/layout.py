@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from disttensor import arguments
 from disttensor.placement import Partial, Placement, Replicate, Shard, show
 
 Axes = tuple[int, ...]
@@ -80,7 +81,9 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
     """
     if isinstance(placements, (Shard, Replicate, Partial)):
         placements = (placements,)
-    placements = tuple(placements)
+    placements = arguments.listed(
+        "placements", placements, "a list of Shard(dim), Replicate() or Partial(op)"
+    )
     for p in placements:
         if not isinstance(p, (Shard, Replicate, Partial)):
             raise TypeError(
@@ -123,11 +126,14 @@ def layout_from_mapping(
     """Paddle's form (-1, an axis, or a list of axes for each dim) to a Layout."""
     dims: list[Axes] = []
     for entry in dims_mapping:
-        axes: Any = (entry,) if isinstance(entry, int) else tuple(entry)
+        axes: Any = entry if isinstance(entry, (list, tuple)) else (entry,)
         dims.append(tuple(a for a in axes if a != -1))
-    partial = tuple(sorted((partial_status or {}).items()))
+    who = "partial_status"
+    arguments.of_type(who, partial_status, (Mapping, type(None)), "a dict {axis: reduction}")
+    partial = tuple((partial_status or {}).items())
     used = [a for axes in dims for a in axes] + [a for a, _ in partial]
     for axis in used:
+        arguments.whole("dims_mapping, partial_status: axis", axis)
         if not 0 <= axis < mesh_ndim:
             raise ValueError(f"dims_mapping {list(dims_mapping)}: the mesh has no axis {axis}")
         if used.count(axis) > 1:
@@ -137,7 +143,7 @@ def layout_from_mapping(
             )
     for _, op in partial:
         Partial(op)
-    return Layout(tuple(dims), partial)
+    return Layout(tuple(dims), tuple(sorted(partial)))
 
 
 def dims_mapping_of(layout: Layout) -> list[int | list[int]]:

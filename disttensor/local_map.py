@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttensor import arguments
 from disttensor.autograd.grad_types import Typed, dual, move
 from disttensor.autograd.graph import nodes_of
 from disttensor.cache import Cache
@@ -49,10 +50,19 @@ def local_map(
     >>> twice(x).tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
+    arguments.function("local_map: fn", fn)
     if out_placements is None:
         raise ValueError(
             "local_map: out_placements says what the results are; give placements for each result"
         )
+
+    for name, given in (
+        ("in_placements", in_placements),
+        ("out_placements", out_placements),
+        ("in_grad_placements", in_grad_placements),
+    ):
+        if given is not None:
+            arguments.listed(f"local_map: {name}", given, "placements, or a list of them")
 
     # What ranks outside the mesh have been told, by kind of call.
     known: Cache[Any, Any] = Cache(256)
@@ -108,6 +118,8 @@ def local_map(
                     f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has "
                     f"placements {o}; give None for it"
                 )
+            if o is not None:
+                arguments.plain_tensor(f"local_map: result {i} of fn", p)
         if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
             pieces = _tied(pieces, given)
         dressed = [

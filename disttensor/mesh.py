@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from disttensor import runtime
+from disttensor import arguments, runtime
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import join_world, world
 
@@ -41,18 +41,11 @@ class ProcessMesh:
     def __new__(
         cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
     ) -> ProcessMesh:
-        array = np.asarray(mesh.cpu() if isinstance(mesh, torch.Tensor) else mesh, dtype=np.int64)
-        if array.ndim == 0:
-            array = array.reshape(1)
-        names = (
-            tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(array.ndim))
-        )
+        array = _array(mesh.cpu() if isinstance(mesh, torch.Tensor) else mesh)
+        names = _names("ProcessMesh", dim_names, array.ndim)
+        check_device_type("ProcessMesh", device_type)
         ranks = tuple(int(r) for r in array.reshape(-1))
         rank, size = world()
-        if len(names) != array.ndim or len(set(names)) != len(names):
-            raise ValueError(
-                f"ProcessMesh: {array.ndim} axes need as many different names, got {names}"
-            )
         if array.size == 0:
             raise ValueError(
                 f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at "
@@ -75,8 +68,9 @@ class ProcessMesh:
         device_type = device_type or _default_device_type()
         meshes = runtime.current().meshes
         key = (array.shape, ranks, names, device_type)
-        if key in meshes:
-            return meshes[key]
+        known: ProcessMesh | None = meshes.get(key)
+        if known is not None:
+            return known
         self = super().__new__(cls)
         self.ranks, self.shape, self.dim_names = ranks, tuple(array.shape), names
         self.device_type = device_type
@@ -169,7 +163,12 @@ class ProcessMesh:
             ranks = np.array(self._ranks_over(axes, problem))
             shape = [self.shape[a] for a in axes]
             return ProcessMesh(ranks.reshape(shape), names, self.device_type)
-        picked = self.mesh[index]
+        try:
+            picked = self.mesh[index]
+        except IndexError as error:
+            raise IndexError(f"index {index!r} of {self!r}: {error}; or names of axes") from None
+        if picked.ndim > self.ndim:
+            raise IndexError(f"index {index!r} of {self!r}: a mesh gets no new axes")
         full = index if isinstance(index, tuple) else (index,)
         if Ellipsis in full:
             at = full.index(Ellipsis)
@@ -195,7 +194,7 @@ class ProcessMesh:
                         ranks, self.coordinate[a], (names[a],), mesh.get_group(a)
                     )
             if not hasattr(self, "_device_mesh"):
-                self._device_mesh = mesh
+                self._share(mesh)
         return self
 
     def to_device_mesh(self) -> DeviceMesh:
@@ -212,10 +211,18 @@ class ProcessMesh:
                 self.group((a,)).pg or process_group(me, (name,))
                 for a, name in enumerate(self.dim_names)
             ]
-            self._device_mesh = DeviceMesh.from_group(
-                groups, self.device_type, torch.from_numpy(self.mesh), mesh_dim_names=self.dim_names
+            ranks = torch.from_numpy(self.mesh)
+            self._share(
+                DeviceMesh.from_group(
+                    groups, self.device_type, ranks, mesh_dim_names=self.dim_names
+                )
             )
         return self._device_mesh
+
+    def _share(self, mesh: DeviceMesh) -> None:
+        """``mesh`` is this mesh for torch. It stays, whoever has it: the groups are torch's."""
+        self._device_mesh = mesh
+        runtime.current().shared.append(self)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.dim_names, self.shape, strict=True))
@@ -230,6 +237,49 @@ class ProcessMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProcessMesh, (self.mesh, self.dim_names, self.device_type)
+
+
+def _array(ranks: Any) -> np.ndarray[Any, Any]:
+    """The ranks as an array, a lone one as a mesh of one. Raises TypeError for what are none."""
+    expected = "an array of ranks, which are whole numbers,"
+    try:
+        array = np.asarray(ranks)
+    except ValueError:  # of different lengths
+        raise arguments.wrong("ProcessMesh: mesh", ranks, expected) from None
+    if array.size and array.dtype.kind not in "iu":
+        raise arguments.wrong("ProcessMesh: mesh", ranks, expected)
+    return np.atleast_1d(array).astype(np.int64)
+
+
+def _names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
+    """The names of so many axes."""
+    if names is None:
+        return tuple(f"d{i}" for i in range(ndim))
+    expected = f"a sequence of {ndim} different names"
+    names = arguments.listed(f"{who}: dim_names", names, expected)
+    if not all(isinstance(name, str) for name in names):
+        raise arguments.wrong(f"{who}: dim_names", names, expected)
+    if len(names) != ndim or len(set(names)) != ndim:
+        raise ValueError(f"{who}: {ndim} axes need as many different names, got {names}")
+    return names
+
+
+def check_device_type(who: str, device_type: Any) -> None:
+    expected = 'a type of device that torch has, as "cpu" or "cuda",'
+    arguments.of_type(f"{who}: device_type", device_type, (str, type(None)), expected)
+    try:
+        known = device_type is None or torch.device(device_type).type == device_type
+    except RuntimeError:
+        known = False
+    if not known:
+        raise arguments.wrong(f"{who}: device_type", device_type, expected, ValueError)
+
+
+def a_mesh(who: str, value: object) -> None:
+    """Raise TypeError for what is no ProcessMesh."""
+    arguments.of_type(
+        who, value, ProcessMesh, "a ProcessMesh (of dt.init_mesh, or ProcessMesh.from_device_mesh)"
+    )
 
 
 def _default_device_type() -> str:
@@ -252,13 +302,17 @@ def init_mesh(
     >>> dt.init_mesh((1, 1), ("dp", "tp"))
     ProcessMesh(dp=1, tp=1)
     """
+    shape = arguments.sizes("init_mesh: shape", shape, 1)
+    _names("init_mesh", dim_names, max(1, len(shape)))
+    check_device_type("init_mesh", device_type)
+    arguments.positive("init_mesh: timeout", timeout, "a positive number of seconds")
     join_world(device_type, backend, timeout)
     size = world()[1]
     places = math.prod(shape)
     if places != size:
         raise ValueError(
-            f"init_mesh({tuple(shape)}): the mesh has {places} places, the "
+            f"init_mesh({shape}): the mesh has {places} places, the "
             f"world {size} processes; choose sizes whose product is {size}, or start that many "
             "processes (torchrun --nproc-per-node N)"
         )
-    return ProcessMesh(np.arange(size).reshape(tuple(shape)), dim_names, device_type)
+    return ProcessMesh(np.arange(size).reshape(shape), dim_names, device_type)

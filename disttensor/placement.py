@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from disttensor import arguments
+
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
 
@@ -30,6 +32,11 @@ class Shard:
 
     dim: int
     order: int | None = None
+
+    def __post_init__(self) -> None:
+        arguments.whole("Shard: dim", self.dim)
+        if self.order is not None:
+            arguments.whole("Shard: order", self.order, 0)
 
     def __repr__(self) -> str:
         return (

@@ -1,15 +1,18 @@
 """What belongs to one world: the ranks of one default process group.
 
-Meshes, with their groups and specs, process groups and counters hang on a Runtime, and are dropped
-with it. ``current`` notices when ``destroy_process_group`` or ``init_process_group`` was called: it
-starts another Runtime from zero and empties all caches. Nobody is told when a process group is
-destroyed, so the old world goes when the next one is first used.
+Process groups and counters hang on a Runtime, and are dropped with it. A mesh goes with its specs
+as soon as nobody has it; a rank may have it for longer than another, so nothing that is sent may
+depend on that. ``current`` notices when ``destroy_process_group`` or ``init_process_group`` was
+called: it starts another Runtime from zero and empties all caches. Nobody is told when a process
+group is destroyed, so the old world goes when the next one is first used.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -21,8 +24,11 @@ class Runtime:
     """The state of one world. ``default``: its process group."""
 
     default: Any
-    meshes: dict[Any, Any] = field(default_factory=dict)
+    # interned, while somebody has them: tensors, or plans in caches
+    meshes: WeakValueDictionary[Any, Any] = field(default_factory=WeakValueDictionary)
+    shared: list[Any] = field(default_factory=list)  # meshes that torch has as a DeviceMesh
     groups: dict[Any, Any] = field(default_factory=dict)  # torch's, by members and stream
+    calls: Counter[str] = field(default_factory=Counter)  # of groups, in debug mode
     tags: dict[int, int] = field(default_factory=dict)  # transfers so far, by channel
     meetings: int = 0  # calls of create_groups so far
     undelivered: Exception | None = None  # of a message that this rank has sent

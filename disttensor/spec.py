@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from disttensor import arguments
 from disttensor.layout import (
     Box,
     Layout,
@@ -17,7 +18,7 @@ from disttensor.layout import (
     layout_of,
     replicated,
 )
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.placement import Placement
 
 
@@ -64,10 +65,15 @@ class DistSpec:
     def __new__(
         cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype
     ) -> DistSpec:
-        key = (layout, tuple(shape), dtype)
-        known: DistSpec | None = mesh.specs.get(key)
+        try:
+            key = (layout, tuple(shape), dtype)
+            known: DistSpec | None = mesh.specs.get(key)
+        except (AttributeError, TypeError):
+            _fits(mesh, layout, shape, dtype)
+            raise
         if known is not None:
             return known
+        _fits(mesh, layout, shape, dtype)
         self = super().__new__(cls)
         self.mesh, self.layout, self.shape, self.dtype = mesh, layout, torch.Size(shape), dtype
         self.placements = layout.placements(mesh.ndim)
@@ -124,6 +130,21 @@ class DistSpec:
         return DistSpec, (self.mesh, self.layout, tuple(self.shape), self.dtype)
 
 
+def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
+    """Raise TypeError or ValueError for what makes no spec."""
+    a_mesh("mesh", mesh)
+    arguments.of_type("dtype", dtype, torch.dtype, "a dtype of torch, as torch.float32,")
+    arguments.of_type("layout", layout, Layout, "a Layout")
+    arguments.sizes("shape", shape)
+    if len(layout.dims) != len(shape):
+        raise ValueError(
+            f"shape={tuple(shape)}: {len(layout.dims)} dims are expected, as the placements are "
+            "those of so many"
+        )
+    for axis in layout.varies():
+        mesh.axis(axis)
+
+
 def layout_from(
     mesh: ProcessMesh,
     ndim: int,
@@ -132,13 +153,18 @@ def layout_from(
     partial_status: Any,
 ) -> Layout:
     """A layout from either of the two notations; neither means replicated."""
+    a_mesh("mesh", mesh)
     if placements is not None and (dims_mapping is not None or partial_status is not None):
         raise ValueError("give placements, or dims_mapping and partial_status, not both")
     if placements is not None:
         return layout_of(placements, ndim, mesh.ndim)
     if dims_mapping is None and partial_status is None:
         return replicated(ndim)
-    mapping = dims_mapping if dims_mapping is not None else [-1] * ndim
+    mapping = [-1] * ndim
+    if dims_mapping is not None:
+        mapping = arguments.listed(
+            "dims_mapping", dims_mapping, "a list of -1, an axis or a list of axes for each dim"
+        )
     if len(mapping) != ndim:
         raise ValueError(
             f"dims_mapping {list(mapping)} has {len(mapping)} entries for a tensor of {ndim} dims: "

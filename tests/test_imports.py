@@ -21,6 +21,7 @@ ROOMS = (
     "cache",
     "runtime",
     "switch",
+    "arguments",
     "errors",
     "placement",
     "layout",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import disttensor as dt
-from disttensor import runtime
+from disttensor import cache, runtime
 from disttensor.comm import p2p
 from disttensor.dispatch import dispatch
 from tests.support.pool import fake_world
@@ -58,6 +58,20 @@ def test_nothing_of_earlier_worlds_is_alive(world: int) -> None:
     p2p.next_tag()  # without a process group there is a world, too
     gc.collect()
     assert [ref() for ref in before if ref() is not None] == []
+
+
+def test_a_mesh_goes_when_nobody_has_it() -> None:
+    """Plans in caches, which are bounded, hold it for a while."""
+    with fake_world(4):
+        held = []
+        for i in range(3):
+            held += map(weakref.ref, use(dt.init_mesh((4, 1), (f"dp{i}", "tp")))[:5])
+        again = held[0]()
+        assert again is None or again is dt.init_mesh((4, 1), ("dp0", "tp"))
+        del again
+        cache.clear()
+        gc.collect()
+        assert [ref() for ref in held if ref() is not None] == []
 
 
 def test_without_a_process_group_meshes_stay() -> None:

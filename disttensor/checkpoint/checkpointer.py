@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor import arguments
 from disttensor.checkpoint import folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import SyncedFile
@@ -59,8 +60,9 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, keep: int | None = 3) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"Checkpointer: keep={keep}: at least 1, or None for all")
+        arguments.of_type("Checkpointer: folder", folder, (str, Path), "a path")
+        if keep is not None:
+            arguments.whole("Checkpointer: keep", keep, 1)
         self.folder, self.keep = Path(folder), keep
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the writer, the same on all ranks

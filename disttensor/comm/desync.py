@@ -11,6 +11,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from disttensor import arguments, runtime
 from disttensor.errors import MismatchError, user_line
 from disttensor.torch_private import default_store
 
@@ -33,6 +34,7 @@ class debug:
     """
 
     def __init__(self, seconds: float = 30.0) -> None:
+        arguments.positive("debug: seconds", seconds, "a positive number")
         self.seconds = seconds
 
     def __enter__(self) -> debug:
@@ -49,11 +51,10 @@ class debug:
 def compare(group: Any, what: str) -> None:
     store = default_store()
     rank = group.ranks[group.index]
-    call = group.calls
-    group.calls += 1
-    name = (
-        f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}/{call}"
-    )
+    name = f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}"
+    calls = runtime.current().calls
+    call, calls[name] = calls[name], calls[name] + 1
+    name += f"/{call}"
     mine = f"{what} at {user_line()}"
     store.set(f"disttensor/last/{rank}", f"{'+'.join(group.axes)} #{call}: {mine}")
     store.set(f"{name}/{rank}", mine)

@@ -39,7 +39,6 @@ class Group:
     axes: tuple[str, ...]
     pg: Any
     lane: str = ""  # see new_group
-    calls: int = 0  # of debug mode
     order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
     in_rank_order: bool = True  # the backend numbers members by rank: is that the mesh order?
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor import arguments
 from disttensor.comm import collectives, objects
 from disttensor.layout import Box, box_at, layout_of
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
 from disttensor.placement import Placement, Replicate, Shard
 from disttensor.spec import spec_of
@@ -25,12 +26,14 @@ Places = tuple[ProcessMesh, Sequence[Placement]]
 def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
     """entry of a batch -> where it goes; None -> where all of it goes."""
     one_mesh = isinstance(mesh, ProcessMesh)
-    flat = list(placements.values() if isinstance(placements, Mapping) else placements)
+    for m in () if one_mesh else _by_key("mesh", mesh).values():
+        a_mesh("shard_loader: mesh", m)
+    flat = list(_by_key("placements", placements).values())
     one_layout = all(isinstance(p, Placement) for p in flat)
     if one_mesh and one_layout:
         return {None: (mesh, _checked(placements))}
-    meshes = None if one_mesh else _by_key(mesh)
-    layouts = None if one_layout else _by_key(placements)
+    meshes = None if one_mesh else _by_key("mesh", mesh)
+    layouts = None if one_layout else _by_key("placements", placements)
     keys = meshes if meshes is not None else layouts or {}
     if meshes is not None and layouts is not None and meshes.keys() != layouts.keys():
         raise ValueError(
@@ -46,8 +49,11 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
     }
 
 
-def _by_key(value: Any) -> dict[Any, Any]:
-    return dict(value if isinstance(value, Mapping) else enumerate(value))
+def _by_key(name: str, value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    expected = "one for all tensors of a batch, or a dict or tuple with one for each entry,"
+    return dict(enumerate(arguments.listed(f"shard_loader: {name}", value, expected)))
 
 
 def _checked(placements: Any) -> Sequence[Placement]:

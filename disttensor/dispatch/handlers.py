@@ -40,7 +40,6 @@ def _of_meta_tensor(func: Any) -> None:
 for _func in (
     torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
     Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg,
-    torch.is_inference, Tensor.is_inference,
     Tensor.dim_order,
 ):  # fmt: skip
     _of_meta_tensor(_func)
@@ -53,7 +52,7 @@ def _of_local(func: Any) -> None:
 
 for _method in (
     Tensor.get_device, Tensor.is_pinned, Tensor.is_shared, Tensor.storage_type, is_view,
-    Tensor.is_coalesced,
+    Tensor.is_coalesced, torch.is_inference, Tensor.is_inference,
 ):  # fmt: skip
     _of_local(_method)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import reshard
+from disttensor import arguments
 from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.module_tree import SegmentSpec
@@ -20,10 +21,10 @@ from disttensor.fsdp.replicas import broadcast_replicas
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.segment_policy import SegmentBySize, Segments, segments_of
 from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
 from disttensor.nn.parameters import Slot, slots
-from disttensor.nn.shard_module import shard_module
+from disttensor.nn.shard_module import a_module, shard_module
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import as_parameter
@@ -71,8 +72,10 @@ def shard_data_parallel(
     """
     if segments is None:
         segments = REPLICAS if shard_axis is None else SHARDS
+    arguments.flag("shard_data_parallel: reshard_after_forward", reshard_after_forward)
+    arguments.flag("shard_data_parallel: offload", offload)
+    check_dtypes("shard_data_parallel", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
-    _check_dtypes(param_dtype, reduce_dtype)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
         raise NotImplementedError(
             "shard_data_parallel(offload=True): shards in the memory of the host beside a mesh of "
@@ -124,17 +127,15 @@ def _checked(
 ) -> list[SegmentSpec]:  # fmt: skip
     """The segments, after all checks."""
     who = "shard_data_parallel"
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{who}: a module is expected, not {type(module).__name__}")
-    if mesh is not None and not isinstance(mesh, ProcessMesh):
-        raise TypeError(f"{who}: mesh={mesh!r}: a ProcessMesh is expected")
+    a_module(f"{who}: module", module)
+    if mesh is not None:
+        a_mesh(f"{who}: mesh", mesh)
     if stage not in (1, 2, 3) or type(stage) is not int:
         raise ValueError(
             f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the "
             "parameters too"
         )
-    if type(prefetch) is not int or prefetch < 0:
-        raise ValueError(f"{who}: prefetch={prefetch!r}: a number of segments, 0 for none")
+    arguments.whole(f"{who}: prefetch", prefetch, 0, "a number of segments")
     if any(_ENGINE in m.__dict__ for m in module.modules()):
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
@@ -166,10 +167,13 @@ def _checked(
     return segments_of(module, segments)
 
 
-def _check_dtypes(*dtypes: torch.dtype | None) -> None:
-    for dtype in dtypes:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"shard_data_parallel: {dtype!r} is no floating dtype of torch")
+def check_dtypes(who: str, **dtypes: Any) -> None:
+    """Raise TypeError or ValueError for what is neither None nor a floating dtype."""
+    for name, dtype in dtypes.items():
+        known = isinstance(dtype, torch.dtype)
+        if dtype is not None and not (known and dtype.is_floating_point):
+            kind = ValueError if known else TypeError
+            raise arguments.wrong(f"{who}: {name}", dtype, "a floating dtype of torch", kind)
 
 
 def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
@@ -245,6 +249,8 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
             f'accumulate: reduce={reduce!r}: "scatter" (to shards each time) or "none" (all at the '
             "last)"
         )
+    a_module("accumulate: module", module)
+    arguments.flag("accumulate: last", last)
     engines = [m.__dict__[_ENGINE] for m in module.modules() if _ENGINE in m.__dict__]
     if not engines and not any(isinstance(p, DistTensor) for p in module.parameters()):
         raise ValueError(
@@ -253,7 +259,7 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
         )
     before = [engine.context for engine in engines]
     for engine in engines:
-        engine.context = BackwardContext(bool(last), reduce, same_params=True)
+        engine.context = BackwardContext(last, reduce, same_params=True)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttensor import arguments
 from disttensor.comm import collectives, objects
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Replicate
@@ -108,7 +109,8 @@ def _named(source: Any) -> Iterator[tuple[str, Any]]:
         yield from source.named_parameters()
         yield from source.named_buffers()
     else:
-        yield from ((f"tensors[{i}]", x) for i, x in enumerate(source))
+        tensors = arguments.listed("check_replicas", source, "modules and lists of tensors")
+        yield from ((f"tensors[{i}]", x) for i, x in enumerate(tensors))
 
 
 def _differences(

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from disttensor import arguments
 from disttensor.fsdp.module_tree import (
     ModuleNode,
     SegmentId,
@@ -65,10 +66,7 @@ class SegmentBySize(SegmentPolicy):
     megabytes: float = 32.0
 
     def __post_init__(self) -> None:
-        if not self.megabytes > 0:  # NaN is not
-            raise ValueError(
-                f"SegmentBySize: megabytes={self.megabytes}: a segment has a positive size"
-            )
+        arguments.positive("SegmentBySize: megabytes", self.megabytes, "a positive size")
 
     def assign(self, nodes: list[ModuleNode]) -> None:
         limit = self.megabytes * MIB

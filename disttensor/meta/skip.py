@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from disttensor import arguments
 from disttensor.meta.guards import Subtree
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import ASSIGNS, CONSTANTS, Case, trace
@@ -49,6 +50,7 @@ def never_skip(module: _Module) -> _Module:
     >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
     >>> model = dt.shard_module(model, mesh)
     """
+    arguments.of_type("never_skip: module", module, nn.Module, "a module")
     module._never_skip = True  # type: ignore[assignment]
     return module
 

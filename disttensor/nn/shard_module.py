@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor import arguments
 from disttensor.create import shard_tensor
 from disttensor.layout import layout_of, replicated
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute, skip
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
@@ -48,6 +49,9 @@ def shard_module(
     >>> model[0].weight.dims_mapping, model[2].weight.dims_mapping
     ([1, -1], [-1, 1])
     """
+    a_module("shard_module: module", module)
+    a_mesh("shard_module: mesh", mesh)
+    check_plan("shard_module", plan, init)
     before = slots(module)
     if callable(plan):
         for name, child in module.named_modules():
@@ -55,6 +59,19 @@ def shard_module(
         plan = None
     place(module, before, lambda value: mesh, plan, init)
     return module
+
+
+def a_module(who: str, value: object) -> None:
+    arguments.of_type(who, value, nn.Module, "a module")
+
+
+def check_plan(who: str, plan: object, init: object) -> None:
+    """Raise TypeError for what is no plan, or no function ``init``."""
+    if plan is not None and not callable(plan):
+        expected = "a dict {name: placements}, or a function (name, module, mesh),"
+        arguments.of_type(f"{who}: plan", plan, Mapping, expected)
+    if init is not None:
+        arguments.function(f"{who}: init", init, "a function of a module")
 
 
 def place(

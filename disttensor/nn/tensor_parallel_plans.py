@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from disttensor import arguments
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement, Replicate, Shard
 
@@ -102,6 +103,7 @@ def megatron(
         )
     axis = mesh_axis if mesh is None or isinstance(mesh_axis, int) else mesh.axis(mesh_axis)
     assert isinstance(axis, int)
+    arguments.of_type("plans.megatron: model", model, nn.Module, "a module")
     ndim = mesh.ndim if mesh is not None else axis + 1
     return _Proposer(model, axis, ndim, mesh.shape[axis] if mesh is not None else 1).proposal()
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor import arguments
 from disttensor.comm import collectives
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import sync_gradients
+from disttensor.tensor.grad_sync import sync_gradients, tensors_of
 
 Tensor = torch.Tensor
 Parameters = Tensor | Iterable[Tensor]
@@ -47,7 +48,11 @@ def clip_grad_norm_(
     >>> round(w.grad.square().sum().item(), 3)
     1.0
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = list(tensors_of(parameters))
+    if not all(isinstance(p, Tensor) for p in params):
+        raise arguments.wrong("clip_grad_norm_: parameters", parameters, "an iterable of tensors")
+    arguments.number("clip_grad_norm_: max_norm", max_norm)
+    arguments.number("clip_grad_norm_: norm_type", norm_type)
     check_fresh(params, "clip_grad_norm_")
     sync_gradients(params)
     shares = by_mesh(params)

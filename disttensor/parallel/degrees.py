@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from disttensor import arguments
+
 AXES = ("pp", "dp", "sharding", "cp", "tp")  # outer to inner
 STAGE_AXES = AXES[1:]  # of the mesh of one stage
 REST = ("dp", "sharding", "tp", "cp", "pp")  # of those left out, the first takes what is left
@@ -47,14 +49,6 @@ def product_of(sizes: Mapping[str, int | None]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
 
 
-def check_degree(name: str, value: object) -> None:
-    """Raise unless ``value`` is a positive whole number."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"Strategy: {name}={value!r} is not a whole number")
-    if value < 1:
-        raise ValueError(f"Strategy: {name}={value}: a number of processes is 1 or more")
-
-
 def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Degrees:
     """The degrees in a world of so many processes. Those given stay; of those left out, ``first``
     and then the first of ``REST`` takes what is left, and the others are 1. Raises ValueError where
@@ -63,6 +57,7 @@ def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Deg
     >>> infer({"tp": 2}, 8)
     Degrees(pp=1, dp=4, sharding=1, cp=1, tp=2)
     """
+    arguments.whole("Strategy: world", world, 1, "a number of processes")
     fixed = {axis: given[axis] for axis in AXES if given.get(axis) is not None}
     sizes: dict[str, int] = {axis: size for axis, size in fixed.items() if size is not None}
     needed = math.prod(sizes.values())

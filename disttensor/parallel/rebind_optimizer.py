@@ -14,6 +14,11 @@ Optimizer = torch.optim.Optimizer
 Maker = Callable[[Iterable[torch.Tensor]], Optimizer]
 
 
+def _has_stepped(state: Any) -> bool:
+    """Is this the state of a parameter after a step, not the start that a constructor made?"""
+    return bool(state) and not (isinstance(state, dict) and state.get("step", 1) == 0)
+
+
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise for what ``rebind`` cannot do: called before anything is changed."""
     if not isinstance(optimizer, Optimizer):
@@ -25,7 +30,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             )
         return
     name = type(optimizer).__name__
-    if any(optimizer.state.values()):
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
             f"Strategy.apply: this {name} has state already, for parameters as they were before "
             "they were placed. Apply the strategy before the first step, and load a state_dict "
@@ -57,4 +62,7 @@ def rebind(
     for group in optimizer.param_groups:
         group["params"][:] = [become[id(p)] for p in group["params"]]
     optimizer.state.clear()
+    if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the state
+        groups = [dict(group) for group in optimizer.param_groups]
+        optimizer.state.update(torch.optim.Adagrad(groups, **optimizer.defaults).state)
     return optimizer

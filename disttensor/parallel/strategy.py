@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import pipeline
+from disttensor import arguments, pipeline
 from disttensor.comm import collectives
 from disttensor.comm.process_group import join_world
 from disttensor.comm.rendezvous import create_groups
-from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
-from disttensor.fsdp.segment_policy import Segments, segments_of
-from disttensor.mesh import ProcessMesh, init_mesh
+from disttensor.fsdp.fully_shard import accumulate, check_dtypes, shard_data_parallel
+from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
+from disttensor.mesh import ProcessMesh, check_device_type, init_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
-from disttensor.nn.shard_module import shard_module
+from disttensor.nn.shard_module import a_module, check_plan, shard_module
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
-from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec, check_degree
+from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec
 from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, rebind
 from disttensor.parallel.rematerialize import chosen, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
@@ -90,23 +90,26 @@ class Strategy:
     def __post_init__(self) -> None:
         for axis in AXES:
             if getattr(self, axis) is not None:
-                check_degree(axis, getattr(self, axis))
-        check_degree("accumulate_steps", self.accumulate_steps)
-        if self.zero_stage is not None and self.zero_stage not in (1, 2, 3):
+                processes = "a whole number of processes"
+                arguments.whole(f"Strategy: {axis}", getattr(self, axis), 1, processes)
+        arguments.whole("Strategy: accumulate_steps", self.accumulate_steps, 1)
+        arguments.whole("Strategy: prefetch", self.prefetch, 0, "a number of segments")
+        arguments.flag("Strategy: reshard_after_forward", self.reshard_after_forward)
+        arguments.flag("Strategy: offload", self.offload)
+        check_dtypes("Strategy", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        check_device_type("Strategy", self.device_type)
+        stage = self.zero_stage
+        if stage is not None and (type(stage) is not int or stage not in (1, 2, 3)):
             raise ValueError(
                 f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 "
                 "gradients too, 3 parameters too. For none of it leave it out and say sharding=1"
             )
         if self.amp is not None and self.amp not in AMP:
             raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
-        names = (self.recompute,) if isinstance(self.recompute, str) else tuple(self.recompute)
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(
-                f"Strategy: recompute={self.recompute!r}: names of modules are expected"
-            )
-        object.__setattr__(self, "recompute", names)
-        if isinstance(self.segments, list):
-            object.__setattr__(self, "segments", tuple(self.segments))
+        names = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+        object.__setattr__(self, "recompute", _names("recompute", names))
+        if self.segments is not None and not isinstance(self.segments, SegmentPolicy):
+            object.__setattr__(self, "segments", _names("segments", self.segments))
 
     @classmethod
     def from_sharding_configs(cls, configs: Mapping[str, Any], **more: Any) -> Strategy:
@@ -176,6 +179,8 @@ class Strategy:
         >>> dt.Strategy().batch()
         [Shard(0), Shard(0), Shard(1), Replicate()]
         """
+        if sequence is not None:
+            arguments.whole("Strategy.batch: sequence", sequence)
         over_cp = Replicate() if sequence is None else Shard(sequence)
         return [Shard(0), Shard(0), over_cp, Replicate()]
 
@@ -201,8 +206,11 @@ class Strategy:
 
         Raises TypeError and ValueError for what does not fit, before anything is changed.
         """
-        degrees, stages = self.degrees(), self.stages()
+        a_module("Strategy.apply: model", model)
+        check_plan("Strategy.apply", plan, init)
+        arguments.whole("Strategy.apply: visits", visits, 1)
         places = _on_stage(plan)
+        degrees, stages = self.degrees(), self.stages()
         modules: Any = layers if layers is not None else model
         check_optimizer(optimizer, model)
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -253,6 +261,7 @@ class Strategy:
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
         """Around each micro-batch: replicas are summed after the last one of a step only."""
+        arguments.whole("Strategy.accumulate: micro_batch", micro_batch, 0)
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -279,6 +288,14 @@ class Strategy:
 
     def _device(self) -> str:
         return ProcessMesh([0], ("first",), self.device_type).device_type
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    """Names of modules as a tuple."""
+    names = arguments.listed(f"Strategy: {field}", value, "a list of names of modules")
+    for name in names:
+        arguments.of_type(f"Strategy: {field}: entry", name, str, "the name of a module")
+    return names
 
 
 def _on_stage(plan: Any) -> Any:

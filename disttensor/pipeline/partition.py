@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from disttensor import arguments
 from disttensor.mesh import ProcessMesh
 from disttensor.nn.names import find_modules, has_forward
 from disttensor.nn.parameters import Slot
@@ -19,6 +20,8 @@ def chosen(
     modules: nn.Module | str | Iterable[nn.Module | str], of: nn.Module | None
 ) -> tuple[nn.Module, Layers]:
     """The module in which names count, and (name, layer) in order. Raises as ``split`` says."""
+    if of is not None:
+        arguments.of_type("pipeline.split: of", of, nn.Module, "a module")
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         entries: list[Any] = list(modules)
         root = modules if of is None else of
@@ -29,7 +32,9 @@ def chosen(
             "of=model"
         )
     else:
-        entries = [modules] if isinstance(modules, str) else list(modules)
+        named = (modules,) if isinstance(modules, str) else modules
+        expected = "a Sequential, a ModuleList, or a list of layers"
+        entries = list(arguments.listed("pipeline.split: modules", named, expected))
         for entry in entries:
             if not isinstance(entry, (nn.Module, str)):
                 raise TypeError(f"pipeline.split: {entry!r} is neither a module nor a name of one")
@@ -84,7 +89,7 @@ def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None
     >>> deal(5, [mesh, mesh], None)
     [3, 2]
     """
-    for mesh in stages:
+    for mesh in arguments.listed("pipeline.split: stages", stages, "a list of meshes"):
         if not isinstance(mesh, ProcessMesh):
             raise TypeError(
                 "pipeline.split: stages are meshes, one for each visit, as [mesh[0], mesh[1]]; "
@@ -92,6 +97,8 @@ def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None
             )
     number = len(stages)
     if counts is not None:
+        for n in arguments.listed("pipeline.split: counts", counts, "a list of whole numbers"):
+            arguments.whole("pipeline.split: counts: entry", n)
         if len(counts) != number or sum(counts) != count or min(counts, default=0) < 1:
             raise ValueError(
                 f"pipeline.split: counts={list(counts)}: one number from 1 up for each of {number} "

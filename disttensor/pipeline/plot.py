@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from disttensor import arguments
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.timeline import Timeline, scale
 
@@ -29,6 +30,7 @@ def plot(what: Timeline | Schedule, path: str | PathLike[str], title: str | None
 
     Raises ValueError for another suffix and for a timeline without events.
     """
+    arguments.of_type("plot: what", what, (Timeline, Schedule), "a Timeline or a Schedule")
     file = Path(path)
     if file.suffix != ".svg":
         raise ValueError(f"plot: {str(file)!r} ends in {file.suffix!r}: write .svg")

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from disttensor import arguments
 from disttensor.autograd.accumulation import backward_context
 from disttensor.comm import collectives, p2p
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.recorder import note
 from disttensor.pipeline.schedule import Action, Schedule
@@ -54,7 +55,8 @@ def run(
     >>> [loss.item() for loss in losses], w.grad.tolist()
     ([3.0, 6.0], [3.0, 3.0, 3.0])
     """
-    batches = list(micro_batches)
+    arguments.function("pipeline.run: step", step, "a function of a micro-batch")
+    batches = arguments.listed("pipeline.run: micro_batches", micro_batches, "an iterable")
     if not batches:
         raise ValueError("pipeline.run: there are no micro-batches")
     order, chunks = (None, 1) if stages is None else _visits(stages)
@@ -69,7 +71,7 @@ def run(
     elif isinstance(schedule, Schedule):
         named(schedule, schedule.stages, len(batches), schedule.chunks)
         chunks = schedule.chunks
-    elif isinstance(schedule, str) and builtin is None:
+    elif builtin is None and not callable(schedule):
         named(schedule, 1, len(batches))
     running = [_MicroBatch(step, batch, i, chunks) for i, batch in enumerate(batches)]
     try:
@@ -118,6 +120,8 @@ def _carry_out(
 
 def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int]:
     """The meshes without repetition, and how often each is visited."""
+    for mesh in arguments.listed("pipeline.run: stages", stages, "a list of meshes"):
+        a_mesh("pipeline.run: stages: entry", mesh)
     order = list(dict.fromkeys(stages))
     chunks = len(stages) // len(order) if order else 0
     if not order or list(stages) != order * chunks:

@@ -18,6 +18,8 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
+from disttensor import arguments
+
 _TEXT = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
 _SHOWN = 4  # of many wrong actions an error names so many
 
@@ -67,7 +69,8 @@ class Schedule:
     def __init__(self, orders: Iterable[str | Iterable[Action | str]]) -> None:
         if isinstance(orders, str):
             raise ValueError(f"Schedule: one order per stage, a list of them: [{orders!r}, ...]")
-        rows = tuple(tuple(_actions(order, stage)) for stage, order in enumerate(orders))
+        given = arguments.listed("Schedule: orders", orders, "a list of an order for each stage")
+        rows = tuple(tuple(_actions(order, stage)) for stage, order in enumerate(given))
         if not any(rows):
             raise ValueError("Schedule: no stage has an action, as in Schedule(['F0 B0'])")
         object.__setattr__(self, "orders", rows)
@@ -87,6 +90,7 @@ class Schedule:
 
     def peak(self, stage: int) -> int:
         """The most micro-batches (times chunks) after their F and before their B on ``stage``."""
+        arguments.whole("peak: stage", stage)
         if not 0 <= stage < self.stages:
             raise ValueError(
                 f"peak: no stage {stage}; this schedule has stages 0..{self.stages - 1}"
@@ -112,6 +116,8 @@ class Schedule:
 
     def ticks(self, forward: float = 1, backward: float = 2) -> list[list[Tick]]:
         """The actions of each stage with start and end, by the costs of F and B."""
+        arguments.number("ticks: forward", forward)
+        arguments.number("ticks: backward", backward)
         if not (forward >= 0 and backward >= 0 and 0 < forward + backward < float("inf")):
             raise ValueError(f"ticks: {forward=} and {backward=} are no durations; one must be > 0")
         self.check()
@@ -203,7 +209,8 @@ class Schedule:
 
 
 def _actions(order: str | Iterable[Action | str], stage: int) -> Iterator[Action]:
-    for item in order.split() if isinstance(order, str) else order:
+    row = order.split() if isinstance(order, str) else order
+    for item in arguments.listed(f"Schedule: order of stage {stage}", row, 'actions, as "F0 B0",'):
         if isinstance(item, str):
             match = _TEXT.fullmatch(item)
             if match is None:

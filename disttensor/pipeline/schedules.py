@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+from disttensor import arguments
 from disttensor.pipeline.schedule import Action, Schedule
 
 Maker = Callable[[int, int, int], Schedule]
@@ -139,5 +140,4 @@ def _mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[A
 
 def _sizes(stages: int, micro_batches: int, chunks: int) -> None:
     for name, size in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"a schedule of {name}={size!r}: give a whole number from 1 up")
+        arguments.whole(f"a schedule: {name}", size, 1)

@@ -17,7 +17,7 @@ from torch import nn
 from disttensor.create import reshard
 from disttensor.mesh import ProcessMesh
 from disttensor.nn.parameters import slots
-from disttensor.nn.shard_module import Plan, place
+from disttensor.nn.shard_module import Plan, check_plan, place
 from disttensor.pipeline.partition import check_tensors, chosen, deal
 from disttensor.placement import Partial, Placement, Replicate
 from disttensor.tensor.dist_tensor import DistTensor
@@ -94,6 +94,7 @@ def split(
     >>> model(torch.ones(3, 4)).process_mesh
     ProcessMesh(tp=1)
     """
+    check_plan("pipeline.split", plan, init)
     root, layers = chosen(modules, of)
     dealt = deal(len(layers), stages, counts)
     meshes = [mesh for mesh, count in zip(stages, dealt, strict=True) for _ in range(count)]

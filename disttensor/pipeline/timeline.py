@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from disttensor import arguments
 from disttensor.pipeline.schedule import Action, Schedule
 
 KINDS = ("F", "B", "wait")
@@ -76,7 +77,8 @@ class Timeline:
     unit: str
 
     def __init__(self, events: Iterable[Event], unit: str = "s") -> None:
-        ordered = tuple(sorted(map(Event._make, events), key=lambda e: (e.start, e.rank, e.end)))
+        given = arguments.listed("Timeline: events", events, "a list of events")
+        ordered = tuple(sorted(map(Event._make, given), key=lambda e: (e.start, e.rank, e.end)))
         for event in ordered:
             if event.kind not in KINDS:
                 raise ValueError(f"{event}: the kind is one of {', '.join(KINDS)}")

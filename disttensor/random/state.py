@@ -15,7 +15,6 @@ disttensor.autograd.activation_checkpoint.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor import arguments
 from disttensor.autograd import activation_checkpoint
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
@@ -53,12 +53,8 @@ def manual_seed(seed: int) -> None:
     >>> torch.equal(a, dt.rand(3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
     True
     """
-    try:
-        _State.seed, _State.calls = operator.index(seed), 0
-    except TypeError:
-        raise TypeError(
-            f"manual_seed({seed!r}): an int is expected, the same on all ranks"
-        ) from None
+    expected = "a whole number, the same on all ranks,"
+    _State.seed, _State.calls = arguments.whole("manual_seed: seed", seed, None, expected), 0
 
 
 def get_state() -> tuple[int, int]:

@@ -51,6 +51,13 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
 
     __slots__ = ("local", "spec")
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> DistTensor:
+        """Never called: ``like`` and ``wrap`` make the wrapper below it."""
+        raise TypeError(
+            f"{cls.__name__}(...): a DistTensor is made by dt.shard_tensor(data, mesh, "
+            "placements), dt.from_local(...) or a factory as dt.zeros(...)"
+        )
+
     __torch_function__: ClassVar[Any] = classmethod(_no_dispatch)  # until ``carry_out_with``
 
     @classmethod

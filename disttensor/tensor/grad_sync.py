@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor import arguments
 from disttensor.comm import collectives, desync
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
@@ -61,7 +62,9 @@ def tensors_of(params: Any) -> Iterable[Any]:
     """The tensors of a module, of an iterable, or the one that was given."""
     if isinstance(params, torch.nn.Module):
         return params.parameters()
-    return (params,) if isinstance(params, Tensor) else params
+    if isinstance(params, Tensor):
+        return (params,)
+    return arguments.listed("parameters", params, "a module, a tensor or an iterable of tensors")
 
 
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:

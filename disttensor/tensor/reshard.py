@@ -106,7 +106,9 @@ def target(
     if dims_mapping is None and partial_status is None:
         if placements is None:
             key = src, mesh
-        elif all(isinstance(p, Placement) for p in placements):
+        elif isinstance(placements, (list, tuple)) and all(
+            isinstance(p, Placement) for p in placements
+        ):
             key = src, mesh, *placements
     dst = _targets.get(key)
     if dst is None:

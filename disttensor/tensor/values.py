@@ -200,7 +200,7 @@ class Values(MeshTensor):
         local.requires_grad_(self.local.requires_grad)
         new = self.like(whole_grad(local, self.spec), self.spec)
         memo[id(self)] = as_parameter(new) if self._is_param else new
-        grad = get_grad(self)
+        grad = None if self._is_param else get_grad(self)  # as nn.Parameter does
         # not in memo: what detach gives is gone soon, and its id is another tensor's
         if grad is not None:
             set_grad(new, self.like(grad.local.detach(), grad.spec).__deepcopy__({}))

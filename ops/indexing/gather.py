@@ -128,8 +128,10 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
         def run(input: Tensor, *more: Any, **words: Any) -> Tensor:
             index: Any = next(a for a in (*more, *words.values()) if isinstance(a, Tensor))
             here, others = owned.find(index, negative=broadcast)
-            rows = owned.rows(input, at)
-            out = torch.take_along_dim(rows, here, at) if broadcast else rows.gather(at, here)
+            if broadcast:
+                out = torch.take_along_dim(owned.rows(input, at), here, at)
+            else:
+                out = owned.gather(input, at, here, index)
             return out.masked_fill(others, 0)
 
         return run

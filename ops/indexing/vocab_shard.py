@@ -22,9 +22,9 @@ class Owned:
     def find(self, index: Tensor, negative: bool = False) -> tuple[Tensor, Tensor]:
         """(numbers within the piece, 0 for rows of others; mask of the rows of others).
 
-        ``negative``: numbers below zero count from the end."""
-        if negative:
-            index = torch.where(index < 0, index + self.total, index)
+        ``negative``: numbers below zero count from the end, and those too large from the start."""
+        if negative and index.numel():
+            index = index % self.total
         end = self.offset + self.size
         if not self.size:
             others = (index >= 0) & (index < self.total)
@@ -37,6 +37,20 @@ class Owned:
                 (index >= end) & (index < self.total)
             )
         return (index - self.offset).masked_fill(others, 0), others
+
+    def gather(self, input: Tensor, dim: int, here: Tensor, index: Tensor) -> Tensor:
+        """The elements ``here`` of the piece along ``dim``. Raises for a number of ``index`` that
+        no rank owns, as one process does."""
+        try:
+            return self.rows(input, dim).gather(dim, here)
+        except RuntimeError:
+            outside = index[(index < 0) | (index >= self.total)]
+            if not len(outside):
+                raise
+            raise IndexError(
+                f"index {int(outside[0])} is out of bounds for dimension {dim} with size "
+                f"{self.total}"
+            ) from None
 
     def rows(self, input: Tensor, dim: int = 0) -> Tensor:
         """The piece, never empty: a row of zeros, in the graph, where this rank owns nothing."""

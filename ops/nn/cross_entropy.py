@@ -185,9 +185,9 @@ def _losses(
 ) -> tuple[Tensor, Tensor]:
     """Loss and weight of each target from this rank's classes: log sum exp - logit, smoothed."""
     ignored = target == ignore_index
-    here, others = o.owned.find(target.masked_fill(ignored, 0))
-    rows = o.owned.rows(x, o.classes)
-    hit = rows.gather(o.classes, here.unsqueeze(o.classes)).squeeze(o.classes)
+    index = target.masked_fill(ignored, 0)
+    here, others = o.owned.find(index)
+    hit = o.owned.gather(x, o.classes, here.unsqueeze(o.classes), index).squeeze(o.classes)
     w = _along(o, x, weight)
     parts = [hit.masked_fill(others, 0)]
     largest = None

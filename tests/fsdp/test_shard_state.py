@@ -322,7 +322,7 @@ BAD = {
     "param_dtype": ({"param_dtype": torch.int32}, ValueError, "floating"),
     "reduce_dtype": ({"reduce_dtype": torch.int32}, ValueError, "floating"),
     "dtype of no kind": ({"param_dtype": "bf16"}, (TypeError, ValueError), "bf16"),
-    "prefetch True": ({"prefetch": True}, ValueError, "prefetch"),
+    "prefetch True": ({"prefetch": True}, TypeError, "prefetch"),
     "mesh": ({"mesh": None}, ValueError, "plain tensor"),
     "no mesh at all": ({"mesh": "fsdp"}, (TypeError, ValueError), "mesh"),
     "stage 2.0": ({"stage": 2.0}, ValueError, "stage=2.0"),

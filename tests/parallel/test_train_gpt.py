@@ -244,7 +244,7 @@ def test_all_ranks_end_within_seconds_with_one_line(
         ("--zero=4", "--zero: invalid choice: 4"),
         ("--zero=2 --sharding=1", "--zero 2 splits over --sharding, which is 1"),
         ("--segment-mb=8 --anchors blocks.1", "--anchors: not allowed with argument --segment-mb"),
-        ("--segment-mb=0", "a segment has a positive size"),
+        ("--segment-mb=0", "a positive size"),
         ("--anchors blocks.6", "--anchors blocks.6: the layers are tok, pos, blocks.0"),
         ("--anchors norm norm", "twice"),
         ("--amp=fp16 --dtype=float64", "--amp fp16 and --dtype float64 exclude each other"),

@@ -524,7 +524,7 @@ def test_numbers_in_a_backward_without_a_region_are_refused() -> None:
     ("call", "error"),
     [
         (lambda x: dt.rng("quick"), "the policies are 'invariant' and 'fast'"),
-        (lambda x: dt.manual_seed(1.5), "an int is expected"),
+        (lambda x: dt.manual_seed(1.5), "a whole number"),
         (lambda x: F.dropout(x, 1.5), "between 0 and 1"),
         (lambda x: torch.dropout(x, -0.5, True), "between 0 and 1"),
         (lambda x: torch.multinomial(x, 7), "7 samples without replacement"),

@@ -1,0 +1,122 @@
+"""Checks of what public functions are given: the error names the argument, its value, and what is
+expected.
+
+``who`` is "function: argument". All checks run before anything is sent or changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+
+def wrong(who: str, value: object, expected: str, kind: type[Exception] = TypeError) -> Exception:
+    """The error that says so; a long value is cut."""
+    text = " ".join(repr(value).split())
+    if len(text) > 80 or isinstance(value, (torch.Tensor, torch.nn.Module)):
+        text = f"({type(value).__name__})" if len(text) > 80 else text
+    return kind(f"{who}={text}: {expected} is expected")
+
+
+def of_type(who: str, value: object, kinds: Any, expected: str) -> None:
+    if not isinstance(value, kinds):
+        raise wrong(who, value, expected)
+
+
+def flag(who: str, value: object) -> None:
+    of_type(who, value, bool, "True or False")
+
+
+def function(who: str, value: object, expected: str = "a function") -> None:
+    if not callable(value):
+        raise wrong(who, value, expected)
+
+
+def listed(who: str, value: object, expected: str) -> tuple[Any, ...]:
+    """The entries of an iterable that is not text."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise wrong(who, value, expected)
+    return tuple(value)
+
+
+def is_whole(value: object) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def whole(who: str, value: Any, least: int | None = None, expected: str = "a whole number") -> int:
+    """``value``, a whole number, from ``least`` up."""
+    if least is not None:
+        expected += f" from {least} up"
+    if not is_whole(value):
+        raise wrong(who, value, expected)
+    if least is not None and value < least:
+        raise wrong(who, value, expected, ValueError)
+    return int(value)
+
+
+def number(who: str, value: Any) -> None:
+    """What ``float`` takes."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        raise wrong(who, value, "a number") from None
+
+
+def positive(who: str, value: Any, expected: str) -> None:
+    """A number above 0."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise wrong(who, value, expected)
+    if not value > 0:  # NaN is not
+        raise wrong(who, value, expected, ValueError)
+
+
+def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
+    """A shape as a tuple. A tensor of one whole number is a size, as in torch."""
+    expected = f"a sequence of whole numbers from {least} up"
+    if isinstance(shape, torch.Tensor):
+        raise wrong(who, shape, expected)
+    out = []
+    for n in listed(who, shape, expected):
+        if isinstance(n, torch.Tensor) and not n.ndim and not n.is_floating_point():
+            n = n.item()
+        if not is_whole(n):
+            raise wrong(who, shape, expected)
+        out.append(int(n))
+    if min(out, default=least) < least:
+        raise wrong(who, shape, expected, ValueError)
+    if math.prod(out) >= 2**63:
+        raise wrong(who, shape, "a tensor of less than 2**63 elements", ValueError)
+    return tuple(out)
+
+
+def a_dtype(who: str, value: object) -> None:
+    of_type(who, value, (torch.dtype, type(None)), "a dtype of torch, as torch.float32,")
+
+
+def plain_tensor(who: str, value: Any) -> None:
+    """A dense tensor of torch that has values: no DTensor, nothing sparse, quantized or nested."""
+    expected = "a dense tensor of torch that has values"
+    of_type(who, value, torch.Tensor, "a tensor of torch")
+    kind = type(value).__name__
+    if kind in ("DistTensor", "DTensor"):
+        way = "its piece on this rank, x.local," if kind == "DistTensor" else "dt.from_dtensor(x)"
+        raise TypeError(f"{who} is a {kind}: {way} is expected")
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        what = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+        raise TypeError(f"{who} is {what}: {expected} is expected")
+    if value.is_meta:
+        raise TypeError(f"{who} is on the meta device: {expected} is expected")
+
+
+def differentiable(who: str, requires_grad: object, dtype: torch.dtype) -> None:
+    """torch's own error, on ranks outside the mesh too."""
+    flag(f"{who}: requires_grad", requires_grad)
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(
+            f"{who}: only tensors of floating and complex dtypes can require gradients, and this "
+            f"is one of {dtype}"
+        )

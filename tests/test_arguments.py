@@ -1,0 +1,326 @@
+"""Every public function against arguments that it cannot take: the error names the argument and
+what is expected, nothing was sent, and what was given is as it was."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from disttensor import Partial, ProcessMesh, Replicate, Shard, pipeline
+from tests.support.layouts import S0, P, R, counted, everywhere, grid, same
+from tests.support.pool import on_ranks
+
+A_MESH, A_MODULE, A_DTYPE = "a ProcessMesh", "a module is expected", "dtype of torch"
+SIZES, WHOLE, FLAG = "whole numbers from 0 up", "a whole number", "True or False"
+DENSE, PLACES = "a dense tensor of torch", "Shard.dim., Replicate.. or Partial.op."
+
+# What names the argument and what is expected in the error -> calls. ``x`` is a DistTensor, ``t`` a
+# plain tensor, ``M`` a module under shard_data_parallel, ``lin()`` a plain one.
+TABLE = {
+    f"init_mesh: shape=.*{SIZES.replace('0', '1')}": """
+        dt.init_mesh((-1, -2)) dt.init_mesh((0,)) dt.init_mesh(4) dt.init_mesh("4")
+        dt.init_mesh((4.0,)) dt.init_mesh((True,)) dt.init_mesh(None)""",
+    "init_mesh: dim_names=.*different names": """
+        dt.init_mesh((2,2),"dp") dt.init_mesh((4,),(0,)) dt.init_mesh((4,),4)""",
+    "device_type=.*a type of device that torch has": """
+        dt.init_mesh((4,),device_type="tpu") dt.init_mesh((4,),device_type=3)
+        ProcessMesh([0],("d",),"cpu:0") dt.Strategy(device_type="tpu")""",
+    "timeout=.*a positive number of seconds": """
+        dt.init_mesh((4,),timeout=-1) dt.init_mesh((4,),timeout="x")
+        dt.init_mesh((4,),timeout=0)""",
+    "ProcessMesh: mesh=.*ranks, which are whole numbers": """
+        ProcessMesh([0.5,1]) ProcessMesh(["0","1"]) ProcessMesh([True,False]) ProcessMesh(None)
+        ProcessMesh([[0],[0,1]]) ProcessMesh(torch.tensor([0.0])) ProcessMesh({0})""",
+    "ProcessMesh: dim_names=.*different names": "ProcessMesh([0],'d') ProcessMesh([0],(1,))",
+    "index .* of ProcessMesh": "grid()[9] grid()[None] grid()[0.5] grid()['dp',0]",
+    "has no axis": "grid().axis(2) grid().axis(None) grid().axis('x') grid()['x']",
+    "Shard: dim=.*a whole number": "Shard(None) Shard(True) Shard(1.0) Shard('0')",
+    "Shard: order=.*from 0 up": "Shard(0,order='a') Shard(0,order=-1) Shard(0,order=True)",
+    "Partial.*no such reduction": "Partial(None) Partial(3) Partial('mean') Partial(['sum'])",
+    f"mesh=.*{A_MESH}": """
+        dt.shard_tensor(t,None) dt.shard_tensor(t,"mesh",(S0,R)) dt.shard_tensor(t,[0])
+        dt.reshard(x,"mesh",(S0,R)) dt.reshard(x,(S0,R)) dt.from_local(t,None,(S0,R))
+        dt.from_fn(torch.ones,None,(S0,R),(4,4)) dt.zeros(4,mesh=None) dt.full((3,),1.0,mesh=None)
+        dt.randperm(4,mesh=3) dt.shard_module(lin(),None) dt.shard_module(lin(),"m")
+        dt.shard_data_parallel(lin(),"m") dt.DistSpec(None,dt.Layout(((),)),(4,),t.dtype)""",
+    "layout=.*a Layout|dims are expected|has no axis 5": """
+        dt.DistSpec(grid(),None,(4,),t.dtype) dt.DistSpec(grid(),dt.Layout(((),)),(4,4),t.dtype)
+        dt.DistSpec(grid(),dt.Layout(((5,),)),(4,),t.dtype)
+        dt.from_local(t,grid(),(S0,R),shape=(4,))
+        dt.from_local(t,grid(),(S0,R),shape=(4,4,1))""",
+    "a DistTensor is made by dt.shard_tensor": """
+        dt.DistTensor(t) dt.DistTensor() dt.DistTensor(t,3)""",
+    "shard_tensor: data=.*a tensor, an array, or numbers": """
+        dt.shard_tensor("abc",grid()) dt.shard_tensor(None,grid())
+        dt.shard_tensor([[1],[1,2]],grid())
+        dt.reshard(None,grid())""",
+    f"placements=.*{PLACES}|is no placement": """
+        dt.shard_tensor(t,grid(),5) dt.shard_tensor(t,grid(),"S0")
+        dt.zeros(4,mesh=grid(),placements=3)
+        dt.reshard(x,grid(),7) dt.from_local(t,grid(),3)
+        dt.shard_module(lin(),grid(),{"weight":None})
+        dt.shard_module(lin(),grid(),{"weight":3})
+        dt.shard_module(lin(),grid(),{"weight":{"tp":S0}})
+        dt.Strategy().apply(lin(),plan={"weight":3})""",
+    "dims_mapping=.*a list of -1, an axis|axis=.*a whole number|no axis -2": """
+        dt.shard_tensor(t,grid(),dims_mapping=3) dt.shard_tensor(t,grid(),dims_mapping=["a",0])
+        dt.shard_tensor(t,grid(),dims_mapping=[0.5,-1])
+        dt.shard_tensor(t,grid(),dims_mapping=[-2,0])
+        dt.shard_tensor(t,grid(),dims_mapping=[True,-1])
+        dt.shard_tensor(t,grid(),partial_status={"dp":"sum"})""",
+    "partial_status=.*a dict": "dt.shard_tensor(t,grid(),partial_status=[0])",
+    A_DTYPE: """
+        dt.shard_tensor(t,grid(),dtype="float32") dt.shard_tensor(t,grid(),dtype=float)
+        dt.zeros(4,mesh=grid(),dtype="f") dt.DistSpec(grid(),dt.Layout(((),)),(4,),"f32")
+        dt.Strategy(param_dtype="bf16") dt.Strategy(reduce_dtype=3)
+        dt.shard_data_parallel(lin(),grid(),"dp",param_dtype=torch.int8)
+        dt.shard_data_parallel(lin(),grid(),"dp",reduce_dtype=3)""",
+    "floating and complex dtypes can require": """
+        dt.shard_tensor(t.long(),grid(),requires_grad=True)
+        dt.randperm(4,mesh=grid(),requires_grad=True)
+        dt.zeros(4,mesh=grid(),dtype=torch.bool,requires_grad=True)
+        dt.shard_tensor(x.long(),grid(),requires_grad=True)""",
+    f"requires_grad=.*{FLAG}": """
+        dt.shard_tensor(t,grid(),requires_grad="x") dt.zeros(4,mesh=grid(),requires_grad=2)""",
+    "src_rank": """
+        dt.shard_tensor(t,grid(),src_rank=7) dt.shard_tensor(t,grid(),src_rank=-1)
+        dt.shard_tensor(t,grid(),src_rank="0") dt.shard_tensor(t,grid(),src_rank=True)
+        dt.shard_tensor(x,grid(),src_rank=0)""",
+    f"{FLAG} is expected": """
+        dt.shard_tensor(t,grid(),check="x") dt.Strategy(offload="x")
+        dt.Strategy(reshard_after_forward="x")
+        dt.shard_data_parallel(lin(),grid(),"dp",offload="no")
+        dt.shard_data_parallel(lin(),grid(),"dp",reshard_after_forward="no")
+        dt.accumulate(M,last="no").__enter__() dt.accumulate(M,last=None).__enter__()""",
+    f"is (on the meta device|torch.sparse_coo|quantized): {DENSE}": """
+        dt.shard_tensor(t.to("meta"),grid()) dt.shard_tensor(t.to_sparse(),grid())
+        dt.shard_tensor(torch.quantize_per_tensor(t.float(),1.0,0,torch.qint8),grid())
+        dt.from_local(t.to("meta"),grid(),(S0,R),shape=(8,4))
+        dt.from_local(t.to_sparse(),grid(),(S0,R)) dt.from_fn(sparse,grid(),(S0,R),(4,4))
+        dt.local_map(to_sparse,out_placements=(S0,R))(x)""",
+    "is a DistTensor: its piece on this rank": """
+        dt.from_local(x,grid(),(S0,R)) dt.from_local(x,grid(),(S0,R),shape=(8,4))
+        dt.local_map(gives_x,out_placements=(S0,R))(x)""",
+    "is a DTensor: dt.from_dtensor": """
+        dt.shard_tensor(dt.to_dtensor(x),grid()) dt.from_local(dt.to_dtensor(x),grid(),(S0,R))""",
+    "local=.*a tensor of torch": "dt.from_local([1.0],grid()) dt.from_local(None,grid())",
+    f"(size|shape)=.*{SIZES}": """
+        dt.from_local(t,grid(),(S0,R),shape=4) dt.from_local(t,grid(),(S0,R),shape=(4,-4))
+        dt.from_local(t,grid(),(S0,R),shape=(4.0,4)) dt.from_local(t,grid(),(S0,R),shape="44")
+        dt.zeros(-1,mesh=grid()) dt.zeros(4,-1,mesh=grid()) dt.zeros(4.5,mesh=grid())
+        dt.zeros((4.5,2),mesh=grid()) dt.zeros("4",mesh=grid()) dt.zeros(True,mesh=grid())
+        dt.zeros(None,mesh=grid()) dt.zeros((2,2),3,mesh=grid()) dt.zeros(t,mesh=grid())
+        dt.randn(-4,mesh=grid()) dt.randperm(-1,mesh=grid()) dt.randperm(2.5,mesh=grid())
+        dt.full((-3,),1.0,mesh=grid()) dt.from_fn(torch.ones,grid(),(S0,R),-1)
+        dt.DistSpec(grid(),dt.Layout(((),)),(-4,),t.dtype)
+        dt.local_map(torch.sin,out_placements=(S0,R),out_shapes=(4,-4))(x)""",
+    "size=.*less than 2..63 elements|size=.*one whole number": """
+        dt.rand(2**62,2**62,mesh=grid()) dt.randperm(2,2,mesh=grid())""",
+    "(device|layout): a tensor on": """
+        dt.zeros(4,mesh=grid(),device="meta") dt.ones(4,mesh=grid(),layout=torch.sparse_coo)""",
+    "fn=.*a factory|fn=.*a function|from_fn: what fn gave|fn gave .3., asked for": """
+        dt.from_fn(None,grid(),(S0,R),4) dt.from_fn(3,grid(),(S0,R),4)
+        dt.from_fn(of_three,grid(),(S0,R),(8,4)) dt.from_fn(a_number,grid(),(S0,R),(8,4))
+        dt.local_map(3,out_placements=(S0,R))""",
+    "is not a pending reduction": """
+        dt.from_fn(torch.ones,grid(),(S0,P),4) dt.rand(4,mesh=grid(),placements=(P,P))""",
+    "cannot hold its values": """
+        dt.rand(4,mesh=grid(),dtype=torch.int64) dt.randn(4,mesh=grid(),dtype=torch.bool)""",
+    "fill_value=.*a number": """
+        dt.full((2,),'a',mesh=grid()) dt.full((2,),None,mesh=grid()) dt.full((2,),x,mesh=grid())""",
+    "seed=.*a whole number": """
+        dt.manual_seed('a') dt.manual_seed(1.5) dt.manual_seed(None) dt.manual_seed(True)""",
+    "the policies are": "dt.rng('x') dt.rng(None)",
+    "seconds=.*a positive number": "dt.debug(seconds='x') dt.debug(seconds=-1)",
+    "a torch DataLoader|(mesh|placements)=.*one for all tensors": """
+        dt.shard_loader(3,grid(),(S0,R)) dt.shard_loader(LOADER,None,(S0,R))
+        dt.shard_loader(LOADER,grid(),3) dt.shard_loader(LOADER,grid(),None)""",
+    "what=.*a Timeline or a Schedule|events=.*a list of events": """
+        pipeline.plot(3,"a.svg") pipeline.Timeline(3)""",
+    "folder=.*a path|keep=.*a whole number from 1 up": """
+        dt.Checkpointer(3) dt.Checkpointer("a",keep=0) dt.Checkpointer("a",keep="2")""",
+    "no argument is a DistTensor": """
+        dt.explain(torch.relu,t) dt.local_map(torch.sin,out_placements=(S0,R))(t)""",
+    "(in|out|in_grad)_placements=.*placements, or a list|out_placements says": """
+        dt.local_map(torch.sin) dt.local_map(torch.sin,out_placements=3)
+        dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
+        dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
+    A_MODULE: """
+        dt.never_skip(3) dt.plans.megatron(3,0) dt.shard_module(3,grid())
+        dt.shard_data_parallel(3,grid())
+        dt.accumulate(3,last=True).__enter__() dt.Strategy().apply(3)
+        pipeline.split(["x"],[grid()],of=3)""",
+    "plan=.*a dict": """
+        dt.shard_module(lin(),grid(),[("weight",(S0,R))]) dt.shard_module(lin(),grid(),"weight")
+        dt.Strategy().apply(lin(),plan=[3]) pipeline.split([lin()],[grid()],[3])""",
+    "init=.*a function of a module": """
+        dt.shard_module(lin(),grid(),init=3) dt.Strategy().apply(lin(),init=3)
+        pipeline.split([lin()],[grid()],init=3)""",
+    "a module, a tensor or an iterable|iterable of tensors|modules and lists of tensors": """
+        dt.sync_gradients(3) dt.sync_gradients(None) dt.clip_grad_norm_(3,1.0)
+        dt.clip_grad_norm_([3],1.0) dt.check_replicas(3) dt.check_replicas(None)""",
+    "(max_norm|norm_type|forward)=.*a number": """
+        dt.clip_grad_norm_([x],"a") dt.clip_grad_norm_([x],None) dt.clip_grad_norm_([x],1.0,"x")
+        pipeline.gpipe(1,1).ticks("a")""",
+    "a torch.amp.GradScaler is expected": "dt.shard_scaler(3) dt.shard_scaler(None)",
+    "a torch DTensor is expected|a DistTensor is expected": """
+        dt.from_dtensor(t) dt.from_dtensor(x) dt.to_dtensor(t) dt.to_dtensor(None)""",
+    "megabytes=.*a positive size": """
+        dt.SegmentBySize("a") dt.SegmentBySize(-1) dt.SegmentBySize(None) dt.SegmentBySize(True)""",
+    "list of names of modules|the name of a module|is no name of a module|given twice": """
+        dt.SegmentByAnchors("x") dt.SegmentByAnchors([3]) dt.SegmentByAnchors(3)
+        dt.SegmentByAnchors(["a","a"]) dt.Strategy(recompute=3) dt.Strategy(recompute=[3])
+        dt.Strategy(segments=3) dt.Strategy(segments="x") dt.Strategy(segments=[3])
+        dt.shard_data_parallel(lin(),grid(),"dp",segments=3)""",
+    "a (whole )?number of (processes|segments)": """
+        dt.Strategy(dp=0) dt.Strategy(dp=-1) dt.Strategy(tp="2") dt.Strategy(pp=2.0)
+        dt.Strategy(cp=True)
+        dt.Strategy().degrees(0) dt.Strategy().degrees(-4) dt.Strategy().degrees("4")
+        dt.Strategy().degrees(4.0) dt.Strategy().groups(0) dt.Strategy(prefetch=-1)
+        dt.Strategy(prefetch="a") dt.shard_data_parallel(lin(),grid(),"dp",prefetch=-1)
+        dt.shard_data_parallel(lin(),grid(),"dp",prefetch=1.5)""",
+    "(accumulate_steps|visits|micro_batch|sequence|stage|counts: entry)=.*a whole number": """
+        dt.Strategy(accumulate_steps=0) dt.Strategy(accumulate_steps=None)
+        dt.Strategy().batch(sequence="x") dt.Strategy().batch(True) dt.Strategy().batch(1.5)
+        dt.Strategy().apply(lin(),visits=0) dt.Strategy().apply(lin(),visits="x")
+        dt.Strategy().accumulate(M,-1) dt.Strategy().accumulate(M,"0")
+        dt.Strategy().accumulate(M,0.5)
+        pipeline.gpipe(1,1).peak("a") pipeline.split([lin()],[grid()],counts=["a"])""",
+    "stage=.*the parameters too|zero_stage=.*parameters too": """
+        dt.Strategy(zero_stage=4) dt.Strategy(zero_stage=True)
+        dt.shard_data_parallel(lin(),grid(),"dp",stage=True)""",
+    "amp=.*'bf16' or 'fp16'": "dt.Strategy(amp='fp8') dt.Strategy(amp=torch.bfloat16)",
+    "a list of layers|a list of meshes|stages are meshes|a list of whole numbers": """
+        pipeline.split(3,[grid()]) pipeline.split([lin()],grid()) pipeline.split([lin()],None)
+        pipeline.split([lin()],[3]) pipeline.split([lin()],[grid()],counts=3)
+        pipeline.run(step,[1.0],stages=3) pipeline.run(step,[1.0],stages=grid())""",
+    "stages: entry=.*a ProcessMesh": "pipeline.run(step,[1.0],stages=[3])",
+    "step=.*a function|micro_batches=.*an iterable|no schedule|is no schedule": """
+        pipeline.run(3,[1.0]) pipeline.run(step,3) pipeline.run(step,None)
+        pipeline.run(step,[1.0],schedule="x") pipeline.run(step,[1.0],schedule=3)
+        pipeline.run(step,[1.0],schedule=None)""",
+    "a schedule: (stages|micro_batches|chunks)=.*from 1 up": """
+        pipeline.gpipe(0,1) pipeline.gpipe(1,0) pipeline.gpipe(1.5,1) pipeline.gpipe(True,1)
+        pipeline.one_f_one_b(-1,1) pipeline.interleaved_1f1b(1,1,0)""",
+    "orders=.*an order for each stage|order of stage 0=.*actions": """
+        pipeline.Schedule(3) pipeline.Schedule([3])""",
+}  # fmt: skip
+CALLS = [
+    (pattern, call)
+    for pattern, calls in TABLE.items()
+    for call in re.split(r"\s+(?=dt\.|Shard|Partial|ProcessMesh|grid|pipeline)", calls.strip())
+]
+
+
+# Types of results, values that take no arguments, and what takes everything.
+OTHERS = {
+    "Action", "CommLog", "CommRecord", "Event", "Explanation", "Group", "Layout", "Placement",
+    "Recorder", "Replicate", "Split", "Tick", "broadcast_value", "empty", "named", "record",
+    "record_comms", "strict", "values_everywhere",
+}  # fmt: skip
+
+
+def test_every_public_function_is_in_the_table():
+    names = {*dt.__all__, *pipeline.__all__} - {name for name in dt.__all__ if "Error" in name}
+    called = set(re.findall(r"\w+(?=\()", " ".join(call for _, call in CALLS)))
+    assert names - called - OTHERS == {"FallbackWarning"}
+
+
+def step(batch):
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor|.*sparse")
+@everywhere
+def test_arguments_that_a_function_cannot_take():
+    mesh = grid()
+    data = counted(8, 4)
+    x = dt.shard_tensor(data, mesh, (S0, R))
+    M = dt.shard_data_parallel(torch.nn.Linear(4, 4), mesh, "dp")
+    made: list[torch.nn.Module] = []
+
+    def lin():
+        made.append(torch.nn.Linear(4, 4))
+        return made[-1]
+
+    names = {
+        "dt": dt, "torch": torch, "pipeline": pipeline, "ProcessMesh": ProcessMesh, "Shard": Shard,
+        "Partial": Partial, "Replicate": Replicate, "S0": S0, "R": R, "P": P, "grid": grid, "x": x,
+        "t": counted(4, 4), "M": M, "lin": lin, "step": step, "a_number": lambda size, **_: 3,
+        "sparse": lambda size, **_: torch.zeros(size).to_sparse(), "gives_x": lambda piece: x,
+        "LOADER": torch.utils.data.DataLoader(range(4)),
+        "of_three": lambda size, **_: torch.ones(3), "to_sparse": torch.Tensor.to_sparse,
+    }  # fmt: skip
+    wrong = []
+    for pattern, call in CALLS:
+        with dt.record_comms() as log:
+            try:
+                wrong.append(f"{call}: gave {eval(call, names)!r}")
+            except Exception as error:
+                if not re.search(pattern, str(error)):
+                    wrong.append(f"{call}: {type(error).__name__}: {error}")
+        if len(log):
+            wrong.append(f"{call}: communicated {len(log)} times")
+    assert not wrong, "\n".join(wrong)
+    same(x, data)
+    assert not any(isinstance(p, dt.DistTensor) for m in made for p in m.parameters())
+
+
+@on_ranks(4)
+def test_pieces_that_differ_are_named_on_all_ranks():
+    """Those outside the mesh hear of it."""
+    mesh, rank = ProcessMesh([0, 1, 2], ("dp",)), dist.get_rank()
+    odd = torch.ones(2, 3, dtype=torch.float64 if rank == 1 else torch.float32)
+    flat = torch.ones(2) if rank == 1 else torch.ones(2, 3)
+    for piece, how, words in [
+        (odd, (S0,), r"rank 1 \[2, 3\] of torch.float64"),
+        (flat, (S0,), r"rank 1 \[2\] of torch.float32"),
+        (torch.ones(rank + 1), (S0,), "rank 0 holds"),
+        (torch.ones(2, 3), (S0, R), "has 2 entries"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            dt.from_local(piece, mesh, how)
+    x = dt.from_local(torch.ones(2, 3, dtype=torch.float64 if rank < 3 else None), mesh, (S0,))
+    assert x.shape == (6, 3) and x.dtype is torch.float64  # outside too
+    if rank < 3:
+        with dt.debug(), pytest.raises(ValueError, match=r"rank 1 .* of torch.float64"):
+            dt.from_local(odd, mesh, (S0,), shape=(6, 3))
+
+
+@everywhere
+def test_what_a_distributed_tensor_shares_with_a_plain_one():
+    """A copy of a module, inference mode, a second placement of a DistTensor, and indices that are
+    out of range."""
+    mesh, plain = grid(), torch.nn.Linear(4, 4)
+    model = dt.shard_module(copy.deepcopy(plain), mesh, {"weight": (S0, R)})
+    loose = dt.shard_tensor(counted(4), mesh, requires_grad=True)
+    for m in (plain, model):
+        m(torch.ones(2, 4)).sum().backward()
+        twin = copy.deepcopy(m)
+        assert twin.weight.grad is None and m.weight.grad is not None
+    loose.sum().backward()
+    same(copy.deepcopy(loose).grad, torch.ones(4, dtype=torch.float64))
+    with torch.inference_mode():
+        y = dt.ones(4, mesh=mesh, placements=(S0, R))
+        assert y.is_inference() and torch.is_inference(y + 1) and not loose.is_inference()
+    x = dt.shard_tensor(counted(3, 6), mesh, (R, Shard(1)))
+    again = dt.shard_tensor(x, mesh, dims_mapping=[0, -1], dtype=torch.float32, requires_grad=True)
+    assert again.placements == (S0, R) and again.requires_grad and again.dtype is torch.float32
+    for number in (-1, 6, 9):
+        index = torch.tensor([0, number, 2])
+        for loss in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+            with pytest.raises(IndexError, match=f"{number} is out of bounds"):
+                loss(x, index)
+        with pytest.raises(
+            (IndexError, RuntimeError), match=f"{number} .* dimension 1 with size 6"
+        ):
+            torch.gather(x, 1, index[:, None])
+        same(
+            torch.take_along_dim(x, index[:, None], 1),
+            torch.take_along_dim(counted(3, 6), index[:, None], 1),
+        )
