@@ -30,7 +30,7 @@ __all__ = [
     "count_function_modes", "current_backward", "default_store", "default_timeout",
     "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name",
     "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
-    "reduce_scatter_single", "set_timeout", "set_versions", "storage_id",
+    "reduce_scatter_single", "schemas_of", "set_timeout", "set_versions", "storage_id",
     "top_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -87,6 +87,16 @@ is_view: Callable[[torch.Tensor], bool] = need(
 )
 # Of an untyped storage: a number that is its own as long as it lives, also where it is empty.
 storage_id: Callable[[Any], int] = attrgetter("_cdata")
+
+
+def schemas_of(func: Any) -> list[Any]:
+    """The schemas of an operator of ``torch.ops``, of all overloads where none was chosen; none of
+    other functions."""
+    names = func.overloads() if hasattr(func, "overloads") else ()
+    overloads = [getattr(func, name) for name in names] or [func]
+    return [one._schema for one in overloads if hasattr(one, "_schema")]
+
+
 nn_functions: Any = need("for the rules of torch.nn.functional", torch._C, "_nn")
 
 # Modes --------------------------------------------------------------------------------------------

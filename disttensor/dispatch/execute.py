@@ -31,6 +31,7 @@ from disttensor.tensor.grad import is_gradient, owner_of
 from disttensor.tensor.grad_sync import sync_gradients
 from disttensor.tensor.reshard import moved_for, relabels
 from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.versions import COUNTING, INFERENCE, count, version
 from disttensor.torch_private import make_subclass
 from disttensor.tree import flat, substitute
 
@@ -73,7 +74,8 @@ def runner_of(
     repeats = repeats and not (nested or plan.redistributes or plan.any_varying)
     tells = bool(objects.others(mesh.ranks)) and infer.dynamic(func, args, kwargs)
     local_fn = plan.local_fn()
-    call = general(plan, local_fn, None if nested else (args, kwargs))
+    shallow = None if nested else (args, kwargs)
+    call = general(plan, local_fn, shallow)
 
     def complete(run: Runner) -> Runner:
         if repeats:
@@ -81,7 +83,15 @@ def runner_of(
         return reusing(plan, telling(mesh, run) if tells else run)
 
     def first(args: Sequence[Any], kwargs: Any) -> Any:
+        nonlocal call, local_fn
+        aims = targets(plan, args, kwargs or {}) if inplace else []
+        before = [(t.local, version(t.local)) for t in aims if not t.local.is_inference()]
         out = call(args, kwargs)
+        if any(version(local) == made_at for local, made_at in before):
+            local_fn = counting(plan, local_fn)
+            call = general(plan, local_fn, shallow)
+            for local, _ in before:
+                count(local)
         one = type(out) is DistTensor  # not a tuple, as of a split into one piece
         new = one and not any(out is a for a in args)
         quick = simple and (inplace or new or (view and one))
@@ -273,19 +283,16 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
             return func(*args, **kwargs)
         if redistributes and strict.depth():
             strict.check_moves(func, specs, input_specs)
-        if inplace:
-            for t in flat(args[0], []):
-                if type(t) is DistTensor:
-                    views.refuse_copy(t, func)
+        aims = targets(plan, args, kwargs) if inplace else []
+        for t in aims:
+            views.refuse_copy(t, func)
         local_args, local_kwargs = read(args, kwargs)
         out = local_fn(*local_args, **local_kwargs)
-        x: Any = args[0] if args else None
         if inplace:
-            for t in flat(x, []):
-                if type(t) is DistTensor:  # else a plain tensor that took DistTensors in
-                    written(t)
-            return None if out is None else x
-        x = x if type(x) is DistTensor else None
+            for t in aims:
+                written(t)
+            return None if out is None else args[0] if args else aims[0]
+        x: Any = args[0] if args and type(args[0]) is DistTensor else None
         if x is not None and out is x.local:
             return x
         if not checked:
@@ -389,9 +396,28 @@ def wrap_outputs(out: Any, specs: Sequence[DistSpec]) -> Any:
 # Writes -------------------------------------------------------------------------------------------
 
 
+def targets(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DistTensor]:
+    """What an in-place call writes to, less plain tensors that take DistTensors in."""
+    tensors: list[Any] = flat((args, kwargs), [])
+    return [tensors[i] for i in plan.factors.targets if type(tensors[i]) is DistTensor]
+
+
+def counting(plan: Plan, local_fn: Function) -> Function:
+    """``local_fn``, of an in-place call whose writes autograd does not count."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = local_fn(*args, **kwargs)
+        locals_ = flat((args, kwargs), [])
+        for i in plan.factors.targets:
+            count(locals_[i])
+        return out
+
+    return run
+
+
 def written(x: DistTensor) -> None:
     """The local of ``x`` has been written to: its uses before this are of the old value."""
-    if x._grad_state is not None or x._reduced is not None or views.LIVE:
+    if x._grad_state is not None or x._reduced is not None or views.LIVE or INFERENCE:
         x.forget_uses()
     if x._view_state is not None:
         views.write_back(x)
@@ -410,13 +436,13 @@ def rematerializing(local_fn: Function, run: Runner) -> Runner:
             words = kwargs or {}
             made = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
             versions = [_version(t) for t in made]
-            value, version, spec = out.local, out.local._version, out.spec
+            value, made_at, spec = out.local, version(out.local), out.spec
 
             def varying(a: Any, axes: Axes) -> Any:
                 return a.local_for(axes) if type(a) is DistTensor else a
 
             def again(axes: Axes) -> Tensor:
-                if value._version != version or versions != [_version(t) for t in made]:
+                if version(value) != made_at or versions != [_version(t) for t in made]:
                     return move(value, Typed(spec), Typed(spec, axes), None)
                 return local_fn(
                     *[varying(a, axes) for a in args],
@@ -430,7 +456,8 @@ def rematerializing(local_fn: Function, run: Runner) -> Runner:
 
 
 def _version(t: Tensor) -> int:
-    return (t.local if type(t) is DistTensor else t)._version
+    local = t.local if type(t) is DistTensor else t
+    return version(local) if COUNTING else local._version
 
 
 def telling(mesh: Any, run: Runner) -> Runner:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from disttensor import errors
 from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.execute import written
+from disttensor.dispatch.execute import reduce_pending, written
 from disttensor.dispatch.key import Uncacheable, key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.meta import execute, infer
@@ -23,7 +24,8 @@ from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described
-from disttensor.torch_private import storage_id
+from disttensor.tensor.versions import count, version
+from disttensor.torch_private import schemas_of, storage_id
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -62,6 +64,30 @@ def writes(func: Function) -> bool:
     return name.endswith("_") and func is not torch.Tensor.requires_grad_
 
 
+# what torch functions write beside their results: no name of theirs tells, nor a new version
+UNTOLD: dict[Function, dict[str, int]] = {
+    F.batch_norm: {"running_mean": 1, "running_var": 2},
+    torch.batch_norm: {"running_mean": 3, "running_var": 4},
+    torch.fused_moving_avg_obs_fake_quant: {
+        "running_min": 3, "running_max": 4, "scale": 5, "zero_point": 6,
+    },
+}  # fmt: skip
+
+
+def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call changes: its first argument by torch's convention of names, and what
+    the schema of a custom op says."""
+    found = flat([*args, *kwargs.values()][:1], []) if writes(func) else []
+    places = dict(UNTOLD.get(func, {}))
+    for schema in schemas_of(func):
+        for i, one in enumerate(schema.arguments):
+            if one.alias_info is not None and one.alias_info.is_write:
+                places[one.name] = i
+    for name, i in places.items():
+        flat(args[i] if i < len(args) else kwargs.get(name), found)
+    return found
+
+
 def run_replicated(
     func: Function, why: str, expected: bool = False
 ) -> Callable[[Sequence[Any], Any], Any]:
@@ -74,52 +100,64 @@ def run_replicated(
         try:
             key = key_of((tuple(args), kwargs), floats=True)
         except Uncacheable:
-            return execute.runner_of(func, mesh, None, args, kwargs, writing)(args, kwargs)
-        run = runners.get(key)
+            key = None
+        run = runners.get(key) if key is not None else None
         if run is None:
-            run = runners[key] = execute.runner_of(func, mesh, None, args, kwargs, writing)
-        return run(args, kwargs)
+            run = execute.runner_of(func, mesh, None, args, kwargs, writing)
+            if key is not None:
+                runners[key] = run
+        result = run(args, kwargs)
+        changed = [] if writing else written_by(func, args, kwargs)
+        if changed:
+            execute.written(func, changed, flat((args, kwargs), []), mesh)
+        return result
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         kwargs = kwargs or {}
-        moved: list[tuple[DistTensor, Tensor, int]] = []
-        dist: list[DistTensor] = []
+        taken: list[tuple[DistTensor, Tensor, int]] = []
         given: dict[int, DistTensor] = {}  # a function that gives its argument gives it here too
+        changed = {id(t) for t in written_by(func, args, kwargs)}
 
         def take(x: Tensor) -> Tensor:
             if type(x) is not DistTensor:
                 return x
-            dist.append(x)
-            whole = x.spec.replicated()
-            full = moved_for(x, whole, ())
-            if x.spec is not whole:
-                if writing and len(dist) == 1:
-                    full = full.clone()
-                moved.append((x, full, full._version))
+            full = moved_for(x, x.spec.replicated(), ())
+            if x.spec is not x.spec.replicated() and id(x) in changed:
+                full = full.clone()
+            taken.append((x, full, version(full)))
             given[id(full)] = x
             return full
 
-        mesh = one_mesh(func, flat((args, kwargs), []))
+        tensors = flat((args, kwargs), [])
+        mesh = one_mesh(func, tensors)
         if mesh.coordinate is None:
             return outside(mesh, args, kwargs)
-        specs = [t.spec for t in flat((args, kwargs), []) if type(t) is DistTensor]
+        specs = [t.spec for t in tensors if type(t) is DistTensor]
+        pending = [type(t) is DistTensor and bool(t.spec.layout.partial) for t in tensors]
+        if not strict.depth() and reduce_pending(args, kwargs, pending):
+            return func(*args, **kwargs)
         if not expected:
             strict.fallback(func, specs, why)
         elif strict.depth():
             strict.check_moves(func, specs, [s.replicated() for s in specs])
         with forked(mesh):
             out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
-        for x, full, version in moved:
-            # apply_ writes without a new version
-            if full._version != version or (writing and x is dist[0]):
-                views.refuse_copy(x, func)
+        for x, full, before in taken:
+            # some write without a new version: apply_, custom ops
+            if version(full) == before and id(x) not in changed:
+                continue
+            views.refuse_copy(x, func)
+            if x.spec is not x.spec.replicated():
                 x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))
-                written(x)
-        if writing and type(args[0]) is DistTensor:
-            args[0].forget_uses()
-            return args[0] if isinstance(out, Tensor) else out
+            elif version(full) == before:
+                count(full)
+            written(x)
+        first: Any = next(iter((*args, *kwargs.values())), None)
+        if writing and any(type(t) is DistTensor for t in flat(first, [])):
+            return first if isinstance(out, (Tensor, list, tuple)) else out
         result = wrap_full(out, mesh, given)
-        sources = {storage_id(full.untyped_storage()): x for x, full, _ in moved}
+        moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
+        sources = {storage_id(full.untyped_storage()): x for x, full in moved}
         for t in flat(result, []):
             if type(t) is DistTensor and storage_id(t.local.untyped_storage()) in sources:
                 source = sources[storage_id(t.local.untyped_storage())]  # a view, in one process

@@ -101,7 +101,8 @@ for _name in (
 
 @handler(Tensor.resize_, Tensor.resize_as_)
 def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
-    """As it is where the size stays; memory of another size would need another layout."""
+    """As it is where the size stays; what has no element becomes zeros. Else memory of another size
+    would need another layout."""
     like = args[0] if args else None
     shape = (
         tuple(like.shape)
@@ -110,9 +111,12 @@ def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         if isinstance(like, (tuple, list))
         else args
     )
-    if tuple(shape) != tuple(x.spec.shape) or (
-        isinstance(like, Tensor) and type(like) is not DistTensor
-    ):
+    plain = isinstance(like, Tensor) and type(like) is not DistTensor
+    if not x.numel() and tuple(shape) != tuple(x.spec.shape) and not plain:
+        empty: Any = x.new_zeros(tuple(shape))
+        become(x, empty)
+        return x
+    if tuple(shape) != tuple(x.spec.shape) or plain:
         raise RuntimeError(
             f"{x.spec!r}: a DistTensor is not resized, nor given other memory; make a new one, or "
             "assign to its .data"

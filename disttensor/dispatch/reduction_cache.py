@@ -22,6 +22,7 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.versions import INFERENCE, version
 from disttensor.torch_private import top_saved_tensors_hooks
 from disttensor.tree import flat, substitute
 
@@ -54,8 +55,9 @@ def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     local = x.local
     # without what leads back to x, which would be a circle
     value = wrap(resharded(x, dst).local, dst)
-    version = local._version if x.is_initialized and not local.is_inference() else -1
-    x._reduced = Reduced(local, version, value, _grad(x), _region())
+    if local.is_inference():
+        INFERENCE[:] = [True]
+    x._reduced = Reduced(local, version(local), value, _grad(x), _region())
     return value
 
 
@@ -67,8 +69,8 @@ def known(x: DistTensor) -> DistTensor | None:
     if not x.is_initialized:
         return resharded(x, kept.value.spec)
     local = x.local
-    if kept.source is not local or (kept.version >= 0 and kept.version != local._version):
-        return remember(x, kept.value.spec)  # written to past this object, by way of a view
+    if kept.source is not local or kept.version != version(local):
+        return remember(x, kept.value.spec)  # written to by way of what shares its memory
     value: DistTensor = kept.value
     return value
 

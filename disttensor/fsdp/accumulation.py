@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 
 from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.backward import Backward
+from disttensor.fsdp.param import FSDPParam
 from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
+from disttensor.tensor.base import has_grads
 
 
 class Accumulation:
@@ -26,9 +28,11 @@ class Accumulation:
     def __bool__(self) -> bool:
         return bool(self.deferred or self.first)
 
-    def restart(self) -> None:
-        self.first = None
-        self.deferred.clear()
+    def begin(self, params: Iterable[FSDPParam]) -> None:
+        """Before a forward of all: where the gradients so far were dropped, it starts anew."""
+        first = self.first or ()
+        if not any(p.has_grads() or has_grads(p.sharded_param) for p in params if p.name in first):
+            self.first = None
 
     def after(self, backward: Backward, context: BackwardContext) -> None:
         """After a backward. Raises RuntimeError if it reached other parameters than the first."""
@@ -36,9 +40,8 @@ class Accumulation:
         if not context.is_last:
             self.deferred.update(dict.fromkeys(entered))
             for param in [p for s in entered for p in s.copied]:
-                wider = param.sharded_param.dtype
-                if param.spec.dtype is not wider and param.has_grads():
-                    param.upcast(wider)
+                if param.collects:
+                    param.collect()
         elif context.same_params:
             self._reduce([s for s in self.deferred if s not in entered])
         for segment in entered if context.is_last else ():

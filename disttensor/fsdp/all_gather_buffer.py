@@ -15,6 +15,7 @@ from disttensor.comm import collectives
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
+from disttensor.tensor.versions import version
 from disttensor.torch_private import set_versions
 
 Tensor = torch.Tensor
@@ -38,13 +39,14 @@ class AllGatherBuffer:
         self._arriving: tuple[Work[Tensor], Tensor, Any] | None = None
         self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
         self._version = 1  # of the memory while it is gathered
+        self._filled_at = 0  # its version then, with what autograd does not count
         self.free()
 
     def is_current(self) -> bool:
         """Are the values of the last gather those of the parameters now?"""
         return self._gathered_versions == self._versions()
 
-    def _versions(self) -> list[tuple[int, ...]]:
+    def _versions(self) -> list[tuple[int, int]]:
         return [p.version() for p in self.params]
 
     def start(self) -> None:
@@ -75,6 +77,7 @@ class AllGatherBuffer:
         # With the same values it is what autograd saved; otherwise autograd must see a write.
         self._version += not unchanged
         self._set_version(self._version)
+        self._filled_at = version(self.memory)
         self.is_gathered, self._gathered_versions = True, versions
 
     def _wait(self) -> tuple[Tensor, Any]:
@@ -92,7 +95,7 @@ class AllGatherBuffer:
 
     def was_written(self) -> bool:
         """Did somebody write to the unsharded parameters?"""
-        return self.is_gathered and self.memory._version != self._version
+        return self.is_gathered and version(self.memory) != self._filled_at
 
-    def _set_version(self, version: int) -> None:
-        set_versions((self.memory,), (version,))
+    def _set_version(self, number: int) -> None:
+        set_versions((self.memory,), (number,))

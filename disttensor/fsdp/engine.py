@@ -25,7 +25,7 @@ from disttensor.fsdp.param import cast_inputs
 from disttensor.fsdp.reduce import Steps, make_groups, reductions
 from disttensor.fsdp.segment import Segment, share_attributes
 from disttensor.tensor.backward import AFTER_FAILURE
-from disttensor.tensor.grad_sync import BEFORE_SYNC, BEFORE_ZERO
+from disttensor.tensor.grad_sync import BEFORE_SYNC
 from disttensor.torch_private import after_backward, current_backward
 from disttensor.tree import flat, substitute
 
@@ -82,6 +82,8 @@ class Engine:
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
             self.clean_up()
+            if self.accumulation.first:
+                self.accumulation.begin(p for s in self.segments for p in s.params)
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
 
@@ -245,7 +247,7 @@ class Engine:
                     segment.shown or segment in backward.entered or not segment.is_gathered
                 ):
                     segment.free()
-            for param in [p for s in backward.entered for p in s.params if p.hooks]:
+            for param in [p for s in self.segments for p in s.params if p.hooks]:
                 param.run_hooks()
 
     def clean_up(self) -> None:
@@ -258,17 +260,6 @@ class Engine:
                 for param in segment.params:
                     param.drop()
 
-    def forget(self, ids: set[int]) -> None:
-        """Drop the gradients of these parameters. If none is left, the accumulation starts anew."""
-        some_left = False
-        for param in [p for s in self.segments for p in s.params]:
-            if id(param.sharded_param) not in ids:
-                some_left = some_left or param.sharded_param.requires_grad
-            elif param.is_copy:
-                param.drop()
-        if not some_left:
-            self.accumulation.restart()
-
 
 def _arrived(
     engine: weakref.ref[Engine], segment: weakref.ref[Segment], leaf: int, _: Tensor
@@ -278,7 +269,7 @@ def _arrived(
         owner._arrived(of, leaf)
 
 
-# Of all engines: called by what reads, drops or abandons gradients --------------------------------
+# Of all engines: called by what reads or abandons gradients ---------------------------------------
 
 
 def _engines() -> list[Engine]:
@@ -293,13 +284,6 @@ def flush(params: Sequence[Any]) -> None:
             engine.accumulation.flush()
 
 
-def forget(params: Sequence[Any]) -> None:
-    """Before the gradients of ``params`` are dropped: drop what is deferred of them."""
-    for engine in _engines():
-        if engine.accumulation:
-            engine.forget(set(map(id, params)))
-
-
 def clean_up() -> None:
     for engine in _engines():
         engine.clean_up()
@@ -307,4 +291,3 @@ def clean_up() -> None:
 
 AFTER_FAILURE.append(clean_up)
 BEFORE_SYNC.append(flush)
-BEFORE_ZERO.append(forget)

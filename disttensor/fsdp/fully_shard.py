@@ -232,10 +232,10 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
 
     ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum;
     only the last reduces over all other axes, after adding. ``"none"``: nothing is communicated
-    until the last, and unsharded gradients are kept, not yet in ``p.grad``. zero_grad drops all of
-    it; an optimizer's step and ``sync_gradients`` reduce it, should no last one come. Without this
-    context every backward reduces completely. Raises RuntimeError, in the backward, for a
-    micro-batch that reaches other parameters than the one before.
+    until the last, and unsharded gradients are kept; ``p.grad`` is their sum so far, Partial on the
+    shard axis too. An optimizer's step and ``sync_gradients`` reduce it, should no last one come.
+    Without this context every backward reduces completely. Raises RuntimeError, in the backward,
+    for a micro-batch that reaches other parameters than the one before.
 
     >>> model = dt.shard_data_parallel(torch.nn.Linear(4, 1), mesh, shard_axis="dp")
     >>> for i, batch in enumerate(torch.ones(2, 3, 4)):

@@ -9,6 +9,7 @@ them is added to the gradient of ``sharded_param``. If nothing is split or cast,
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,17 @@ import torch
 from disttensor.fsdp.bucket import chunk_of
 from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
-from disttensor.tensor.base import as_parameter, grad_leaves, keep_grad, set_collector
+from disttensor.tensor.base import (
+    as_parameter,
+    grad_leaves,
+    keep_grad,
+    remember_grad,
+    set_collector,
+)  # fmt: skip
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.grad import get_grad, grad_spec
+from disttensor.tensor.versions import version
+from disttensor.torch_private import current_backward
 from disttensor.tree import substitute
 
 Tensor = torch.Tensor
@@ -42,13 +52,15 @@ class FSDPParam:
             spec = spec.with_layout(Layout(rest, spec.layout.partial, spec.layout.own))
         self.spec = spec.with_dtype(dtype)
         self.unsharded_param: DistTensor = param
-        self._data: Tensor | None = None
         self._times_renewed = 0  # how often ``p.data = x`` has been done
-        self._upcast: dict[Axes, Tensor] = {}  # gradients in a wider dtype than autograd adds in
+        # gradients so far, in the dtype of the sharded parameter, to be summed over these axes
+        self._sum: tuple[Axes, Tensor] | None = None
+        self._shown: DistTensor | None = None  # what waits, as ``p.grad`` has given it
         self._hooked = 0  # how many leaves ``new_leaves`` has given
         self._axes: Axes = ()
         self._leaves_seen: list[Axes] = []  # when ``_axes`` was computed
-        self.hooks: dict[int, Callable[[Any], Any]] = {}  # of users, after accumulation
+        # of users, after accumulation
+        self.hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         self._accumulated = False
 
     @property
@@ -82,23 +94,13 @@ class FSDPParam:
             if table.get(slot.key) is old:
                 dict.__setitem__(table, slot.key, new)
 
-    # Writes to ``p.data``, which leave no trace in autograd ---------------------------------------
-
-    def data(self) -> Tensor:
-        """``p.data``: always one tensor, so that its version shows writes."""
-        if self._data is None:
-            self._data = self.sharded_param.local.data
-        return self._data.detach()
-
     def renew(self) -> None:
         """``p.data = x`` has been done."""
-        self._data = None
         self._times_renewed += 1
 
-    def version(self) -> tuple[int, int, int]:
+    def version(self) -> tuple[int, int]:
         """Changes with each write to ``sharded_param``, on ranks with an empty piece too."""
-        data = 0 if self._data is None else self._data._version
-        return self.sharded_param.local._version, self._times_renewed, data
+        return version(self.sharded_param.local), self._times_renewed
 
     # Gradients of ``unsharded_param`` -------------------------------------------------------------
 
@@ -132,19 +134,54 @@ class FSDPParam:
         return first == self.spec.box_at(tuple(n - 1 for n in self.spec.mesh.shape))[1]
 
     def has_grads(self) -> bool:
-        return bool(self._upcast) or any(leaf.grad is not None for _, leaf in self.grad_leaves())
+        return self._sum is not None or any(leaf.grad is not None for _, leaf in self.grad_leaves())
 
-    def upcast(self, dtype: torch.dtype) -> None:
-        """Move the gradients so far to a sum in ``dtype``, which is wider than theirs."""
-        for axes, leaf in self.grad_leaves():
-            if leaf.grad is not None:
-                grad, leaf.grad = leaf.grad, None
-                total = self._upcast.get(axes)
-                self._upcast[axes] = grad.to(dtype) if total is None else total.add_(grad)
+    @property
+    def collects(self) -> bool:
+        """Must a gradient that waits be collected? Autograd adds up in the dtype of the leaf, and
+        where nobody looks."""
+        other = self.spec.dtype is not self.sharded_param.dtype
+        return (other or self._shown is not None) and self.has_grads()
+
+    def collect(self) -> None:
+        """Add the gradients so far up, in the dtype of the sharded parameter."""
+        pending, complete = self.pop_grads()
+        axes, coordinate = self.pending_axes(), self.spec.mesh.coordinate or ()
+        total = pending
+        if complete is not None:  # the first rank brings it in
+            if any(coordinate[a] for a in axes):
+                total = self.zeros() if total is None else total
+            else:
+                total = complete if total is None else total + complete
+        if total is not None:
+            self._sum = axes, total.to(self.sharded_param.dtype)
+
+    def waiting(self) -> DistTensor | None:
+        """``p.grad`` between the backwards of an accumulation, if a gradient waits: the sum so far,
+        laid out as ``unsharded_param``, and pending. What ``sharded_param`` had is in it."""
+        if current_backward() != -1 or not self.has_grads():
+            return None
+        self.collect()
+        assert self._sum is not None
+        axes, total = self._sum
+        if self.axis is not None and self.axis not in axes:  # nothing to wait for: it is cut now
+            self._sum = None
+            self.accumulate_grad(self.own_piece(total).clone(), axes)
+            return None
+        coordinate = self.spec.mesh.coordinate or ()
+        for own, leaf in grad_leaves(self.sharded_param) if self.is_copy else ():
+            if leaf.grad is not None and set(own) <= set(axes):
+                if not any(coordinate[a] for a in axes if a not in own and a != self.axis):
+                    self.own_piece(total).add_(leaf.grad)
+                leaf.grad = None
+        if self._shown is None or self._shown.local is not total:
+            spec = grad_spec(self.unsharded_param, axes)
+            self._shown = wrap(total, spec.with_dtype(total.dtype))
+        return self._shown
 
     def drop(self) -> None:
         """Forget the gradients so far."""
-        self._upcast.clear()
+        self._sum = self._shown = None
         for _, leaf in self.grad_leaves():
             leaf.grad = None
 
@@ -159,11 +196,11 @@ class FSDPParam:
         pending: Tensor | None = None
         complete: Tensor | None = None
         contributes = False
-        for axes, leaf in self.grad_leaves():
-            grad, total = leaf.grad, self._upcast.pop(axes, None)
+        uses = [(axes, leaf.grad) for axes, leaf in self.grad_leaves()]
+        for _, leaf in self.grad_leaves():
             leaf.grad = None
-            if total is not None:
-                grad = total if grad is None else total.add_(grad)
+        kept, self._sum = self._sum, None
+        for axes, grad in uses if kept is None else [kept, *uses]:
             if grad is None:
                 continue
             if grad.requires_grad:
@@ -173,12 +210,12 @@ class FSDPParam:
                     "Differentiate twice before the module is sharded"
                 )
             if not any(self.spec.mesh.shape[a] > 1 for a in axes):
-                complete = grad if complete is None else complete + grad
+                complete = grad if complete is None else _add(complete, grad, kept)
                 continue
             contributes = True
             # On an axis over which it is complete already, the first rank contributes it.
             if not any(coordinate[a] for a in union if a not in axes):
-                pending = grad if pending is None else pending + grad
+                pending = grad if pending is None else _add(pending, grad, kept)
         if contributes and pending is None:
             pending = self.zeros()
         return pending, complete
@@ -197,6 +234,9 @@ class FSDPParam:
         for own, leaf in grad_leaves(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
+                state = self.sharded_param._grad_state
+                if state is not None and state.grad is not None and state.grad.local is grad:
+                    self._shown = state.grad
                 return grad
         return None
 
@@ -207,18 +247,29 @@ class FSDPParam:
         leaf = self.sharded_param.local
         if not axes and leaf.grad is None:
             leaf.grad = grad
-            return
-        for own, leaf in grad_leaves(self.sharded_param):
-            if own == axes and leaf.grad is not None:
-                leaf.grad.add_(grad)
-                return
-        keep_grad(self.sharded_param, axes, grad)
+        else:
+            for own, leaf in grad_leaves(self.sharded_param):
+                if own == axes and leaf.grad is not None:
+                    leaf.grad.add_(grad)
+                    break
+            else:
+                keep_grad(self.sharded_param, axes, grad)
+        shown, self._shown = self._shown, None
+        if shown is not None:  # whoever has asked for ``p.grad`` holds the gradient still
+            now: Any = get_grad(self.sharded_param)
+            shown.local, shown.spec = now.local, now.spec
+            remember_grad(self.sharded_param, shown, made=True)
 
     def run_hooks(self) -> None:
         """Call the users' hooks, if a gradient was accumulated since the last call."""
         accumulated, self._accumulated = self._accumulated, False
         for hook in list(self.hooks.values()) if accumulated else ():
             hook(self.sharded_param)
+
+
+def _add(total: Tensor, grad: Tensor, kept: tuple[Axes, Tensor] | None) -> Tensor:
+    """The sum of both; in place in what was ``kept`` for that."""
+    return total.add_(grad) if kept is not None and total is kept[1] else total + grad
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any] | None:

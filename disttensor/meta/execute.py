@@ -245,8 +245,9 @@ def general(
         if draws:
             state.draw(mesh, "fast", kwargs.get("generator"))
         if writes:
-            written(func, args[0], tensors, mesh)
-            return None if result is None else args[0]
+            target = args[0] if args else next(iter(kwargs.values()))
+            written(func, target, tensors, mesh)
+            return None if result is None else target
         return filled(result, specs, tensors, mesh.device)
 
     return run

@@ -1,4 +1,4 @@
-"""Before an optimizer reads its gradients they are reduced; before it drops them, all of them are.
+"""Before an optimizer reads its gradients they are reduced.
 
 ``disttensor.patches`` hangs these functions into torch's optimizers and modules.
 """
@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
 
-from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import BEFORE_ZERO, sync_gradients
+from disttensor.tensor.grad_sync import sync_gradients
 
 
 def check_fresh(params: Iterable[Any], who: str) -> None:
@@ -51,22 +49,3 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": then_sync(kwargs["closure"])}
     return None
-
-
-def dropping_all(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """``zero_grad`` of a module or an optimizer, which looks at ``p.grad`` alone."""
-
-    @wraps(zero_grad)
-    def zero_all_grads(self: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self, torch.nn.Module):
-            params = list(self.parameters())
-        else:
-            params = [p for group in self.param_groups for p in group["params"]]
-        for p in params:
-            if isinstance(p, DistTensor):
-                for run in BEFORE_ZERO:
-                    run(params)
-                break
-        zero_grad(self, *args, **kwargs)
-
-    return zero_all_grads

@@ -132,20 +132,9 @@ TABLE = (
         replaced(checkpoint.for_dist_tensors, (torch_checkpoint, _checkpoint_generator)),
     ),
     Change(
-        "torch.nn.Module.zero_grad",
-        "gradients that wait on the gathered copies of sharded parameters survive it",
-        "none: it looks at p.grad alone",
-        replaced(step_hooks.dropping_all, (torch.nn.Module, "zero_grad")),
-    ),
-    Change(
-        "torch.optim.Optimizer.zero_grad",
-        "the same",
-        "none: there are hooks before and after step only",
-        replaced(step_hooks.dropping_all, (torch.optim.Optimizer, "zero_grad")),
-    ),
-    Change(
         "torch.optim.Optimizer.step",
-        "gradients that are still a sum of contributions would be read unreduced",
+        "gradients that are still a sum of contributions would be reduced one by one, and "
+        "parameters that the model no longer has would be changed in place of its own",
         "this is one: register_optimizer_step_pre_hook",
         _step_hook,
     ),

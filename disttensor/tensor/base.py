@@ -8,6 +8,7 @@ with ``like``.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from disttensor.autograd.grad_types import Typed, move, whole_grad
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
+from disttensor.tensor.versions import COUNTING, INFERENCE, count, version
 from disttensor.tensor.views import ViewState, invalidate
 from disttensor.torch_private import make_subclass
 
@@ -28,11 +30,11 @@ class GradCollector(Protocol):
     ``disttensor.fsdp.param``)."""
 
     feature: str  # whose it is, for errors
-    hooks: dict[int, Callable[[Any], Any]]  # called when the leaf has its gradient
+    hooks: OrderedDict[int, Callable[[Any], Any]]  # called when the leaf has its gradient
 
     def grad_leaves(self) -> list[tuple[Axes, Tensor]]: ...
+    def waiting(self) -> Any: ...  # what has collected and is not reduced yet, a DistTensor or None
     def drop(self) -> None: ...
-    def data(self) -> Tensor: ...
     def renew(self) -> None: ...
 
 
@@ -40,7 +42,7 @@ class GradState:
     """What gradients need beside the local. Made when first needed, by ``grad_state``; written in
     this module only.
 
-    aliases    axes -> (the local as varying uses read it, version of the local; -1: any)
+    aliases    axes -> (the local as varying uses read it, version(local) then; -1: any)
     origin     makes an alias from what the tensor was made of: ``origin(axes)``
     former     aliases from before there were hooks
     hooked     a leaf whose hooks must see whole gradients
@@ -92,23 +94,25 @@ class MeshTensor(Tensor):
         state = self._grad_state
         if state is not None and state.aliases is not None:
             hit = state.aliases.get(axes)
-            if hit is not None and (hit[1] < 0 or hit[1] == self.local._version):
+            if hit is not None and (
+                hit[1] < 0 or hit[1] == (version(self.local) if COUNTING else self.local._version)
+            ):
                 return hit[0]
         local = self.local
         if not axes or not local.requires_grad or not torch.is_grad_enabled():
             return local
         state = state or grad_state(self)
-        version = local._version
+        made_at = version(local)
         if state.origin is not None:
             alias = state.origin(axes)
         # a second leaf: shares memory, collects its own .grad
         elif local.is_leaf and not state.hooked:
-            alias, version = whole_grad(local.detach().requires_grad_(), self.spec), -1
+            alias, made_at = whole_grad(local.detach().requires_grad_(), self.spec), -1
         else:
             alias = move(local, Typed(self.spec), Typed(self.spec, axes), None)
         if state.aliases is None:
             state.aliases = {}
-        state.aliases[axes] = (alias, version)
+        state.aliases[axes] = (alias, made_at)
         return alias
 
     def forget_uses(self) -> None:
@@ -120,6 +124,8 @@ class MeshTensor(Tensor):
             if not self.local.is_leaf:
                 state.aliases = None
         self._reduced = None
+        if INFERENCE and self.local.is_inference():
+            count(self.local)
         invalidate(self.local)
 
 
@@ -155,7 +161,7 @@ def grad_leaves(x: MeshTensor) -> list[tuple[Axes, Tensor]]:
         return [((), x.local)]
     apart = not x.local.is_leaf and state.origin is not None
     made = state.aliases.items() if state.aliases is not None else ()
-    aliases = [(axes, alias) for axes, (alias, version) in made if apart or version < 0]
+    aliases = [(axes, alias) for axes, (alias, made_at) in made if apart or made_at < 0]
     return [((), x.local), *aliases, *state.former]
 
 
@@ -198,6 +204,10 @@ def keep_grad(x: MeshTensor, axes: Axes, g: Tensor) -> None:
         else:
             leaf = x.local_for(axes)
         leaf.grad = g
+
+
+def has_grads(x: MeshTensor) -> bool:
+    return any(leaf.grad is not None for _, leaf in grad_leaves(x))
 
 
 def drop_grads(x: MeshTensor) -> None:

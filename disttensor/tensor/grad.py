@@ -91,6 +91,15 @@ def get_grad(x: T) -> T | None:
     """The gradient of x so far: one object per gradient tensor, so that ``p.grad is p.grad``."""
     state = x._grad_state
     axes: Axes = ()
+    waiting: T | None
+    if (
+        state is not None
+        and state.collector is not None
+        and (waiting := state.collector.waiting()) is not None
+    ):
+        if state.grad is not waiting:
+            remember_grad(x, waiting, made=True)
+        return waiting
     if state is None or (not state.former and (state.aliases is None or not x.local.is_leaf)):
         total = x.local.grad
         if total is None:
@@ -151,6 +160,8 @@ def set_grad(x: MeshTensor, value: Any) -> None:
     global tensor."""
     collector = collector_of(x)
     if collector is not None:
+        if value is not None and value is collector.waiting():
+            return
         collector.drop()
     if value is None:
         drop_grads(x)

@@ -21,9 +21,8 @@ Tensor = torch.Tensor
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
 
-# Called with the parameters whose gradients are about to be read, or to be dropped by zero_grad.
+# Called with the parameters whose gradients are about to be read.
 BEFORE_SYNC: list[Callable[[list[Any]], None]] = []
-BEFORE_ZERO: list[Callable[[list[Any]], None]] = []
 
 
 class Pending(NamedTuple):

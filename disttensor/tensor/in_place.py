@@ -65,8 +65,9 @@ class InPlace(MeshTensor):
 
     @property
     def data(self) -> Self:
-        collector = collector_of(self)
-        return _sharing(self, self.local.data if collector is None else collector.data())
+        out = _sharing(self, self.local.data)
+        views.view_state(out).uncounted = True
+        return out
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -91,6 +92,7 @@ class InPlace(MeshTensor):
             for _, t in grad_leaves(self):
                 t.data = value.local.data
         forget_hooked_aliases(self)
+        self.forget_uses()
         if value.spec is not self.spec:
             remember_grad(self, None)
             _change_spec(self, value.spec)
@@ -119,6 +121,7 @@ def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
         )
     token.replaced[0] += 1
     x.local = value.local
+    x.forget_uses()
     set_origin(x, origin_of(value))
     remember_grad(x, None)
     _change_spec(x, value.spec)

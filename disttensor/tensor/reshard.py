@@ -27,6 +27,7 @@ from disttensor.placement import Placement
 from disttensor.spec import DistSpec, spec_of
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, set_origin, through
+from disttensor.tensor.versions import version
 from disttensor.torch_private import direct_apply, storage_id
 from reshard.cross_mesh import start
 
@@ -76,11 +77,11 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
     if fresh and storage_id(moved.untyped_storage()) == storage_id(x.local.untyped_storage()):
         moved = moved.clone()
     if moved.requires_grad:
-        known, version = moved.detach(), moved._version
+        known, made_at = moved.detach(), version(moved)
 
         def alias(axes: Axes) -> Tensor:
             # written to since, perhaps through a view: it is no longer x's value
-            if moved._version != version:
+            if version(moved) != made_at:
                 return move(moved, Typed(dst), Typed(dst, axes), None)
             read = through(x, dst, axes)
             return move(x.local_for(read), Typed(x.spec, read), Typed(dst, axes), [known])

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from disttensor.errors import name_of
+from disttensor.tensor.versions import count
 from disttensor.torch_private import storage_id
 
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
@@ -29,12 +30,14 @@ class ViewState:
 
     name, storages  of a copy: the view function, and the memory that it came from (kept alive)
     write_back      brings a write to this copy back to its source; None: it would be lost
+    uncounted       autograd counts writes to this apart from those to what shares it: ``.data``
     base, views     outside the mesh: whose memory this shares; weakly, those that share this one's
     """
 
     name: str | None = None
     storages: tuple[Any, ...] = ()
     write_back: Callable[[Any], Any] | None = None
+    uncounted: bool = False
     base: Any = None
     views: list[weakref.ref[Any]] | None = None
 
@@ -74,6 +77,8 @@ def inherit(view: Any, source: Any) -> None:
     if state is not None and state.name is not None:
         back = state.write_back
         _follow(view, state.name, state.storages, None if back is None else lambda _: back(source))
+    if state is not None and state.uncounted:
+        view_state(view).uncounted = True
 
 
 def _follow(
@@ -108,6 +113,8 @@ def refuse_copy(x: Any, func: Any) -> None:
 def write_back(x: Any) -> None:
     """After a write to ``x``: where it is a copy, bring the write to its source."""
     state = x._view_state
+    if state is not None and state.uncounted:
+        count(x.local)
     if state is not None and state.write_back is not None:
         with up_to_date(x):
             state.write_back(x)

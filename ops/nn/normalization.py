@@ -3,6 +3,7 @@ ranks inside."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -112,8 +113,15 @@ def batch_norm(
     rest = [o for o in (running_mean, running_var, weight, bias) if isinstance(o, Arg)]
     inputs = (dims, *((1,) for _ in rest))
     sizes: dict[Any, int] = dict(enumerate(input.shape))
+    mixed = len({o.dtype for o in rest}) > 1
+    whole_batch = _of_one_dtype if mixed else padded_if_empty
     if not training:
-        return Factors(inputs, (dims,), sizes, local=padded_if_empty)
+        return Factors(inputs, (dims,), sizes, local=whole_batch)
+    if math.prod(input.shape[d] for d in dims if d != 1) == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{torch.Size(input.shape)}"
+        )
     stats = [o for o in (running_mean, running_var) if isinstance(o, Arg)]
     if any(o.layout.varies() for o in stats):
         raise NoRule("batch_norm that writes running statistics which are not replicated")
@@ -123,21 +131,37 @@ def batch_norm(
 
     def local(call: LocalCall) -> Any:
         axes = tuple(sorted(call.axes(*gone)))
-        return _batch_norm(call, gone, axes) if axes or is_empty(call) else call.func
+        return _batch_norm(call, gone, axes) if axes or is_empty(call) else whole_batch(call)
 
     return Factors(inputs, (dims,), sizes, whole=whole, local=local)
 
 
+def _of_one_dtype(call: LocalCall) -> Any:
+    """The torch function, which takes weight and bias in the dtype of the statistics, whatever that
+    of the input is."""
+    run = padded_if_empty(call)
+
+    def batch_norm(
+        input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        dtype = input.dtype if running_mean is None else running_mean.dtype
+        weight, bias = (t if t is None else t.to(dtype) for t in (weight, bias))
+        return run(input, running_mean, running_var, weight, bias, *args, **kwargs)
+
+    return batch_norm
+
+
 def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
-    n = 1
-    for d in gone:
-        n *= call.inputs[0].shape[d]
+    n = math.prod(call.inputs[0].shape[d] for d in gone)
 
     def batch_norm(
         input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         x = widened(input)
+        if not n:  # the statistics stay
+            running_mean = running_var = None
         var, mean = moments(call, x, gone, axes, n, 0)
         along = mean.shape
         with torch.no_grad():

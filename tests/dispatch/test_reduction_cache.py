@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -69,30 +72,93 @@ def test_varying_readers_share_one_all_reduce_each_way():
     torch.testing.assert_close(leaf.grad.full_tensor(), plain.grad)
 
 
-def through_itself(x: torch.Tensor) -> None:
-    x.mul_(3)
+def fused_step(x: torch.Tensor) -> None:
+    """A kernel whose writes autograd does not count."""
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.5, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([x], [torch.ones_like(x)], [], **options, **flags)
 
 
-def through_a_view(x: torch.Tensor) -> None:
-    x.view(-1).mul_(3)
+library = torch.library.Library("tests_reduction_cache", "DEF")
+library.define("scale_second(Tensor y, Tensor(a!) x) -> Tensor")
 
 
-def through_an_older_view(x: torch.Tensor) -> None:
-    x.older.mul_(3)
+def _scale_second(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    x.data.mul_(3)
+    return y.clone()
 
 
-@pytest.mark.parametrize("write", [through_itself, through_a_view, through_an_older_view])
+library.impl("scale_second", _scale_second, "CompositeExplicitAutograd")
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda x: x.mul_(3),
+    "by name": lambda x: torch.relu_(input=x),
+    "one row": lambda x: x.__setitem__(0, 3.0),
+    "a view": lambda x: x.view(-1).mul_(3),
+    "an older view": lambda x: x.older.mul_(3),
+    "detach": lambda x: x.detach().mul_(3),
+    "data": lambda x: x.data.mul_(3),
+    "a view of data": lambda x: x.data.view(-1).mul_(3),
+    "data of a view": lambda x: x.view(-1).data.mul_(3),
+    "data of detach": lambda x: x.detach().data.detach().mul_(3),
+    "new data": lambda x: setattr(x, "data", x.data * 3),
+    "a list": lambda x: torch._foreach_mul_([x.data], 3.0),
+    "fused": fused_step,
+    "fused data": lambda x: fused_step(x.data),
+    "out=": lambda x: torch.mul(x, 3, out=x),
+    "apply_": lambda x: x.apply_(lambda v: v * 3),
+    "custom op": lambda x: torch.ops.tests_reduction_cache.scale_second(x.detach().clone(), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
 @on_ranks(2)
-def test_after_a_write_the_new_value_is_read(write):
+def test_after_a_write_the_new_value_is_read():
+    """Also by ranks with no element, and what was kept of split and of replicated tensors."""
     mesh = dt.ProcessMesh([0, 1], ("tp",))
-    with torch.no_grad():
-        _, x, _, y = pending(mesh)
-        x.older, y.older = x.view(15), y.view(15)
-        torch.testing.assert_close(x.relu().full_tensor(), y.relu())
-        write(x)
-        write(y)
-        torch.testing.assert_close((x * 2).full_tensor(), y * 2)
-        torch.testing.assert_close(x.sigmoid().full_tensor(), y.sigmoid())
+    for name, write in WRITES.items():
+        for mode in (torch.no_grad, torch.inference_mode):
+            for placement in (P, R, dt.Shard(0)):
+                if isinstance(placement, dt.Shard) and "view" in name:
+                    continue  # of a split tensor it is a copy, and refuses
+                with mode():
+                    _, x, _, y = pending(mesh)
+                    x = dt.reshard(x, mesh, [placement]).clone()
+                    y = y.clone()
+                    x.older, y.older = x.view(15), y.view(15)
+                    torch.testing.assert_close(x.relu().full_tensor(), y.relu())
+                    write(x)
+                    write(y)
+                    where = f"{name} on {placement} under {mode.__name__}"
+                    for f in (torch.neg, torch.sigmoid):
+                        torch.testing.assert_close(
+                            f(x).full_tensor(), f(y), msg=lambda m, w=where: f"{w}: {m}"
+                        )
+
+
+@on_ranks(2)
+def test_after_a_write_a_varying_use_reads_the_new_value():
+    """What would be computed once more for it is of the old value then: of what was written to, or
+    of what it was made of."""
+    mesh = dt.ProcessMesh([0, 1], ("tp",))
+    torch.manual_seed(0)
+    rows, weight = (torch.randn(*s, dtype=torch.float64) for s in ((5, 3), (3, 4)))
+    for name in ("data", "a view of data", "data of a view", "a list", "fused data"):
+        for which in (0, 1):
+            results = []
+            for ours in (True, False):
+                leaf = dt.shard_tensor(rows, mesh, [R]) if ours else rows.clone()
+                w = dt.shard_tensor(weight, mesh, [dt.Shard(1)]) if ours else weight
+                leaf.requires_grad_()
+                made = leaf * 1.5
+                values = made, made.sigmoid()
+                with torch.no_grad():
+                    WRITES[name](values[which])
+                loss = (values[1] @ w).square().sum()
+                loss.backward()
+                results.append((loss.detach(), leaf.grad))
+            (loss, grad), want = results
+            torch.testing.assert_close((loss.full_tensor(), grad.full_tensor()), want, msg=name)
 
 
 @on_ranks(2)

@@ -3,6 +3,8 @@ last one only."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -154,6 +156,84 @@ def test_gradients_wait_for_the_replicas_until_the_last(stage: int) -> None:
     count = len(list(model.parameters()))
     assert seen == [[{0: "sum"}] * count] * 2 + [[{}] * count], seen
     assert all(p.grad.placements[1] == dt.Shard(0) for p in model.parameters())
+
+
+def all_of(params: list[Any]) -> list[Any]:
+    return [p.grad for p in params]
+
+
+def grads(params: list[Any]) -> list[Any]:
+    return [g for g in all_of(params) if g is not None]
+
+
+def anew(params: list[Any]) -> None:
+    for p in params:
+        p.grad = p.grad * 0.5
+
+
+def augmented(params: list[Any]) -> None:
+    for p in params:
+        p.grad *= 0.5
+
+
+# what programs do to gradients between micro-batches
+EDITS: dict[str, Callable[[list[Any]], Any]] = {
+    "in place": lambda params: [g.mul_(0.5) for g in grads(params)],
+    "past autograd": lambda params: [g.data.mul_(0.5) for g in grads(params)],
+    "a list": lambda params: torch._foreach_mul_(grads(params), 0.5),
+    "not linear": lambda params: [g.clamp_(-0.01, 0.01) for g in grads(params)],
+    "anew": anew,
+    "augmented": augmented,
+    "dropped": lambda params: [setattr(p, "grad", None) for p in params[::2]],
+    "zero": lambda params: [g.zero_() for g in grads(params)],
+    "read": lambda params: [g.norm().item() for g in grads(params)],
+    "by value": lambda params: torch.nn.utils.clip_grad_value_(params, 0.01),
+    "by value, in a loop": lambda params: torch.nn.utils.clip_grad_value_(params, 0.01, False),
+    "by norm": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
+}
+
+
+@on_ranks(4)
+def test_gradients_that_wait_can_be_read_and_changed() -> None:
+    """As those of one process, after each micro-batch."""
+    mesh = meshes()["dp x fsdp"]
+    ways = ({"stage": 3}, {"stage": 1}, {"stage": 2}, {"stage": 3, "param_dtype": torch.float32})
+    for (name, edit), options in zip(EDITS.items(), itertools.cycle(ways)):
+        close = 1e-5 if "param_dtype" in options else 1e-11
+        want: list[Any] = []
+        for reduce in (None, "scatter", "none"):
+            model = net(blocks=1) if reduce is None else shard(net(blocks=1), mesh, **options)
+            params, found = list(model.parameters()), []
+
+            def look(i: int, params: Any = params, found: Any = found, edit: Any = edit) -> None:
+                assert len(grads(params)) == len(params)
+                edit(params)
+                found.append([g if g is None else values([g])[0] for g in all_of(params)])
+
+            step_of(model, None if reduce is None else mesh, 0, reduce, each=look)
+            want = want or found
+            where = f"{name} {reduce} {options}"
+            torch.testing.assert_close(
+                found, want, rtol=close, atol=close / 10, msg=lambda m, w=where: f"{w}: {m}"
+            )
+
+
+@on_ranks(2)
+def test_a_gradient_that_waits_stays_one_object() -> None:
+    """Whoever holds it has the sum so far, and the reduced gradient in the end."""
+    mesh = meshes()["fsdp"]
+    model = shard(net(), mesh)
+    held: list[Any] = []
+
+    def look(i: int) -> None:
+        now = grads(list(model.parameters()))
+        held.extend(now if i == 0 else ())
+        assert all(a is b for a, b in zip(held, now, strict=True))
+        assert [dict(g.partial_status) for g in now] == [{} if i == 2 else {0: "sum"}] * len(now)
+
+    with dt.record_comms() as log:
+        step_of(model, mesh, 0, "none", each=look)
+    assert log.counts()["reduce_scatter"] == 4
 
 
 @pytest.mark.parametrize("reduce", ["scatter", "none"])

@@ -293,3 +293,28 @@ def test_one_gather_serves_recomputation_and_backward(reduce: str | None, how: s
     assert len(gathers) == (2 * len(model.blocks) + 1) * MICRO
     assert {entry[3] for entry in gathers} == {"torch.bfloat16"}
     assert all(map(torch.equal, *grads))
+
+
+@on_ranks(2)
+def test_batch_norm_beside_statistics_in_float32() -> None:
+    """In training and in evaluation, of split batches and of whole ones."""
+    mesh = meshes()["fsdp"]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+    batches = [batch_of(None, i, dtype=FP32) for i in range(3)]
+    plain = make()
+    want = [plain.train(i < 2)(x) for i, x in enumerate(batches)]
+    for stage in (1, 2, 3):
+        for placement in (Shard(0), dt.Replicate()):
+            model = dt.shard_data_parallel(make(), mesh, stage=stage, param_dtype=BF16)
+            for i, x in enumerate(batches):
+                y = model.train(i < 2)(dt.shard_tensor(x, mesh, [placement]))
+                assert y.dtype is BF16
+                torch.testing.assert_close(y.full_tensor().float(), want[i], rtol=0.05, atol=0.05)
+                y.float().square().mean().backward()
+            torch.testing.assert_close(
+                model[1].running_var.full_tensor(), plain[1].running_var, rtol=0.02, atol=0.02
+            )

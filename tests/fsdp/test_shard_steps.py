@@ -13,6 +13,7 @@ from tests.support.pool import on_ranks
 from tests.support.training import (
     EACH,
     S0,
+    STAGES,
     at_rest,
     check,
     compare,
@@ -21,7 +22,9 @@ from tests.support.training import (
     line,
     mlp,
     sgd,
+    squares,
     stages,
+    values,
     ways,
 )
 
@@ -200,20 +203,29 @@ def by_init(p):
     nn.init.constant_(p, 0.25)
 
 
-@stages
-@pytest.mark.parametrize(
-    "write", [by_data, by_new_data, by_copy, by_detach, by_init], ids=lambda f: f.__name__
-)
-@on_ranks(2)
-def test_what_is_written_to_a_parameter_counts(write, stage):
-    def step(model, x):
-        for p in model.parameters():
-            write(p)
-        loss = model(x).square().sum()
-        loss.backward()
-        return loss
+def by_data_of_detach(p):
+    p.detach().data.mul_(0.5)
 
-    check(mlp, step, mesh=line(), segments=EACH, **ways(stage))
+
+def by_row(p):
+    """Of which only one rank has something."""
+    with torch.no_grad():
+        p[0] = 0.5
+
+
+@stages
+@on_ranks(2)
+def test_what_is_written_to_a_parameter_counts(stage):
+    for write in (by_data, by_new_data, by_copy, by_detach, by_init, by_data_of_detach, by_row):
+
+        def step(model, x, write=write):
+            for p in model.parameters():
+                write(p)
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        check(mlp, step, mesh=line(), segments=EACH, **ways(stage))
 
 
 @stages
@@ -287,3 +299,42 @@ def test_gradients_of_parameters_by_themselves(stage):
         return
     with pytest.raises(NotImplementedError, match=r"call backward\(\)"):
         torch.autograd.grad(loss, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_hooks_after_accumulation():
+    """Once in each backward, with the reduced gradient: to change it, or to step with it and drop
+    it. A hook that was removed is not called."""
+    results = []
+    for stage in ("plain", *STAGES):
+        torch.manual_seed(0)
+        model = mlp()
+        if stage != "plain":
+            dt.shard_data_parallel(model, line(), segments=EACH, **ways(stage))
+        calls: list[tuple[int, ...]] = []
+
+        def halve(p, calls=calls):
+            calls.append(tuple(p.shape))
+            p.grad.mul_(0.5)
+
+        @torch.no_grad()
+        def step_and_drop(p):
+            p.sub_(p.grad, alpha=0.1)
+            p.grad = None
+
+        handles = [p.register_post_accumulate_grad_hook(halve) for p in model.parameters()]
+        stepping = [p.register_post_accumulate_grad_hook(step_and_drop) for p in model.parameters()]
+        found = []
+        for i in range(4):
+            if i == 2:
+                for handle in stepping:
+                    handle.remove()
+            if i == 3:
+                for handle in handles:
+                    handle.remove()
+            x = randn(5, 6, seed=i)
+            x = x if stage == "plain" else dt.shard_tensor(x, line(), [S0])
+            found += [full(squares(model, x)), gradients(model), sorted(calls)]
+        results.append([*found, values(model)])
+    for got in results[1:]:
+        compare(got, results[0])

@@ -1,0 +1,33 @@
+"""How often the memory of a tensor was written to. What is made of a value and kept beside it (a
+reduction, a gathered copy, an alias) is read while this stays.
+
+Autograd counts writes in ``_version``, but not all: ``x.data`` has a count of its own, inference
+tensors have none, and kernels outside autograd (fused optimizers, custom ops) raise none. Such
+writes are counted here, on the storage, when the dispatcher carries them out, so on all ranks
+alike. Writes past the dispatcher, to what ``to_local()`` gave, are seen where autograd counts them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+COUNTING: list[bool] = []  # not empty: some write was counted here
+INFERENCE: list[bool] = []  # not empty: something is kept beside an inference tensor
+
+
+def version(local: torch.Tensor) -> int:
+    """Grows with each write to the memory of ``local``, through whatever shares it."""
+    by_autograd = 0 if local.is_inference() else local._version
+    if not COUNTING:
+        return by_autograd
+    storage: Any = local.untyped_storage()
+    return by_autograd + int(getattr(storage, "uncounted_writes", 0))
+
+
+def count(local: torch.Tensor) -> None:
+    """The memory of ``local`` was written to, and autograd has not counted it."""
+    COUNTING[:] = [True]
+    storage: Any = local.untyped_storage()
+    storage.uncounted_writes = getattr(storage, "uncounted_writes", 0) + 1
