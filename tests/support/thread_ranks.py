@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 Coordinate = tuple[int, ...]
 PATIENCE = 10.0  # seconds that a rank waits for the others
+_THREADS = futures.ThreadPoolExecutor(1024)  # kept: to start one takes longer than most bodies
 
 
 class World:
@@ -41,11 +43,7 @@ class World:
                     for barrier, _ in self.boards.values():
                         barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(place,)) for place in self.all]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        futures.wait([_THREADS.submit(work, place) for place in self.all])
         if errors:
             raise next(
                 (e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)),
