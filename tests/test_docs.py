@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.support import pages
+from tests.support.examples import printed_by
 from tests.support.pages import ROOT, blocks, program
+from tests.support.pool import run_on_ranks
 
 RUN_PAGES = str(Path(pages.__file__))
 PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 LAUNCH = [str(ROOT / "examples" / "launch.py"), "4"]
-EXAMPLE = str(ROOT / "examples" / "tensor_parallel.py")
 PATIENCE = 100.0  # seconds
 PROGRAMS = [p for p in PAGES if program(p)]
 EXAMPLES = {"train.py"}  # files of the reader's own
@@ -97,7 +98,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.limit(240)
 def test_megatron_mlp_is_one_all_reduce_each_way() -> None:
-    one, four = run(EXAMPLE), run(*LAUNCH, EXAMPLE)
+    one, four = (run_on_ranks(n, printed_by, "tensor_parallel")[0] for n in (1, 4))
     assert one.splitlines()[0] == four.splitlines()[0]  # the loss
     assert [line.split()[0] for line in one.splitlines()[1:]] == ["kind", "total"]
     calls = [line.split() for line in four.splitlines()[2:-1]]

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import disttensor as dt
 from disttensor import Replicate, Shard
-from tests.parallel.test_train_gpt import finished
+from tests.support.examples import printed_by
 from tests.support.models.case import Case, check
-from tests.support.pool import on_ranks
+from tests.support.pool import on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -25,7 +23,6 @@ MIXTRAL = [
     pytest.param(name, marks=pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning"))
     for name in ("mixtral", "mixtral, grouped")
 ]
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ["gpt2", "llama", "bert", "t5", *MIXTRAL, "vit", "uneven llama"]
 
 
@@ -86,13 +83,10 @@ def test_the_proposed_plan_on_dp_x_tp(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(240)
-def test_the_example_has_the_same_losses_on_one_process_and_on_four(tmp_path: Path) -> None:
-    launch = [sys.executable, str(EXAMPLES / "launch.py"), "4"]
-    script = str(EXAMPLES / "llama.py")
+def test_the_example_has_the_same_losses_on_one_process_and_on_four() -> None:
     losses = []
-    for command in ([sys.executable, script], [*launch, script]):
-        status, out, err = finished(command, tmp_path)
-        assert status == 0, err
+    for world in (1, 4):
+        out = run_on_ranks(world, printed_by, "llama", timeout=100)[0]
         assert "model.layers.*.self_attn.q_proj.weight" in out
         losses.append([float(line.split()[3]) for line in out.splitlines() if line[:4] == "step"])
     assert losses[1] == pytest.approx(losses[0], abs=2e-3)
