@@ -20,13 +20,17 @@ from disttensor.layout import (
 )
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.placement import Placement
+from disttensor.torch_private import refuse_memory
 
 
 @lru_cache(maxsize=256)
-def _scalar(dtype: torch.dtype) -> torch.Tensor:
-    """The one element that all stand-ins of a dtype share. On the meta device: who looks at a
-    wrapper from C++ finds no data, and no tensor of its kind to take the memory of."""
-    return torch.empty((), dtype=dtype, device="meta")
+def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one element that all stand-ins of a dtype share: NaN where there is one, so that a leak
+    shows. Who wants its memory from C++ (dlpack, numpy) gets an error."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    one = torch.full((), value, dtype=dtype, device=device)
+    refuse_memory(one)
+    return one
 
 
 class DistSpec:
@@ -59,7 +63,7 @@ class DistSpec:
     local_shape: tuple[int, ...]  # of this rank; (0,), a token's, outside the mesh
     local_box: Box
     varies: frozenset[int]  # mesh axes over which locals differ
-    meta_tensor: torch.Tensor  # global shape, no data: wrappers are made of it
+    meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it
     _derived: dict[Any, DistSpec]
 
     def __new__(
@@ -83,7 +87,7 @@ class DistSpec:
         else:
             self.local_box = Box((0,) * len(shape), (0,))
         self.local_shape = self.local_box.shape
-        self.meta_tensor = _scalar(dtype).expand(self.shape)
+        self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         mesh.specs[key] = self
         return self

@@ -30,7 +30,8 @@ __all__ = [
     "count_function_modes", "current_backward", "default_store", "default_timeout",
     "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name",
     "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
-    "reduce_scatter_single", "schemas_of", "set_timeout", "set_versions", "storage_id",
+    "reduce_scatter_single", "refuse_memory", "schemas_of", "set_timeout", "set_versions",
+    "storage_id",
     "top_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -82,6 +83,9 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
 # Tensors ------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = need("to make a DistTensor", torch.Tensor, "_make_subclass")
+refuse_memory: Callable[[torch.Tensor], None] = need(
+    "to refuse who reads a wrapper from C++", torch._C, "_set_throw_on_mutable_data_ptr"
+)
 is_view: Callable[[torch.Tensor], bool] = need(
     "to tell views from copies", torch.Tensor, "_is_view"
 )

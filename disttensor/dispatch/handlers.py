@@ -40,7 +40,7 @@ def _of_meta_tensor(func: Any) -> None:
 for _func in (
     torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
     Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg,
-    Tensor.dim_order,
+    Tensor.get_device, Tensor.dim_order,
 ):  # fmt: skip
     _of_meta_tensor(_func)
 
@@ -51,8 +51,8 @@ def _of_local(func: Any) -> None:
 
 
 for _method in (
-    Tensor.get_device, Tensor.is_pinned, Tensor.is_shared, Tensor.storage_type, is_view,
-    Tensor.is_coalesced, torch.is_inference, Tensor.is_inference,
+    Tensor.is_pinned, Tensor.is_shared, Tensor.storage_type, is_view, Tensor.is_coalesced,
+    torch.is_inference, Tensor.is_inference,
 ):  # fmt: skip
     _of_local(_method)
 
@@ -64,7 +64,7 @@ for _name in ("untyped_storage", "storage", "_typed_storage"):
 @handler(Tensor.type)
 def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
-        return torch.empty(0, dtype=x.dtype, device=x.device).type()
+        return x.spec.meta_tensor.type()
     if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor", torch.FloatTensor
         dtype = torch.empty(0).type(dtype).dtype
     return x.to(dtype, non_blocking=non_blocking)
