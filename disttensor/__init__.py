@@ -39,9 +39,11 @@ with _versions.importing():
     from disttensor.interop import from_dtensor, to_dtensor
     from disttensor.local_map import local_map
     from disttensor.data.shard_loader import shard_loader
-    from disttensor.checkpoint.checkpointer import Checkpointer
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.nn.shard_module import shard_module
+    from disttensor.checkpoint.checkpointer import Checkpointer
+    from disttensor.checkpoint.load_pretrained import load_pretrained
+    from disttensor.checkpoint.save_pretrained import save_pretrained
     from disttensor.fsdp.replicas import check_replicas
     from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
@@ -60,9 +62,11 @@ __all__ = [
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
     "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug",
     "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones",
+    "from_fn", "from_local", "full", "init_mesh", "load_pretrained", "local_map",
+    "manual_seed", "never_skip", "ones",
     "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_loader", "shard_module",
+    "record_comms", "reshard", "rng", "save_pretrained", "shard_data_parallel", "shard_loader",
+    "shard_module",
     "shard_scaler", "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

@@ -24,9 +24,11 @@ NAMES = [
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
     "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug",
     "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "local_map", "manual_seed", "never_skip", "ones",
+    "from_fn", "from_local", "full", "init_mesh", "load_pretrained", "local_map",
+    "manual_seed", "never_skip", "ones",
     "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "shard_data_parallel", "shard_loader", "shard_module",
+    "record_comms", "reshard", "rng", "save_pretrained", "shard_data_parallel", "shard_loader",
+    "shard_module",
     "shard_scaler", "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""The table of changes to torch. For plain tensors torch does what it did without them."""
+"""The table of changes to torch, and one to transformers. For plain tensors they do what they did
+without them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from disttensor.comm import failures
 from disttensor.meta import guards
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
-from disttensor.patches import autograd_function, checkpoint, clip_grad, state_dicts
+from disttensor.patches import (
+    autograd_function,
+    checkpoint,
+    clip_grad,
+    save_pretrained,
+    state_dicts,
+)
 from disttensor.patches.imports import once_imported
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import foreach_types
@@ -235,6 +242,17 @@ TABLE = (
             "torch.distributed.checkpoint.state_dict",
             state_dicts.known_everywhere,
             "_state_dict_fn",
+        ),
+    ),
+    Change(
+        "transformers: save_pretrained",
+        "rank 0 changes the folder, and may wait for the others, before its memory is refused",
+        "none: it asks nobody before it writes",
+        replaced_in(
+            "transformers.modeling_utils",
+            save_pretrained.refusing,
+            "save_pretrained",
+            owner="PreTrainedModel",
         ),
     ),
     Change(

@@ -27,7 +27,7 @@ import disttensor as dt
 from disttensor import DistTensor, ProcessMesh, Shard, Strategy
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
-from tests.support.training import mlp, squares
+from tests.support.training import EACH, mlp, squares
 
 STRATEGIES = {
     "dp": Strategy(dp=4),
@@ -260,3 +260,26 @@ def test_checkpoints_of_torch_and_ours_are_one_format(tmp_path):
         dcp.save({"app": saved}, checkpoint_id=tmp_path / str(i))
         dcp.load({"app": app}, checkpoint_id=tmp_path / str(i))
         same_state(app.state_dict(), flat(saved.state_dict()))
+
+
+@on_ranks(4)
+def test_a_read_into_the_shards_themselves_is_seen_by_the_next_forward(tmp_path):
+    """Ranks with an empty piece, which read nothing, gather again too."""
+    mesh = ProcessMesh(range(4), ("fsdp",))
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return dt.shard_data_parallel(mlp(), mesh, stage=2, segments=EACH)
+
+    saved, x = make(0), dt.shard_tensor(randn(4, 6), mesh, [Shard(0)])
+    want = saved(x).full_tensor()
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "dcp")
+    dt.save_pretrained(saved, tmp_path / "hf")
+    for read in (
+        lambda model: dcp.load(model.state_dict(), checkpoint_id=tmp_path / "dcp"),
+        lambda model: dt.load_pretrained(model, tmp_path / "hf"),
+    ):
+        model = make(1)
+        assert not torch.equal(model(x).full_tensor(), want)  # gathered now, and kept
+        read(model)
+        assert torch.equal(model(x).full_tensor(), want)

@@ -6,6 +6,7 @@ import importlib
 import io
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.distributed._state_dict_utils._iterate_state_dict",
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
         "torch.distributed.checkpoint.state_dict._state_dict_fn",
+        "torch.distributed.tensor._optim_foreach_supported_types",  # the two lists of torch.optim
+        "torch.distributed.tensor._util_foreach_supported_types",  # and torch.utils again
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.nn.init.sparse_",
         "torch.nn.utils.clip_grad._get_total_norm",
@@ -304,6 +307,19 @@ def states_of_stages() -> None:
     assert list(state) == ["0", "1"] and all(s["step"] == 1 for s in state.values())
 
 
+def refused_to_save() -> None:
+    hf = importlib.import_module("transformers")
+    config = hf.GPT2Config(n_layer=1, n_head=1, n_embd=2, vocab_size=4, n_positions=4)
+    model = dt.shard_module(hf.GPT2LMHeadModel(config), line(), {"transformer.wte": [Shard(0)]})
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.save_pretrained(folder)
+        except RuntimeError as error:
+            assert "dt.save_pretrained" in str(error)
+        assert not list(Path(folder).iterdir())
+    dist.barrier()
+
+
 def told_of_failures() -> None:
     leaf(line()).sum()
     assert sys.excepthook is failures._hook
@@ -326,6 +342,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.distributed.checkpoint: broadcast_from_rank0": received_state,
     "torch.distributed.checkpoint: async_save": staged_state,
     "torch.distributed.checkpoint: optimizers of several stages": states_of_stages,
+    "transformers: save_pretrained": refused_to_save,
     "torch.nn.Module: attributes and hooks": changed_modules,
     "sys.excepthook": told_of_failures,
 }

@@ -1,0 +1,187 @@
+"""load_pretrained: Hugging Face's files into a model of which each rank reads its own pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor.checkpoint.safetensors_files import Stored, read_box, stored_in
+from disttensor.checkpoint.save_pretrained import INDEX, renamed
+from disttensor.layout import Box
+from disttensor.mesh import ProcessMesh
+from disttensor.nn.names import close_to
+from disttensor.nn.parameters import slots
+from disttensor.nn.shard_module import shard_module
+from disttensor.tensor.checkpointable import prepare_to_read
+from disttensor.tensor.dist_tensor import DistTensor
+
+Tensor = torch.Tensor
+Part = tuple[Stored, int, int]  # the rows [start, stop) of a tensor in a file
+
+
+def load_pretrained(
+    model: nn.Module,
+    files: str | Path | Iterable[str | Path],
+    mesh: ProcessMesh | None = None,
+    plan: Any = None,
+    *,
+    names: Mapping[str, Any] | Callable[[str], Any] | None = None,
+    strict: bool = True,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Fill ``model`` from safetensors files, and return it: from a folder that ``save_pretrained``
+    or Hugging Face wrote, one file, or several. Every rank makes the call, reads the parts that it
+    holds, and nothing is sent.
+
+    With a ``mesh`` the model is sharded by ``plan`` first (``shard_module``); made on the meta
+    device, it never exists whole anywhere. What the files lack of such a model (buffers that are
+    not saved) is made by ``init(module)``, else as ``shard_module`` would, of a transformers model
+    by its own ``_init_weights``.
+
+    ``names``: name in the model -> where it is in the files, a function or a dict of those that
+    differ: another name; a list of names, joined along dim 0 (q, k and v of a fused ``qkv``); or
+    ``(name, slice)``, some rows of one. Values are cast to the dtype of the model. Raises
+    FileNotFoundError, and ValueError for names and shapes that do not fit, before anything of the
+    model is changed; ``strict=False`` allows missing and unexpected names.
+
+    >>> import tempfile
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(4, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dt.save_pretrained(torch.nn.Linear(4, 2), folder)
+    ...     model = dt.load_pretrained(model, folder, mesh, {"weight": [dt.Shard(0), dt.Shard(1)]})
+    >>> model.weight.dims_mapping
+    [0, 1]
+    """
+    stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
+    parts = _parts(model, stored, names, strict)
+    if mesh is not None:
+        shard_module(model, mesh, plan, init=_lacking(model, parts, init))
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    meta = [name for name in parts if state[name].is_meta]
+    if meta:
+        raise ValueError(
+            f"load_pretrained: {meta[0]} is on the meta device; give mesh= and plan=, or shard the "
+            "model first"
+        )
+    for name, found in parts.items():
+        _fill(state[name], found)
+    return model
+
+
+def _paths(files: Any) -> list[Path]:
+    if not isinstance(files, (str, Path)):
+        return [Path(f) for f in files]
+    path = Path(files)
+    if not path.is_dir():
+        return [path]
+    if (path / INDEX).exists():
+        weights = json.loads((path / INDEX).read_text())["weight_map"]
+        return [path / name for name in sorted(set(weights.values()))]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"load_pretrained: {path} has no *.safetensors")
+    return found
+
+
+def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool) -> Any:
+    """name in the model -> parts in the files, one name for tied tensors. Raises ValueError."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    parts: dict[str, list[Part]] = {}
+    lost, used, known = dict[int, str](), set[str](), set[int]()
+    for name, value in state.items():
+        found = _sources(renamed(name, names), stored)
+        used.update(one.name for one, _, _ in found or ())
+        if id(value) in known or not isinstance(value, Tensor):
+            continue
+        if found is None:
+            lost[id(value)] = name
+            continue
+        shape = tuple(found[0][0].shape)
+        if value.ndim and shape:
+            shape = (sum(stop - start for _, start, stop in found), *shape[1:])
+        odd = [one.name for one, _, _ in found if one.shape[1:] != shape[1:]]
+        if shape != tuple(value.shape) or odd:
+            raise ValueError(
+                f"load_pretrained: {name!r} is {list(value.shape)} in the model, and "
+                f"{list(shape)} in {found[0][0].path}"
+            )
+        parts[name] = found
+        known.add(id(value))
+    missing = [name for key, name in lost.items() if key not in known]
+    unexpected = [name for name in stored if name not in used]
+    if strict and (missing or unexpected):
+        text = []
+        if missing:
+            near = close_to(missing[0], unexpected or stored)
+            hint = f" (near: {near[0]!r})" if near else ""
+            text.append(f"the files lack {missing[:5]} of {len(missing)}{hint}")
+        if unexpected:
+            text.append(f"the model has no {unexpected[:5]} of {len(unexpected)}")
+        raise ValueError(
+            f"load_pretrained: {'; '.join(text)}. Say names=, what is where in the files, or "
+            "strict=False"
+        )
+    return parts
+
+
+def _sources(where: Any, stored: dict[str, Stored]) -> list[Part] | None:
+    """The parts that ``where`` means, None where one of them is not in the files."""
+    out = []
+    for one in where if isinstance(where, list) else [where]:
+        name, rows = one if isinstance(one, tuple) else (one, slice(None))
+        if name not in stored:
+            return None
+        shape = stored[name].shape
+        start, stop, _ = rows.indices(shape[0] if shape else 1)
+        out.append((stored[name], start, stop))
+    return out
+
+
+def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn.Module], Any]:
+    """An ``init`` for the modules of which the files lack some tensor; the others are filled."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    filled = {id(state[name]) for name in parts}
+    lacking = {
+        s.owner: s.name for s in slots(model) if s.value.is_meta and id(s.value) not in filled
+    }
+    chosen = init or getattr(model, "_init_weights", None)
+    for module, name in lacking.items():
+        if chosen is None and not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"load_pretrained: {name!r} is on the meta device, and neither the files nor its "
+                f"{type(module).__name__} give it values: pass init=function(module)"
+            )
+
+    def made(module: nn.Module) -> None:
+        if module in lacking:
+            chosen(module) if chosen is not None else module.reset_parameters()
+
+    return made
+
+
+def _fill(x: Any, parts: list[Part]) -> None:
+    """The piece of this rank, part by part."""
+    if isinstance(x, DistTensor):
+        box = prepare_to_read(x)
+        if box is None:
+            return
+        local = x.local.detach()
+    else:
+        box, local = Box((0,) * x.ndim, tuple(x.shape)), x.detach()
+    if not x.ndim:
+        read_box(parts[0][0], box, local)
+        return
+    at = 0  # the row of x at which the part begins
+    for stored, start, stop in parts:
+        mine = box.intersect(Box((at, *box.offset[1:]), (stop - start, *box.shape[1:])))
+        if mine is not None:
+            rows = local.narrow(0, mine.offset[0] - box.offset[0], mine.shape[0])
+            offset = (mine.offset[0] - at + start, *mine.offset[1:])
+            read_box(stored, Box(offset, mine.shape), rows)
+        at += stop - start

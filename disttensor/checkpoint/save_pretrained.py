@@ -1,0 +1,214 @@
+"""save_pretrained: a model on any meshes as the files that ``from_pretrained`` reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor.checkpoint.safetensors_files import Stored, laid_out, write_rows
+from disttensor.comm import objects
+from disttensor.comm.groups import world_group
+from disttensor.comm.process_group import world
+from disttensor.layout import Layout
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.reshard import resharded
+
+INDEX = "model.safetensors.index.json"
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
+) -> None:
+    """Write ``model`` to ``folder`` as Hugging Face does: safetensors files of at most
+    ``max_shard_size``, an index where there are several, and the config of a transformers model.
+    One process reads it with ``from_pretrained``, any mesh with ``load_pretrained``.
+
+    Every rank of the world makes the call. Each writes some rows of each tensor, straight to their
+    place in the file; a rank holds its pieces, and those rows of one tensor. The files get their
+    names when all are whole and synced. A tied weight is written once. ``names``: name in the
+    model -> name in the files, a function or a dict of those that differ. Raises ValueError for
+    what the format cannot hold, before anything is written, and OSError on all ranks where one
+    could not write; files that were in the folder are as they were then.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dt.save_pretrained(dt.shard_module(torch.nn.Linear(4, 2), mesh), folder)
+    ...     [path.name for path in pathlib.Path(folder).iterdir()]
+    ['model.safetensors']
+    """
+    folder = Path(folder)
+    tensors = _tensors(model, names)
+    files = _files(folder, tensors, _size(max_shard_size))
+    first = world()[0] == 0
+    try:
+        _together(lambda: _make(folder, files) if first else None)
+        failures = [_write(inside, tensors) for _, inside, _ in files]
+        _together(lambda: None, next(filter(None, failures), None))
+        _together(lambda: _publish(model, folder, files) if first else None)
+    except OSError:
+        for _, inside, _ in files if first else ():
+            with contextlib.suppress(OSError):
+                inside[0].path.unlink()
+        raise
+
+
+def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
+    """name in the files -> tensor, tied ones under one name, that which transformers expects."""
+    aliases: dict[int, list[str]] = {}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"save_pretrained: {name!r} is {type(value).__name__}, no tensor")
+        aliases.setdefault(id(value), []).append(name)
+    patterns = [
+        re.compile(f"{prefix}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    out = {}
+    for known in aliases.values():
+        main = next((n for n in known if not any(p.search(n) for p in patterns)), known[0])
+        out[renamed(main, names)] = state[main]
+    if len(out) != len(aliases) or not out:
+        raise ValueError("save_pretrained: no tensors, or two that names= gives one name")
+    return out
+
+
+def renamed(name: str, names: Any) -> Any:
+    """What a function or a dict of other names says of ``name``."""
+    return names(name) if callable(names) else (names or {}).get(name, name)
+
+
+def _size(limit: int | str) -> int:
+    if isinstance(limit, int):
+        return limit
+    number, unit = limit[:-2], limit[-2:].upper()
+    if unit not in UNITS or not number.strip().replace(".", "", 1).isdigit():
+        raise ValueError(f"max_shard_size={limit!r}: a number of bytes, or one like '5GB'")
+    return int(float(number) * UNITS[unit])
+
+
+def _files(folder: Path, tensors: dict[str, Any], limit: int) -> list[Any]:
+    """``laid_out`` of each file, under the name that it has while it is written."""
+    groups: list[list[Any]] = [[]]
+    filled = 0
+    for name, x in tensors.items():
+        if groups[-1] and filled + x.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append((name, x.dtype, x.shape))
+        filled += x.nbytes
+    count = len(groups)
+    named = (
+        ["model"] if count == 1 else [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)]
+    )
+    return [
+        laid_out(folder / f".{name}.safetensors.part", group)
+        for name, group in zip(named, groups, strict=True)
+    ]
+
+
+def _make(folder: Path, files: list[Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for start, inside, size in files:
+        with inside[0].path.open("wb") as file:
+            file.write(start)
+            file.truncate(size)
+
+
+def _by_rows(spec: DistSpec) -> DistSpec:
+    """``spec`` where all axes of the mesh split dim 0: every rank has other rows, in one run."""
+    axes = range(spec.mesh.ndim)
+    kept = tuple(a for a in spec.layout.dims[0] if a not in {b for b, _ in spec.layout.own})
+    rest = tuple(a for a in axes if a not in kept)
+    return spec.with_layout(Layout(((*kept, *rest), *((),) * (spec.ndim - 1))))
+
+
+def _rows(x: Any) -> tuple[int, Any]:
+    """(first row, rows) of ``x`` that this rank writes; None for no rows. All ranks of its mesh
+    call it."""
+    if not isinstance(x, DistTensor):
+        return 0, x if world()[0] == 0 else None
+    spec = _by_rows(x.spec) if x.spec.ndim else x.spec.replicated()
+    with torch.no_grad():
+        rows = resharded(x.detach(), spec).local
+    if x.spec.ndim:
+        return spec.local_box.offset[0], rows if x.is_initialized else None
+    return 0, rows if world()[0] == x.spec.mesh.ranks[0] else None
+
+
+def _write(inside: list[Stored], tensors: dict[str, Any]) -> Exception | None:
+    """This rank's rows of all tensors of a file are on the disk. An error is given back at the end:
+    until then other ranks wait for this one at each tensor."""
+    error: Exception | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(inside[0].path.open("r+b", buffering=0))
+        except OSError as caught:
+            error = caught
+        for stored in inside:
+            at, rows = _rows(tensors[stored.name])
+            try:
+                if error is None and rows is not None:
+                    write_rows(file, stored, at, rows)
+            except Exception as caught:
+                error = caught
+        try:
+            if error is None:
+                os.fsync(file.fileno())
+        except OSError as caught:
+            error = caught
+    return error
+
+
+def _together(run: Callable[[], Any], error: Exception | None = None) -> None:
+    """``run()`` on all ranks, and an OSError on all where one failed, or came with an ``error``."""
+    try:
+        if error is None:
+            run()
+    except Exception as caught:
+        error = caught
+    said = None if error is None else f"rank {world()[0]}: {type(error).__name__}: {error}"
+    failed = [text for text in objects.gather_objects(said, world_group()) if text]
+    if failed:
+        raise OSError(f"save_pretrained: the model is not saved; {'; '.join(failed)}") from error
+
+
+def _publish(model: nn.Module, folder: Path, files: list[Any]) -> None:
+    """The files get their names; what is left of an earlier model goes."""
+    weights: dict[str, str] = {}
+    for _, inside, _ in files:
+        path = inside[0].path
+        name = path.name[1:].removesuffix(".part")
+        path.rename(folder / name)
+        weights |= {one.name: name for one in inside}
+    for old in folder.glob("model-*-of-*.safetensors"):
+        if old.name not in weights.values():
+            old.unlink()
+    (folder / INDEX).unlink(missing_ok=True)
+    if len(files) > 1:
+        total = sum(one.nbytes for _, inside, _ in files for one in inside)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.architectures = [type(model).__name__]
+        config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        more: Any = getattr(model, "generation_config", None)
+        if hasattr(more, "save_pretrained"):
+            more.save_pretrained(folder)
