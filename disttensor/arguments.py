@@ -15,11 +15,10 @@ import torch
 
 
 def wrong(who: str, value: object, expected: str, kind: type[Exception] = TypeError) -> Exception:
-    """The error that says so; a long value is cut."""
+    """The error that says so; of a long value it gives the type."""
     text = " ".join(repr(value).split())
-    if len(text) > 80 or isinstance(value, (torch.Tensor, torch.nn.Module)):
-        text = f"({type(value).__name__})" if len(text) > 80 else text
-    return kind(f"{who}={text}: {expected} is expected")
+    shown = text if len(text) <= 80 else f"({type(value).__name__})"
+    return kind(f"{who}={shown}: {expected} is expected")
 
 
 def of_type(who: str, value: object, kinds: Any, expected: str) -> None:

@@ -20,7 +20,7 @@ check_untyped_defs = true
 follow_imports = silent
 [mypy-torch.*]
 implicit_reexport = true
-[mypy-transformers.*]
+[mypy-transformers.*,peft.*]
 ignore_missing_imports = true
 [mypy-matplotlib.*]
 ignore_missing_imports = true

@@ -22,6 +22,7 @@ from disttensor.patches import (
     clip_grad,
     save_pretrained,
     state_dicts,
+    wrappers,
 )
 from disttensor.patches.imports import once_imported
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
@@ -115,6 +116,8 @@ def _guard_modules(what: str) -> Undo:
     return guards.unwrap_methods
 
 
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _clip: Any = torch.nn.utils.clip_grad
 _STATE_DICTS = "torch.distributed._state_dict_utils"
 _checkpoint_generator = (
@@ -130,6 +133,24 @@ TABLE = (
         "graph. It raises instead",
         "none: apply does not ask __torch_function__",
         replaced(autograd_function.refusing, (torch.autograd.Function, "apply")),
+    ),
+    Change(
+        "torch.nn.parallel.DistributedDataParallel",
+        "it takes the pieces of DistTensors for replicas. It raises instead",
+        "none: it reads parameters from C++",
+        replaced(wrappers.refusing_in(1), (torch.nn.parallel.DistributedDataParallel, "__init__")),
+    ),
+    Change(
+        "torch.distributed.fsdp.fully_shard",
+        "it cuts the pieces of DistTensors again. It raises instead",
+        "none: it asks for DTensor by name",
+        replaced_in(_FULLY_SHARD, wrappers.refusing_in(0), "_validate_module"),
+    ),
+    Change(
+        "torch.distributed.fsdp.FullyShardedDataParallel",
+        "the same",
+        "the same",
+        replaced_in(_FSDP, wrappers.refusing_in(1), "__init__", "FullyShardedDataParallel"),
     ),
     Change(
         "torch.utils.checkpoint.checkpoint",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from tests.support.pool import on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+TRAINERS = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("accelerate", "peft"))),
+    reason="peft or accelerate is not installed",
 )
 # A router's choice has shapes that depend on data: what says who goes where is gathered.
 MIXTRAL = [
@@ -81,13 +86,29 @@ def test_the_proposed_plan_on_dp_x_tp(name: str) -> None:
     check(made, square(), dt.plans.megatron(made.model(), "tp", square()))
 
 
+def printed_quietly(name: str) -> str:
+    """Trainer warns of what transformers calls by its old name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return printed_by(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "says"),
+    [
+        ("llama", 4, "model.layers.*.self_attn.q_proj.weight"),
+        pytest.param("trainer", 2, "9 tensors were learned", marks=TRAINERS),
+    ],
+)
 @pytest.mark.slow
 @pytest.mark.limit(240)
-def test_the_example_has_the_same_losses_on_one_process_and_on_four() -> None:
+def test_an_example_has_the_same_losses_on_one_process_and_on_several(
+    name: str, ranks: int, says: str
+) -> None:
     losses = []
-    for world in (1, 4):
-        out = run_on_ranks(world, printed_by, "llama", timeout=100)[0]
-        assert "model.layers.*.self_attn.q_proj.weight" in out
+    for world in (1, ranks):
+        out = run_on_ranks(world, printed_quietly, name, timeout=100)[0]
+        assert says in out
         losses.append([float(line.split()[3]) for line in out.splitlines() if line[:4] == "step"])
     assert losses[1] == pytest.approx(losses[0], abs=2e-3)
     assert losses[0][-1] < losses[0][0] - 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import subprocess
@@ -51,7 +52,7 @@ def state():
     out = {("sys", "excepthook"): id(sys.excepthook)}
     for owner, of in owners.items():
         for name, value in list(vars(of).items()):
-            if not isinstance(value, types.ModuleType) and not name.startswith("__"):
+            if not isinstance(value, types.ModuleType) and (name == "__init__" or name[:2] != "__"):
                 out[owner, name] = content(value)
     return out
 
@@ -87,10 +88,13 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.distributed._state_dict_utils._iterate_state_dict",
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
         "torch.distributed.checkpoint.state_dict._state_dict_fn",
+        "torch.distributed.fsdp._fully_shard._fully_shard._validate_module",
+        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.__init__",
         "torch.distributed.tensor._optim_foreach_supported_types",  # the two lists of torch.optim
         "torch.distributed.tensor._util_foreach_supported_types",  # and torch.utils again
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.nn.init.sparse_",
+        "torch.nn.parallel.distributed.DistributedDataParallel.__init__",
         "torch.nn.utils.clip_grad._get_total_norm",
         "torch.nn.utils.clip_grad.clip_grad_norm_",
         "torch.nn.utils.clip_grad.clip_grad_value_",
@@ -136,6 +140,14 @@ def custom_function() -> None:
     except CustomFunctionError:
         return
     raise AssertionError("the gradient is lost")
+
+
+def wrapped(wrapper: str) -> None:
+    model = dt.shard_module(nn.Linear(4, 4), line())
+    place, _, name = wrapper.rpartition(".")
+    with pytest.raises(TypeError, match=f"{name} of a model .*'weight' is f32.*one program"):
+        getattr(importlib.import_module(place), name)(model)
+    assert type(model) is nn.Linear and not model._forward_pre_hooks
 
 
 def recomputed() -> None:
@@ -325,8 +337,14 @@ def told_of_failures() -> None:
     assert sys.excepthook is failures._hook
 
 
+WRAPPERS = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+)
 PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
+    **{name: functools.partial(wrapped, name) for name in WRAPPERS},
     "torch.utils.checkpoint.checkpoint": recomputed,
     "torch.optim.Optimizer.step": step,
     "torch.nn.utils.clip_grad_norm_": clipped,
