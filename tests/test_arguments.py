@@ -142,8 +142,9 @@ TABLE = {
         dt.shard_loader(LOADER,grid(),3) dt.shard_loader(LOADER,grid(),None)""",
     "what=.*a Timeline or a Schedule|events=.*a list of events": """
         pipeline.plot(3,"a.svg") pipeline.Timeline(3)""",
-    "folder=.*a path|keep=.*a whole number from 1 up": """
-        dt.Checkpointer(3) dt.Checkpointer("a",keep=0) dt.Checkpointer("a",keep="2")""",
+    "(folder|files)=.*a path|keep=.*a whole number from 1 up": """
+        dt.Checkpointer(3) dt.Checkpointer("a",keep=0) dt.Checkpointer("a",keep="2")
+        dt.save_pretrained(lin(),3) dt.load_pretrained(lin(),3)""",
     "no argument is a DistTensor": """
         dt.explain(torch.relu,t) dt.local_map(torch.sin,out_placements=(S0,R))(t)""",
     "(in|out|in_grad)_placements=.*placements, or a list|out_placements says": """
@@ -151,7 +152,8 @@ TABLE = {
         dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
         dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
     A_MODULE: """
-        dt.never_skip(3) dt.plans.megatron(3,0) dt.shard_module(3,grid())
+        dt.save_pretrained(3,"a") dt.load_pretrained(3,"a") dt.never_skip(3)
+        dt.plans.megatron(3,0) dt.shard_module(3,grid())
         dt.shard_data_parallel(3,grid())
         dt.accumulate(3,last=True).__enter__() dt.Strategy().apply(3)
         pipeline.split(["x"],[grid()],of=3)""",

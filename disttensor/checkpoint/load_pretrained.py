@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor import arguments
 from disttensor.checkpoint.safetensors_files import Stored, read_box, stored_in
 from disttensor.checkpoint.save_pretrained import INDEX, renamed
 from disttensor.layout import Box
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
-from disttensor.nn.shard_module import shard_module
+from disttensor.nn.shard_module import a_module, check_plan, shard_module
 from disttensor.tensor.checkpointable import prepare_to_read
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -58,6 +59,11 @@ def load_pretrained(
     >>> model.weight.dims_mapping
     [0, 1]
     """
+    a_module("load_pretrained: model", model)
+    check_plan("load_pretrained", plan, init)
+    arguments.flag("load_pretrained: strict", strict)
+    if mesh is not None:
+        a_mesh("load_pretrained: mesh", mesh)
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
     parts = _parts(model, stored, names, strict)
     if mesh is not None:
@@ -76,7 +82,8 @@ def load_pretrained(
 
 def _paths(files: Any) -> list[Path]:
     if not isinstance(files, (str, Path)):
-        return [Path(f) for f in files]
+        expected = "a path, or a list of paths,"
+        return [Path(f) for f in arguments.listed("load_pretrained: files", files, expected)]
     path = Path(files)
     if not path.is_dir():
         return [path]

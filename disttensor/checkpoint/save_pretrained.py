@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor import arguments
 from disttensor.checkpoint.safetensors_files import Stored, laid_out, write_rows
 from disttensor.comm import objects
 from disttensor.comm.groups import world_group
 from disttensor.comm.process_group import world
 from disttensor.layout import Layout
+from disttensor.nn.shard_module import a_module
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
@@ -50,6 +52,8 @@ def save_pretrained(
     ...     [path.name for path in pathlib.Path(folder).iterdir()]
     ['model.safetensors']
     """
+    a_module("save_pretrained: model", model)
+    arguments.of_type("save_pretrained: folder", folder, (str, Path), "a path")
     folder = Path(folder)
     tensors = _tensors(model, names)
     files = _files(folder, tensors, _size(max_shard_size))
