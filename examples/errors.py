@@ -54,6 +54,7 @@ def _first() -> bool:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
-        return store.add("train_gpt/failures", 1) == 1
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # each has its first failure
+        return store.add(f"train_gpt/failures/{start}", 1) == 1
     except (RuntimeError, KeyError, ValueError):
         return True  # better twice than not at all

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from disttensor import arguments, runtime
+from disttensor.comm.process_group import world_store
 from disttensor.errors import MismatchError, user_line
-from disttensor.torch_private import default_store
 
 # Of the whole process, and no context variables: collectives of a backward run in threads of
 # autograd, which have contexts of their own, and must be compared as well.
@@ -49,14 +49,14 @@ class debug:
 
 
 def compare(group: Any, what: str) -> None:
-    store = default_store()
+    store = world_store()
     rank = group.ranks[group.index]
-    name = f"disttensor/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}"
+    name = f"calls/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}"
     calls = runtime.current().calls
     call, calls[name] = calls[name], calls[name] + 1
     name += f"/{call}"
     mine = f"{what} at {user_line()}"
-    store.set(f"disttensor/last/{rank}", f"{'+'.join(group.axes)} #{call}: {mine}")
+    store.set(f"last/{rank}", f"{'+'.join(group.axes)} #{call}: {mine}")
     store.set(f"{name}/{rank}", mine)
     seen = {}
     for other in group.ranks:
@@ -64,8 +64,8 @@ def compare(group: Any, what: str) -> None:
             store.wait([f"{name}/{other}"], timeout)
         except Exception:
             last = "nothing yet"
-            if store.check([f"disttensor/last/{other}"]):
-                last = store.get(f"disttensor/last/{other}").decode()
+            if store.check([f"last/{other}"]):
+                last = store.get(f"last/{other}").decode()
             raise MismatchError(
                 f"rank {rank} is at {mine}, over {'+'.join(group.axes)} (ranks "
                 f"{list(group.ranks)}), but rank {other} did not come within "

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from disttensor.torch_private import default_store
+from disttensor.comm.process_group import world_store
 
-_KEY = "disttensor/failed"
+_KEY = "failed"
 _before: Any = None  # the hook that ours calls in the end
 
 
@@ -40,7 +40,7 @@ def unwatch() -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if dist.is_initialized() and issubclass(kind, Exception):
         with contextlib.suppress(Exception):  # whatever happens, the error itself is shown
-            store = default_store()
+            store = world_store()
             line = traceback.extract_tb(trace)[-1] if trace is not None else None
             where = f" ({line.filename}:{line.lineno})" if line is not None else ""
             text = str(error).splitlines()
@@ -54,7 +54,7 @@ def first() -> str:
     if not dist.is_initialized():
         return ""
     try:
-        store = default_store()
+        store = world_store()
         store.set_timeout(timedelta(seconds=5))
         if not store.check([_KEY]):
             return ""

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from disttensor import runtime
 from disttensor.comm import failures
-from disttensor.comm.process_group import world
+from disttensor.comm.process_group import attempt, world
 from disttensor.errors import CommError
 from disttensor.torch_private import (
     default_timeout,
@@ -116,10 +116,10 @@ def process_group(
 
 
 def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | None) -> Any:
-    """A group that its members alone create, under a name that follows from members and lane alone.
+    """A group that its members alone create, under a name that follows from what all of them know.
     torch puts the number of groups that a rank already has into the name: ranks of different meshes
     would wait for each other in vain."""
-    digest = hashlib.sha256(repr((members, lane)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((members, lane, attempt())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
     with group_name(f"disttensor_{digest}"):
         made = dist.new_group(members, limit, use_local_synchronization=True)

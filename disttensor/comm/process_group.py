@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from disttensor.torch_private import default_store
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -14,6 +17,17 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def world() -> tuple[int, int]:
     """(rank, size) of this process; (0, 1) where no process group was started."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def attempt() -> str:
+    """Under ``torchrun --max-restarts`` the ranks that start again find the store of those that
+    died, with addresses where nobody is any more: whatever is put there is named by this."""
+    return f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def world_store() -> Any:
+    """The store of the default process group, for what is ours."""
+    return dist.PrefixStore(f"disttensor/{attempt()}", default_store())
 
 
 def join_world(
@@ -39,7 +53,9 @@ def join_world(
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     limit = timedelta(seconds=timeout)
     if there:
-        dist.init_process_group(backend, timeout=limit)
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store = dist.PrefixStore(attempt(), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from disttensor import runtime
 from disttensor.comm import failures
 from disttensor.comm.groups import process_group
-from disttensor.comm.process_group import world
+from disttensor.comm.process_group import world, world_store
 from disttensor.errors import CommError
-from disttensor.torch_private import default_store
 
 
 class _Wanted(NamedTuple):
@@ -77,7 +76,7 @@ class _Rendezvous:
 
     def __init__(self, timeout: float) -> None:
         now = runtime.current()
-        self.store = dist.PrefixStore(f"disttensor/groups{now.meetings}", default_store())
+        self.store = dist.PrefixStore(f"groups{now.meetings}", world_store())
         now.meetings += 1
         self.rank, self.size, self.timeout = *world(), timeout
 
