@@ -1,7 +1,8 @@
 # make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
 # make test    set up .venv and run all tests
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
-#              timeline of its collectives, what a rank holds and sends; writes docs/performance.md, docs/overlap.svg and
+#              timeline of its collectives, what a rank holds and sends, checkpoints against DCP on FSDP2; writes
+#              docs/performance.md, docs/overlap.svg and
 #              the table in docs/parallel.md
 # make square  a run saved under each strategy and resumed under each, and processes killed at each moment of a save
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
@@ -11,6 +12,7 @@
 # make newest  import, examples and a part of the tests on the newest torch, where it can be installed
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
+#                           make train ARGS="--save out/run": stopped and started again, it goes on from its newest checkpoint
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -33,6 +35,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/data_parallel.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/overlap.py --svg docs/overlap.svg
 	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
+	$(BIN)/python benchmarks/checkpoint.py --markdown docs/performance.md
 
 square: .venv/.installed
 	$(BIN)/python -m tests.checkpoint.runs

@@ -111,7 +111,8 @@ def _cpu_model() -> str | None:
     return f"{name} (family {facts.get('cpu family')}, model {facts.get('model')})"
 
 
-OTHERS = "## Data parallelism"  # here a page goes on with what data_parallel.py writes
+# Here a page goes on with what data_parallel.py writes, and checkpoint.py.
+OTHERS, CHECKPOINTS = "## Data parallelism", "## Checkpoints"
 
 DOCUMENT = """\
 # Performance

@@ -66,6 +66,11 @@ def parse_args() -> argparse.Namespace:
     training.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
     training.add_argument("--seed", type=int, default=0, help="(0)")
 
+    keep = "save there, and go on from the newest checkpoint there, under any strategy"
+    training.add_argument("--save", metavar="FOLDER", help=keep)
+    every = "save after so many steps, and after the last one (50)"
+    training.add_argument("--every", type=_count, default=50, metavar="K", help=every)
+
     after = parser.add_argument_group("afterwards")
     after.add_argument("--checks", type=int, default=8, help="batches of the validation loss (8)")
     after.add_argument("--sample", type=int, default=200, help="bytes that the model writes (200)")

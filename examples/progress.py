@@ -16,15 +16,18 @@ else:
 
 
 class Progress:
-    """``update`` it after every step. It shows nothing where ``quiet``: on all ranks but one."""
+    """``update`` it after every step. It shows nothing where ``quiet``: on all ranks but one.
+    ``done``: steps of an earlier run that this one goes on with."""
 
-    def __init__(self, steps: int, tokens_per_step: int, quiet: bool = False) -> None:
+    def __init__(
+        self, steps: int, tokens_per_step: int, quiet: bool = False, done: int = 0
+    ) -> None:
         self.steps = steps
         self.tokens_per_step = tokens_per_step
         self.quiet = quiet
         self.moving = sys.stdout.isatty()
         self.every = 1 if self.moving else max(1, steps // 20)
-        self.done = 0
+        self.done = done
         self.times = [time.perf_counter()]
 
     def update(self, loss: float, sent: int) -> None:

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --tp 2           # four
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2           # four, in two stages
     torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --zero 3   # each holds a quarter
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_gpt.py --save out/run   # goes on
     python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2           # with shorter errors
 
 The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on processes is a
@@ -79,10 +80,16 @@ def main() -> None:
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=args.lr, betas=(0.9, 0.95))
     scaler = strategy.scaler()  # scales with --amp fp16 only
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, steps=args.steps))
-    progress = Progress(args.steps, args.batch * args.context, quiet=not FIRST)
     losses: list[float] = []
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+    state["losses"] = losses
+    checkpoints = dt.Checkpointer(args.save) if args.save else None
+    done = (checkpoints and checkpoints.load(**state)) or 0
+    if done:
+        say(f"going on after step {done}, from {args.save}")
+    progress = Progress(args.steps, args.batch * args.context, quiet=not FIRST, done=done)
     started = time.perf_counter()
-    for step in range(args.steps):
+    for step in range(done, args.steps):
         with dt.record_comms() as comms:
             batch = sample_batch(text, args.batch, args.context, args.seed, step)
             parts = zip(*(half.chunk(args.accumulate) for half in batch), strict=True)
@@ -98,6 +105,10 @@ def main() -> None:
         progress.update(losses[-1], comms.total_bytes)
         if not math.isfinite(losses[-1]):
             raise SystemExit(f"the loss of step {step + 1} is {losses[-1]}: lower --lr {args.lr:g}")
+        if checkpoints and ((step + 1) % args.every == 0 or step + 1 == args.steps):
+            checkpoints.save(step + 1, background=True, **state)
+    if checkpoints:
+        checkpoints.wait()
     say(f"trained for {time.perf_counter() - started:.1f} s")
 
     # Every rank gets the values, on whatever stage they are.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import shutil
 import threading
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ class _Job(NamedTuple):
     planner: Any
     plan: Any
     metadata: Any
-    values: bytes
+    values: dict[str, Any]
     error: Exception | None = None  # of making the copies
 
 
@@ -118,9 +117,7 @@ class Checkpointer:
         values[RANDOM] = {"state": random.get_state(), "torch": generator if alike else None}
         specs = [theirs[1] for theirs in everyone]
         planner, plan, metadata = self._plan(what, group, tensors, specs)
-        data = io.BytesIO()
-        torch.save(values, data)
-        job = _Job(step, everyone[0][0], planner, plan, metadata, data.getvalue())
+        job = _Job(step, everyone[0][0], planner, plan, metadata, values)
         if not background:
             self._write(what, job)
             return
@@ -232,8 +229,9 @@ class Checkpointer:
             try:
                 if group.index == 0:
                     writer.finish(job.metadata, [theirs for theirs, _ in everyone])
-                    with SyncedFile(job.path / VALUES, writer.sums) as file:
-                        file.write(job.values)
+                    file: Any = SyncedFile(job.path / VALUES, writer.sums)
+                    with file:
+                        torch.save(job.values, file)
                     sums = {name: s for _, some in everyone for name, s in some.items()}
                     folder.publish(job.path, job.step, {**sums, **writer.sums})
                     folder.prune(self.folder, self.keep)
@@ -284,9 +282,13 @@ def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:
 def _specs(tensors: Tensors) -> str:
     """Changes with whatever a plan depends on."""
     digest = hashlib.blake2b(digest_size=16)
+    known: dict[Any, str] = {}
     for name, x in tensors.items():
-        kind = (x.spec, x.spec.mesh, x.spec.mesh.ranks) if isinstance(x, DistTensor) else x.device
-        digest.update(repr((name, tuple(x.shape), x.dtype, kind)).encode())
+        kind = x.spec if isinstance(x, DistTensor) else (x.shape, x.dtype)
+        if kind not in known:
+            mesh = (x.spec.mesh, x.spec.mesh.ranks) if isinstance(x, DistTensor) else None
+            known[kind] = f"{kind} {mesh}"
+        digest.update(f"{name} {known[kind]}\n".encode())
     return digest.hexdigest()
 
 

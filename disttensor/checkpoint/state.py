@@ -7,9 +7,11 @@ tensor that has a name is a meta tensor; small plain ones, as the optimizers' ``
 
 from __future__ import annotations
 
+import copy
 import difflib
 import io
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from disttensor.tree import rebuilt
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
-Target = Callable[[str, Tensor], Tensor]  # of a name and what was saved: what to put in its place
+Target = Callable[[str, Tensor], Any]  # of a name and what was saved: what to put in its place
 _SMALL = 64  # elements of a plain tensor that stays in the tree
 
 
@@ -99,13 +101,19 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
         elif value.numel() <= small:
             return value.detach().cpu().clone()
         tensors[name] = value.detach()
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return _meta(value.shape, value.dtype)
     if isinstance(value, Mapping):
         return {k: _split(v, f"{name}.{k}", tensors, small) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_split(v, f"{name}.{i}", tensors, small) for i, v in enumerate(value)]
         return rebuilt(value, items)
-    return value
+    # what is written beside the program must not change with it
+    return copy.copy(value) if isinstance(value, (set, bytearray)) else value
+
+
+@lru_cache(maxsize=1024)
+def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
@@ -130,7 +138,7 @@ def _plain(name: str, saved: Tensor) -> Tensor:
 
 def check_loadable(key: str, tree: Any) -> None:
     """Raises TypeError for a value that ``torch.load(weights_only=True)`` will not make again."""
-    shell = _fill(tree, key, {}, lambda name, x: x[:0] if x.ndim else x)
+    shell = _fill(tree, key, {}, lambda name, x: None)
     data = io.BytesIO()
     try:
         torch.save(shell, data)
@@ -163,8 +171,9 @@ def restore(
 
         def like(name: str, there: Tensor) -> Tensor:
             found = now.get(name)
-            same = there.is_meta and isinstance(found, DistTensor) and found.shape == there.shape
-            return torch.empty_like(found, dtype=there.dtype) if same else _plain(name, there)
+            if there.is_meta and isinstance(found, DistTensor) and found.shape == there.shape:
+                return torch.empty_like(found, dtype=there.dtype)
+            return _plain(name, there)
 
         state = _fill(saved["state"], key, tensors, like)
         return lambda: x.load_state_dict(state)
@@ -226,7 +235,7 @@ def _restore_optimizer(
     for group, there in zip(x.param_groups, listed, strict=True):
         for p, name in zip(group["params"], there, strict=True):
             if name in saved["state"]:
-                like = _state_like(p.detach())
+                like = _state_like(p.detach(), x.state.get(p, {}))
                 state[p] = _fill(saved["state"][name], f"{key}.state.{name}", tensors, like)
 
     def put() -> None:
@@ -248,7 +257,9 @@ def _restore_optimizer(
 
 def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> int | None:
     """The saved group whose options those of ``group`` become."""
-    first = group_of[group[0]] if group else None
+    if not group:
+        return None
+    first: int = group_of[group[0]]
     for name in group:
         if options[group_of[name]] != options[first]:
             raise ValueError(
@@ -258,10 +269,16 @@ def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> 
     return first
 
 
-def _state_like(p: Tensor) -> Target:
-    """Makes the state of parameter p: it lies as p does where it has its shape."""
+def _state_like(p: Tensor, now: Mapping[str, Any]) -> Target:
+    """Makes the state of parameter p, if it has none yet: it lies as p does where it has its
+    shape."""
 
     def make(name: str, saved: Tensor) -> Tensor:
+        old = now.get(name.rpartition(".")[2])
+        if saved.is_meta and type(old) is type(p) and old.shape == saved.shape:
+            fits = old.dtype is saved.dtype and not old.requires_grad
+            if fits and (not isinstance(old, DistTensor) or settled(old.spec) is old.spec):
+                return old
         alike = saved.shape == p.shape and not name.endswith(".step")
         if not isinstance(p, DistTensor) or (saved.numel() <= 1 and not alike):
             return _plain(name, saved).to("cpu" if saved.numel() <= 1 else p.device)

@@ -5,7 +5,10 @@ long to load it."""
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
+import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,13 @@ from torch.distributed.checkpoint import (
     metadata,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+)
 
 from disttensor.checkpoint.synced_file import Sums, SyncedFile
 
@@ -40,11 +49,8 @@ class Writer(FileSystemWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=False)  # SyncedFile does it
-        self.fs = _SyncedFiles()
-
-    @property
-    def sums(self) -> Sums:
-        return self.fs.sums
+        self.fs = files = _SyncedFiles()
+        self.sums = files.sums
 
     def write(self, plan: SavePlan, planner: DefaultSavePlanner, rank: int) -> Any:
         """What ``finish`` is to know of each item."""
@@ -80,7 +86,8 @@ class Staged(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = self.copies.get(write_item.index)
-        return super().resolve_data(write_item) if found is None else found
+        data: Any = super().resolve_data(write_item) if found is None else found
+        return data.contiguous()  # the reader counts on it
 
 
 _CLASSES = {
@@ -106,9 +113,77 @@ class _Names(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
+    """Reads without unpickling more than names, and tensors without a copy of them in between."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with open(Path(self.path, ".metadata"), "rb") as file:
-            return _Names(file).load()
+            known: metadata.Metadata = _Names(file).load()
+        self.pieces: dict[Any, tuple[torch.dtype, torch.Size]] = {
+            (name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
+            for name, entry in known.state_dict_metadata.items()
+            if isinstance(entry, metadata.TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
+        return known
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._info(item).relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open(Path(self.path, name), "rb") as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            for item in items:
+                part = zip(item.storage_offsets, item.lengths, strict=True)
+                saved = self._saved(item, memory)[tuple(slice(o, o + n) for o, n in part)]
+                planner.resolve_tensor(item).detach().copy_(saved)
+                if hasattr(mmap, "MADV_DONTNEED"):  # the pages of one item at a time
+                    info = self._info(item)
+                    begin = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+                    memory.madvise(mmap.MADV_DONTNEED, begin, info.offset + info.length - begin)
+
+    def _info(self, item: ReadItem) -> Any:
+        return self.storage_data[item.storage_index]
+
+    def _saved(self, item: ReadItem, memory: mmap.mmap) -> torch.Tensor:
+        """The tensor in the file itself, where ``torch.save`` has put its bytes: as one entry of a
+        zip archive, not compressed."""
+        index, info = item.storage_index, self._info(item)
+        dtype, shape = self.pieces[index.fqn, index.offset]
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        with zipfile.ZipFile(_View(memory, info.offset, info.length)) as archive:
+            [entry] = [e for e in archive.infolist() if e.filename.endswith("/data/0")]
+        start = info.offset + entry.header_offset
+        name, extra = struct.unpack_from("<HH", memory, start + 26)  # their lengths
+        if entry.file_size != shape.numel() * dtype.itemsize:
+            raise ValueError(f"{self.path}: {index.fqn} has {entry.file_size} bytes in the file")
+        start += 30 + name + extra
+        flat = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=start)
+        return flat.view(shape)
+
+
+class _View(io.RawIOBase):
+    """A part of the memory of a file, as a file."""
+
+    def __init__(self, memory: mmap.mmap, offset: int, length: int) -> None:
+        self.memory, self.offset, self.length, self.at = memory, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, self.length)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self.length if size < 0 else min(self.length, self.at + size)
+        data = self.memory[self.offset + self.at : self.offset + stop]
+        self.at = stop
+        return data
 
 
 def reading(path: Path, tensors: dict[str, torch.Tensor]) -> Callable[[], Any]:
@@ -120,4 +195,4 @@ def reading(path: Path, tensors: dict[str, torch.Tensor]) -> Callable[[], Any]:
     planner.set_up_planner(dict(tensors), known)
     reader.set_up_storage_reader(known, False)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    return lambda: reader.read_data(plan, planner).wait()
+    return lambda: reader.read_data(plan, planner)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Sums = dict[str, tuple[int, int]]  # name of a file -> (bytes, CRC-32)
-_CHUNK = 1 << 24
+_CHUNK = 1 << 20
 
 
 class SyncedFile(io.RawIOBase):

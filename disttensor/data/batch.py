@@ -4,6 +4,7 @@ and the DistTensors made of what this rank has loaded."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,8 @@ def _name(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """Collects the tensors of a batch of so many ``rows``, and leaves what all ranks must know."""
 
     tensors: dict[Path, Tensor]
@@ -119,12 +121,13 @@ class Form(NamedTuple):
         return _Leaf(tuple(x.shape[1:]), x.dtype)
 
 
-class Placed(NamedTuple):
-    """Makes the DistTensors of a batch of ``count`` samples, of which this rank has ``rows``."""
+@dataclass(frozen=True)
+class Placed:
+    """Makes the DistTensors of a batch of so many samples, of which this rank has ``rows``."""
 
     places: dict[Any, Places]
     tensors: dict[Path, Tensor]
-    count: int
+    samples: int
     rows: Box
 
     def __call__(self, x: Any, path: Path) -> Any:
@@ -137,7 +140,7 @@ class Placed(NamedTuple):
                 f"{', '.join(_name((key,)) for key in self.places)}"
             )
         mesh, placements = found
-        shape = (self.count, *x.tail)
+        shape = (self.samples, *x.tail)
         try:
             spec = spec_of(mesh, shape, x.dtype, placements)
         except ValueError as error:
@@ -147,7 +150,7 @@ class Placed(NamedTuple):
         if mesh.coordinate is None:
             return execute.stand_in(spec)
         box = spec.local_box
-        if (box.offset[0], box.offset[0] + box.shape[0]) != rows_of(self.count, mesh, placements):
+        if (box.offset[0], box.offset[0] + box.shape[0]) != rows_of(self.samples, mesh, placements):
             raise ValueError(
                 f"shard_loader: {_name(path)} of shape {list(shape)}: {list(placements)} names "
                 "dim 0 from its end: say Shard(0)"

@@ -136,14 +136,12 @@ class Run:
     def digests(self) -> dict[str, str]:
         """Of the whole value of each parameter and its state."""
         found: dict[str, Any] = {}
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
+        for name, p in self.model.named_parameters():
+            if p.is_initialized:
                 state = {f"{name}.{k}": v for k, v in self.optimizer.state[p].items()}
-                for key, x in {name: p, **state}.items():
-                    if isinstance(x, dt.DistTensor):
-                        found[key] = objects.digest(dt.broadcast_value(x))
-                    elif p.is_initialized:
-                        found[key] = objects.digest(x)
+                for key, x in {name: p.detach(), **state}.items():
+                    whole = x.full_tensor() if isinstance(x, dt.DistTensor) else x
+                    found[key] = objects.digest(whole)
         everyone = objects.gather_objects(found, world_group())
         return {key: digest for some in everyone for key, digest in some.items()}
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import disttensor as dt
@@ -112,6 +114,11 @@ def test_what_is_kept_and_given_back(tmp_path: Path) -> None:
     plain, its = small(split=False)  # each rank by itself
     assert checkpoints.load(model=plain, optimizer=its) == 3
     assert bits(plain, its) == bits(model, optimizer)
+    flat = {"model": {"0.weight": torch.zeros(3, 5), "2.weight": torch.zeros(5, 3)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is alone
+        dcp.load(flat, checkpoint_id=tmp_path / "run" / "000003-step-3", no_dist=True)
+    assert all(torch.equal(x, plain.state_dict()[name]) for name, x in flat["model"].items())
     tied, its = small(tie=True)
     checkpoints.save(4, background=True, model=tied, optimizer=its)
     again, other_its = small(tie=True)

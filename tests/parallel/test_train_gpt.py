@@ -160,6 +160,33 @@ def test_any_strategy_has_the_losses_of_one_process(mesh: str, model: str, folde
     assert text == its_text or inexact
 
 
+@pytest.mark.slow
+@pytest.mark.limit(240)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_rank_that_dies_is_followed_by_a_restart_from_the_newest_checkpoint(
+    folder: str, tmp_path: Path
+) -> None:
+    """Under torchrun; and then another strategy goes on with what that has saved."""
+    options = f"{EXACT} --tie --steps=40 --save={tmp_path}/run --every=10"
+    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", SCRIPT, "--sharding=2", *TINY]
+    command += [*options.split(), "--checks=1", "--sample=2", "--plot=", "--losses=losses.json"]
+    with job(command, tmp_path) as process:
+        while not list(tmp_path.glob("run/0*-step-10")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert re.search(r"going on after step [123]0, from", out), out
+    expected, its_text = short_run_of_one(f"{EXACT} --tie --steps=40", folder)
+    written = json.loads((tmp_path / "losses.json").read_text())
+    losses = [*written["losses"], *written["validation"]]
+    assert losses == pytest.approx(expected, rel=0, abs=1e-10)
+    for other in run_on_ranks(4, short_run, f"--pp=2 --tp=2 {options}", folder, timeout=PATIENCE):
+        assert other[0][:40] == losses[:40] and other[1] == its_text
+        assert other[0] == pytest.approx(losses, rel=0, abs=1e-12)
+
+
 @pytest.fixture
 def in_the_background() -> Iterator[None]:
     """As in a job of a shell that was started with &."""
@@ -285,6 +312,8 @@ def test_help_lists_the_options(tmp_path: Path) -> None:
         "--data",
         "--steps",
         "--dtype",
+        "--save",
+        "--every",
         "--losses",
     ):
         assert option in out
