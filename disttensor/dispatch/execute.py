@@ -31,8 +31,8 @@ from disttensor.tensor.grad import is_gradient, owner_of
 from disttensor.tensor.grad_sync import sync_gradients
 from disttensor.tensor.reshard import moved_for, relabels
 from disttensor.tensor.tensor_meta import described
-from disttensor.tensor.versions import COUNTING, INFERENCE, count, version
-from disttensor.torch_private import make_subclass
+from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
+from disttensor.torch_private import make_subclass, schemas_of
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -74,8 +74,9 @@ def runner_of(
     repeats = repeats and not (nested or plan.redistributes or plan.any_varying)
     tells = bool(objects.others(mesh.ranks)) and infer.dynamic(func, args, kwargs)
     local_fn = plan.local_fn()
-    shallow = None if nested else (args, kwargs)
-    call = general(plan, local_fn, shallow)
+    if inplace and uncounted(func):
+        local_fn = counting(plan, local_fn)
+    call = general(plan, local_fn, None if nested else (args, kwargs))
 
     def complete(run: Runner) -> Runner:
         if repeats:
@@ -83,15 +84,7 @@ def runner_of(
         return reusing(plan, telling(mesh, run) if tells else run)
 
     def first(args: Sequence[Any], kwargs: Any) -> Any:
-        nonlocal call, local_fn
-        aims = targets(plan, args, kwargs or {}) if inplace else []
-        before = [(t.local, version(t.local)) for t in aims if not t.local.is_inference()]
         out = call(args, kwargs)
-        if any(version(local) == made_at for local, made_at in before):
-            local_fn = counting(plan, local_fn)
-            call = general(plan, local_fn, shallow)
-            for local, _ in before:
-                count(local)
         one = type(out) is DistTensor  # not a tuple, as of a split into one piece
         new = one and not any(out is a for a in args)
         quick = simple and (inplace or new or (view and one))
@@ -402,6 +395,14 @@ def targets(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Dis
     return [tensors[i] for i in plan.factors.targets if type(tensors[i]) is DistTensor]
 
 
+def uncounted(func: Function) -> bool:
+    """May autograd not count what ``func`` writes? That is so of torch's fused kernels, and may be
+    of any operator or function that is not torch's own."""
+    ours = (getattr(func, "__module__", None) or "torch").startswith("torch")
+    fused = getattr(func, "__name__", "").startswith(("_fused_", "_amp_"))
+    return fused or bool(schemas_of(func)) or not ours
+
+
 def counting(plan: Plan, local_fn: Function) -> Function:
     """``local_fn``, of an in-place call whose writes autograd does not count."""
 
@@ -436,13 +437,14 @@ def rematerializing(local_fn: Function, run: Runner) -> Runner:
             words = kwargs or {}
             made = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
             versions = [_version(t) for t in made]
-            value, made_at, spec = out.local, version(out.local), out.spec
+            value, made_at, spec = out.local, out.local._version + UNCOUNTED[0], out.spec
 
             def varying(a: Any, axes: Axes) -> Any:
                 return a.local_for(axes) if type(a) is DistTensor else a
 
             def again(axes: Axes) -> Tensor:
-                if version(value) != made_at or versions != [_version(t) for t in made]:
+                now = value._version + UNCOUNTED[0]
+                if now != made_at or versions != [_version(t) for t in made]:
                     return move(value, Typed(spec), Typed(spec, axes), None)
                 return local_fn(
                     *[varying(a, axes) for a in args],
@@ -456,8 +458,7 @@ def rematerializing(local_fn: Function, run: Runner) -> Runner:
 
 
 def _version(t: Tensor) -> int:
-    local = t.local if type(t) is DistTensor else t
-    return version(local) if COUNTING else local._version
+    return (t.local if type(t) is DistTensor else t)._version
 
 
 def telling(mesh: Any, run: Runner) -> Runner:

@@ -17,7 +17,7 @@ import torch
 from disttensor.autograd.grad_types import Typed, move, whole_grad
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
-from disttensor.tensor.versions import COUNTING, INFERENCE, count, version
+from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
 from disttensor.tensor.views import ViewState, invalidate
 from disttensor.torch_private import make_subclass
 
@@ -42,7 +42,7 @@ class GradState:
     """What gradients need beside the local. Made when first needed, by ``grad_state``; written in
     this module only.
 
-    aliases    axes -> (the local as varying uses read it, version(local) then; -1: any)
+    aliases    axes -> (the local as varying uses read it, writes by then; -1: any number)
     origin     makes an alias from what the tensor was made of: ``origin(axes)``
     former     aliases from before there were hooks
     hooked     a leaf whose hooks must see whole gradients
@@ -94,15 +94,13 @@ class MeshTensor(Tensor):
         state = self._grad_state
         if state is not None and state.aliases is not None:
             hit = state.aliases.get(axes)
-            if hit is not None and (
-                hit[1] < 0 or hit[1] == (version(self.local) if COUNTING else self.local._version)
-            ):
+            if hit is not None and (hit[1] < 0 or hit[1] == self.local._version + UNCOUNTED[0]):
                 return hit[0]
         local = self.local
         if not axes or not local.requires_grad or not torch.is_grad_enabled():
             return local
         state = state or grad_state(self)
-        made_at = version(local)
+        made_at = local._version + UNCOUNTED[0]
         if state.origin is not None:
             alias = state.origin(axes)
         # a second leaf: shares memory, collects its own .grad

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-COUNTING: list[bool] = []  # not empty: some write was counted here
+UNCOUNTED = [0]  # how many writes were counted here, to whatever memory
 INFERENCE: list[bool] = []  # not empty: something is kept beside an inference tensor
 
 
 def version(local: torch.Tensor) -> int:
     """Grows with each write to the memory of ``local``, through whatever shares it."""
     by_autograd = 0 if local.is_inference() else local._version
-    if not COUNTING:
+    if not UNCOUNTED[0]:
         return by_autograd
     storage: Any = local.untyped_storage()
     return by_autograd + int(getattr(storage, "uncounted_writes", 0))
@@ -28,6 +28,6 @@ def version(local: torch.Tensor) -> int:
 
 def count(local: torch.Tensor) -> None:
     """The memory of ``local`` was written to, and autograd has not counted it."""
-    COUNTING[:] = [True]
+    UNCOUNTED[0] += 1
     storage: Any = local.untyped_storage()
     storage.uncounted_writes = getattr(storage, "uncounted_writes", 0) + 1
