@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from disttensor import errors
 from disttensor.cache import Cache
@@ -66,7 +65,6 @@ def writes(func: Function) -> bool:
 
 # what torch functions write beside their results: no name of theirs tells, nor a new version
 UNTOLD: dict[Function, dict[str, int]] = {
-    F.batch_norm: {"running_mean": 1, "running_var": 2},
     torch.batch_norm: {"running_mean": 3, "running_var": 4},
     torch.fused_moving_avg_obs_fake_quant: {
         "running_min": 3, "running_max": 4, "scale": 5, "zero_point": 6,
