@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disttensor.layout import Box
 from disttensor.random.philox import M32, Device, Source
-from disttensor.random.reproducible_math import exp, log, normal_quantile, sin_half_pi
+from disttensor.random.reproducible_math import log, normal_quantile, sin_half_pi
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -83,38 +83,10 @@ def truncated_normal(
 def exponential(source: Source, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
     """-log(u) / rate, always positive: what would round to 0 is the smallest normal number."""
     _need_floating("exponential", dtype)
-    _need_positive("exponential", "rate", rate)
+    if not rate > 0.0:
+        raise ValueError(f"exponential: rate={rate}: need a positive rate")
     out = _draw(source, dtype, lambda a, b, *_: log(_open_unit(a, b)).div_(-rate))
     return out.clamp_(min=torch.finfo(dtype).tiny)
-
-
-def log_normal(source: Source, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    """e to the power of normal numbers."""
-    _need_floating("log_normal", dtype)
-    _need_positive("log_normal", "std", std)
-    return _draw(source, dtype, lambda *lanes: exp(_standard(*lanes).mul_(std).add_(mean)))
-
-
-def cauchy(source: Source, dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    """median + sigma tan(pi/2 t), t in (-1, 1); the cosine is the sine of the other angle."""
-    _need_floating("cauchy", dtype)
-    _need_positive("cauchy", "sigma", sigma)
-
-    def number(a: Tensor, b: Tensor, *_: Tensor) -> Tensor:
-        t = _open_unit(a, b).mul_(2.0).sub_(1.0)
-        return sin_half_pi(t).div_(sin_half_pi(1.0 - t.abs())).mul_(sigma).add_(median)
-
-    return _draw(source, dtype, number)
-
-
-def geometric(source: Source, dtype: torch.dtype, p: float = 0.5) -> Tensor:
-    """Trials up to the first success: ceil(log u / log(1 - p)), at least 1."""
-    if not 0.0 < p < 1.0:
-        raise ValueError(f"geometric: p={p}: need 0 < p < 1")
-    scale = math.log1p(-p)
-    return _draw(
-        source, dtype, lambda a, b, *_: log(_open_unit(a, b)).div_(scale).ceil_().clamp_(min=1.0)
-    )
 
 
 def bernoulli(source: Source, dtype: torch.dtype, p: float | Tensor = 0.5) -> Tensor:
@@ -225,8 +197,3 @@ def _need_floating(name: str, dtype: torch.dtype) -> None:
             f"{name}: {dtype} cannot hold its values; use a floating dtype, "
             "or integers() or bernoulli()"
         )
-
-
-def _need_positive(name: str, option: str, value: float) -> None:
-    if not value > 0.0:
-        raise ValueError(f"{name}: {option}={value}: need a positive {option}")

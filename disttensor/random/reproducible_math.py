@@ -1,4 +1,4 @@
-"""log, exp, sin and the normal quantile, with the same bits on every machine.
+"""log, sin and the normal quantile, with the same bits on every machine.
 
 Promised: equal float64 inputs give equal bits, whatever the length of the tensor, the CPU or GPU
 and the number of threads; the error is about 1 ulp. torch's own functions do not promise this: the
@@ -20,21 +20,7 @@ _ONE = 0x3FF0000000000000  # the bits of 1.0
 _SQRT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 _MANTISSA = (1 << 52) - 1
 _LN2 = 0.6931471805599453
-_INVERSE_LN2 = 1.4426950408889634
-_LN2_HIGH = 0.6931471803691238  # 32 bits: times an integer below 2^21 exact
-_LN2_LOW = 1.9082149292705877e-10  # ln 2 - _LN2_HIGH
 _ATANH = [2.0 / (2 * k + 1) for k in range(10)]
-
-
-def _exp_series() -> list[float]:
-    """1 / k!"""
-    out = [1.0]
-    for k in range(1, 15):
-        out.append(out[-1] / k)
-    return out
-
-
-_EXP = _exp_series()
 
 
 def _sine_series() -> list[float]:
@@ -113,19 +99,3 @@ def normal_quantile(p: Tensor) -> Tensor:
     outer = torch.where(r <= 5.0, near, far)
     outer = torch.where(q < 0.0, -outer, outer)
     return torch.where(q.abs() <= 0.425, centre, outer)
-
-
-def exp(x: Tensor) -> Tensor:
-    """e^x, to about 1 ulp where the result is a normal number; 0 or inf beyond.
-
-    x = k ln 2 + r with |r| <= ln 2 / 2; the series of e^r; 2^k in two factors, by its bits.
-    """
-    x = x.clamp(-800.0, 800.0)
-    k = (x * _INVERSE_LN2).round_()
-    r = (x - k * _LN2_HIGH).sub_(k * _LN2_LOW)
-    out = polynomial(r, _EXP)
-    k = k.to(torch.int64)
-    half = k >> 1
-    for power in (half, k - half):
-        out.mul_((power.add(1023) << 52).view(torch.float64))
-    return out

@@ -75,18 +75,6 @@ def _exponential(dtype: Any, lambd: float = 1.0) -> Kind:
     return "exponential", {"rate": lambd}
 
 
-def _log_normal(dtype: Any, mean: float = 1.0, std: float = 2.0) -> Kind:
-    return "log_normal", {"mean": mean, "std": std}
-
-
-def _cauchy(dtype: Any, median: float = 0.0, sigma: float = 1.0) -> Kind:
-    return "cauchy", {"median": median, "sigma": sigma}
-
-
-def _geometric(dtype: Any, p: float) -> Kind:
-    return "geometric", {"p": p}
-
-
 def _integers(dtype: Any, *bounds: int, **named: int) -> Kind:
     """random_(), random_(to), random_(from, to)"""
     low, high = (0, *bounds)[-2:] if bounds else (0, whole_float(dtype) + 1)
@@ -99,21 +87,25 @@ def _bernoulli(dtype: Any, p: Any = 0.5) -> Kind:
 
 FILLS: dict[Any, Callable[..., Kind]] = {
     Tensor.normal_: _normal, Tensor.uniform_: _uniform, Tensor.exponential_: _exponential,
-    Tensor.log_normal_: _log_normal,
-    Tensor.cauchy_: _cauchy, Tensor.geometric_: _geometric, Tensor.random_: _integers,
-    Tensor.bernoulli_: _bernoulli,
+    Tensor.random_: _integers, Tensor.bernoulli_: _bernoulli,
 }  # fmt: skip
+# torch itself draws all of it on every rank, which keeps its piece
+WHOLE = (Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_)
 
 
 def filled(call: LocalCall) -> Callable[..., Any]:
     """Fill this rank's piece. Of a pending sum or product the first rank has the numbers, the
     others 0 or 1."""
-    kind_of, func, target = FILLS[call.func], call.func, call.outputs[0]
+    kind_of, func, target = FILLS.get(call.func), call.func, call.outputs[0]
     ops = dict(target.layout.partial)
     mute = [op for a, op in ops.items() if op in ("sum", "prod") and call.coordinate[a]]
     neutral = 0 if "sum" in mute else 1
 
     def by_position(draw: Draw, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kind_of is None:
+            whole = torch.empty(target.shape, dtype=input.dtype, device=input.device)
+            with draw.seeded((), input.device):
+                return input.copy_(func(whole, *args, **kwargs)[target.local_box.slices])
         kind, options = kind_of(input.dtype, *args, **kwargs)
         if isinstance(options.get("p"), Tensor):
             options["p"] = options["p"].expand(input.shape)
@@ -127,7 +119,7 @@ def filled(call: LocalCall) -> Callable[..., Any]:
     )
 
 
-@rule(*FILLS, exact=True, numbers="type")
+@rule(*FILLS, *WHOLE, exact=True, numbers="type")
 def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """the target is only written"""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
