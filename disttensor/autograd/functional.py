@@ -10,6 +10,7 @@ other's backward, so are all_gather and taking one's own: right to every order o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,78 +24,47 @@ Group = collectives.Group
 
 def psum(x: Tensor, group: Group | None) -> Tensor:
     """P(sum) -> R: the sum over the ranks, shared."""
-    if group is None:
-        return x
-    if x.requires_grad and torch.is_grad_enabled():
-        return Psum.apply(x, group)
-    return collectives.all_reduce(x, "sum", group)
+    return x if group is None else _applied("psum", x, group)
 
 
 def pvary(x: Tensor, group: Group | None) -> Tensor:
     """A shared value, for uses that vary from rank to rank."""
-    return Pvary.apply(x, group) if group is not None and x.requires_grad else x
+    return Paired.apply("pvary", x, group) if group is not None and x.requires_grad else x
 
 
 def all_gather(x: Tensor, group: Group | None) -> Tensor:
     """[n, *x.shape]: every rank's x, shared. All x have one shape."""
-    if group is None:
-        return x.unsqueeze(0)
-    if x.requires_grad and torch.is_grad_enabled():
-        return AllGather.apply(x, group)
-    return collectives.all_gather(x, group)
+    return x.unsqueeze(0) if group is None else _applied("all_gather", x, group)
 
 
-class Psum(torch.autograd.Function):
-    """P(sum) -> R over a group; backward: the gradient is the whole one already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return Pvary.apply(grad, ctx.group), None
+# name -> (the function, the name of its backward)
+_PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
+    "psum": (lambda x, group: collectives.all_reduce(x, "sum", group), "pvary"),
+    "pvary": (lambda x, group: x.view_as(x), "psum"),
+    "all_gather": (lambda x, group: collectives.all_gather(x, group), "take_own"),
+    "take_own": (lambda x, group: x[group.index].clone(), "all_gather"),
+}
+_SILENT = ("pvary", "take_own")  # these send nothing, and their backward does
 
 
-class Pvary(torch.autograd.Function):
-    """The same value, read by uses that vary; backward: their contributions are summed."""
+def _applied(name: str, x: Tensor, group: Group) -> Tensor:
+    graph = x.requires_grad and torch.is_grad_enabled()
+    return Paired.apply(name, x, group) if graph else _PAIRS[name][0](x, group)
+
+
+class Paired(torch.autograd.Function):
+    """A function of ``_PAIRS``, whose backward is the other one of its pair."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        activation_checkpoint.join_region(ctx)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        activation_checkpoint.recompute_region(ctx)
-        return Psum.apply(grad, ctx.group), None
-
-
-class AllGather(torch.autograd.Function):
-    """Every rank's x; backward: the gradient of one's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.all_gather(x, group)
+    def forward(ctx: Any, name: str, x: Tensor, group: Group) -> Tensor:
+        ctx.with_ = name, group
+        if name in _SILENT:
+            activation_checkpoint.join_region(ctx)
+        return _PAIRS[name][0](x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return TakeOwn.apply(grad, ctx.group), None
-
-
-class TakeOwn(torch.autograd.Function):
-    """This rank's of what all ranks have; backward: the gradients of all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        activation_checkpoint.join_region(ctx)
-        return x[group.index].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        activation_checkpoint.recompute_region(ctx)
-        return AllGather.apply(grad, ctx.group), None
+        name, group = ctx.with_
+        if name in _SILENT:
+            activation_checkpoint.recompute_region(ctx)
+        return None, Paired.apply(_PAIRS[name][1], grad, group), None
