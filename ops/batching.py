@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disttensor.tree import map_leaves
 from ops.dims import tensors_in
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Dims, Factors, Letter
+from ops.factors import Arg, Dims, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import Function
 
@@ -23,13 +24,12 @@ def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
     """The shapes of the results. Raises NoRule where the function does not say, or refuses the
     arguments."""
 
-    def meta(value: Any) -> Any:
-        if isinstance(value, Arg):
-            return torch.empty(value.shape, dtype=value.dtype or torch.float32, device="meta")
-        return [meta(v) for v in value] if isinstance(value, (list, tuple)) else value
+    def meta(value: Arg) -> Tensor:
+        return torch.empty(value.shape, dtype=value.dtype or torch.float32, device="meta")
 
     try:
-        out = func(*[meta(a) for a in args], **{k: meta(v) for k, v in kwargs.items()})
+        args, kwargs = map_leaves((args, kwargs), Arg, meta)
+        out = func(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         raise NoRule(f"{getattr(func, '__name__', func)}: {error}") from None
     found = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
@@ -44,23 +44,14 @@ def batched_factors(
     leads = [t.shape[: t.ndim - core] for t, core in zip(tensors, cores, strict=True)]
     if any(t.ndim < core for t, core in zip(tensors, cores, strict=True)):
         raise NoRule(f"too few dims for {getattr(func, '__name__', func)}")
-    n = max(map(len, leads))
-    sizes: dict[Any, int] = {}
-    inputs = []
-    for t, lead in zip(tensors, leads, strict=True):
-        letters: list[Any] = []
-        for i, s in enumerate(lead, n - len(lead)):
-            if s != 1 and sizes.setdefault(i, s) != s:
-                raise NoRule("leading dims that do not broadcast")
-            letters.append(None if s == 1 else i)
-        inputs.append((*letters, *[None] * (t.ndim - len(lead))))
+    f = pointwise_factors([Arg(lead) for lead in leads])
+    n = len(f.outputs[0])
+    inputs = ((*dims, *[None] * core) for dims, core in zip(f.inputs, cores, strict=True))
     shapes = results_of(func, args, kwargs)
-    outputs = []
-    for shape in shapes:
-        if shape[:n] != tuple(sizes.get(i, 1) for i in range(n)):
-            raise NoRule("a result without the leading dims")
-        outputs.append((*[i if i in sizes else None for i in range(n)], *[None] * (len(shape) - n)))
-    return Factors(tuple(inputs), tuple(outputs), sizes, shapes=tuple(shapes), **options)
+    if any(shape[:n] != tuple(f.sizes.values()) for shape in shapes):
+        raise NoRule("a result without the leading dims")
+    outputs = tuple((*range(n), *[None] * (len(shape) - n)) for shape in shapes)
+    return Factors(tuple(inputs), outputs, f.sizes, shapes=tuple(shapes), **options)
 
 
 def shaped(
@@ -68,11 +59,8 @@ def shaped(
 ) -> Factors:
     """Factors of ``func`` with these letters, None for what stays whole; all results have the
     letters ``out``."""
-    tensors: list[Arg] = []
-    for value in (*args, *kwargs.values()):
-        tensors += tensors_in(*value) if isinstance(value, (list, tuple)) else tensors_in(value)
     sizes: dict[Letter, int] = {}
-    for t, dims in zip(tensors, ins, strict=True):
+    for t, dims in zip(tensors_in(*args, *kwargs.values()), ins, strict=True):
         sizes.update({d: s for d, s in zip(dims, t.shape, strict=True) if d is not None})
     shapes = results_of(func, args, kwargs)
     options.setdefault("local", zeros_if_empty)

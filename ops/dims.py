@@ -68,8 +68,14 @@ def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **optio
 
 
 def tensors_in(*values: Any) -> list[Arg]:
-    """The tensors among the values, in order."""
-    return [v for v in values if isinstance(v, Arg)]
+    """The tensors among the values and in lists of them, in order."""
+    out: list[Arg] = []
+    for v in values:
+        if isinstance(v, Arg):
+            out.append(v)
+        elif isinstance(v, (list, tuple)):
+            out += tensors_in(*v)
+    return out
 
 
 def without(input: Arg, gone: Iterable[int]) -> Dims:

@@ -8,6 +8,8 @@ axis splits a *factor*: every tensor dim with that letter. See ``Factors`` for t
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,10 +65,7 @@ class Arg:
         return len(self.shape)
 
     def numel(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -140,12 +139,7 @@ class Factors:
     def _size(self, dim: Any) -> int:
         if dim is None:
             return 1
-        if isinstance(dim, tuple):
-            n = 1
-            for letter in dim:
-                n *= self.sizes[letter]
-            return n
-        return self.sizes[dim]
+        return math.prod(self.sizes[x] for x in (dim if isinstance(dim, tuple) else (dim,)))
 
 
 def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:
@@ -153,24 +147,13 @@ def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> 
     Size 1 broadcasts."""
     ndim = max((len(a.shape) for a in args), default=0)
     sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
-    for a in args:
-        pad = ndim - len(a.shape)
-        for i, s in enumerate(a.shape):
-            if s != 1:
-                if sizes[pad + i] not in (1, s):
-                    shapes = ", ".join(str(list(b.shape)) for b in args)
-                    raise RuntimeError(
-                        f"shapes {shapes} do not broadcast: {sizes[pad + i]} and {s} in dim "
-                        f"{pad + i}"
-                    )
-                sizes[pad + i] = s
-    inputs = tuple(
-        tuple(
-            ndim - len(a.shape) + i if s == sizes[ndim - len(a.shape) + i] else None
-            for i, s in enumerate(a.shape)
-        )
-        for a in args
-    )
+    numbered = [list(enumerate(a.shape, ndim - len(a.shape))) for a in args]
+    for i, s in itertools.chain(*numbered):
+        if s != 1 and sizes[i] not in (1, s):
+            shapes = ", ".join(str(list(a.shape)) for a in args)
+            raise RuntimeError(f"shapes {shapes} do not broadcast: {sizes[i]} and {s} in dim {i}")
+        sizes[i] = sizes[i] if s == 1 else s
+    inputs = tuple(tuple(i if s == sizes[i] else None for i, s in dims) for dims in numbered)
     return Factors(inputs, (tuple(range(ndim)),) * results, sizes, **options)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from disttensor.layout import Axes, replicated
 from disttensor.placement import Placement
+from disttensor.tree import map_leaves
 from ops.factors import Arg, Factors
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
@@ -60,16 +61,11 @@ def infer(
     """
     tensors: list[Arg] = []
 
-    def place(value: Any) -> Any:
-        if isinstance(value, Arg):
-            tensors.append(value.placed(len(mesh_shape), len(tensors)))
-            return tensors[-1]
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return type(value)([place(v) for v in value])
-        return value
+    def place(value: Arg) -> Arg:
+        tensors.append(value.placed(len(mesh_shape), len(tensors)))
+        return tensors[-1]
 
-    args = tuple(place(a) for a in args)
-    kwargs = {k: place(v) for k, v in kwargs.items()}
+    args, kwargs = map_leaves((args, kwargs), Arg, place)
     n = len(mesh_shape)
     try:
         _, factors, decision = decide(func, args, kwargs, tensors, mesh_shape)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -102,10 +103,7 @@ class LocalCall:
         return tuple(a for letter in split_letters for a in self.split.get(letter, ()))
 
     def count(self, axes: Axes) -> int:
-        n = 1
-        for a in axes:
-            n *= self.mesh_shape[a]
-        return n
+        return math.prod(self.mesh_shape[a] for a in axes)
 
     def first(self, axes: Axes) -> bool:
         """Is this rank the first one of the axes?"""

@@ -84,14 +84,8 @@ def along_index(input: Arg, dim: int, index: Arg, source: Any, terms: tuple[Any,
     return f.replace(inputs=tuple(ins), whole=frozenset(whole))
 
 
-@rule(torch.index_add)
+@rule(torch.index_add, torch.index_copy)
 def index_add(input: Arg, dim: int, index: Arg, source: Arg, *, alpha: Any = 1) -> Factors:
-    """the dim is whole"""
-    return along_index(input, dim, index, source, together(input, source))
-
-
-@rule(torch.index_copy)
-def index_copy(input: Arg, dim: int, index: Arg, source: Arg) -> Factors:
     """the dim is whole"""
     return along_index(input, dim, index, source, together(input, source))
 

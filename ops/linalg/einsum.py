@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ops.dims import tensors_in
 from ops.empty_pieces import in_dtype_of_whole
 from ops.factors import Arg, Factors, Letter, expand_dots
 from ops.local import LocalCall
@@ -16,9 +17,7 @@ from ops.registry import rule
 @rule(torch.einsum)
 def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
     """as the equation says; letters missing on the right are summed: P(sum)"""
-    tensors: list[Arg] = []
-    for operand in operands:
-        tensors.extend([operand] if isinstance(operand, Arg) else operand)
+    tensors = tensors_in(*operands)
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(tensors):

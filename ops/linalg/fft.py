@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ops.batching import results_of
-from ops.dims import FIRST, fronts, moved, tensors_in
+from ops.dims import FIRST, fronts, letters_of, moved, tensors_in, without
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
@@ -29,8 +29,7 @@ def _transform(func: Function, default: Any) -> None:
             dim = tuple(range(-len(given), 0)) if given is not None else tuple(range(input.ndim))
         gone = fronts(dim, input.ndim)
         (shape,) = results_of(func, (input, given, dim, norm), {})
-        dims = tuple(None if i in gone else i for i in range(input.ndim))
-        sizes: dict[Any, int] = {i: s for i, s in enumerate(input.shape) if i not in gone}
+        dims, sizes = without(input, gone), dict[Any, int](enumerate(input.shape))
         return Factors((dims,), (dims,), sizes, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
 
     rule = Rule(func.__name__, factors, False, "value", False, "linear; transformed dims whole")
@@ -49,8 +48,7 @@ for _names, _default in (
 def shift(input: Arg, dim: Any = None) -> Factors:
     """movement; the dims that are shifted stay whole"""
     gone = fronts(range(input.ndim) if dim is None else dim, input.ndim)
-    dims = tuple(range(input.ndim))
-    return moved(input, dims, whole=frozenset(gone))
+    return moved(input, letters_of(input), whole=frozenset(gone))
 
 
 register(

@@ -15,29 +15,24 @@ from ops.linalg.matmul import SUM_K, fit
 from ops.registry import rule
 
 
-def _cross(input: Arg, other: Arg, dim: Any) -> Factors:
-    f = pointwise_factors([input, other])
-    shape = f.output_shapes()[0]
-    return f.replace(whole=frozenset({front(dim, len(shape))}), terms=PRODUCT)
+@rule(torch.linalg.cross, exact=True)
+def linalg_cross(input: Arg, other: Arg, *, dim: int = -1) -> Factors:
+    """linear in each; the dim of three is whole, the others broadcast"""
+    f = pointwise_factors([input, other], terms=PRODUCT)
+    return f.replace(whole=frozenset({front(dim, len(f.outputs[0]))}))
 
 
 @rule(*named("cross"), exact=True)
 def cross(input: Arg, other: Arg, dim: Any = None) -> Factors:
     """linear in each; the dim of three is whole, the others broadcast"""
-    if dim is None:
-        dim = next((d for d, s in enumerate(input.shape) if s == 3), None)
-        if dim is None or input.shape != other.shape:
-            raise NoRule("cross without a dim")
-        at = dim  # on a rank another dim may be the first of size 3
-        local = lambda call: lambda input, other, dim=None: call.func(input, other, dim=at)  # noqa: E731
-        return _cross(input, other, at).replace(local=local)
-    return _cross(input, other, dim)
-
-
-@rule(torch.linalg.cross, exact=True)
-def linalg_cross(input: Arg, other: Arg, *, dim: int = -1) -> Factors:
-    """linear in each; the dim of three is whole, the others broadcast"""
-    return _cross(input, other, dim)
+    if dim is not None:
+        return linalg_cross(input, other, dim=dim)
+    at = next((d for d, s in enumerate(input.shape) if s == 3), None)
+    if at is None or input.shape != other.shape:
+        raise NoRule("cross without a dim")
+    # on a rank another dim may be the first of size 3
+    local = lambda call: lambda input, other, dim=None: call.func(input, other, dim=at)  # noqa: E731
+    return linalg_cross(input, other, dim=at).replace(local=local)
 
 
 @rule(torch.linalg.vander, exact=True)

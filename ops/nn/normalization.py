@@ -17,46 +17,35 @@ from ops.empty_pieces import is_empty, padded_if_empty
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import LocalCall
+from ops.reduction.sum import sizes_of
 from ops.reduction.var_std import moments
 from ops.registry import rule
 
 Tensor = torch.Tensor
 
 
-def _last_dims(name: str, input: Arg, shape: Any, *others: Any) -> Factors:
-    n = 1 if isinstance(shape, int) else len(shape)
-    wanted = (shape,) if isinstance(shape, int) else tuple(shape)
-    if input.shape[input.ndim - n :] != wanted or n > input.ndim:
-        raise RuntimeError(
-            f"{name}: normalized_shape {list(wanted)} is not the end of the input's "
-            f"{list(input.shape)}"
-        )
-    last = tuple(range(input.ndim - n, input.ndim))
-    f = pointwise_factors([input], whole=frozenset(last), local=padded_if_empty)
-    return f.replace(inputs=(*f.inputs, *(last for _ in tensors_in(*others))))
+def _last_dims(*funcs: Any) -> None:
+    name = funcs[0].__name__
+
+    def factors(input: Arg, normalized_shape: Any, *more: Any, **words: Any) -> Factors:
+        shape = normalized_shape
+        wanted = (shape,) if isinstance(shape, int) else tuple(shape)
+        n = len(wanted)
+        if input.shape[input.ndim - n :] != wanted or n > input.ndim:
+            raise RuntimeError(
+                f"{name}: normalized_shape {list(wanted)} is not the end of the input's "
+                f"{list(input.shape)}"
+            )
+        last = tuple(range(input.ndim - n, input.ndim))
+        f = pointwise_factors([input], whole=frozenset(last), local=padded_if_empty)
+        return f.replace(inputs=(*f.inputs, *(last for _ in tensors_in(*more, *words.values()))))
+
+    factors.__name__, factors.__doc__ = name, "the last dims stay whole"
+    rule(*funcs)(factors)
 
 
-@rule(F.layer_norm)
-def layer_norm(
-    input: Arg, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Factors:
-    """the last dims stay whole"""
-    return _last_dims("layer_norm", input, normalized_shape, weight, bias)
-
-
-@rule(torch.layer_norm)
-def torch_layer_norm(
-    input: Arg, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Factors:  # fmt: skip
-    """the last dims stay whole"""
-    return _last_dims("layer_norm", input, normalized_shape, weight, bias)
-
-
-@rule(F.rms_norm, torch.rms_norm)
-def rms_norm(input: Arg, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Factors:
-    """the last dims stay whole"""
-    return _last_dims("rms_norm", input, normalized_shape, weight)
+_last_dims(F.layer_norm, torch.layer_norm)
+_last_dims(F.rms_norm, torch.rms_norm)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -153,7 +142,7 @@ def _of_one_dtype(call: LocalCall) -> Any:
 
 
 def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
-    n = math.prod(call.inputs[0].shape[d] for d in gone)
+    n = sizes_of(call, gone)[1]
 
     def batch_norm(
         input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,

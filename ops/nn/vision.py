@@ -16,23 +16,26 @@ from ops.infer import NoRule
 from ops.registry import Function, rule
 
 
-def _images(func: Function, last: int) -> None:
-    """``last`` dims stay whole."""
+def _images(func: Function, core: int, tensors: int, doc: str) -> None:
+    """The first ``tensors`` arguments are images, of which ``core`` dims stay whole."""
 
-    def factors(input: Arg, *args: Any, **words: Any) -> Factors:
-        if input.ndim < last or 0 in input.shape:
-            raise NoRule("not a batch of images")
-        return batched_factors(
-            func, (input, *args), words, [input], [last], terms=FIRST, local=zeros_if_empty
-        )
+    def factors(*args: Any, **words: Any) -> Factors:
+        images = list(args[:tensors])
+        if any(i.shape != args[0].shape for i in images) or 0 in args[0].shape:
+            raise NoRule("no images, or places of another shape")
+        cores = [core] * tensors
+        return batched_factors(func, args, words, images, cores, terms=FIRST, local=zeros_if_empty)
 
-    factors.__name__ = func.__name__
-    factors.__doc__ = f"linear; the last {last} dims are whole, those before pass through"
+    factors.__name__, factors.__doc__ = func.__name__, f"linear; {doc}"
     rule(func, exact=True)(factors)
 
 
-_images(F.pixel_shuffle, 3)
-_images(F.pixel_unshuffle, 3)
+for _name in ("pixel_shuffle", "pixel_unshuffle"):
+    _images(getattr(F, _name), 3, 1, "the last 3 dims are whole, those before pass through")
+_images(F.unfold, 3, 1, "the batch passes through")
+_images(F.fold, 2, 1, "the batch passes through")
+for _n in (1, 2, 3):
+    _images(getattr(F, f"max_unpool{_n}d"), _n, 2, "batch and channels pass through")
 
 
 @rule(F.channel_shuffle, exact=True)
@@ -48,46 +51,8 @@ def local_response_norm(input: Arg, size: int, *args: Any, **words: Any) -> Fact
     if input.ndim < 3:
         raise NoRule("local_response_norm of fewer than 3 dims")
     dims = without(input, [1])
-    sizes: dict[Letter, int] = {d: s for d, s in enumerate(input.shape) if d != 1}
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
     return Factors((dims,), (dims,), sizes, shapes=(input.shape,), local=zeros_if_empty)
-
-
-def _windows(func: Function, core: int) -> None:
-    def factors(input: Arg, *args: Any, **words: Any) -> Factors:
-        if input.ndim <= core or 0 in input.shape:
-            raise NoRule(f"{func.__name__} of one image")
-        return batched_factors(
-            func, (input, *args), words, [input], [core], terms=FIRST, local=zeros_if_empty
-        )
-
-    factors.__name__, factors.__doc__ = func.__name__, "linear; the batch passes through"
-    rule(func, exact=True)(factors)
-
-
-_windows(F.unfold, 3)
-_windows(F.fold, 2)
-
-
-def _unpool(func: Function, n: int) -> None:
-    def factors(input: Arg, indices: Arg, *args: Any, **words: Any) -> Factors:
-        if input.shape != indices.shape or input.ndim < n or 0 in input.shape:
-            raise NoRule("indices of another shape")
-        return batched_factors(
-            func,
-            (input, indices, *args),
-            words,
-            [input, indices],
-            [n, n],
-            terms=FIRST,
-            local=zeros_if_empty,
-        )
-
-    factors.__name__, factors.__doc__ = func.__name__, "linear; batch and channels pass through"
-    rule(func, exact=True)(factors)
-
-
-for _n in (1, 2, 3):
-    _unpool(getattr(F, f"max_unpool{_n}d"), _n)
 
 
 @rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, exact=True)

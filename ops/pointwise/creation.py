@@ -48,22 +48,12 @@ def sizes_of(size: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def made(call: Any) -> Callable[..., Any]:
-    """new_zeros, new_ones, new_empty of the local shape."""
-    func, shape = call.func, call.outputs[0].local_shape
+    """The same function with the local shape: one argument of new_full, all of the others."""
+    func = torch.Tensor.new_empty if call.func is torch.Tensor.new else call.func
+    shape, fills = call.outputs[0].local_shape, func is torch.Tensor.new_full
 
-    def run(input: Any, *size: Any, **options: Any) -> Any:
-        options["size"] = shape
-        return func(input, **options)
-
-    return run
-
-
-def filled(call: Any) -> Callable[..., Any]:
-    """new_full of the local shape."""
-    shape = call.outputs[0].local_shape
-
-    def run(input: Any, size: Any, fill_value: Any, **options: Any) -> Any:
-        return input.new_full(shape, fill_value, **options)
+    def run(input: Any, *args: Any, size: Any = None, **options: Any) -> Any:
+        return func(input, shape, *(args[1 if size is None else 0 :] if fills else ()), **options)
 
     return run
 
@@ -79,7 +69,7 @@ def new_full(input: Arg, size: Any, fill_value: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
     if isinstance(fill_value, Arg):
         raise NoRule("a fill_value that is a tensor")
-    return new(input, sizes_of((size,), {}), filled)
+    return new(input, sizes_of((size,), {}), made)
 
 
 @rule(torch.Tensor.new_tensor, exact=True)
@@ -93,16 +83,10 @@ def new_tensor(input: Arg, data: Any, **kwargs: Any) -> Factors:
     )
 
 
-def empty(call: Any) -> Callable[..., Any]:
-    """Tensor.new of the local shape."""
-    shape = call.outputs[0].local_shape
-    return lambda input, *size, **options: input.new_empty(shape)
-
-
 @rule(torch.Tensor.new, exact=True)
 def new_of_old(input: Arg, *size: Any, **kwargs: Any) -> Factors:
     """new(2, 3): as new_empty; new([1., 2.]): as new_tensor"""
     data = size[0] if size else None
     if isinstance(data, (list, tuple)) and not isinstance(data, torch.Size):
         return new_tensor(input, data)
-    return new(input, sizes_of(size or (0,), {}), empty)
+    return new(input, sizes_of(size or (0,), {}), made)

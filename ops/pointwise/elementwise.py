@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.torch_private import nn_functions
+from ops.dims import tensors_in
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import RULES, Function, Rule, functions_named, register
@@ -96,19 +97,6 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
     return checked
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arg]:
-    """The tensor arguments in order of appearance, lists included. Raises NoRule for out=."""
-    out: list[Arg] = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, Arg):
-            out.append(a)
-        elif isinstance(a, (list, tuple)):
-            out.extend(tensors_of(tuple(a), {}))
-    if kwargs.get("out") is not None:
-        raise NoRule("the rule does not cover out=")
-    return out
-
-
 def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
     """The named arguments of a call, by position or by name; None where one is missing."""
     given = list(args[: len(names)])
@@ -159,7 +147,7 @@ def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         terms = terms_of(args, kwargs) or ()
-        return pointwise_factors(tensors_of(args, kwargs), results, terms=terms)
+        return pointwise_factors(tensors_in(*args, *kwargs.values()), results, terms=terms)
 
     enter(
         names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}")

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ops.dims import tensors_in
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.pointwise.elementwise import Terms, each, enter, operands, tensors_of
+from ops.pointwise.elementwise import Terms, each, enter, operands
 from ops.registry import Rule, rule
 
 
@@ -19,7 +20,7 @@ def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | 
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         x, y, z = operands(args, kwargs, *names)
-        return pointwise_factors(tensors_of(args, kwargs), terms=terms(x, y, z) or ())
+        return pointwise_factors(tensors_in(*args, *kwargs.values()), terms=terms(x, y, z) or ())
 
     enter(name, Rule(name, factors, numbers="type", pattern="elementwise, a sum of products"))
 
@@ -34,16 +35,15 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
     """elementwise; linear in both choices together"""
     if input is None or other is None:
         raise NoRule("where(condition) is nonzero: its shape depends on data")
-    tensors = tensors_of((condition, input, other), {})
+    tensors = tensors_in(condition, input, other)
     return pointwise_factors(tensors, terms=each(input, other) or ())
 
 
 @rule(torch.Tensor.where, exact=True, numbers="type")
 def tensor_where(input: Any, condition: Any, other: Any) -> Factors:
     """elementwise; linear in both choices together"""
-    return pointwise_factors(
-        tensors_of((input, condition, other), {}), terms=each(input, other) or ()
-    )
+    tensors = tensors_in(input, condition, other)
+    return pointwise_factors(tensors, terms=each(input, other) or ())
 
 
 @rule(torch.prelu)

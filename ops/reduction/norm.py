@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.layout import Axes
-from ops.dims import fronts
+from ops.dims import fronts, without
 from ops.dtypes import root, widened
 from ops.empty_pieces import zero_of, zeros_if_empty
-from ops.factors import Arg, Dims, Factors, pointwise_factors
+from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import LocalCall
 from ops.reduction.max_min import best_of
@@ -89,11 +89,9 @@ def linalg_norm(
 ) -> Factors:  # fmt: skip
     """norms of vectors, and the Frobenius norm; other norms of matrices have no rule"""
     dims = len(reduced_dims(A, dim)) if dim is not None else A.ndim
-    if ord is None:
-        return _norm(A, 2.0, dim, keepdim, dtype)
-    if dims == 2 and ord == "fro":
-        return _norm(A, 2.0, dim, keepdim, dtype)
-    if dims != 1:
+    if ord is None or (dims == 2 and ord == "fro"):
+        ord = 2.0
+    elif dims != 1:
         raise NoRule(f"matrix norm of order {ord!r}")
     return _norm(A, ord, dim, keepdim, dtype)
 
@@ -105,10 +103,8 @@ def matrix_norm(
 ) -> Factors:  # fmt: skip
     """the Frobenius norm is reduced; for the others matrices are whole"""
     if ord != "fro":
-        gone = fronts(dim, A.ndim)
-        dims: Dims = tuple(None if d in gone else d for d in range(A.ndim))
+        dims, sizes = without(A, fronts(dim, A.ndim)), dict[Any, int](enumerate(A.shape))
         left = dims if keepdim else tuple(d for d in dims if d is not None)
-        sizes: dict[Any, int] = {d: s for d, s in enumerate(A.shape) if d not in gone}
         return Factors((dims,), (left,), sizes, local=zeros_if_empty)
     return _norm(A, 2.0, dim, keepdim, dtype)
 

@@ -29,36 +29,27 @@ def cumsum(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Fact
     return along(input, dim, terms=linear_in(input, dtype))
 
 
-@rule(torch.cumprod, torch.logcumsumexp)
-def cumprod(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Factors:
-    """the dim stays whole"""
-    return along(input, dim)
+def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str) -> None:
+    """``default``: the dim where none is given."""
+
+    def factors(input: Arg, dim: Any = default, *args: Any, **words: Any) -> Factors:
+        return along(input, dim, results)
+
+    factors.__name__, factors.__doc__ = funcs[0].__name__, doc
+    rule(*funcs)(factors)
 
 
-@rule(torch.cummax, torch.cummin)
-def cummax(input: Arg, dim: int, *, out: None = None) -> Factors:
-    """values and indices; the dim stays whole"""
-    return along(input, dim, results=2)
-
-
-@rule(torch.sort)
-def sort(
-    input: Arg, dim: int = -1, descending: bool = False, stable: Any = None, *, out: None = None
-) -> Factors:
-    """values and indices; the dim stays whole"""
-    return along(input, dim, results=2)
-
-
-@rule(torch.argsort)
-def argsort(input: Arg, dim: int = -1, descending: bool = False, stable: bool = False) -> Factors:
-    """indices; the dim stays whole"""
-    return along(input, dim)
-
-
-@rule(torch.msort)
-def msort(input: Arg, *, out: None = None) -> Factors:
-    """sorted along the first dim, which stays whole"""
-    return along(input, 0)
+_scan(torch.cumprod, torch.logcumsumexp, default=None, doc="the dim stays whole")
+_scan(
+    torch.cummax,
+    torch.cummin,
+    results=2,
+    default=None,
+    doc="values and indices; the dim stays whole",
+)
+_scan(torch.sort, results=2, doc="values and indices; the dim stays whole")
+_scan(torch.argsort, doc="indices; the dim stays whole")
+_scan(torch.msort, default=0, doc="sorted along the first dim, which stays whole")
 
 
 @rule(torch.topk)
@@ -80,21 +71,19 @@ def topk(
 
 
 @rule(torch.kthvalue)
-def kthvalue(
-    input: Arg, k: int, dim: int = -1, keepdim: bool = False, *, out: None = None
-) -> Factors:
+def kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Factors:
     """values and indices; the dim stays whole"""
     return reduction(input, dim, keepdim, None, results=2)
 
 
 @rule(torch.mode)
-def mode(input: Arg, dim: int = -1, keepdim: bool = False, *, out: None = None) -> Factors:
+def mode(input: Arg, dim: int = -1, keepdim: bool = False) -> Factors:
     """values and indices; the dim stays whole"""
     return reduction(input, dim, keepdim, None, results=2)
 
 
 @rule(torch.median, torch.nanmedian)
-def median(input: Arg, dim: Any = None, keepdim: bool = False, *, out: None = None) -> Factors:
+def median(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
     """of a dim, with its index, or of all: whole"""
     return reduction(input, dim, keepdim, None, results=1 if dim is None else 2)
 
@@ -133,7 +122,7 @@ def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
 @rule(torch.gradient, exact=True)
 def gradient(input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Factors:
     """linear; the dims along which differences are taken are whole"""
-    places = tensors_in(*spacing) if isinstance(spacing, (list, tuple)) else tensors_in(spacing)
+    places = tensors_in(spacing)
     dims = without(input, range(input.ndim) if dim is None else fronts(dim, input.ndim))
     words = {"spacing": spacing, "dim": dim, "edge_order": edge_order}
     words = {k: v for k, v in words.items() if v is not None}
@@ -141,27 +130,24 @@ def gradient(input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: in
     return shaped(torch.gradient, (input,), words, ins, dims, terms=FIRST)
 
 
-def _areas(func: Function, y: Arg, x: Any, dim: int, gone: bool, words: dict[str, Any]) -> Factors:
-    at = front(dim, y.ndim)
-    places = [] if x is None or x.ndim == 1 else [x]
-    if places and x.ndim > y.ndim:
-        raise NoRule("places of more dims than values")
-    f = pointwise_factors([y, *places])
-    bare = [tuple(None if d == at else d for d in dims) for dims in (*f.inputs, *f.outputs)]
-    ins = [*bare[:-1], *([(None,)] if x is not None and x.ndim == 1 else [])]
-    out = (*bare[-1][:at], *bare[-1][at + 1 :]) if gone else bare[-1]
-    args = (y,) if x is None else (y, x)
-    terms = FIRST if x is None else PRODUCT
-    return shaped(func, args, {**words, "dim": dim}, ins, out, terms=terms)
+def _areas(func: Function, *others: Function, gone: bool) -> None:
+    """``gone``: the dim is summed over."""
+
+    def factors(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:
+        at = front(dim, y.ndim)
+        places = [] if x is None or x.ndim == 1 else [x]
+        if places and x.ndim > y.ndim:
+            raise NoRule("places of more dims than values")
+        f = pointwise_factors([y, *places])
+        bare = [tuple(None if d == at else d for d in dims) for dims in (*f.inputs, *f.outputs)]
+        ins = [*bare[:-1], *([(None,)] if x is not None and x.ndim == 1 else [])]
+        out = (*bare[-1][:at], *bare[-1][at + 1 :]) if gone else bare[-1]
+        args, terms = ((y,), FIRST) if x is None else ((y, x), PRODUCT)
+        return shaped(func, args, {"dim": dim}, ins, out, terms=terms)
+
+    factors.__name__, factors.__doc__ = func.__name__, "linear in both; the dim is whole"
+    rule(func, *others, exact=True)(factors)
 
 
-@rule(torch.trapz, torch.trapezoid, exact=True)
-def trapezoid(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:
-    """linear in both; the dim is whole"""
-    return _areas(torch.trapezoid, y, x, dim, True, {})
-
-
-@rule(torch.cumulative_trapezoid, exact=True)
-def cumulative_trapezoid(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:
-    """linear in both; the dim is whole"""
-    return _areas(torch.cumulative_trapezoid, y, x, dim, False, {})
+_areas(torch.trapezoid, torch.trapz, gone=True)
+_areas(torch.cumulative_trapezoid, gone=False)

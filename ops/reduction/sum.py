@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,11 +62,8 @@ def split_axes(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, ...]:
 
 def sizes_of(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, int]:
     """Elements reduced into one: on this rank, and in all."""
-    here = there = 1
-    for d in gone:
-        here *= call.inputs[0].local_shape[d]
-        there *= call.inputs[0].shape[d]
-    return here, there
+    piece = call.inputs[0]
+    return math.prod(piece.local_shape[d] for d in gone), math.prod(piece.shape[d] for d in gone)
 
 
 def inner(gone: tuple[int, ...], make: Any) -> LocalMaker:
@@ -107,12 +105,6 @@ def mean(
     )
 
 
-@rule(torch.nansum)
-def nansum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
-    """reduced dims: P(sum); not linear, NaN counts as 0"""
-    return reduction(input, dim, keepdim, "sum")
-
-
 @rule(torch.nanmean)
 def nanmean(
     input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: None = None
@@ -131,22 +123,18 @@ def nanmean(
     return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
 
 
-@rule(torch.count_nonzero)
-def count_nonzero(input: Arg, dim: Any = None) -> Factors:
-    """reduced dims: P(sum) of counts"""
-    return reduction(input, dim, False, "sum")
+def _pending(func: Any, kind: str, doc: str) -> None:
+    def factors(input: Arg, dim: Any = None, keepdim: bool = False, **words: Any) -> Factors:
+        return reduction(input, dim, keepdim, kind)
+
+    factors.__name__, factors.__doc__ = func.__name__, f"reduced dims: P({doc}"
+    rule(func)(factors)
 
 
-@rule(torch.any)
-def any(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
-    """reduced dims: P(any)"""
-    return reduction(input, dim, keepdim, "any")
-
-
-@rule(torch.all)
-def all(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
-    """reduced dims: P(all)"""
-    return reduction(input, dim, keepdim, "all")
+_pending(torch.nansum, "sum", "sum); not linear, NaN counts as 0")
+_pending(torch.count_nonzero, "sum", "sum) of counts")
+_pending(torch.any, "any", "any)")
+_pending(torch.all, "all", "all)")
 
 
 @rule(torch.prod)

@@ -76,7 +76,7 @@ def stack(tensors: Sequence[Arg], dim: int = 0) -> Factors:
     return Factors((dims,) * len(tensors), (out,), sizes, moves=True, terms=terms)
 
 
-def _at_least(t: Arg, ndim: int) -> Lifted:
+def at_least(t: Arg, ndim: int) -> Lifted:
     """Letters and sizes of ``torch.atleast_{ndim}d(t)``: [n] -> [1, n] -> [1, n, 1]."""
     dims: tuple[Letter, ...] = letters_of(t)
     shape = t.shape
@@ -104,22 +104,20 @@ def _stacked(tensors: Sequence[Arg], lifted: list[Lifted], dim: int) -> Factors:
     return joined(tensors, letters, numbered, dim)
 
 
-@rule(*named("hstack"), exact=True)
-def hstack(tensors: Sequence[Arg]) -> Factors:
-    """cat along the columns (of vectors: along their dim)"""
-    return _stacked(tensors, [_at_least(t, 1) for t in tensors], 0 if tensors[0].ndim < 2 else 1)
+def _stack(names: str, ndim: int, dim: int, doc: str) -> None:
+    """Stacks of tensors of at least ``ndim`` dims are a cat along ``dim``."""
+
+    def factors(tensors: Sequence[Arg]) -> Factors:
+        at = 0 if ndim == 1 and tensors[0].ndim < 2 else dim
+        return _stacked(tensors, [at_least(t, ndim) for t in tensors], at)
+
+    factors.__name__, factors.__doc__ = names.split()[0], doc
+    rule(*named(*names.split()), exact=True)(factors)
 
 
-@rule(*named("vstack", "row_stack"), exact=True)
-def vstack(tensors: Sequence[Arg]) -> Factors:
-    """cat along the rows"""
-    return _stacked(tensors, [_at_least(t, 2) for t in tensors], 0)
-
-
-@rule(*named("dstack"), exact=True)
-def dstack(tensors: Sequence[Arg]) -> Factors:
-    """cat along the third dim"""
-    return _stacked(tensors, [_at_least(t, 3) for t in tensors], 2)
+_stack("hstack", 1, 1, "cat along the columns (of vectors: along their dim)")
+_stack("vstack row_stack", 2, 0, "cat along the rows")
+_stack("dstack", 3, 2, "cat along the third dim")
 
 
 @rule(*named("column_stack"), exact=True)
@@ -128,7 +126,7 @@ def column_stack(tensors: Sequence[Arg]) -> Factors:
     lifted = [
         ((*letters_of(t), *(None,) * (2 - t.ndim)), (*t.shape, *(1,) * (2 - t.ndim)))
         if t.ndim < 2
-        else _at_least(t, 2)
+        else at_least(t, 2)
         for t in tensors
     ]
     return _stacked(tensors, lifted, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from ops.batching import batched_factors, results_of
-from ops.dims import FIRST
+from ops.dims import FIRST, without
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
@@ -20,9 +20,8 @@ def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
     """Padding with what is there (reflect, replicate, circular): linear, padded dims stay whole."""
     gone = {input.ndim - 1 - i // 2 for i, n in enumerate(sizes) if n}
     (shape,) = results_of(F.pad, (input, sizes, mode), {})
-    kept: dict[Any, int] = {i: s for i, s in enumerate(input.shape) if i not in gone}
-    dims = tuple(i if i in kept else None for i in range(input.ndim))
-    return Factors((dims,), (dims,), kept, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
+    dims, known = without(input, gone), dict[Any, int](enumerate(input.shape))
+    return Factors((dims,), (dims,), known, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
 
 
 @rule(F.interpolate, exact=True, floats=True)

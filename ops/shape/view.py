@@ -9,6 +9,7 @@ through the view reach the base.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -79,16 +80,16 @@ def reshape(input: Arg, *shape: Any, **words: Any) -> Factors:
     return regrouped(input, numbers(shape, words.get("shape")), local=local_reshape)
 
 
+def shaped_as(other: Arg, f: Factors) -> Factors:
+    """``f`` of a call whose second tensor counts by its shape only."""
+    inputs = (*f.inputs, (None,) * other.ndim)
+    return f.replace(inputs=inputs, metadata_only=frozenset({1}), moves=False, terms=FIRST)
+
+
 @rule(*named("view_as", "reshape_as"), exact=True)
 def reshape_as(input: Arg, other: Arg) -> Factors:
     """as view, with the shape of ``other``"""
-    f = regrouped(input, other.shape, local=local_reshape)
-    return f.replace(
-        inputs=(*f.inputs, (None,) * other.ndim),
-        metadata_only=frozenset({1}),
-        moves=False,
-        terms=FIRST,
-    )
+    return shaped_as(other, regrouped(input, other.shape, local=local_reshape))
 
 
 @rule(*named("flatten"), exact=True)
@@ -96,9 +97,7 @@ def flatten(input: Arg, start_dim: int = 0, end_dim: int = -1) -> Factors:
     """as view"""
     a, b = front(start_dim, input.ndim), front(end_dim, input.ndim)
     shape = input.shape or (1,)
-    merged = 1
-    for s in shape[a : b + 1]:
-        merged *= s
+    merged = math.prod(shape[a : b + 1])
     return regrouped(input, (*shape[:a], merged, *shape[b + 1 :]), local=local_reshape)
 
 
@@ -181,13 +180,7 @@ def expand(input: Arg, *size: Any, implicit: bool = False, **words: Any) -> Fact
 @rule(*named("expand_as"), exact=True)
 def expand_as(input: Arg, other: Arg) -> Factors:
     """as expand, with the shape of ``other``"""
-    f = expanded(input, other.shape)
-    return f.replace(
-        inputs=(*f.inputs, (None,) * other.ndim),
-        metadata_only=frozenset({1}),
-        moves=False,
-        terms=FIRST,
-    )
+    return shaped_as(other, expanded(input, other.shape))
 
 
 @rule(torch.Tensor.contiguous, exact=True)

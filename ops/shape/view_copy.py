@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from ops.dims import letters_of, moved, named
+from ops.dims import moved, named
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import LocalCall
 from ops.registry import RULES, Function, Rule, register, rule
-from ops.shape import (
-    permute,
-    view,
-)
+from ops.shape import permute, view
+from ops.shape.concat import at_least
 
 VIEWS = "expand diagonal permute split_with_sizes unbind unfold squeeze unsqueeze transpose t"
 
@@ -59,12 +57,7 @@ def _at_least(n: int) -> Callable[..., Factors]:
     def factors(*tensors: Any) -> Factors:
         if len(tensors) != 1 or not isinstance(tensors[0], Arg):
             raise NoRule("several tensors")
-        input = tensors[0]
-        dims: tuple[Any, ...] = letters_of(input)
-        if input.ndim < n:
-            dims = (None, *dims) if n > 1 and input.ndim == 1 else dims
-            dims = (*dims, *(None,) * (n - len(dims)))
-        return moved(input, dims, view=True)
+        return moved(tensors[0], at_least(tensors[0], n)[0], view=True)
 
     return factors
 
