@@ -25,10 +25,12 @@ from disttensor.torch_private import refuse_memory
 
 @lru_cache(maxsize=256)
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element that all stand-ins of a dtype share: NaN where there is one, so that a leak
-    shows. Who wants its memory from C++ (dlpack, numpy) gets an error."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    one = torch.full((), value, dtype=dtype, device=device)
+    """The one element that all stand-ins of a dtype share: NaN, or the largest integer, so that a
+    leak shows (``plain.data = x`` asks nobody). Who wants its memory from C++ gets an error."""
+    number: Any = float("nan")
+    if not dtype.is_floating_point and not dtype.is_complex:
+        number = dtype == torch.bool or min(torch.iinfo(dtype).max, 2**63 - 1)
+    one = torch.full((), number, dtype=dtype, device=device)
     refuse_memory(one)
     return one
 

@@ -167,7 +167,8 @@ def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn
 
     def made(module: nn.Module) -> None:
         if module in lacking:
-            chosen(module) if chosen is not None else module.reset_parameters()
+            own: Any = module
+            own.reset_parameters() if chosen is None else chosen(module)
 
     return made
 

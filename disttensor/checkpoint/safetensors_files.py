@@ -93,7 +93,8 @@ def stored_in(path: Path) -> dict[str, Stored]:
 
 def _bytes(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    array: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def write_rows(file: Any, stored: Stored, first: int, rows: Tensor) -> None:

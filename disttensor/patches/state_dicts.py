@@ -7,6 +7,7 @@ replaced when torch's modules are imported, which takes longer than the import o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def known_everywhere(original: Any) -> Any:
             for mesh, numbers in _by_mesh(of):
                 if mesh.coordinate is None:
                     theirs = objects.recv_object(mesh.ranks, mesh.device)
-                    state.update(map_leaves(theirs, TensorMeta, lambda m, on=mesh: _outside(m, on)))
+                    state.update(map_leaves(theirs, TensorMeta, partial(_outside, mesh)))
                 else:
                     ours = {i: substitute(state[i], described) for i in numbers if i in state}
                     objects.send_object(ours, mesh.ranks, mesh.device)
@@ -126,6 +127,6 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, li
     return iter(found.items())
 
 
-def _outside(meta: TensorMeta, mesh: ProcessMesh) -> DistTensor:
+def _outside(mesh: ProcessMesh, meta: TensorMeta) -> DistTensor:
     spec = DistSpec(mesh, meta.layout, meta.shape, meta.dtype)
     return wrap(token.detached(mesh.device), spec)
