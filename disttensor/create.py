@@ -105,7 +105,7 @@ def _sharded_again(
         )
     if all(part is None for part in how):
         how = x.placements, None, None
-    out = reshard(x, mesh, how[0], dims_mapping=how[1], partial_status=how[2])
+    out: Any = reshard(x, mesh, how[0], dims_mapping=how[1], partial_status=how[2])
     out = out if dtype is None else out.to(dtype)
     if requires_grad is None or requires_grad == out.requires_grad:
         return out

@@ -42,7 +42,7 @@ def from_local(
     how = placements, dims_mapping, partial_status
     if mesh.coordinate is None:
         given = shape, local.dtype
-        told = given if shape is not None else objects.recv_object(mesh.ranks, mesh.device)
+        told: Any = given if shape is not None else objects.recv_object(mesh.ranks, mesh.device)
         if isinstance(told, Exception):
             raise told
         return execute.stand_in(spec_of(mesh, *told, *how), local.requires_grad)

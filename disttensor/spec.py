@@ -166,7 +166,7 @@ def layout_from(
         return layout_of(placements, ndim, mesh.ndim)
     if dims_mapping is None and partial_status is None:
         return replicated(ndim)
-    mapping = [-1] * ndim
+    mapping: Sequence[Any] = [-1] * ndim
     if dims_mapping is not None:
         mapping = arguments.listed(
             "dims_mapping", dims_mapping, "a list of -1, an axis or a list of axes for each dim"
