@@ -77,20 +77,14 @@ class CommError(RuntimeError):
 
 
 class CustomFunctionError(RuntimeError):
-    """A custom autograd.Function was applied to a DistTensor that requires grad.
+    """Reentrant checkpointing of a DistTensor, a custom autograd.Function that would cut its graph.
 
-    >>> class Double(torch.autograd.Function):
-    ...     @staticmethod
-    ...     def forward(ctx, a):
-    ...         return a * 2
-    ...     @staticmethod
-    ...     def backward(ctx, g):
-    ...         return g * 2
+    >>> from torch.utils.checkpoint import checkpoint
     >>> x = dt.ones(3, mesh=mesh, requires_grad=True)
     >>> try:
-    ...     Double.apply(x)
+    ...     y = checkpoint(torch.relu, x, use_reentrant=True)
     ... except dt.CustomFunctionError:
-    ...     y = dt.local_map(Double.apply, out_placements=x.placements)(x)
+    ...     y = checkpoint(torch.relu, x, use_reentrant=False)
     >>> y.tolist()
-    [2.0, 2.0, 2.0]
+    [1.0, 1.0, 1.0]
     """

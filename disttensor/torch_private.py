@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as vmap_module
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -29,10 +33,9 @@ __all__ = [
     "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
     "count_function_modes", "current_backward", "default_store", "default_timeout",
     "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name",
-    "is_view", "make_subclass", "need", "nn_functions", "no_torch_function", "node_number",
-    "reduce_scatter_single", "refuse_memory", "schemas_of", "set_timeout", "set_versions",
-    "storage_id",
-    "top_saved_tensors_hooks",
+    "is_view", "jit_tracers", "make_subclass", "need", "nn_functions", "no_torch_function",
+    "node_number", "outside_transforms", "reduce_scatter_single", "refuse_memory", "schemas_of",
+    "set_timeout", "set_versions", "storage_id", "top_saved_tensors_hooks", "transform_ends",
 ]  # fmt: skip
 
 
@@ -124,6 +127,34 @@ def fake_mode() -> Any:
     return _modes.fake
 
 
+def _ends(owner: Any, begin: str, end: str) -> tuple[Any, str, str]:
+    for name in (begin, end):
+        need("to see transforms and tracers", owner, name)
+    return owner, begin, end
+
+
+# What runs from one function of an owner to another, by its name for users.
+transform_ends: dict[str, tuple[Any, str, str]] = {
+    "torch.func.grad or vjp": _ends(
+        eager_transforms, "_grad_increment_nesting", "_grad_decrement_nesting"
+    ),
+    "torch.func.vmap": _ends(vmap_module, "_vmap_increment_nesting", "_vmap_decrement_nesting"),
+    "torch.func.jvp": _ends(eager_transforms, "_jvp_increment_nesting", "_jvp_decrement_nesting"),
+    "torch.func.functionalize": _ends(
+        eager_transforms, "_func_increment_nesting", "_func_decrement_nesting"
+    ),
+    "torch.autograd.forward_ad.dual_level": _ends(
+        torch.autograd.forward_ad, "enter_dual_level", "exit_dual_level"
+    ),
+    "make_fx": _ends(ProxyTorchDispatchMode, "__enter__", "__exit__"),
+}
+# The functions of an owner that trace for torch.jit.
+jit_tracers: tuple[tuple[Any, str], ...] = tuple(
+    (owner, f"_create_{made}_from_trace{form}")
+    for owner, made in ((torch._C, "function"), (torch._C.ScriptModule, "method"))
+    for form in ("", "_with_dict")
+)
+
 # Process groups -----------------------------------------------------------------------------------
 
 default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_default_store")
@@ -139,7 +170,11 @@ all_gather_single: Any = need(
     "to gather", dist.ProcessGroup, "all_gather_single", "_allgather_base"
 )
 reduce_scatter_single: Any = need(
-    "to reduce and scatter", dist.ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base"
+    "to reduce and scatter",
+    dist.ProcessGroup,
+    "outside_transforms",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
 )
 all_to_all_single: Any = need(
     "to exchange pieces", dist.ProcessGroup, "all_to_all_single", "alltoall_base"

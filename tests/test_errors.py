@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Shard
@@ -214,30 +213,6 @@ def test_gradients_that_do_not_fit():
     maximum = dt.shard_tensor(counted(4), grid(), (Partial("max"), R))
     with pytest.raises(RuntimeError, match=r"a pending 'max' has no gradient: reduce it first"):
         dt.reshard(maximum.requires_grad_(), grid(), (R, R)).sum().backward()
-
-
-@everywhere
-def test_a_custom_autograd_function_is_refused():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a):
-            return a * 2
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 2
-
-    x = dt.shard_tensor(counted(4, 4), grid(), (S0, R), requires_grad=True)
-    with pytest.raises(
-        dt.CustomFunctionError, match=r"Double.apply at .*test_errors.py:\d+.*local_map\(F.apply"
-    ):
-        Double.apply(x)
-    with pytest.raises(dt.CustomFunctionError, match=r"use_reentrant=False"):
-        checkpoint(torch.sin, x, use_reentrant=True)
-    assert Double.apply(torch.ones(2, requires_grad=True)).requires_grad
-    y = dt.local_map(Double.apply, in_placements=[(S0, R)], out_placements=(S0, R))(x)
-    y.sum().backward()
-    same(x.grad, torch.full((4, 4), 2.0, dtype=torch.float64))
 
 
 # Values -------------------------------------------------------------------------------------------

@@ -22,11 +22,12 @@ from disttensor.patches import (
     clip_grad,
     save_pretrained,
     state_dicts,
+    tracers,
     wrappers,
 )
 from disttensor.patches.imports import once_imported
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
-from disttensor.torch_private import foreach_types
+from disttensor.torch_private import foreach_types, jit_tracers, transform_ends
 
 Undo = Callable[[], None]
 
@@ -88,6 +89,29 @@ def entered(table: list[Any], item: Any) -> Callable[[str], Undo]:
     return make
 
 
+def together(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
+    """Several changes in one."""
+
+    def make(what: str) -> Undo:
+        undos = [one(what) for one in makes]
+
+        def undo() -> None:
+            for one in reversed(undos):
+                one()
+
+        return undo
+
+    return make
+
+
+def tracing(name: str) -> Callable[[str], Undo]:
+    """It is known when the tracer of this name runs."""
+    owner, begin, end = transform_ends[name]
+    return together(
+        replaced(tracers.entering(name), (owner, begin)), replaced(tracers.leaving, (owner, end))
+    )
+
+
 def _step_hook(what: str) -> Undo:
     handle = register_optimizer_step_pre_hook(step_hooks.before_step)
     undo: Undo = handle.remove
@@ -130,9 +154,9 @@ TABLE = (
     Change(
         "torch.autograd.Function.apply",
         "a custom function on a DistTensor loses the gradient without a word: the wrapper is in no "
-        "graph. It raises instead",
+        "graph. It runs on whole locals instead",
         "none: apply does not ask __torch_function__",
-        replaced(autograd_function.refusing, (torch.autograd.Function, "apply")),
+        replaced(autograd_function.on_whole_locals, (torch.autograd.Function, "apply")),
     ),
     Change(
         "torch.nn.parallel.DistributedDataParallel",
@@ -282,6 +306,28 @@ TABLE = (
         "From the first such module on",
         "none: nn.Module tells nobody of an assignment",
         _guard_modules,
+    ),
+    Change(
+        "torch.func, torch.autograd.forward_ad",
+        "transforms would follow the local of a captured DistTensor, and tangents are not "
+        "communicated. The whole is gathered, or it raises",
+        "none: they do not ask __torch_function__",
+        together(*[tracing(what) for what in transform_ends if what != "make_fx"]),
+    ),
+    Change(
+        "make_fx, torch.jit.trace",
+        "what they trace takes the locals of DistTensors for constants. It raises instead",
+        "none: they do not ask __torch_function__",
+        together(
+            tracing("make_fx"),
+            *[replaced(tracers.within("torch.jit.trace"), place) for place in jit_tracers],
+        ),
+    ),
+    Change(
+        "torch.compile",
+        "Dynamo compiles our frames and takes one closure for another: wrong numbers",
+        "torch.compiler.disable, which costs each call",
+        tracers.run_by_python,
     ),
     Change(
         "sys.excepthook",

@@ -7,6 +7,7 @@ Metadata is answered from the spec, gradients from the locals, and every torch f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,6 +30,21 @@ from disttensor.tensor.values import Values
 from disttensor.torch_private import make_subclass
 
 Tensor = torch.Tensor
+
+
+class _Tracers(threading.local):
+    """The names of the tracers and transforms of torch that run on this thread, outermost
+    first: see ``disttensor.patches.tracers``."""
+
+    names: tuple[str, ...] = ()
+
+
+TRACERS = _Tracers()
+WAY_OUT = (
+    "Give it x.full_tensor(), a plain tensor, made before it begins; or do without: "
+    "torch.autograd.grad, also with create_graph=True, and torch.autograd.functional take "
+    "DistTensors"
+)
 
 
 def _no_dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,6 +84,11 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         ``torch.full(size, x)`` asks for a number."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].item()
+        if TRACERS.names:
+            raise NotImplementedError(
+                f"{func} of a DistTensor inside {TRACERS.names[-1]}, which follows plain tensors "
+                f"only. {WAY_OUT}"
+            )
         raise RuntimeError(
             f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "
             "be: something called it with torch functions disabled, or from C++. Give it "

@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import CustomFunctionError, ProcessMesh, Shard, patches
+from disttensor import ProcessMesh, Shard, patches
 from disttensor.comm import failures
 from disttensor.random.state import _State
 from tests.support.oracle import line
@@ -82,7 +84,21 @@ def test_all_changes_are_listed_and_taken_back() -> None:
     assert generator.startswith("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
     assert set(done.stdout.split()) - {generator} == {
         "torch._weights_only_unpickler._marked_safe_globals_set",
+        "torch.ScriptModule._create_method_from_trace",
+        "torch.ScriptModule._create_method_from_trace_with_dict",
+        "torch._C._create_function_from_trace",
+        "torch._C._create_function_from_trace_with_dict",
+        "torch._functorch.eager_transforms._func_decrement_nesting",
+        "torch._functorch.eager_transforms._func_increment_nesting",
+        "torch._functorch.eager_transforms._grad_decrement_nesting",
+        "torch._functorch.eager_transforms._grad_increment_nesting",
+        "torch._functorch.eager_transforms._jvp_decrement_nesting",
+        "torch._functorch.eager_transforms._jvp_increment_nesting",
+        "torch._functorch.vmap._vmap_decrement_nesting",
+        "torch._functorch.vmap._vmap_increment_nesting",
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+        "torch.autograd.forward_ad.enter_dual_level",
+        "torch.autograd.forward_ad.exit_dual_level",
         "torch.autograd.function.Function.apply",
         "torch.distributed._state_dict_utils._broadcast_tensors",
         "torch.distributed._state_dict_utils._iterate_state_dict",
@@ -135,11 +151,37 @@ class Double(torch.autograd.Function):
 
 
 def custom_function() -> None:
-    try:
-        Double.apply(leaf(of_each_rank()))
-    except CustomFunctionError:
-        return
-    raise AssertionError("the gradient is lost")
+    x = leaf(of_each_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dt.FallbackWarning)
+        Double.apply(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0] * 4
+
+
+def transformed() -> None:
+    """The gradient of a sum over rows that other ranks have."""
+    x, w = torch.ones(4), dt.shard_tensor(torch.arange(4.0), line(), [Shard(0)])
+    found = torch.func.vmap(lambda row: (row * w).sum())(x.expand(2, 4))
+    assert found.tolist() == [6.0, 6.0]
+
+
+def traced() -> None:
+    x = leaf(line()).detach()
+    for trace in (make_fx(torch.relu), lambda x: torch.jit.trace(torch.relu, (x,))):
+        said = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                trace(x)
+            except NotImplementedError as error:
+                said = str(error)
+        assert "inside make_fx" in said or "inside torch.jit.trace" in said
+
+
+def not_compiled() -> None:
+    name = "disttensor/dispatch/dispatch.py"
+    found = torch._dynamo.trace_rules.check_file(str(ROOT / name))
+    assert found.skipped
 
 
 def wrapped(wrapper: str) -> None:
@@ -362,6 +404,9 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.distributed.checkpoint: optimizers of several stages": states_of_stages,
     "transformers: save_pretrained": refused_to_save,
     "torch.nn.Module: attributes and hooks": changed_modules,
+    "torch.func, torch.autograd.forward_ad": transformed,
+    "make_fx, torch.jit.trace": traced,
+    "torch.compile": not_compiled,
     "sys.excepthook": told_of_failures,
 }
 

@@ -1,0 +1,125 @@
+"""Tracers and transforms of torch, which follow a tensor through C++ or by its class: they would
+follow the empty wrapper of a DistTensor, or take its local for a constant.
+
+While one of them runs, calls of a DistTensor are answered here instead of by ``dispatch``; at other
+times nothing costs anything. What a transform is given as an input arrives below
+``__torch_function__``, where ``DistTensor.__torch_dispatch__`` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from disttensor.dispatch.dispatch import dispatch
+from disttensor.dispatch.fallback import writes
+from disttensor.errors import name_of, user_line
+from disttensor.patches.imports import Undo, once_imported
+from disttensor.tensor.dist_tensor import TRACERS, WAY_OUT, DistTensor, carry_out_with
+from disttensor.torch_private import outside_transforms
+from disttensor.tree import flat, substitute
+
+Function = Callable[..., Any]
+
+
+# Inside these alone a DistTensor is a constant.
+GATHERING = {"torch.func.grad or vjp", "torch.func.vmap"}
+
+
+_count = [0]  # on all threads
+
+
+def _enter(name: str) -> None:
+    TRACERS.names += (name,)
+    _count[0] += 1
+    carry_out_with(_answer)
+
+
+def _leave() -> None:
+    TRACERS.names = TRACERS.names[:-1]
+    _count[0] -= 1
+    if not _count[0]:
+        carry_out_with(dispatch)
+
+
+def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A call of a DistTensor while a tracer runs. vmap, grad and vjp see constants in it, whose
+    whole values are gathered: the result is plain, as what they follow is."""
+    names, kwargs = TRACERS.names, kwargs or {}
+    if not names:  # of another thread
+        return dispatch(cls, func, types, args, kwargs)
+    dist = [t for t in flat((args, kwargs), []) if type(t) is DistTensor]
+    written = writes(func) and args and type(args[0]) is DistTensor
+    if written or not {*names} <= GATHERING or not all(t.is_initialized for t in dist):
+        raise NotImplementedError(
+            f"{name_of(func)} of a DistTensor at {user_line()}, inside {names[-1]}: it follows "
+            f"plain tensors only. {WAY_OUT}"
+        )
+
+    carry_out_with(dispatch)
+    try:
+        with outside_transforms():
+            wholes = {id(t): t.full_tensor() for t in dist}
+    finally:
+        carry_out_with(_answer)
+    call = substitute((tuple(args), kwargs), lambda t: wholes.get(id(t), t))
+    return func(*call[0], **call[1])
+
+
+def entering(name: str) -> Function:
+    """Of a function with which this tracer begins."""
+
+    def around(original: Function) -> Function:
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            entered = original(*args, **kwargs)
+            _enter(name)
+            return entered
+
+        return enter
+
+    return around
+
+
+def leaving(original: Function) -> Function:
+    """Of the function with which a tracer ends."""
+
+    def leave(*args: Any, **kwargs: Any) -> Any:
+        _leave()
+        return original(*args, **kwargs)
+
+    return leave
+
+
+def within(name: str) -> Function:
+    """Of a function that is this tracer."""
+
+    def around(original: Function) -> Function:
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            _enter(name)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _leave()
+
+        return trace
+
+    return around
+
+
+def run_by_python(what: str) -> Undo:
+    """Dynamo leaves the frames of our packages as they are, and breaks its graphs there: compiled,
+    one closure of ours is taken for another, which has its code."""
+
+    def skip(rules: Any) -> Undo:
+        for name in ("disttensor", "ops", "reshard"):
+            rules.add(name)
+        added = rules.SKIP_DIRS[-3:]
+
+        def undo() -> None:
+            for folder in added:
+                rules.SKIP_DIRS.remove(folder)
+            rules._recompile_re()
+
+        return undo
+
+    return once_imported("torch._dynamo.trace_rules", skip)
