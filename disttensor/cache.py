@@ -51,6 +51,11 @@ def cached(limit: int) -> Callable[[F], F]:
     return remember
 
 
+def also_clear(fn: Callable[[], None]) -> None:
+    """``clear`` calls it, too."""
+    _functions.append(fn)
+
+
 def clear() -> None:
     """Empty all caches."""
     for cache in list(_dicts.values()):

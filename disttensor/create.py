@@ -11,7 +11,7 @@ import torch
 import reshard as reshard_package
 from disttensor import arguments
 from disttensor.autograd.grad_types import whole_grad
-from disttensor.comm import collectives, objects
+from disttensor.comm import collectives, objects, program
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute, infer
 from disttensor.placement import Placement
@@ -57,6 +57,7 @@ def shard_tensor(
     if mesh.coordinate is not None:
         value = value.to(device=mesh.device, dtype=dtype or value.dtype)
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
+    program.enters("shard_tensor", spec)
     full = spec.replicated()
     if src_rank is not None and src_rank not in mesh.ranks:
         raise ValueError(
@@ -207,6 +208,7 @@ def from_fn(
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
+    program.enters(fn.__name__, spec)
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)

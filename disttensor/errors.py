@@ -19,9 +19,10 @@ _OURS = tuple(str(_ROOT / name) + "/" for name in ("disttensor", "ops", "reshard
 _TORCH = str(Path(torch.__file__).parent) + "/"
 
 
-def user_line() -> str:
-    """``file.py:12`` of the innermost frame that is neither ours nor torch's."""
-    frame: Any = sys._getframe(1)
+def user_line(frame: Any = None) -> str:
+    """``file.py:12`` of the innermost frame that is neither ours nor torch's; of the caller, or of
+    the stack that ``frame`` ends."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_OURS) and not name.startswith(_TORCH) and not name.startswith("<"):
@@ -58,7 +59,8 @@ def name_of(func: Any) -> str:
 
 
 class MismatchError(RuntimeError):
-    """Ranks disagree about the next collective.
+    """Ranks do not run the same program: they disagree about a collective or a message, or made
+    different calls since an optimizer step.
 
     >>> try:
     ...     with dt.debug():

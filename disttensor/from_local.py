@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disttensor import arguments
-from disttensor.comm import desync, objects
+from disttensor.comm import desync, objects, program
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
@@ -52,6 +52,7 @@ def from_local(
         if shape is None:
             objects.send_object(error, mesh.ranks, mesh.device)
         raise
+    program.enters("from_local", x.spec)
     if shape is None:
         objects.send_object((tuple(x.shape), x.dtype), mesh.ranks, mesh.device)
     return x

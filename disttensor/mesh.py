@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor import arguments, runtime
+from disttensor.comm import failures
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import join_world, world
 
@@ -307,6 +308,7 @@ def init_mesh(
     check_device_type("init_mesh", device_type)
     arguments.positive("init_mesh: timeout", timeout, "a positive number of seconds")
     join_world(device_type, backend, timeout)
+    failures.watch()
     size = world()[1]
     places = math.prod(shape)
     if places != size:

@@ -9,6 +9,7 @@ group is destroyed, so the old world goes when the next one is first used.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +33,20 @@ class Runtime:
     tags: dict[int, int] = field(default_factory=dict)  # transfers so far, by channel
     meetings: int = 0  # calls of create_groups so far
     undelivered: Exception | None = None  # of a message that this rank has sent
+    watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
+    steps: Any = None  # disttensor.comm.program
+    number: int = 0  # of the worlds of this process
 
 
 # Without a process group: a world of one, whose meshes are there whenever there is none.
 _alone = Runtime(None)
 _current = _alone
+_numbers = itertools.count(1)
+
+
+def here() -> Runtime:
+    """The last one that was asked for, whose process group may be gone."""
+    return _current
 
 
 def current() -> Runtime:
@@ -45,5 +55,5 @@ def current() -> Runtime:
     default = dist.group.WORLD
     if default is not _current.default:
         cache.clear()
-        _current = _alone if default is None else Runtime(default)
+        _current = _alone if default is None else Runtime(default, number=next(_numbers))
     return _current

@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
     "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "count_function_modes", "current_backward", "default_store", "default_timeout",
-    "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name",
-    "is_view", "jit_tracers", "make_subclass", "need", "nn_functions", "no_torch_function",
-    "node_number", "outside_transforms", "reduce_scatter_single", "refuse_memory", "schemas_of",
-    "set_timeout", "set_versions", "storage_id", "top_saved_tensors_hooks", "transform_ends",
+    "count_function_modes", "current_backward", "default_store", "direct_apply", "fake_mode",
+    "foreach_types", "global_module_hooks", "group_name", "is_view", "jit_tracers",
+    "make_subclass", "need", "next_node", "nn_functions", "no_torch_function", "node_number",
+    "outside_transforms", "reduce_scatter_single", "refuse_memory", "schemas_of", "set_timeout",
+    "set_versions", "storage_id", "timeout_of", "top_saved_tensors_hooks", "transform_ends",
 ]  # fmt: skip
 
 
@@ -73,6 +73,15 @@ set_versions: Callable[[Any, Any], None] = need(
 )
 # The place of a node of autograd's graph in the order in which nodes were made.
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+
+def next_node() -> int:
+    """What autograd counts up with every node that this thread makes."""
+    with torch.enable_grad():
+        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node_number(node)
+
+
 no_torch_function: Any = need(
     "to reach the C++ tensor of a wrapper", torch._C, "DisableTorchFunctionSubclass"
 )
@@ -158,13 +167,20 @@ jit_tracers: tuple[tuple[Any, str], ...] = tuple(
 # Process groups -----------------------------------------------------------------------------------
 
 default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_default_store")
-default_timeout: Callable[[Any], Any] = need(
-    "for the usual timeout of a backend", c10d, "_get_default_timeout"
-)
 # Public since torch 2.14. The private one of before is deprecated there.
 set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or need(
     "to give a group a timeout", c10d, "_set_pg_timeout"
 )
+_backend: Any = need("to know how long a group waits", dist.ProcessGroup, "_get_backend")
+
+
+def timeout_of(group: Any) -> Any:
+    """How long a collective of ``group`` waits; None where the backend does not say."""
+    kind = "cuda" if "nccl" in str(c10d._world.pg_backend_config.get(group, "")) else "cpu"
+    options = getattr(_backend(group, torch.device(kind)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 # The methods that torch.distributed's functions end in. Newer names first.
 all_gather_single: Any = need(
     "to gather", dist.ProcessGroup, "all_gather_single", "_allgather_base"

@@ -20,6 +20,7 @@ from torch.distributed.run import main as torchrun
 def launch(processes: int, command: list[str]) -> int:
     """Run ``command`` on so many local processes. Returns an exit status when all are gone."""
     logging.disable(logging.ERROR)
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # a set of names has one order on all ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # SIGINT is not in torchrun's list: Ctrl-C raises here, and a quiet SIGTERM ends the ranks.
     signals = "--signals-to-handle=SIGTERM,SIGHUP"

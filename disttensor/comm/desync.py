@@ -74,7 +74,21 @@ def compare(group: Any, what: str) -> None:
         seen[other] = store.get(f"{name}/{other}").decode()
     kinds = {r: text.split(" at ")[0] for r, text in seen.items()}
     if len(set(kinds.values())) > 1:
-        lines = "\n".join(f"  rank {r}: {text}" for r, text in seen.items())
+        lines = "\n".join(f"  rank {r}: {text}" for r, text in differing(seen).items())
         raise MismatchError(
             f"ranks disagree about the next collective over {'+'.join(group.axes)}:\n{lines}"
         )
+
+
+def differing(texts: dict[int, str]) -> dict[int, str]:
+    """Of long texts ("what at line") no more than from the first difference on."""
+    alike = zip(*texts.values(), strict=False)
+    cut = next((i for i, letters in enumerate(alike) if len(set(letters)) > 1), 0)
+    begin = max(0, cut - 60)
+
+    def short(text: str) -> str:
+        if len(text) < 400:
+            return text
+        return f"... {text[begin : begin + 300]} ... at {text.rsplit(' at ', 1)[-1]}"
+
+    return {rank: short(text) for rank, text in texts.items()}

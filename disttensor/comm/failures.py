@@ -1,31 +1,38 @@
-"""Who failed first: the first failing rank posts its error to the store of the process group, and
-other ranks add it to their own errors.
+"""Who failed first, and where the others are: what a rank adds to its own error when a collective
+or a message fails.
 
-A rank that waits sees only that a neighbour is gone, and the neighbour may have waited itself. The
-store outlives the rank that failed, unless that rank keeps it.
+A rank that waits sees only that a neighbour is gone, and the neighbour may have waited itself. So
+the first failing rank posts its error to the store of the process group. One that was killed posts
+nothing; the first rank that misses it posts its number. Where all live, each says where its program
+is.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
+import time
 import traceback
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
+from disttensor import runtime
+from disttensor.comm import watcher
+from disttensor.comm.process_group import world
 
-from disttensor.comm.process_group import world_store
-
-_KEY = "failed"
+_PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
+_SHOWN = 16  # ranks whose place an error tells
 _before: Any = None  # the hook that ours calls in the end
 
 
 def watch() -> None:
-    """From now on an uncaught error of this process is posted for the others. Cheap after the first
-    call."""
+    """From now on an uncaught error of this process is posted for the others, and theirs are heard.
+    Cheap after the first call."""
     global _before
+    now = runtime.current()
+    if now.watcher is None:
+        watcher.of(now)
     if _before is None:
         _before, sys.excepthook = sys.excepthook, _hook
 
@@ -38,26 +45,107 @@ def unwatch() -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if dist.is_initialized() and issubclass(kind, Exception):
+    if issubclass(kind, Exception):
         with contextlib.suppress(Exception):  # whatever happens, the error itself is shown
-            store = world_store()
             line = traceback.extract_tb(trace)[-1] if trace is not None else None
             where = f" ({line.filename}:{line.lineno})" if line is not None else ""
             text = str(error).splitlines()
             words = f"{kind.__name__}: {text[0] if text else ''}"[:400]
-            store.compare_set(_KEY, "", f"rank {dist.get_rank()} failed first: {words}{where}")
+            post(f"rank {world()[0]} failed first: {words}{where}")
     (_before or sys.__excepthook__)(kind, error, trace)
 
 
+def post(what: str) -> str:
+    """Let all ranks know what went wrong, unless they do. Gives what did first."""
+    beside = watcher.of(runtime.current())
+    if beside is None or beside.lost or beside.failed:
+        return beside.failed if beside and beside.failed else what
+    known = str(beside.store.compare_set("failed", "", what).decode())
+    if beside.keeps_store:  # which goes with this rank
+        _wait_for(beside, "heard", beside.size, _PATIENCE)
+    return known
+
+
+def _wait_for(beside: watcher.Watcher, count: str, ranks: int, seconds: float) -> bool:
+    """Until so many ranks have counted (True), or some seconds have passed."""
+    end = time.monotonic() + seconds
+    while beside.store.add(count, 0) < ranks:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def first() -> str:
-    """A sentence about the rank that failed first, where one is known; else an empty text."""
-    if not dist.is_initialized():
+    """A sentence about the rank that failed first; where all live, about where each of them is."""
+    beside = watcher.of(runtime.current())
+    if beside is None:
         return ""
+    if beside.lost or beside.failed:
+        return f" {beside.failed or _LOST}."
+    end, gone = time.monotonic() + _PATIENCE, None
     try:
-        store = world_store()
-        store.set_timeout(timedelta(seconds=5))
-        if not store.check([_KEY]):
-            return ""
-        return f" {store.get(_KEY).decode()}."
-    except Exception:  # the store went with the rank that kept it
-        return ""
+        while gone is None and not beside.store.check(["failed"]):
+            if time.monotonic() > end:
+                return _places(beside)
+            time.sleep(0.1)
+            gone = beside.gone(_PATIENCE)
+        if gone is None:
+            return f" {beside.store.get('failed').decode()}."
+        how = "is gone without a word: killed, or ended by os._exit, or by gloo (which does that "
+        how += "where two ranks send different sizes; DISTTENSOR_DEBUG=1 compares them first)"
+        if beside.store.check([f"left/{gone}"]):
+            how = "has ended its program before the others"
+        return f" {post(f'rank {gone} {how}')}."
+    except Exception:
+        beside.lost = True
+        return f" {beside.failed or _LOST}."
+
+
+_LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
+
+
+def _hear_failed(beside: watcher.Watcher, what: str) -> None:
+    beside.failed = what
+    beside.store.add("heard", 1)
+
+
+def _places(beside: watcher.Watcher) -> str:
+    """All ranks live: they wait for each other, or for one that is slow."""
+    beside.store.set("asked", "")
+    ranks = range(min(beside.size, _SHOWN))
+    keys = [f"place/{r}" for r in ranks]
+    end = time.monotonic() + _PATIENCE
+    while not beside.store.check(keys) and time.monotonic() < end:
+        time.sleep(0.1)
+    said = {r: k for r, k in zip(ranks, keys, strict=True) if beside.store.check([k])}
+    lines = [f"\n  rank {r}: {beside.store.get(k).decode()}" for r, k in said.items()]
+    return " All ranks live. Where they are:" + "".join(lines) + "\n "
+
+
+def _say_place(beside: watcher.Watcher, asked: str) -> None:
+    steps = runtime.current().steps
+    done = f"after {steps.count} optimizer steps, " if steps is not None else ""
+    beside.store.set(f"place/{beside.rank}", f"{done}{beside.place()}")
+
+
+watcher.HEARD["failed"] = _hear_failed
+watcher.HEARD["asked"] = _say_place
+
+
+@atexit.register
+def _leave() -> None:
+    """The others may still need what this rank has."""
+    beside = runtime.here().watcher
+    if beside:
+        with contextlib.suppress(Exception):
+            if beside.lost or beside.failed:  # there may be no store by now
+                return
+            beside.store.set(f"left/{beside.rank}", "")
+            if not beside.keeps_store:
+                beside.store.add("ended", 1)
+            elif not hasattr(sys, "last_value") and not _wait_for(
+                beside, "ended", beside.size - 1, 2.0
+            ):
+                post(f"rank {beside.rank} has ended its program before the others")
+        beside.stop()

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from disttensor import runtime
-from disttensor.comm import failures
+from disttensor.comm import failures, watcher
 from disttensor.comm.process_group import attempt, world
 from disttensor.errors import CommError
 from disttensor.torch_private import (
-    default_timeout,
     group_name,
     set_timeout,
+    timeout_of,
 )
 
 
@@ -121,11 +120,32 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
     would wait for each other in vain."""
     digest = hashlib.sha256(repr((members, lane, attempt())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
+    usual = timeout_of(runtime.current().default)  # torch gives each group 30 minutes
+    _arrive(members, digest, limit or usual)
     with group_name(f"disttensor_{digest}"):
-        made = dist.new_group(members, limit, use_local_synchronization=True)
+        made = dist.new_group(members, limit or usual, use_local_synchronization=True)
         if limit is not None:  # of the making only
-            set_timeout(default_timeout(c10d.Backend(dist.get_backend(made))), made)
+            set_timeout(usual, made)
         return made
+
+
+def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
+    """Wait until all members are here, as long as they live, which torch would not look at."""
+    beside = watcher.of(runtime.current())
+    if beside is None:
+        return
+    wanted = [f"group/{name}/{rank}" for rank in members]
+    beside.store.set(f"group/{name}/{world()[0]}", "")
+    pause, look = 0.001, time.monotonic() + 1
+    end = time.monotonic() + (limit.total_seconds() if limit is not None else 1800)
+    while not beside.store.check(wanted):
+        if time.monotonic() > look:
+            look += 1
+            late = time.monotonic() > end
+            if late or beside.gone(4, members) is not None:
+                raise RuntimeError("they are late" if late else "one of them is gone")
+        time.sleep(pause)
+        pause = min(0.1, pause * 2)
 
 
 @cache

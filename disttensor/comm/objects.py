@@ -56,6 +56,7 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
 
 def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
     """Called by all ranks but ``ranks``: what those send."""
+    p2p.BEFORE_HEARING.get()()
     tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
     def part(n: int, dtype: torch.dtype) -> Tensor:

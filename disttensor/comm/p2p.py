@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -32,12 +32,15 @@ from disttensor.comm.outbox import flush as flush
 from disttensor.comm.process_group import world
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
+from disttensor.errors import MismatchError, user_line
 
 Tensor = torch.Tensor
 
-CHANNELS = 1 << 14
-_TRANSFERS = 1 << 15  # of one channel, before tags are used again
+CHANNELS = 1 << 10
+_TRANSFERS = 1 << 13  # of one channel, before tags are used again
 _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free
+_SLIP = 1 << 29  # set in the tag of the slip that goes with a message
+_SLIP_BYTES = 128
 
 
 # Tags ------------------------------------------------------------------------------------------
@@ -65,13 +68,17 @@ def next_tag() -> int:
     number = _channel.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
-    return _OURS | number << 16 | count % _TRANSFERS << 1
+    return _OURS | number << 14 | count % _TRANSFERS << 1
 
 
 def _meet() -> None:
     """NCCL: batched messages between some ranks are defined only after a collective of all."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         dist.barrier()
+
+
+# Called before this rank waits to hear of a tensor that it holds nothing of: see pipeline.tape.
+BEFORE_HEARING: ContextVar[Callable[[], None]] = ContextVar("before_hearing", default=lambda: None)
 
 
 # Messages --------------------------------------------------------------------------------------
@@ -91,7 +98,7 @@ class _What(NamedTuple):
 
 class Message(Work[Tensor]):
     """A message that is on its way to this rank; ``wait`` raises CommError if the sender is gone or
-    sends nothing in time."""
+    sends nothing in time, MismatchError where it sends another size."""
 
     __slots__ = ("_posted",)
 
@@ -100,6 +107,8 @@ class Message(Work[Tensor]):
             try:
                 for work in works:
                     work.wait()
+            except MismatchError as error:
+                raise MismatchError(f"{what}: {error}") from None
             except RuntimeError as error:
                 raise failed(what, error) from error
             return out
@@ -184,12 +193,61 @@ Posted = tuple[list[list[Any]], list[Any]]  # Works per receive; one Work per se
 def _post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
 ) -> Posted:
-    """gloo: every message on its own, as bytes, in any dtype."""
+    """gloo: every message on its own, as bytes, in any dtype, with a slip before it."""
     if not sends and not receives:
         return [], []
     group: Any = dist.group.WORLD
-    works = [[group.recv([as_bytes(x)], source, tag)] for source, x in receives]
-    return works, [group.send([as_bytes(x)], to, tag) for to, x in sends]
+    works: list[list[Any]] = []
+    for source, x in receives:
+        slip = torch.empty(_SLIP_BYTES, dtype=torch.uint8)
+        comes = _Slip(group.recv([slip], source, tag | _SLIP), slip, x.nbytes)
+        works.append([comes, group.recv([as_bytes(x)], source, _sized(tag, x))])
+    line = user_line()[-100:] if sends else ""
+    sent: list[Any] = []
+    for to, x in sends:
+        text = f"{x.nbytes} {line}".encode()[:_SLIP_BYTES].ljust(_SLIP_BYTES)
+        slip = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sent.append(_Sent(group.send([slip], to, tag | _SLIP), slip,
+                          group.send([as_bytes(x)], to, _sized(tag, x))))  # fmt: skip
+    return works, sent
+
+
+def _sized(tag: int, x: Tensor) -> int:
+    """gloo ends the process where a message is larger than what the receiver has made room for, and
+    says nothing where it is smaller. Of two sizes most have two tags, and never meet."""
+    return tag | x.nbytes % 31 << 24
+
+
+class _Slip(NamedTuple):
+    """What goes before a message: how large it is, and the sender's line."""
+
+    work: Any
+    slip: Tensor
+    nbytes: int
+
+    def wait(self) -> None:
+        self.work.wait()
+        size, line = bytes(self.slip.tolist()).decode(errors="replace").split(" ", 1)
+        if int(size) != self.nbytes:
+            raise MismatchError(
+                f"{size} bytes were sent at {line.strip()}, and {self.nbytes} are expected at "
+                f"{user_line()}: these two ranks do not run the same program on the same shapes"
+            )
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+class _Sent(NamedTuple):
+    """A slip and a message on their way."""
+
+    before: Any
+    slip: Tensor
+    work: Any
+
+    def wait(self) -> None:
+        self.before.wait()
+        self.work.wait()
 
 
 def _post_batch(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from disttensor.errors import CommError
 from disttensor.torch_private import default_store
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,13 +55,58 @@ def join_world(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     limit = timedelta(seconds=timeout)
-    if there:
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        store = dist.PrefixStore(attempt(), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if there else (0, 1)
+    store = _meet(rank, size, timeout) if there else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def keeps_store() -> bool:
+    """Does the store of the world end with this process? Rank 0 keeps it where torchrun does
+    not."""
+    return world()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _meet(rank: int, size: int, timeout: float) -> Any:
+    """The store, when all ranks have come to it. Raises CommError that names those that have
+    not."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=timeout)
+    try:
+        whole = dist.TCPStore(
+            host, port, size, rank == 0 and not agent, limit, wait_for_workers=False,
+            multi_tenant=not agent,
+        )  # fmt: skip
+    except RuntimeError as error:
+        keeper = "torchrun" if agent else "rank 0"
+        raise CommError(
+            f"init_mesh: rank {rank} cannot reach the store of the world at {host}:{port} within "
+            f"{timeout:g} s. {keeper} keeps it, and has ended or was never started. {error}"
+        ) from error
+    store = dist.PrefixStore(attempt(), whole)
+    hashing = str(hash("disttensor"))
+    if store.compare_set("hashing", "", hashing).decode() != hashing:
+        store.set("hashing differs", "")
+    store.set(f"came/{rank}", "")
+    if store.add("came", 1) == size:
+        store.set("all came", "")
+    end, pause = time.monotonic() + timeout, 0.001
+    while not store.check(["all came"]):
+        if time.monotonic() > end:
+            missing = [r for r in range(size) if not store.check([f"came/{r}"])]
+            raise CommError(
+                f"init_mesh: ranks {missing} did not come within {timeout:g} s; rank {rank} waits "
+                "for them. They ended before, or were never started; look for their own errors"
+            )
+        time.sleep(pause)
+        pause = min(0.2, pause * 2)
+    if rank == 0 and store.check(["hashing differs"]):
+        warnings.warn(
+            "init_mesh: the ranks hash texts differently, so that a model which goes through a set "
+            "of names differs between ranks. Start with PYTHONHASHSEED=0 in the environment",
+            stacklevel=4,
+        )
+    return store
 
 
 def _check_rank() -> None:

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from disttensor.cache import Cache
+from disttensor.comm.program import Call, note
 from disttensor.dispatch import execute, fallback, foreach
-from disttensor.dispatch.key import Uncacheable, key_of
+from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
 from disttensor.dispatch.resolve import HANDLERS, resolve
 from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
 from ops.registry import RULES
@@ -59,22 +60,44 @@ def dispatch(
         return runner_of(func, args, kwargs or {}, None)(args, kwargs or {})
     run = _known(key)
     if run is None:
-        run = PLANS[key] = runner_of(func, args, kwargs or {}, key)
+        call = _call(func, key)
+        keep = partial(_keep, key, call)
+        run = keep(runner_of(func, args, kwargs or {}, keep))
+        note(call)  # this runner holds on to the arguments
+    else:
+        note(run)
     return run(args, kwargs)
 
 
+def _keep(key: Any, call: Call | None, run: Any) -> Runner:
+    """``run`` carries out calls of this key, from now on. ``call``: what it is to other ranks."""
+    run.call = call
+    PLANS[key] = run
+    return run
+
+
+def _call(func: Function, key: Any) -> Call:
+    """A call of ``func`` as ranks compare it; on no mesh where this rank has nobody to compare
+    with."""
+    meshes = set(meshes_in(key))
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    if mesh is not None and (mesh.size == 1 or mesh.coordinate is None):
+        mesh = None
+    return Call(lambda: words_of(func, key), mesh, fallback.writes(func))
+
+
 def runner_of(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any, valued: bool = False
-) -> Runner:
-    """What carries out calls like this one. ``key``: a faster one may be kept there after the first
-    call; ``valued``: it holds the values of floats too."""
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any],
+    keep: Callable[[Runner], Any] | None, valued: bool = False,
+) -> Runner:  # fmt: skip
+    """What carries out calls like this one. ``keep``: takes a faster one after the first call;
+    ``valued``: it may depend on the values of floats."""
     rule = RULES.get(func)
     floats = rule is not None and rule.floats and not valued
     if floats and any(type(a) is float for a in (*args, *kwargs.values())):
         return partial(by_value, func)
     found = resolve(func, args, kwargs)
     if found.plan is not None:
-        keep = None if key is None else partial(PLANS.__setitem__, key)
         return execute.runner_of(found.plan, args, kwargs, keep)
     if found.way == "handler":
         answer = HANDLERS[func]
@@ -96,7 +119,8 @@ def by_value(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
     key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
     run = PLANS.get(key)
     if run is None:
-        run = PLANS[key] = runner_of(func, args, kwargs, key, valued=True)
+        keep = partial(_keep, key, None)  # the call without values was noted
+        run = keep(runner_of(func, args, kwargs, keep, valued=True))
     return run(args, kwargs)
 
 

@@ -7,9 +7,13 @@ no part of it: autocast may change that, which the local result shows at no cost
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from disttensor.errors import name_of
+from disttensor.spec import DistSpec
 
 Tensor = torch.Tensor
 
@@ -52,3 +56,32 @@ def key_of(value: Any, floats: bool = False) -> Any:
     except TypeError:
         raise Uncacheable from None
     return kind, value
+
+
+def meshes_in(key: Any) -> Iterator[Any]:
+    """The meshes of the specs in a key."""
+    if type(key) is DistSpec:
+        yield key.mesh
+    elif type(key) is tuple:
+        for part in key:
+            yield from meshes_in(part)
+
+
+def words_of(func: Any, key: Any) -> str:
+    """The call of a key as a text that is the same on all ranks."""
+    positional, named = (key[0], key[1:]) if type(key[0]) is tuple else (key, ())
+    return name_of(func) + _words(positional[1:]) + (_words(named) if named else "")
+
+
+def _words(part: Any) -> str:
+    if type(part) is tuple:
+        if len(part) == 2 and part[0] is bool:
+            return str(part[1])
+        return f"({', '.join(map(_words, part))})"
+    if type(part) is torch.device:
+        return part.type  # each rank has a number of its own
+    if type(part) in _BY_VALUE or type(part) in (DistSpec, torch.Size):
+        return repr(part)
+    if isinstance(part, type):
+        return part.__name__
+    return name_of(part) if callable(part) else type(part).__name__

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from disttensor.comm import program
+from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import sync_gradients
 
 
@@ -33,7 +35,10 @@ def check_fresh(params: Iterable[Any], who: str) -> None:
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Runs before every optimizer step; a closure is followed by its own reduction."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    check_fresh(params, type(optimizer).__name__)
+    name = type(optimizer).__name__
+    check_fresh(params, name)
+    if any(type(p) is DistTensor for p in params):
+        program.at_step(f"{name}.step")
     sync_gradients(params)
 
     def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:

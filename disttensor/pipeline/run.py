@@ -7,6 +7,7 @@ tensors come to; a stage waits for what it receives, and for nothing else.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -149,7 +150,7 @@ class _MicroBatch:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
         self.stage = 0
         self.loss: Any = None
-        self.tape = Tape(self._pause, self._waiting)
+        self.tape = Tape(self._pause, self._waiting, visits=chunks if chunks > 1 else math.inf)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
         self.chunk = 0
 

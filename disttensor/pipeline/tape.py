@@ -9,19 +9,23 @@ after a send) is one call of autograd.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
+from disttensor.comm import p2p
 from disttensor.comm.work import Work
+from disttensor.errors import user_line
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor.backward import run_backward, seed
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import TAPE, start_back
-from disttensor.torch_private import node_number
+from disttensor.torch_private import next_node, node_number
 
 Tensor = torch.Tensor
 
@@ -96,13 +100,17 @@ class Tape:
     first.
 
     ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how
-    long it took.
+    long it took. ``visits``: how often the program may come to a mesh.
     """
 
     def __init__(
-        self, pause: Callable[[], None], waiting: Callable[[Callable[[], Tensor]], Tensor]
-    ) -> None:
+        self, pause: Callable[[], None], waiting: Callable[[Callable[[], Tensor]], Tensor],
+        visits: float = math.inf,
+    ) -> None:  # fmt: skip
         self.pause, self.waiting = pause, waiting
+        self.visits, self._visits = visits, Counter[ProcessMesh]()
+        self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
+        self._rests = False  # paused before the end of the program's way to the next visit
         self.transfers: list[Transfer] = []
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
         self.returns: list[str] = []  # ways back to an earlier mesh
@@ -111,16 +119,32 @@ class Tape:
         self._sent = False
 
     def __enter__(self) -> Tape:
-        self._token = TAPE.set(self)
+        self._tokens = TAPE.set(self), p2p.BEFORE_HEARING.set(self._rest)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        TAPE.reset(self._token)
+        TAPE.reset(self._tokens[0])
+        p2p.BEFORE_HEARING.reset(self._tokens[1])
+
+    def _rest(self) -> None:
+        """What this rank is about to hear comes from a visit of another mesh, which may run later:
+        if its own visit is over, it goes on with that of another micro-batch."""
+        if self._sent and not self._rests:
+            self._rests = True
+            self.pause()
 
     # Forward: called by disttensor.tensor.reshard -------------------------------------------------
 
     def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
-        """The program goes from one mesh to another, whether this rank has a part in it or not."""
+        """The program goes from one mesh to another, whether this rank has a part in it or not.
+        Raises ValueError, before anything is sent, where it comes there once too often."""
+        self._visits[dst] += dst in self._left
+        self._left = self._left - {dst} | {src}
+        if self._visits[dst] >= self.visits:
+            raise ValueError(
+                f"pipeline.run: the step comes to {dst!r} more often than stages= says, at "
+                f"{user_line()}: {self.visits} visits. Name the meshes in the order of all visits"
+            )
         for mesh in (src, dst):
             if mesh not in self.meshes:
                 self.meshes.append(mesh)
@@ -130,9 +154,10 @@ class Tape:
     def arrive(self, arrival: Work[Tensor], sends: bool, receives: bool) -> Tensor:
         """The value of a transfer on this rank. A receive after a send begins a new visit."""
         if receives and (self._sent or sends):
-            self.pause()
-            self.visit, self._sent = self.visit + 1, False
-            self._began.append(_next_number())
+            if not self._rests:
+                self.pause()
+            self.visit, self._sent, self._rests = self.visit + 1, False, False
+            self._began.append(next_node())
         elif sends:
             self._sent = True
         return self.waiting(arrival.wait) if receives else arrival.wait()
@@ -196,13 +221,6 @@ class Tape:
         for t in self.transfers:
             if t.sent_in == visit:
                 t.local = None
-
-
-def _next_number() -> int:
-    """What autograd counts up with every node that this thread makes."""
-    with torch.enable_grad():
-        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return int(node_number(node))
 
 
 def _reach(token: Tensor) -> None:

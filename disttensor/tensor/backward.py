@@ -9,6 +9,7 @@ import torch
 
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import Typed, dual
+from disttensor.comm import program
 from disttensor.layout import Axes
 from disttensor.tensor.base import MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
@@ -31,6 +32,7 @@ class Backward(MeshTensor):
         """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be
         differentiated."""
         layout = self.spec.layout
+        program.enters("backward", self.spec)
         if (
             gradient is not None
             or layout.sharded

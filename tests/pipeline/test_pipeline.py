@@ -3,6 +3,8 @@ before anything is sent."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -20,8 +22,9 @@ def batches(count, even=False):
     return [randn(3 if even else 2 + i % 3, 6, seed=i) for i in range(count)]
 
 
-def deep(visits, tie=False, skip=False):
-    """A program of ``visits`` stages on micro-batches; parameters are made once, before."""
+def deep(visits, tie=False, skip=False, chosen=False):
+    """A program of ``visits`` stages on micro-batches; parameters are made once, before.
+    ``chosen``: each has a tensor whose shape depends on data."""
 
     def program(on: Stages, count, schedule, stages=None):
         widths = [6, *[5] * visits]
@@ -35,6 +38,8 @@ def deep(visits, tie=False, skip=False):
             for s, (w, b) in enumerate(params):
                 x = torch.tanh(torch.nn.functional.linear(on.to(x, s), w, b))
                 first = x if s == 0 else first
+                if chosen:
+                    x = x + x[x[:, 0] > 0].sum(0)
             if skip:
                 x = x + on.to(first, visits - 1)
             if tie:
@@ -87,6 +92,18 @@ def test_interleaved(count, visits):
     meshes = stage_meshes()
     check(deep(2 * visits), meshes, 0, count, "interleaved_1f1b", meshes * visits)
     check(deep(2 * visits), meshes, 0, count, "gpipe", meshes * visits)
+
+
+@on_ranks(2)
+def test_shapes_that_depend_on_data_are_heard_where_the_schedule_has_them():
+    """A rank whose visit is over does not wait for the shape of another's, which may run later."""
+    meshes = stage_meshes()
+    for schedule, visits in (("interleaved_1f1b", 2), ("gpipe", 2), ("1f1b", 1), ("gpipe", 1)):
+        for count in (2, 5):
+            stages = meshes * visits if visits > 1 else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", dt.FallbackWarning)
+                check(deep(2 * visits, chosen=True), meshes, 0, count, schedule, stages)
 
 
 @pytest.mark.parametrize("count", [3, 8])
@@ -197,6 +214,16 @@ def test_what_cannot_be_run():
         with pytest.raises(ValueError, match="no micro-batches"):
             pipeline.run(step, [])
     assert len(comms) == 0
+    v = dt.shard_tensor(randn(6, 6), meshes[0], requires_grad=True)
+
+    def often(batch):
+        x = dt.shard_tensor(batch, meshes[0])
+        for _ in range(3):
+            x = dt.reshard(dt.reshard(x @ v, meshes[1]) @ w, meshes[0])
+        return x.sum()
+
+    with pytest.raises(ValueError, match=r"more often than stages= says, at .*test_pipeline\.py"):
+        pipeline.run(often, data[:1], "gpipe", stages=meshes * 2)
     for bad, words in (
         (lambda batch: None, r"gave NoneType for micro-batch 0"),
         (lambda batch: step(batch).expand(2), r"gave f64\[2\] for micro-batch 0"),

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from disttensor.comm import program
 from tests.support import pickling
 
 START_LIMIT = 120.0  # seconds for the workers of a world to start
@@ -52,6 +53,7 @@ class RanksFailed(AssertionError):
 def reset() -> None:
     """Put a worker's state back to the start; called before each body."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for each device
+    program.NOTED.clear()  # what ranks did apart in an earlier body
 
 
 def on_ranks(world: int, timeout: float = 60.0) -> Callable[..., Callable[..., None]]:

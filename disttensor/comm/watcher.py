@@ -1,0 +1,173 @@
+"""A thread beside the program: it says in the store that this rank lives, hears what others have
+posted there, and answers for a program that waits.
+
+The store of the world is asked through a connection of its own, once a second and when the program
+has something to post. Nothing waits for it, so that a slow rank raises no alarm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from disttensor.comm.process_group import attempt, keeps_store, world
+from disttensor.errors import user_line
+from disttensor.runtime import Runtime
+from disttensor.torch_private import default_store
+
+PERIOD = 1.0  # seconds
+Heard = Callable[["Watcher", str], None]
+
+# What to do, once, with what is posted under a key: fn(watcher, text), in the thread.
+HEARD: dict[str, Heard] = {}
+
+
+class Watcher:
+    """Of one world. ``store``: may be used from any thread, as long as nobody waits in it."""
+
+    def __init__(self, now: Runtime) -> None:
+        self.rank, self.size = world()
+        self.world, self.program = id(now.default), threading.get_ident()
+        self.keeps_store, self.kept = keeps_store(), default_store()
+        self.store = _own_connection(self.kept, now.number)
+        self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
+            queue.SimpleQueue()
+        )
+        self.known: set[str] = set()
+        self.lost = False  # the store cannot be reached any more
+        self.failed = ""  # what went wrong first, in words: disttensor.comm.failures
+        self.stopped = threading.Event()
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self.store.set(f"process/{self.rank}", _process())
+        self.thread.start()
+
+    def ask(self, job: Callable[[Any], None]) -> threading.Event:
+        """``job(store)`` runs in the thread, soon. The event: it has ended."""
+        ended = threading.Event()
+        if self.stopped.is_set():
+            ended.set()
+        else:
+            self.jobs.put((job, ended))
+        return ended
+
+    def stop(self) -> None:
+        if not self.stopped.is_set():
+            self.stopped.set()
+            self.jobs.put((lambda store: None, threading.Event()))
+            self.thread.join(PERIOD)
+
+    def _run(self) -> None:
+        due = 0.0
+        try:
+            while not self.stopped.is_set() and id(dist.group.WORLD) == self.world:
+                if time.monotonic() >= due:
+                    self._beat()
+                    due = time.monotonic() + PERIOD
+                try:
+                    job, ended = self.jobs.get(timeout=PERIOD)
+                except queue.Empty:
+                    continue
+                try:
+                    job(self.store)
+                    self._hear()
+                finally:
+                    ended.set()
+        except Exception:  # the store went with the rank, or the launcher, that kept it
+            self.lost = True
+            time.sleep(PERIOD)
+            self._end_with_launcher()
+        self.stopped.set()
+        while not self.jobs.empty():
+            self.jobs.get()[1].set()
+
+    def _beat(self) -> None:
+        self._end_with_launcher()
+        self.store.add(f"beat/{self.rank}", 1)
+        self._hear()
+
+    def _end_with_launcher(self) -> None:
+        """Where torchrun is gone, nobody else would end this rank."""
+        if self.launcher is not None and os.getppid() != self.launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _hear(self) -> None:
+        for key, fn in HEARD.items():
+            if key not in self.known and self.store.check([key]):
+                self.known.add(key)
+                fn(self, self.store.get(key).decode())
+
+    # What is known of the others ------------------------------------------------------------------
+
+    def gone(self, seconds: float, ranks: Sequence[int] = ()) -> int | None:
+        """A rank (of ``ranks``) whose process has ended: at once where it ran on this machine, else
+        one that has shown no sign of life for ``seconds``. None: all live."""
+        asked = ranks or range(self.size)
+        everyone = [r for r in asked if self.store.check([f"process/{r}"])]
+        elsewhere = {}
+        for r in everyone:
+            machine, pid = self.store.get(f"process/{r}").decode().rsplit(" ", 1)
+            if machine != _machine():
+                elsewhere[r] = self.store.add(f"beat/{r}", 0)
+            elif not _runs(int(pid)):
+                return r
+        if elsewhere:
+            time.sleep(seconds)
+        still = (r for r, beats in elsewhere.items() if self.store.add(f"beat/{r}", 0) == beats)
+        return next(still, None)
+
+    def place(self) -> str:
+        """The line where the program of this rank is now."""
+        return user_line(sys._current_frames().get(self.program))
+
+
+def of(now: Runtime) -> Watcher | None:
+    """The watcher of this world, started if there is none yet; None where nobody else is there."""
+    if now.watcher is None and now.default is not None:
+        now.watcher = False
+        if world()[1] > 1 and dist.get_backend() != "fake":
+            with contextlib.suppress(RuntimeError, AttributeError):  # a store of another kind
+                now.watcher = Watcher(now)
+    return now.watcher or None
+
+
+def _own_connection(store: Any, number: int) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    limit = timedelta(seconds=10)
+    own = dist.TCPStore(
+        store.host, store.port, is_master=False, timeout=limit, wait_for_workers=False
+    )
+    return dist.PrefixStore(f"disttensor/{attempt()}/world{number}", own)
+
+
+def _machine() -> str:
+    """Processes that see each other's numbers."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # nobody else's
+
+
+def _process() -> str:
+    return f"{_machine()} {os.getpid()}"
+
+
+def _runs(pid: int) -> bool:
+    """Is there such a process, and has it not ended?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,106 @@
+"""Ranks that leave the common program are found at the next optimizer step; values that one rank
+asks for alone are no difference."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import disttensor as dt
+from disttensor import runtime
+from disttensor.comm.program import State, difference
+from tests.support.pool import on_ranks
+
+
+def test_what_one_rank_asks_for_alone_is_no_difference():
+    base = State(made=9, calls=1, effects=2, nodes=7)
+    assert base.agrees(base._replace(nodes=8))  # pieces differ: so may the nodes that they take
+    assert base.agrees(base._replace(made=11, calls=3))
+    assert not base.agrees(base._replace(calls=3))  # another call in place of one
+    assert not base.agrees(base._replace(made=11, calls=3, nodes=9))  # it is in a graph
+    assert not base.agrees(base._replace(made=11, calls=3, effects=4))
+
+
+def test_a_difference_is_told_by_camps_with_the_lines_of_both():
+    calls = [["torch.add(f32[4])", "a.py:1"], ["torch.mul(f32[4])", "a.py:2"]]
+    notes = {r: ["SGD.step at a.py:9", calls[: 1 if r == 2 else 2]] for r in range(4)}
+    text = difference("ProcessMesh(dp=4)", 3, notes)
+    assert "Before optimizer step 3, after 1 calls that are the same" in text
+    assert "ranks [0, 1, 3]: torch.mul(f32[4]) (a.py:2)" in text
+    assert "rank 2: no more calls before (SGD.step at a.py:9)" in text
+    assert difference("ProcessMesh(dp=4)", 3, dict.fromkeys(range(2), notes[0])) == ""
+
+
+def start_anew():
+    """Forget what has been found, on all ranks."""
+    dist.barrier()
+    now = runtime.current()
+    if now.watcher:
+        now.watcher.stop()
+    now.watcher = now.steps = None
+    now.number += 1
+    dist.barrier()
+
+
+def train(mesh, stage, rows, change, quiet=False):
+    """Steps of which the last one is changed; then, when all ranks know, one more."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    if stage:
+        dt.shard_data_parallel(model, mesh, shard_axis="dp", stage=stage)
+    else:
+        dt.shard_module(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for last in (False, True):
+        x = dt.shard_tensor(torch.ones(rows(last), 4), mesh, [dt.Shard(0)])
+        y = model(x)
+        if last and change == "forward":
+            y = y * 2
+        y.square().mean().backward()
+        if last and change == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if last and change == "write":
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+        if last and change == "look":
+            with torch.no_grad():
+                assert (next(model.parameters()) * 2).shape
+            assert y.detach().relu().shape
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    steps = runtime.current().steps
+    steps.compared.wait(10)
+    end = time.monotonic() + (0.5 if quiet else 30)
+    while not steps.error and time.monotonic() < end:
+        time.sleep(0.05)
+    optimizer.step()
+
+
+@on_ranks(4, timeout=120)
+def test_the_rank_that_left_the_program_is_named_at_the_next_step():
+    mesh = dt.init_mesh((4,), ("dp",))
+    odd = dist.get_rank() == 1
+    for change, stage, rows, words in [
+        ("length", 0, 6, r"shard_tensor f32\[6@dp, 4\].*rank 1: shard_tensor f32\[4@dp, 4\]"),
+        ("length", 3, 6, r"shard_tensor f32\[6@dp, 4\].*rank 1: shard_tensor f32\[4@dp, 4\]"),
+        ("clip", 0, 6, r"rank 1: torch._foreach_mul_"),
+        ("forward", 0, 6, r"rank 1: torch.Tensor.mul\(f32\[6@dp, 2\], 2\)"),
+        ("write", 0, 6, r"rank 1: torch.Tensor.mul_"),
+        ("look", 0, 6, ""),
+    ]:
+        start_anew()
+
+        def length(last, change=change, rows=rows):
+            return rows - 2 * (odd and last and change == "length")
+
+        if not words:
+            train(mesh, stage, length, change if odd else "", quiet=True)
+            continue
+        with pytest.raises(dt.MismatchError, match=words) as raised:
+            train(mesh, stage, length, change if odd else "")
+        assert "ranks [0, 2, 3]" in str(raised.value) and "test_program.py" in str(raised.value)
+    start_anew()
