@@ -69,7 +69,7 @@ def positive(who: str, value: Any, expected: str) -> None:
     """A number above 0."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise wrong(who, value, expected)
-    if not value > 0:  # NaN is not
+    if not float(value) > 0:  # NaN is not
         raise wrong(who, value, expected, ValueError)
 
 

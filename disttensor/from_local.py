@@ -41,11 +41,13 @@ def from_local(
         shape = arguments.sizes("from_local: shape", shape)
     how = placements, dims_mapping, partial_status
     if mesh.coordinate is None:
-        given = shape, local.dtype
-        told: Any = given if shape is not None else objects.recv_object(mesh.ranks, mesh.device)
-        if isinstance(told, Exception):
-            raise told
-        return execute.stand_in(spec_of(mesh, *told, *how), local.requires_grad)
+        told: Any = shape, local.dtype
+        if shape is None:
+            told = objects.recv_object(mesh.ranks, mesh.device)
+            if isinstance(told, Exception):
+                raise told
+        size, dtype = told
+        return execute.stand_in(spec_of(mesh, size, dtype, *how), local.requires_grad)
     try:
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
     except (TypeError, ValueError) as error:
