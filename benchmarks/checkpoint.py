@@ -185,9 +185,12 @@ def run(rank: int, port: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dt.init_mesh((RANKS,))
     config = GPTConfig(args.vocab, args.layers, args.width, 8, 128)
-    lines = [
-        measure(name, config, args.repeats, Path(folder)) for name in ROWS if args.only in name
-    ]
+    lines = []
+    for name in ROWS:
+        if args.only in name:
+            lines.append(measure(name, config, args.repeats, Path(folder)))
+            if rank == 0:
+                print(*lines[-1], sep="  ", file=sys.stderr, flush=True)
     dist.destroy_process_group()
     if rank == 0:
         table = markdown(COLUMNS, lines)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from replicas import GPT, Settings, Side, ddp, free_port, fsdp, kept, ours, zero3
-from table import CHECKPOINTS, OTHERS, machine, markdown
+from table import OTHERS, machine, markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import disttensor as dt
@@ -287,7 +287,7 @@ def main() -> None:
     if args.markdown:
         page = args.markdown.read_text(encoding="utf-8") if args.markdown.exists() else ""
         before = page.split(OTHERS)[0].rstrip()
-        after = "".join(page.partition(CHECKPOINTS)[1:])
+        after = "".join(page.partition(OTHERS)[2].partition("\n## ")[1:])  # other sections
         whole = f"{before}\n\n{section(results, args)}\n{after}".rstrip() + "\n"
         args.markdown.write_text(whole, encoding="utf-8")
 
