@@ -31,11 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
     "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "count_function_modes", "current_backward", "default_store", "direct_apply", "fake_mode",
-    "foreach_types", "global_module_hooks", "group_name", "is_view", "jit_tracers",
-    "make_subclass", "need", "next_node", "nn_functions", "no_torch_function", "node_number",
-    "outside_transforms", "reduce_scatter_single", "refuse_memory", "schemas_of", "set_timeout",
-    "set_versions", "storage_id", "timeout_of", "top_saved_tensors_hooks", "transform_ends",
+    "count_function_modes", "current_backward", "default_store", "default_timeout",
+    "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name", "is_view",
+    "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_torch_function",
+    "node_number", "outside_transforms", "reduce_scatter_single", "refuse_memory",
+    "schemas_named", "schemas_of", "set_timeout", "set_versions", "storage_id", "timeout_of",
+    "top_saved_tensors_hooks", "transform_ends",
 ]  # fmt: skip
 
 
@@ -113,7 +114,14 @@ def schemas_of(func: Any) -> list[Any]:
     return [one._schema for one in overloads if hasattr(one, "_schema")]
 
 
+_schemas = need("to know the names of arguments", torch._C, "_jit_get_schemas_for_operator")
 nn_functions: Any = need("for the rules of torch.nn.functional", torch._C, "_nn")
+
+
+def schemas_named(name: str) -> list[Any]:
+    """The schemas of torch's operator of this name, as its functions in Python take them."""
+    return [s for s in _schemas(f"aten::{name}") if not any(a.is_out for a in s.arguments)]
+
 
 # Modes --------------------------------------------------------------------------------------------
 

@@ -38,10 +38,8 @@ def fronts(dims: Any, ndim: int) -> tuple[int, ...]:
     return tuple(front(d, ndim) for d in ((dims,) if isinstance(dims, int) else dims))
 
 
-def numbers(args: tuple[Any, ...], word: Any = None) -> tuple[int, ...]:
-    """Sizes or dims given one by one, as one sequence, or by keyword."""
-    if word is not None:
-        args = (word,)
+def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes or dims given one by one, or as one sequence."""
     if len(args) == 1 and not isinstance(args[0], int):
         args = tuple(args[0])
     return tuple(int(a) for a in args)

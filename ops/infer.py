@@ -12,6 +12,7 @@ from disttensor.tree import map_leaves
 from ops.factors import Arg, Factors
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
+from ops.signatures import by_position
 
 
 class NoRule(LookupError):
@@ -40,6 +41,7 @@ def decide(
     rule = RULES.get(func)
     if rule is None:
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
+    args, kwargs = by_position(func, args, kwargs)
     factors = rule.factors(*args, **kwargs)
     if len(factors.inputs) != len(tensors):
         raise NoRule(

@@ -16,7 +16,9 @@ from disttensor.dispatch import execute, fallback, foreach
 from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
 from disttensor.dispatch.resolve import HANDLERS, resolve
 from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
+from disttensor.tree import flat
 from ops.registry import RULES
+from ops.signatures import restated
 
 Function = Callable[..., Any]
 Runner = Callable[[Sequence[Any], Any], Any]
@@ -93,6 +95,8 @@ def runner_of(
     """What carries out calls like this one. ``keep``: takes a faster one after the first call;
     ``valued``: it may depend on the values of floats."""
     rule = RULES.get(func)
+    if rule is not None and restated(func, args, kwargs):
+        return partial(again, func)
     floats = rule is not None and rule.floats and not valued
     if floats and any(type(a) is float for a in (*args, *kwargs.values())):
         return partial(by_value, func)
@@ -111,6 +115,14 @@ def runner_of(
     if found.way == "gather":
         return fallback.run_replicated(func, found.why, found.expected)
     return fallback.decompose_or_gather(func, found.why)
+
+
+def again(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
+    """A call whose tensors come in another order, or stand for numbers."""
+    args, kwargs = restated(func, args, kwargs or {}) or (args, kwargs or {})
+    if any(type(t) is DistTensor for t in flat((args, kwargs), [])):
+        return dispatch(DistTensor, func, (), args, kwargs)
+    return func(*args, **kwargs)  # only the number was one
 
 
 def by_value(func: Function, args: Sequence[Any], kwargs: Any) -> Any:

@@ -16,6 +16,8 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tree import flat
 from ops.notation import notation
+from ops.registry import RULES
+from ops.signatures import restated
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -71,9 +73,10 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
     return found
 
 
-def _found(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
     written = kwargs.get("out") is not None
     kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+    args, kwargs = (func in RULES and restated(func, args, kwargs)) or (args, kwargs)
     found = resolve(func, args, kwargs)
     tensors = flat((args, kwargs), [])
     name = name_of(func)

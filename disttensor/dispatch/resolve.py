@@ -35,11 +35,6 @@ Function = Callable[..., Any]
 
 HANDLERS: dict[Function, Function] = {}  # functions that are answered as they are: no rule, no key
 
-_ALIASES = {
-    "axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input", "x1": "input",
-    "x2": "other",
-}  # fmt: skip
-
 
 def handler(*funcs: Function) -> Callable[[Function], Function]:
     """Register what answers these functions when a DistTensor is among their arguments."""
@@ -171,7 +166,7 @@ def resolve(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Reso
         return given[-1]
 
     asked = substitute(args, arg)
-    named = {_ALIASES.get(k, k): substitute(v, arg) for k, v in kwargs.items()}
+    named = {k: substitute(v, arg) for k, v in kwargs.items()}
     mesh = specs[0].mesh
     try:
         rule, factors, decision = decide(func, asked, named, given, mesh.shape)

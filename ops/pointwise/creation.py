@@ -36,10 +36,8 @@ def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) 
     )
 
 
-def sizes_of(size: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """``new_zeros(2, 3)``, ``new_zeros((2, 3))``, ``new_zeros(size=(2, 3))``"""
-    if not size and "size" in kwargs:
-        size = (kwargs["size"],)
+def sizes_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """``new_zeros(2, 3)``, ``new_zeros((2, 3))``"""
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0])
     if not all(isinstance(s, int) for s in size):
@@ -61,7 +59,7 @@ def made(call: Any) -> Callable[..., Any]:
 @rule(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, exact=True)
 def new_zeros(input: Arg, *size: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
-    return new(input, sizes_of(size, kwargs), made)
+    return new(input, sizes_of(size), made)
 
 
 @rule(torch.Tensor.new_full, exact=True)
@@ -69,7 +67,7 @@ def new_full(input: Arg, size: Any, fill_value: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
     if isinstance(fill_value, Arg):
         raise NoRule("a fill_value that is a tensor")
-    return new(input, sizes_of((size,), {}), made)
+    return new(input, sizes_of((size,)), made)
 
 
 @rule(torch.Tensor.new_tensor, exact=True)
@@ -89,4 +87,4 @@ def new_of_old(input: Arg, *size: Any, **kwargs: Any) -> Factors:
     data = size[0] if size else None
     if isinstance(data, (list, tuple)) and not isinstance(data, torch.Size):
         return new_tensor(input, data)
-    return new(input, sizes_of(size or (0,), {}), made)
+    return new(input, sizes_of(size or (0,)), made)

@@ -36,19 +36,17 @@ def _whole(input: Arg, dims: tuple[int, ...]) -> Factors:
 
 
 @rule(*named("roll"), exact=True)
-def roll(input: Arg, *shifts: Any, dims: Any = None, **words: Any) -> Factors:
+def roll(input: Arg, shifts: Any, dims: Any = ()) -> Factors:
     """rolled dims are whole"""
-    if len(shifts) == 2 and dims is None:
-        dims = shifts[1]
-    if dims is None or dims == () or dims == []:
+    if not isinstance(dims, int) and not dims:
         return _whole(input, letters_of(input))
     return _whole(input, fronts(dims, input.ndim))
 
 
 @rule(*named("flip"), exact=True)
-def flip(input: Arg, *dims: Any, **words: Any) -> Factors:
+def flip(input: Arg, *dims: Any) -> Factors:
     """flipped dims are whole"""
-    return _whole(input, fronts(numbers(dims, words.get("dims")), input.ndim))
+    return _whole(input, fronts(numbers(dims), input.ndim))
 
 
 @rule(*named("fliplr"), exact=True)

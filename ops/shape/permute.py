@@ -41,9 +41,9 @@ def adjoint(input: Arg, owner: Any = None) -> Factors:
 
 
 @rule(*named("permute"), exact=True)
-def permute(input: Arg, *dims: Any, **words: Any) -> Factors:
+def permute(input: Arg, *dims: Any) -> Factors:
     """the dims in another order"""
-    order = fronts(numbers(dims, words.get("dims")), input.ndim)
+    order = fronts(numbers(dims), input.ndim)
     if sorted(order) != list(range(input.ndim)):
         raise RuntimeError(f"permute(dims): {list(order)} is no order of {input.ndim} dims")
     return moved(input, order, view=True)

@@ -31,15 +31,15 @@ def _repeated(input: Arg, times: tuple[int, ...]) -> Factors:
 
 
 @rule(*named("repeat"), exact=True)
-def repeat(input: Arg, *repeats: Any, **words: Any) -> Factors:
+def repeat(input: Arg, *repeats: Any) -> Factors:
     """repeated dims are whole"""
-    return _repeated(input, numbers(repeats, words.get("repeats")))
+    return _repeated(input, numbers(repeats))
 
 
 @rule(*named("tile"), exact=True)
-def tile(input: Arg, *dims: Any, **words: Any) -> Factors:
+def tile(input: Arg, *dims: Any) -> Factors:
     """repeated dims are whole"""
-    times = numbers(dims, words.get("dims"))
+    times = numbers(dims)
     return _repeated(input, (1,) * (input.ndim - len(times)) + times)
 
 
@@ -55,11 +55,12 @@ def repeat_interleave(
     at = front(dim, input.ndim)
     if not input.ndim:
         return moved(input, ("long",), {"long": repeats})
-    if output_size is not None or repeats == 0:
-        raise NoRule("output_size")
+    if repeats == 0:
+        raise NoRule("no repeats")
     dims: tuple[Letter, ...] = letters_of(input)
     out = (*dims[:at], (at, "repeats"), *dims[at + 1 :])
-    return moved(input, out, {"repeats": repeats}, even=frozenset({at}))
+    local = lambda call: lambda input, *_, **__: input.repeat_interleave(repeats, at)  # noqa: E731
+    return moved(input, out, {"repeats": repeats}, even=frozenset({at}), local=local)
 
 
 @rule(F.pad)

@@ -27,14 +27,8 @@ def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
 
 
 @rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), exact=True)
-def split(
-    tensor: Any = None, split_size_or_sections: Any = None, dim: int = 0, **words: Any
-) -> Factors:
+def split(input: Arg, sizes: Any, dim: int = 0) -> Factors:
     """the dim that is cut is whole"""
-    input = tensor if tensor is not None else words["input"]
-    sizes = split_size_or_sections
-    for word in ("split_size", "split_sizes"):
-        sizes = words.get(word, sizes)
     at = front(dim, input.ndim)
     total = input.shape[at]
     if isinstance(sizes, int):
@@ -72,25 +66,16 @@ def _sections(input: Arg, sections: Any, at: int) -> Factors:
     return cut(input, at, [max(0, b - a) for a, b in pairwise(places)])
 
 
-def _asked(more: tuple[Any, ...], words: dict[str, Any]) -> Any:
-    for word in ("indices_or_sections", "sections", "indices"):
-        if word in words:
-            return words[word]
-    return more[0] if len(more) == 1 else tuple(more)
-
-
 @rule(*named("tensor_split"), exact=True)
-def tensor_split(input: Arg, *more: Any, dim: int = 0, **words: Any) -> Factors:
+def tensor_split(input: Arg, sections: Any, dim: int = 0) -> Factors:
     """the dim that is cut is whole"""
-    if len(more) > 1:
-        more, dim = more[:1], more[1]
-    return _sections(input, _asked(more, words), front(dim, input.ndim))
+    return _sections(input, sections, front(dim, input.ndim))
 
 
 def _split_at(name: str, at: int) -> None:
-    def factors(input: Arg, *more: Any, **words: Any) -> Factors:
+    def factors(input: Arg, *sections: Any) -> Factors:
         dim = 0 if name == "hsplit" and input.ndim == 1 else at
-        return _sections(input, _asked(more, words), dim)
+        return _sections(input, sections[0] if len(sections) == 1 else sections, dim)
 
     factors.__name__, factors.__doc__ = name, "the dim that is cut is whole"
     rule(*named(name), exact=True)(factors)

@@ -64,20 +64,20 @@ def local_expand(call: Any) -> Local:
 
 
 @rule(torch.Tensor.view, exact=True)
-def view(input: Arg, *shape: Any, size: Any = None, dtype: Any = None) -> Factors:
+def view(input: Arg, *shape: Any) -> Factors:
     """dims are split and merged; a split major dim stays split where the pieces are whole rows"""
-    kind = dtype if dtype is not None else shape[0] if shape else None
+    kind = shape[0] if shape else None
     if isinstance(kind, torch.dtype):
         if input.dtype is None or kind.itemsize != input.dtype.itemsize:
             raise NoRule("view as a dtype of another size")
         return moved(input, letters_of(input), moves=False, view=True)
-    return regrouped(input, numbers(shape, size), local=local_view)
+    return regrouped(input, numbers(shape), local=local_view)
 
 
 @rule(*named("reshape"), exact=True)
-def reshape(input: Arg, *shape: Any, **words: Any) -> Factors:
+def reshape(input: Arg, *shape: Any) -> Factors:
     """as view"""
-    return regrouped(input, numbers(shape, words.get("shape")), local=local_reshape)
+    return regrouped(input, numbers(shape), local=local_reshape)
 
 
 def shaped_as(other: Arg, f: Factors) -> Factors:
@@ -120,10 +120,8 @@ def unflatten(input: Arg, dim: int, sizes: Any) -> Factors:
 
 
 @rule(*named("squeeze"), exact=True)
-def squeeze(input: Arg, *dim: Any, **words: Any) -> Factors:
+def squeeze(input: Arg, *dim: Any) -> Factors:
     """dims of global size 1 go; a dim that is 1 on this rank only stays"""
-    if "dim" in words:
-        dim = (words["dim"],)
     asked = range(input.ndim) if not dim or dim[0] is None else fronts(numbers(dim), input.ndim)
     gone = tuple(d for d in asked if d < input.ndim and input.shape[d] == 1)
     ins = tuple(None if d in gone else d for d in range(input.ndim))
@@ -172,9 +170,9 @@ def expanded(input: Arg, sizes: tuple[int, ...]) -> Factors:
 
 
 @rule(*named("expand", "broadcast_to"), exact=True)
-def expand(input: Arg, *size: Any, implicit: bool = False, **words: Any) -> Factors:
+def expand(input: Arg, *size: Any, implicit: bool = False) -> Factors:
     """dims of size 1 are repeated without a copy, new dims come in front"""
-    return expanded(input, numbers(size, words.get("size")))
+    return expanded(input, numbers(size))
 
 
 @rule(*named("expand_as"), exact=True)

@@ -27,8 +27,6 @@ from tests.support.layouts import assemble, cut
 from tests.support.structure import flat, replace_tensors
 from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
 
-RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}
-
 
 @dataclass
 class Piece:
@@ -84,7 +82,7 @@ def plan(
         return placed[-1]
 
     rule_args = replace_tensors(args, to_arg)
-    rule_kwargs = {RENAMED.get(k, k): replace_tensors(v, to_arg) for k, v in kwargs.items()}
+    rule_kwargs = {k: replace_tensors(v, to_arg) for k, v in kwargs.items()}
     _, factors, decision = decide(func, rule_args, rule_kwargs, placed, mesh_shape)
     return tensors, factors, decision, RULES[func].inplace
 

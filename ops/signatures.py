@@ -1,0 +1,170 @@
+"""Torch's own signatures: where an argument stands that comes by its name, and which are tensors.
+
+A rule reads its call as torch's parser does: by position, as far as the arguments go without a gap,
+and the rest by torch's names. So a rule names its own arguments as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from inspect import Parameter, signature, unwrap
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from disttensor.torch_private import schemas_named
+from disttensor.tree import flat, substitute
+
+Function = Callable[..., Any]
+
+# The names of numpy that torch's parser takes besides its own.
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input",
+          "x2": "other"}  # fmt: skip
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Signature(NamedTuple):
+    """One way to call a function.
+
+    names     of the arguments that may come by position, in order
+    words     of those that come by keyword only
+    tensors   the names of what may be a tensor, or hold some ("*": more by position)
+    required  the names of what has no default
+    open      more may come by position: view(2, 3)
+    """
+
+    names: tuple[str, ...]
+    words: tuple[str, ...]
+    tensors: frozenset[str]
+    required: frozenset[str]
+    open: bool
+
+    def named(self, word: str) -> str:
+        """The name of the argument that ``word`` gives."""
+        return word if word in self.names or word in self.words else _NUMPY.get(word, word)
+
+    def tensor_at(self, at: int | str) -> bool:
+        """May there be a tensor, at a position or under a name?"""
+        if isinstance(at, str):
+            return self.named(at) in self.tensors
+        return (self.names[at] if at < len(self.names) else "*") in self.tensors
+
+    def fits(self, n: int, words: Sequence[str]) -> bool:
+        """Can it be called with n arguments by position, and these words?"""
+        given = {self.named(word) for word in words}
+        return (
+            (self.open or n <= len(self.names))
+            and given <= {*self.names[n:], *self.words}
+            and self.required <= given.union(self.names[:n])
+        )
+
+
+@cache
+def signatures(func: Function) -> tuple[Signature, ...]:
+    """All ways to call ``func``; none where torch does not say."""
+    name, inner = getattr(func, "__name__", ""), unwrap(func)
+    if name.startswith("__") or not name:
+        return ()
+    own = (getattr(inner, "__module__", "") or "torch").startswith("torch")
+    said = [s for s in schemas_named(name) if any("Tensor" in str(a.type) for a in s.arguments)]
+    said = said if own else []
+    given = [*signature(inner).parameters.values()] if hasattr(inner, "__code__") else []
+    if not given or any(p.kind is Parameter.VAR_KEYWORD for p in given):
+        return tuple(map(_of_schema, said))
+    numbers = {a.name for s in said for a in s.arguments if "Tensor" not in str(a.type)}
+    return (_of_python(given, numbers),)
+
+
+def _of_schema(schema: Any) -> Signature:
+    given = [a for a in schema.arguments if not a.is_out]
+    names = {a.name: "input" if a.name == "self" else a.name for a in given}
+    return Signature(
+        tuple(names[a.name] for a in given if not a.kwarg_only),
+        tuple(names[a.name] for a in given if a.kwarg_only),
+        frozenset(names[a.name] for a in given if "Tensor" in str(a.type)),
+        frozenset(names[a.name] for a in given if not a.has_default_value()),
+        any("List[int]" in str(a.type) for a in given if not a.kwarg_only),
+    )
+
+
+def _of_python(given: Sequence[Parameter], numbers: set[str]) -> Signature:
+    """``numbers``: names that the schemas of the same name have for what is no tensor."""
+    bare = Parameter.empty
+    return Signature(
+        tuple(p.name for p in given if p.kind in _BY_POSITION),
+        tuple(p.name for p in given if p.kind is Parameter.KEYWORD_ONLY),
+        frozenset(
+            "*" if p.kind is Parameter.VAR_POSITIONAL else p.name for p in given
+            if "Tensor" in str(p.annotation)
+            or (p.annotation in (bare, Any) and p.name not in numbers)
+        ),
+        frozenset(p.name for p in given if p.default is bare and p.kind in _BY_POSITION),
+        any(p.kind is Parameter.VAR_POSITIONAL for p in given),
+    )  # fmt: skip
+
+
+def chosen(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature | None:
+    """The signature that such a call has."""
+    fitting: Iterator[Signature] = (s for s in signatures(func) if s.fits(len(args), [*kwargs]))
+    return next(fitting, None)
+
+
+def by_position(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call as a rule reads it: by position up to the first gap, the rest by torch's names, in
+    the order of its signature."""
+    read = list(args)
+    said = chosen(func, args, kwargs) if kwargs else None
+    if said is None:
+        return read, kwargs
+    given = {said.named(k): v for k, v in kwargs.items()}
+    for name in said.names[len(read) :]:
+        if name not in given:
+            break
+        read.append(given.pop(name))
+    return read, {k: given[k] for k in (*said.names, *said.words) if k in given}
+
+
+def restated(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]] | None:
+    """The same call with its tensors in the order of torch's signature, the first one by position,
+    and numbers in place of 0-d tensors that stand for a number (a size, a dim, an end of a slice).
+    None where it is so already."""
+    ways = signatures(func)
+
+    def read(at: int | str, value: Any) -> Any:
+        if isinstance(value, slice) or type(value) is tuple:
+            value = _index(value)
+        if not ways or any(s.tensor_at(at) for s in ways) or not flat(value, []):
+            return value
+        return substitute(value, _number)
+
+    said = chosen(func, args, kwargs) if kwargs and flat(kwargs, []) else None
+    placed, words = args, kwargs
+    if said is not None:
+        order = {name: i for i, name in enumerate((*said.names, *said.words))}
+        places = [order[said.named(k)] for k, v in kwargs.items() if flat(v, [])]
+        if not args or places != sorted(places):
+            placed, words = by_position(func, args, kwargs)
+    numbers = [read(i, v) for i, v in enumerate(placed)]
+    named = {k: read(k, v) for k, v in words.items()}
+    same = placed is args and all(
+        a is b for a, b in zip((*args, *kwargs.values()), (*numbers, *named.values()), strict=True)
+    )
+    return None if same else (numbers, named)
+
+
+def _index(value: Any) -> Any:
+    """The value itself, unless it has a slice that ends at a tensor."""
+    if isinstance(value, slice):
+        ends = value.start, value.stop, value.step
+        return slice(*map(_number, ends)) if flat(ends, []) else value
+    read = tuple(_index(v) if isinstance(v, slice) else v for v in value)
+    return value if all(a is b for a, b in zip(read, value, strict=True)) else read
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and not value.ndim else value
