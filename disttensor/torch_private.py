@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
     "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "count_function_modes", "current_backward", "default_store", "default_timeout",
+    "count_function_modes", "current_backward", "default_store",
     "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name", "is_view",
     "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_torch_function",
     "node_number", "outside_transforms", "reduce_scatter_single", "refuse_memory",

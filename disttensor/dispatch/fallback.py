@@ -168,15 +168,14 @@ def run_replicated(
 
 
 def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
-    """Full results as replicated DistTensors. A sparse tensor stays plain, the same on every
-    rank."""
+    """Full results as replicated DistTensors. A sparse or a quantized tensor stays plain, the same
+    on every rank."""
 
     def made(t: Tensor) -> Tensor:
         if id(t) in given:
             return given[id(t)]
-        whole = t.layout is torch.strided and (
-            type(t) is Tensor or isinstance(t, torch.nn.Parameter)
-        )
+        whole = t.layout is torch.strided and not t.is_quantized
+        whole = whole and (type(t) is Tensor or isinstance(t, torch.nn.Parameter))
         return wrap(t, plain_spec(t, mesh)) if whole else t
 
     return substitute(out, made)

@@ -73,7 +73,9 @@ def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
 @handler(torch._has_compatible_shallow_copy_type)
 def _same_kind(x: Any, other: Any) -> bool:
     """``nn.Module.to``: may the data of the one be replaced by that of the other?"""
-    return type(x) is type(other)
+    if type(x) is not type(other):
+        return False
+    return bool(torch._has_compatible_shallow_copy_type(x.local, other.local))
 
 
 @handler(Tensor.is_set_to)

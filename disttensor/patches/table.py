@@ -18,6 +18,7 @@ from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
 from disttensor.patches import (
     autograd_function,
+    backward_hooks,
     checkpoint,
     clip_grad,
     save_pretrained,
@@ -175,6 +176,15 @@ TABLE = (
         "the same",
         "the same",
         replaced_in(_FSDP, wrappers.refusing_in(1), "__init__", "FullyShardedDataParallel"),
+    ),
+    Change(
+        "torch.nn.Module.register_full_backward_hook",
+        "the node whose hooks it calls is a custom function, which would lose the gradient",
+        "none: torch.utils.hooks.BackwardHook asks nobody",
+        replaced(
+            backward_hooks.for_dist_tensors,
+            (torch.utils.hooks.BackwardHook, "_apply_on_tensors"),
+        ),
     ),
     Change(
         "torch.utils.checkpoint.checkpoint",

@@ -80,15 +80,21 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The wrapper holds no data and is in no graph, so only one question is answered:
-        ``torch.full(size, x)`` asks for a number."""
+        """The wrapper holds no data and is in no graph, so only this is answered: a number, for
+        which ``torch.full(size, x)`` asks, and a copy that needs no graph (``torch.tensor(x)``)."""
+        x = args[0] if args else None
         if func is torch.ops.aten._local_scalar_dense.default:
-            return args[0].item()
+            return x.item()
         if TRACERS.names:
             raise NotImplementedError(
                 f"{func} of a DistTensor inside {TRACERS.names[-1]}, which follows plain tensors "
                 f"only. {WAY_OUT}"
             )
+        if func is torch.ops.aten.detach.default:
+            return x.detach()
+        if func in _COPIES and type(x) is DistTensor and not x.requires_grad:
+            local = func(x.local, *args[1:], **(kwargs or {}))
+            return wrap(local, x.spec.with_dtype(local.dtype))
         raise RuntimeError(
             f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "
             "be: something called it with torch functions disabled, or from C++. Give it "
@@ -106,6 +112,13 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         flags = (self.local.requires_grad, self._is_param)
         layout = (spec.layout.dims, spec.layout.partial, spec.layout.own)
         return rebuild, (local, mesh, layout, tuple(spec.shape), spec.dtype, flags, world()[0])
+
+
+# What torch's functions that make a tensor of another one call from C++.
+_COPIES = (
+    torch.ops.aten._to_copy.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
+    torch.ops.aten.lift_fresh.default,
+)  # fmt: skip
 
 
 def carry_out_with(dispatch: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 import reshard
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.layout import Axes
+from disttensor.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, collector_of, freeze_leaves, grad_leaves
 from disttensor.tensor.reshard import resharded
 from disttensor.torch_private import after_backward
@@ -95,18 +96,32 @@ class Hooks(MeshTensor):
 
 def _on_local(x: MeshTensor, hook: Callable[[Any], Any], axes: Axes) -> Callable[[Tensor], Any]:
     """``hook`` for the gradient of the local of x's use varying over ``axes``."""
-    typed, divided = dual(Typed(x.spec, axes))
-    scale = 1.0 if x.local.is_leaf else divided  # of a pending average
 
     def local_hook(g: Tensor) -> Any:
-        spec = typed.spec.with_dtype(g.dtype)
-        out = hook(x.like(g if scale == 1.0 else g * scale, spec))
-        if out is None:
-            return None
-        if isinstance(out, MeshTensor):
-            local = resharded(out, spec).local
-        else:
-            local = reshard.run(out, spec.replicated(), spec)
-        return local if scale == 1.0 else local / scale
+        out = hook(on_local(x, g, axes))
+        return None if out is None else to_local(x, out, axes)
 
     return local_hook
+
+
+def _meaning(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, float]:
+    """What the gradient of a local is a piece of, and by how much it is divided (of a pending
+    average)."""
+    typed, divided = dual(Typed(x.spec, axes))
+    return typed.spec.with_dtype(dtype), 1.0 if x.local.is_leaf else divided
+
+
+def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
+    """The gradient ``g`` of the local of x's use varying over ``axes``, as a DistTensor."""
+    spec, scale = _meaning(x, axes, g.dtype)
+    return x.like(g if scale == 1.0 else g * scale, spec)
+
+
+def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
+    """The way back, of what a hook gives."""
+    spec, scale = _meaning(x, axes, out.dtype)
+    if isinstance(out, MeshTensor):
+        local = resharded(out, spec).local
+    else:
+        local = reshard.run(out, spec.replicated(), spec)
+    return local if scale == 1.0 else local / scale

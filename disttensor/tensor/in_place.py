@@ -63,6 +63,20 @@ class InPlace(MeshTensor):
         set_origin(self, None)
         return self
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """x has the memory of another DistTensor from now on."""
+        if not isinstance(source, MeshTensor) or args or kwargs:
+            raise TypeError(
+                f"set_ of {self.spec!r}: a DistTensor is expected, and nothing else: memory and "
+                "strides are those of one process. Use shard_tensor(source, mesh, placements)"
+            )
+        if source.spec.dtype is not self.spec.dtype:
+            raise RuntimeError(
+                f"set_ of {self.spec!r}: the source is {source.spec!r}, of another dtype"
+            )
+        self.data = source
+        return self
+
     @property
     def data(self) -> Self:
         out = _sharing(self, self.local.data)

@@ -38,7 +38,9 @@ def _local(call: Any) -> Callable[..., Tensor]:
 
 def _lookup(call: Any) -> Callable[..., Tensor]:
     if not call.axes("v"):
-        return F.embedding
+        return lambda input, weight, padding_idx=None, *_, **__: F.embedding(
+            input, weight, padding_idx
+        )
     table = call.inputs[1]
     owned = Owned(table.local_box.offset[0], table.local_shape[0], table.shape[0])
 
@@ -61,9 +63,9 @@ def embedding(
     input: Arg, weight: Arg, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0,
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Factors:  # fmt: skip
-    """..., v d -> ... d; v gives P(sum)"""
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
+    """..., v d -> ... d; v gives P(sum); the gradient is dense, also with ``sparse``"""
+    if max_norm is not None or scale_grad_by_freq:
+        raise NoRule("max_norm and scale_grad_by_freq look at the whole table or batch")
     v, d = weight.shape
     if padding_idx is not None and not -v <= padding_idx < v:
         raise AssertionError("Padding_idx must be within num_embeddings")
@@ -77,6 +79,16 @@ def embedding(
     )  # fmt: skip
 
 
+def _bags(call: Any) -> Callable[..., Tensor]:
+    run = zeros_if_empty(call)
+
+    def embedding_bag(*args: Any, sparse: bool = False, **words: Any) -> Tensor:
+        out: Tensor = run(*args[:7], *(False,) * (len(args) > 7), *args[8:], **words)
+        return out
+
+    return embedding_bag
+
+
 @rule(F.embedding_bag, exact=True)
 def embedding_bag(
     input: Arg, weight: Arg, offsets: Any = None, max_norm: Any = None, norm_type: float = 2.0,
@@ -84,9 +96,10 @@ def embedding_bag(
     per_sample_weights: Any = None,
     include_last_offset: bool = False, padding_idx: Any = None,
 ) -> Factors:  # fmt: skip
-    """bags n, v d -> bags d: bags of equal length may be split; the table is whole but for d"""
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise NoRule("max_norm, scale_grad_by_freq and sparse look at the whole table or batch")
+    """bags n, v d -> bags d: bags of equal length may be split; the table is whole but for d; the
+    gradient is dense, also with ``sparse``"""
+    if max_norm is not None or scale_grad_by_freq:
+        raise NoRule("max_norm and scale_grad_by_freq look at the whole table or batch")
     if 0 in (*input.shape, *weight.shape) or (input.ndim == 1 and offsets is None):
         raise NoRule("no bags")
     rows: Letter = "bags" if input.ndim == 2 else None
@@ -104,5 +117,5 @@ def embedding_bag(
     return Factors(
         tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms,
         shapes=((bags, weight.shape[1]),),
-        local=zeros_if_empty,
+        local=_bags,
     )  # fmt: skip

@@ -120,6 +120,7 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.optim.optimizer._foreach_supported_types",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.utils._foreach_utils._foreach_supported_types",
+        "torch.utils.hooks.BackwardHook._apply_on_tensors",
     }
 
 
@@ -190,6 +191,15 @@ def wrapped(wrapper: str) -> None:
     with pytest.raises(TypeError, match=f"{name} of a model .*'weight' is f32.*one program"):
         getattr(importlib.import_module(place), name)(model)
     assert type(model) is nn.Linear and not model._forward_pre_hooks
+
+
+def hooked() -> None:
+    module, seen = nn.ReLU(), []
+    module.register_full_backward_hook(lambda *grads: seen.append(grads[1:]))
+    x = leaf(of_each_rank())
+    module(x).sum().backward()
+    assert torch.equal(x.grad.to_local(), torch.ones(4))
+    assert [type(g) for pair in seen[0] for g in pair] == [dt.DistTensor] * 2
 
 
 def recomputed() -> None:
@@ -387,6 +397,7 @@ WRAPPERS = (
 PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
+    "torch.nn.Module.register_full_backward_hook": hooked,
     "torch.utils.checkpoint.checkpoint": recomputed,
     "torch.optim.Optimizer.step": step,
     "torch.nn.utils.clip_grad_norm_": clipped,

@@ -1,0 +1,60 @@
+"""Full backward hooks of modules: what goes in and comes out passes a node of torch's, whose hooks
+are called with gradients. The node is put on the locals, the user's hooks see DistTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.hooks import on_local, to_local
+from disttensor.tree import rebuilt
+
+
+class _Node:
+    """The node of the locals, for a hook that is to get DistTensors."""
+
+    def __init__(self, node: Any, tensors: Sequence[Any]) -> None:
+        self.node, self.tensors = node, tensors
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        def seen(grads: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(
+                on_local(x, g) if type(x) is DistTensor and g is not None else g
+                for x, g in zip(self.tensors, grads, strict=True)
+            )
+
+        def local_hook(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+            out = hook(seen(inputs), seen(outputs))
+            if out is None:
+                return None
+            return tuple(
+                to_local(x, g) if type(x) is DistTensor and g is not None else g
+                for x, g in zip(self.tensors, out, strict=True)
+            )
+
+        return self.node.register_hook(local_hook)
+
+
+def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``BackwardHook._apply_on_tensors``; on a rank without the gradients no hook is called."""
+
+    def apply(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        dist = [a for a in tensors if type(a) is DistTensor]
+        if not dist:
+            return original(self, fn, args)
+        if not all(x.is_initialized for x in dist):
+            return args, None
+        locals_ = rebuilt(args, [a.local if type(a) is DistTensor else a for a in args])
+        out, places = original(self, lambda node: fn(_Node(node, tensors)), locals_)
+        if places is None:
+            return args, None
+        return rebuilt(args, [
+            wrap(new, old.spec) if type(old) is DistTensor else new
+            for old, new in zip(args, out, strict=True)
+        ]), places  # fmt: skip
+
+    return apply
