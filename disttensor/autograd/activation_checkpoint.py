@@ -18,6 +18,7 @@ before it communicates (``recompute_region``).
 
 from __future__ import annotations
 
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,14 +64,23 @@ def recompute_around(run: Run | None) -> Run | None:
     return run
 
 
-def replayed(run: Run | None) -> Any:
+def region() -> Any:
+    """What tells this code's region from others, a recomputation from its forward: (weak) the hook
+    on top of the stack of saved-tensors hooks. What was put into the graph in one region is not
+    used in another: each saves the same tensors in its forward and its recomputation."""
+    top = top_saved_tensors_hooks(True)
+    return None if top is None else weakref.ref(top[0])
+
+
+def replayed(run: Run | None, sure: bool = True) -> Any:
     """The note of the random call that a recomputation is about to repeat; None where numbers are
     new.
 
-    Raises RuntimeError where the recomputation draws more often than the forward did.
+    Raises RuntimeError where the recomputation draws more often than the forward did; gives None
+    there if it is not ``sure`` that anything will be drawn.
     """
     source = recompute_around(run)
-    if source is None:
+    if source is None or (not sure and source.taken >= len(source.notes)):
         return None
     if source.taken >= len(source.notes):
         raise RuntimeError(

@@ -9,12 +9,12 @@ forward made). Ranks outside the mesh take the same decision, without values.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import strict
 from disttensor.dispatch.resolve import Plan
 from disttensor.layout import Layout
@@ -23,7 +23,6 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.versions import INFERENCE, version
-from disttensor.torch_private import top_saved_tensors_hooks
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -31,19 +30,14 @@ Runner = Callable[[Sequence[Any], Any], Any]
 
 
 class Reduced(NamedTuple):
-    """source, version: what was reduced; value: to what; grad: was a graph made; region: (weak) the
-    hook on top of the stack of saved-tensors hooks then, which tells regions apart."""
+    """source, version: what was reduced; value: to what; grad: was a graph made; region: the region
+    of activation checkpointing that it was made in."""
 
     source: Tensor
     version: int
     value: DistTensor
     grad: bool
     region: Any
-
-
-def _region() -> Any:
-    top = top_saved_tensors_hooks(True)
-    return None if top is None else weakref.ref(top[0])
 
 
 def _grad(x: DistTensor) -> bool:
@@ -57,14 +51,14 @@ def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     value = wrap(resharded(x, dst).local, dst)
     if local.is_inference():
         INFERENCE[:] = [True]
-    x._reduced = Reduced(local, version(local), value, _grad(x), _region())
+    x._reduced = Reduced(local, version(local), value, _grad(x), region())
     return value
 
 
 def known(x: DistTensor) -> DistTensor | None:
     """The value of ``x`` as an earlier call has reduced it, or None."""
     kept = x._reduced
-    if kept is None or kept.grad is not _grad(x) or kept.region != _region():
+    if kept is None or kept.grad is not _grad(x) or kept.region != region():
         return None
     if not x.is_initialized:
         return resharded(x, kept.value.spec)

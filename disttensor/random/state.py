@@ -215,7 +215,7 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     afterwards. It counts as a random call only if something was drawn: whether a function falls
     back may depend on the mesh."""
     where = activation_checkpoint.current_run()
-    note = activation_checkpoint.replayed(where)
+    note = activation_checkpoint.replayed(where, sure=False)
     fresh = Note(_State.seed, _State.calls + 1, False) if note is None else note
     devices = {"cpu": torch.device("cpu"), mesh.device.type: mesh.device}
     contexts = [Draw(fresh, mesh).seeded(axes, device) for device in devices.values()]
@@ -231,5 +231,6 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
             context.__exit__(None, None, None)
     if drawn:
         if note is None:
+            activation_checkpoint.replayed(where)  # an error, where the forward drew less
             _State.calls += 1
         activation_checkpoint.note(where, fresh)

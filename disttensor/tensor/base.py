@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import Typed, move, whole_grad
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
@@ -42,16 +43,17 @@ class GradState:
     """What gradients need beside the local. Made when first needed, by ``grad_state``; written in
     this module only.
 
-    aliases    axes -> (the local as varying uses read it, writes by then; -1: any number)
+    aliases    axes -> (the local as varying uses read it, writes by then; -1: any number; the region
+               of activation checkpointing that it was made in)
     origin     makes an alias from what the tensor was made of: ``origin(axes)``
-    former     aliases from before there were hooks
+    former     aliases from before there were hooks, or of other regions
     hooked     a leaf whose hooks must see whole gradients
     grad       what ``.grad`` gave last
     owner      weak: the leaf whose gradient this tensor is
     collector  gathers the gradients of this leaf in its stead
     """
 
-    aliases: dict[Axes, tuple[Tensor, int]] | None = None
+    aliases: dict[Axes, tuple[Tensor, int, Any]] | None = None
     origin: Callable[[Axes], Tensor] | None = None
     former: tuple[tuple[Axes, Tensor], ...] = ()
     hooked: bool = False
@@ -94,7 +96,10 @@ class MeshTensor(Tensor):
         state = self._grad_state
         if state is not None and state.aliases is not None:
             hit = state.aliases.get(axes)
-            if hit is not None and (hit[1] < 0 or hit[1] == self.local._version + UNCOUNTED[0]):
+            if hit is not None and (
+                hit[1] < 0
+                or (hit[1] == self.local._version + UNCOUNTED[0] and hit[2] == region())
+            ):
                 return hit[0]
         local = self.local
         if not axes or not local.requires_grad or not torch.is_grad_enabled():
@@ -110,7 +115,9 @@ class MeshTensor(Tensor):
             alias = move(local, Typed(self.spec), Typed(self.spec, axes), None)
         if state.aliases is None:
             state.aliases = {}
-        state.aliases[axes] = (alias, made_at)
+        elif axes in state.aliases and not local.is_leaf and state.origin is not None:
+            state.former += ((axes, state.aliases[axes][0]),)  # of another region
+        state.aliases[axes] = (alias, made_at, region())
         return alias
 
     def forget_uses(self) -> None:
@@ -159,7 +166,7 @@ def grad_leaves(x: MeshTensor) -> list[tuple[Axes, Tensor]]:
         return [((), x.local)]
     apart = not x.local.is_leaf and state.origin is not None
     made = state.aliases.items() if state.aliases is not None else ()
-    aliases = [(axes, alias) for axes, (alias, made_at) in made if apart or made_at < 0]
+    aliases = [(axes, alias) for axes, (alias, made_at, _) in made if apart or made_at < 0]
     return [((), x.local), *aliases, *state.former]
 
 
