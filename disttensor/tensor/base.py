@@ -43,8 +43,8 @@ class GradState:
     """What gradients need beside the local. Made when first needed, by ``grad_state``; written in
     this module only.
 
-    aliases    axes -> (the local as varying uses read it, writes by then; -1: any number; the region
-               of activation checkpointing that it was made in)
+    aliases    axes -> (the local as varying uses read it, writes by then; -1: any number; the
+               region of activation checkpointing that it was made in)
     origin     makes an alias from what the tensor was made of: ``origin(axes)``
     former     aliases from before there were hooks, or of other regions
     hooked     a leaf whose hooks must see whole gradients
@@ -97,8 +97,7 @@ class MeshTensor(Tensor):
         if state is not None and state.aliases is not None:
             hit = state.aliases.get(axes)
             if hit is not None and (
-                hit[1] < 0
-                or (hit[1] == self.local._version + UNCOUNTED[0] and hit[2] == region())
+                hit[1] < 0 or (hit[1] == self.local._version + UNCOUNTED[0] and hit[2] == region())
             ):
                 return hit[0]
         local = self.local

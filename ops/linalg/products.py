@@ -35,6 +35,35 @@ def cross(input: Arg, other: Arg, dim: Any = None) -> Factors:
     return linalg_cross(input, other, dim=at).replace(local=local)
 
 
+@rule(*named("_grouped_mm", "grouped_mm", places=(torch, torch.nn.functional)), exact=True)
+def grouped_mm(
+    input: Arg, mat2: Arg, offs: Any = None, bias: Any = None, out_dtype: Any = None, **words: Any
+) -> Factors:
+    """m k, g k n, g -> m n: rows in groups, each with a matrix of its own; k: sum"""
+    if (input.ndim, mat2.ndim) != (2, 3) or offs is None or words.get("bias", bias) is not None:
+        raise NoRule("grouped_mm other than of rows with a matrix for each group")
+    fit("grouped_mm", input, -1, mat2, 1)
+    whole = frozenset("mg")
+    f = letters("m k, g k n, g -> m n", input, mat2, offs, reduced=SUM_K, whole=whole)
+    return f.replace(terms=PRODUCT, local=_aligned)
+
+
+def _aligned(call: Any) -> Any:
+    """On pieces of which rows have no multiple of 16 bytes, or nothing: with zeros after them."""
+
+    def grouped_mm(input: Any, mat2: Any, *more: Any, **words: Any) -> Any:
+        unit = 16 // input.element_size()
+        k, n = mat2.shape[1:]
+        gaps = [-s % unit if s else unit for s in (k, n)]
+        if not any(gaps):
+            return call.func(input, mat2, *more, **words)
+        pad = torch.nn.functional.pad
+        wide = pad(mat2, (0, gaps[1], 0, gaps[0]))
+        return call.func(pad(input, (0, gaps[0])), wide, *more, **words)[:, :n]
+
+    return grouped_mm if call.split else call.func
+
+
 @rule(torch.linalg.vander, exact=True)
 def vander(x: Arg, *, N: Any = None) -> Factors:
     """... n -> ... n powers: every dim passes through"""

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from disttensor.layout import Axes
 from ops.batching import shaped
-from ops.dims import tensors_in
+from ops.dims import SECOND, tensors_in, without
 from ops.dtypes import widened
-from ops.empty_pieces import is_empty, padded_if_empty
+from ops.empty_pieces import is_empty, padded_if_empty, zeros_if_empty
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import LocalCall
@@ -169,6 +169,18 @@ def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
         return out.to(input.dtype)
 
     return batch_norm
+
+
+@rule(torch._weight_norm, exact=True)
+def weight_norm(v: Arg, g: Arg, dim: int = 0) -> Factors:
+    """the dim passes through: each of its slices has a norm, and is whole; linear in g"""
+    if dim < 0 or g.ndim != v.ndim:
+        raise NoRule("one norm of the whole")
+    ins = [without(t, set(range(v.ndim)) - {dim}) for t in (v, g)]
+    return Factors(
+        tuple(ins), (ins[0],), {dim: v.shape[dim]}, terms=SECOND, shapes=(v.shape,),
+        local=zeros_if_empty,
+    )  # fmt: skip
 
 
 @rule(torch.native_layer_norm, exact=True)

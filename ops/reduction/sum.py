@@ -137,6 +137,14 @@ _pending(torch.any, "any", "any)")
 _pending(torch.all, "all", "all)")
 
 
+@rule(torch.histc, floats=True)
+def histc(input: Arg, bins: int = 100, min: Any = 0, max: Any = 0) -> Factors:
+    """every dim: P(sum) of counts, between bounds that are given"""
+    if min == max:
+        raise NoRule("no rule for bounds that depend on the data")
+    return reduction(input, None, False, "sum").replace(outputs=((None,),), shapes=((bins,),))
+
+
 @rule(torch.prod)
 def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
     """the ranks' products, collected and multiplied inside, so that the gradient is right at zeros

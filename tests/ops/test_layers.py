@@ -97,3 +97,11 @@ def test_query_length_may_be_split_causal_or_not() -> None:
     q, kv = Arg((2, 2, 8, 4), [S2, R]), Arg((2, 2, 8, 4), [R, R])
     assert infer(F.scaled_dot_product_attention, q, kv, kv).outputs == ((S2, R),)
     assert infer(F.scaled_dot_product_attention, q, kv, kv, is_causal=True).outputs == ((S2, R),)
+
+
+def test_weight_norm_passes_its_dim() -> None:
+    for dim in (0, 1, 2):
+        g = t(*[5 if d == dim else 1 for d in range(3)])
+        check(torch._weight_norm, t(*[5 if d == dim else 3 for d in range(3)]), g, dim)
+    v, g = Arg((5, 4), [S0, S1]), Arg((5, 1), [S0, P])
+    assert infer(torch._weight_norm, v, g, 0).outputs == ((S0, P),)

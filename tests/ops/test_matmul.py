@@ -124,3 +124,15 @@ def test_placements_of_products(func: Any, args: Any, out: Any) -> None:
 def test_dims_that_do_not_fit_are_refused_before_any_rank_computes(func: Any) -> None:
     with pytest.raises(RuntimeError, match="do not fit"):
         infer(func, Arg((4, 5), [S1, R]), Arg((4, 6), [S0, R]))
+
+
+@pytest.mark.parametrize("sizes", [(12, 12), (8, 4), (4, 20)])
+def test_products_of_grouped_rows_match_plain_where_pieces_have_odd_sizes(sizes: Any) -> None:
+    k, n = sizes
+    x, w = torch.randn(6, k), torch.randn(3, k, n)  # torch wants rows of 16 bytes
+    offs = torch.tensor([2, 2, 6], dtype=torch.int32)
+    assert check_rule(torch._grouped_mm, x, w, offs=offs, rtol=1e-4, atol=1e-5, tries=16)
+    got = infer(
+        torch._grouped_mm, Arg((6, 8), [R, S1]), Arg((3, 8, 4), [S2, S1]), offs=Arg((3,), [R, R])
+    )
+    assert got.outputs == ((S1, P),)

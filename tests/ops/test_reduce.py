@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disttensor.placement import Partial, Replicate, Shard
-from ops import Arg, infer
+from ops import Arg, NoRule, infer
 from tests.support.simulate import check_rule
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
@@ -96,3 +96,11 @@ def test_empty_and_0d_tensors() -> None:
 )
 def test_placements_of_reductions(func: Any, args: Any, out: Any) -> None:
     assert infer(func, *args).outputs == (out,)
+
+
+def test_histograms_between_bounds_are_pending_counts() -> None:
+    x = randn(5, 6)
+    assert check_rule(torch.histc, x, 4, -1.0, 1.0, grad=False, partial=())
+    assert infer(torch.histc, Arg((5, 6), [S0, S1]), 4, 0, 3).outputs == ((P, P),)
+    with pytest.raises(NoRule, match="bounds"):
+        check_rule(torch.histc, x, 4, grad=False)

@@ -238,3 +238,12 @@ def test_triangles_stay_split_in_rows_and_columns() -> None:
     assert ops.infer(torch.tril, Arg((5, 6), [S(0), S(1)]), mesh_shape=(2, 2)).outputs == (
         (S(0), S(1)),
     )
+
+
+def test_repeat_interleave_keeps_a_split_with_output_size() -> None:
+    assert check_rule(torch.repeat_interleave, torch.randn(4, 3).double(), 2, 0, output_size=8)
+    assert check_rule(torch.repeat_interleave, torch.randn(4, 3).double(), 2, dim=0)
+    got = ops.infer(
+        torch.repeat_interleave, Arg((4, 3), [Shard(0)]), 2, 0, output_size=8, mesh_shape=(2,)
+    )
+    assert got.outputs == ((Shard(0),),)
