@@ -29,6 +29,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "STORAGE_ID",
     "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
     "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
     "count_function_modes", "current_backward", "default_store",
@@ -103,7 +104,8 @@ is_view: Callable[[torch.Tensor], bool] = need(
     "to tell views from copies", torch.Tensor, "_is_view"
 )
 # Of an untyped storage: a number that is its own as long as it lives, also where it is empty.
-storage_id: Callable[[Any], int] = attrgetter("_cdata")
+STORAGE_ID = "_cdata"
+storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
 
 def schemas_of(func: Any) -> list[Any]:

@@ -67,8 +67,8 @@ def signatures(func: Function) -> tuple[Signature, ...]:
     if name.startswith("__") or not name:
         return ()
     own = (getattr(inner, "__module__", "") or "torch").startswith("torch")
-    said = [s for s in schemas_named(name) if any("Tensor" in str(a.type) for a in s.arguments)]
-    said = said if own else []
+    said = schemas_named(name) if own else []
+    said = [s for s in said if any("Tensor" in str(a.type) for a in s.arguments)]
     given = [*signature(inner).parameters.values()] if hasattr(inner, "__code__") else []
     if not given or any(p.kind is Parameter.VAR_KEYWORD for p in given):
         return tuple(map(_of_schema, said))
@@ -138,9 +138,9 @@ def restated(
     def read(at: int | str, value: Any) -> Any:
         if isinstance(value, slice) or type(value) is tuple:
             value = _index(value)
-        if not ways or any(s.tensor_at(at) for s in ways) or not flat(value, []):
+        if not ways or any(s.tensor_at(at) for s in ways):
             return value
-        return substitute(value, _number)
+        return substitute(value, _number) if any(not t.ndim for t in flat(value, [])) else value
 
     said = chosen(func, args, kwargs) if kwargs and flat(kwargs, []) else None
     placed, words = args, kwargs

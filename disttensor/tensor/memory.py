@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
-from disttensor.torch_private import storage_id
+from disttensor.torch_private import STORAGE_ID, storage_id
 
 
 def is_whole(x: MeshTensor) -> bool:
@@ -77,10 +77,10 @@ class PieceStorage:
 
     def __init__(self, x: MeshTensor) -> None:
         self._local, self._spec = x.local.untyped_storage(), x.spec
-        self.device, self._cdata = x.local.device, storage_id(self._local)
+        self.device, self._number = x.local.device, storage_id(self._local)
 
     def data_ptr(self) -> Address:
-        return Address(self._local.data_ptr() or self._cdata, self._spec)
+        return Address(self._local.data_ptr() or self._number, self._spec)
 
     def nbytes(self) -> int:
         return self._spec.nbytes
@@ -88,12 +88,14 @@ class PieceStorage:
     size = __len__ = nbytes
 
     def __eq__(self, other: object) -> bool:
-        return self._cdata == getattr(other, "_cdata", None)
+        return self._number == getattr(other, STORAGE_ID, None)
 
     def __hash__(self) -> int:
-        return hash(self._cdata)
+        return hash(self._number)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name == STORAGE_ID:
+            return self._number
         raise AttributeError(f"storage.{name}: {refusal(self._spec)}")
 
     def _refuse(self, *args: Any) -> NoReturn:
