@@ -132,7 +132,7 @@ def autograd_grad(
     if is_grads_batched:
         given = (grad_outputs,) if isinstance(grad_outputs, Tensor) else tuple(grad_outputs)
         n = next(len(g) for g in given if g is not None)
-        found = [
+        each = [
             autograd_grad(
                 outputs, inputs, [None if g is None else g[i] for g in given],
                 i < n - 1 or retain_graph or create_graph, create_graph, allow_unused,
@@ -140,7 +140,7 @@ def autograd_grad(
             )
             for i in range(n)
         ]  # fmt: skip
-        return tuple(None if g[0] is None else torch.stack(g) for g in zip(*found, strict=True))
+        return tuple(None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True))
     roots, grads = _roots(outputs, grad_outputs)
     ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     ways = [_ways(x) for x in ins]

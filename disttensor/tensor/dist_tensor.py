@@ -82,7 +82,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
     ) -> Any:
         """The wrapper holds no data and is in no graph, so only this is answered: a number, for
         which ``torch.full(size, x)`` asks, and a copy that needs no graph (``torch.tensor(x)``)."""
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if func is torch.ops.aten._local_scalar_dense.default:
             return x.item()
         if TRACERS.names:
