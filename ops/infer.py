@@ -41,7 +41,7 @@ def decide(
     rule = RULES.get(func)
     if rule is None:
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
-    args, kwargs = by_position(func, args, kwargs)
+    args, kwargs = by_position(func, args, kwargs, rule.factors)
     factors = rule.factors(*args, **kwargs)
     if len(factors.inputs) != len(tensors):
         raise NoRule(

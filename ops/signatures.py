@@ -111,20 +111,29 @@ def chosen(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Signa
 
 
 def by_position(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any]
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], reader: Function | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The call as a rule reads it: by position up to the first gap, the rest by torch's names, in
-    the order of its signature."""
+    the order of its signature. ``reader``, the rule, may take options by name."""
     read = list(args)
     said = chosen(func, args, kwargs) if kwargs else None
     if said is None:
         return read, kwargs
     given = {said.named(k): v for k, v in kwargs.items()}
-    for name in said.names[len(read) :]:
+    for name in said.names[len(read) : None if reader is None else _places(reader)]:
         if name not in given:
             break
         read.append(given.pop(name))
     return read, {k: given[k] for k in (*said.names, *said.words) if k in given}
+
+
+@cache
+def _places(reader: Function) -> int | None:
+    """How many arguments a rule takes by position, if it takes the others by name."""
+    given = signature(reader).parameters.values()
+    if all(p.kind is not Parameter.VAR_KEYWORD for p in given):
+        return None
+    return sum(p.kind in _BY_POSITION for p in given)
 
 
 def restated(
