@@ -144,7 +144,6 @@ CALLS = {
     torch.linalg.vecdot: ("x y", (3, 3), (3, 3)),
     F.linear: ("input weight bias", (3, 3), (3, 3), (3,)),
     F.layer_norm: ("input weight bias", (3, 3), (3,), (3,), {"normalized_shape": (3,)}),
-    torch.vander: ("x", (3,), {"increasing": True}),
     torch.transpose: ("input", (3, 2), {"dim1": 1, "dim0": 0}),
     torch.swapaxes: ("input", (3, 2), {"axis1": 1, "axis0": 0}),
     torch.softmax: ("x", (3, 3), {"axis": 0}),
