@@ -224,10 +224,7 @@ def test_module_methods():
     module(tokens).sum().backward()
     twin = copy.deepcopy(module)
     assert twin.head.weight is twin.embed.weight and twin.head.weight is not module.head.weight
-    same(
-        [p.grad for p in list(twin.parameters())[:5]],
-        [p.grad for p in list(module.parameters())[:5]],
-    )
+    assert all(p.grad is None for p in twin.parameters())  # as of plain parameters
     module.apply(lambda m: m)
     assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in net().parameters())
     assert "Linear(in_features=6" in repr(module)
