@@ -159,7 +159,7 @@ def restated(
         if not args or places != sorted(places):
             placed, words = by_position(func, args, kwargs)
     numbers = [read(i, v) for i, v in enumerate(placed)]
-    named = {k: read(k, v) for k, v in words.items()}
+    named = {k: v if k == "out" else read(k, v) for k, v in words.items()}
     same = placed is args and all(
         a is b for a, b in zip((*args, *kwargs.values()), (*numbers, *named.values()), strict=True)
     )
