@@ -176,7 +176,7 @@ def _exchange(
     try:
         works, sent = (_post if on_cpu else _post_batch)(sends, receives, tag)
     except RuntimeError as error:
-        OUTBOX.flush(5.0)  # an earlier message that failed is being put into words
+        OUTBOX.flush(10.0)  # an earlier message that failed is being put into words
         check_delivered()
         peers = sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"

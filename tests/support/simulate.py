@@ -23,6 +23,7 @@ from ops.infer import decide
 from ops.local import LocalCall
 from ops.propagation import Decision
 from ops.registry import RULES
+from ops.signatures import restated
 from tests.support.layouts import assemble, cut
 from tests.support.structure import flat, replace_tensors
 from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
@@ -321,6 +322,7 @@ def check_rule(
     to a copy). Raises AssertionError with the layouts in it, NoRule where the rule does not cover
     the call.
     """
+    args, kwargs = restated(func, args, kwargs) or (args, kwargs)  # type: ignore[assignment]
     tensors: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: tensors.append(t) or t)
     copies = [
