@@ -34,7 +34,9 @@ SECONDS = 10.0  # "within seconds"
 @contextlib.contextmanager
 def job(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """A running job. However the block ends, no process of it is left."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
+    }  # fmt: skip
     pipe = subprocess.PIPE
     # A shell has SIGINT ignored in what it runs in the background, and a child inherits that. What
     # is caught here is not.
