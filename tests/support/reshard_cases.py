@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import reshard
+from disttensor import ProcessMesh
 from disttensor.comm import collectives
 from disttensor.layout import Box, layout_of
 from disttensor.placement import Partial, Placement, Replicate, Shard
@@ -96,7 +97,7 @@ class Threads(World):
         mesh = SimpleNamespace(shape=shape, ndim=len(shape), coordinate=place, device="cpu")
         mesh.dim_names = tuple("abcd"[: len(shape)])
         mesh.specs = {}
-        mesh.members = self.members
+        mesh.members, mesh.axis = self.members, int
         mesh.group = lambda axes: self.group(place, tuple(axes))
         return _Hashed(mesh)
 
@@ -135,6 +136,8 @@ class Threads(World):
 
 class _Hashed:
     """A SimpleNamespace that can be part of a key: equal to itself only, as a ProcessMesh is."""
+
+    __class__ = ProcessMesh  # for isinstance
 
     def __init__(self, mesh: Any) -> None:
         self.__dict__ = mesh.__dict__
