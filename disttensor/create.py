@@ -17,7 +17,7 @@ from disttensor.meta import execute, infer
 from disttensor.placement import Placement
 from disttensor.random import state
 from disttensor.random.factories import make_local
-from disttensor.spec import layout_from, spec_of
+from disttensor.spec import spec_of
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded, target
 
@@ -53,10 +53,9 @@ def shard_tensor(
         return _sharded_again(data, mesh, how, dtype, requires_grad, src_rank)
     value = _values(data)
     arguments.differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
-    layout_from(mesh, value.ndim, *how)
-    if mesh.coordinate is not None:
-        value = value.to(device=mesh.device, dtype=dtype or value.dtype)
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
+    if mesh.coordinate is not None:
+        value = value.to(device=mesh.device, dtype=spec.dtype)
     program.enters("shard_tensor", spec)
     full = spec.replicated()
     if src_rank is not None and src_rank not in mesh.ranks:

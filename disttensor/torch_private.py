@@ -196,11 +196,7 @@ all_gather_single: Any = need(
     "to gather", dist.ProcessGroup, "all_gather_single", "_allgather_base"
 )
 reduce_scatter_single: Any = need(
-    "to reduce and scatter",
-    dist.ProcessGroup,
-    "outside_transforms",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
+    "to reduce and scatter", dist.ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base"
 )
 all_to_all_single: Any = need(
     "to exchange pieces", dist.ProcessGroup, "all_to_all_single", "alltoall_base"

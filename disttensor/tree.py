@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
+Path = tuple[Any, ...]  # the keys and numbers that lead to a part of a structure
 
 
 def flat(value: Any, out: list[Tensor]) -> list[Tensor]:
@@ -50,6 +51,16 @@ def map_leaves(value: Any, kind: type, f: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {k: map_leaves(v, kind, f) for k, v in value.items()}
     return value
+
+
+def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """The same structure, its mappings as dicts, with ``leaf(x, path)`` for each x that is no
+    container."""
+    if isinstance(value, Mapping):
+        return {k: map_paths(v, leaf, (*path, k)) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return rebuilt(value, [map_paths(v, leaf, (*path, i)) for i, v in enumerate(value)])
+    return leaf(value, path)
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:

@@ -8,7 +8,6 @@ tensor that has a name is a meta tensor; small plain ones, as the optimizers' ``
 from __future__ import annotations
 
 import copy
-import difflib
 import io
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -19,10 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from disttensor.create import empty, shard_tensor
+from disttensor.nn.names import close_to
 from disttensor.tensor.checkpointable import settled
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
-from disttensor.tree import rebuilt
+from disttensor.tree import Path, map_paths
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -94,21 +94,25 @@ def _name(p: Tensor, names: Mapping[int, str], key: str) -> str:
 
 
 def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
-    if isinstance(value, Tensor):
-        if isinstance(value, DistTensor):
+    """``value`` with meta tensors in the place of those that ``tensors`` gets by their names."""
+
+    def leaf(x: Any, path: Path) -> Any:
+        if not isinstance(x, Tensor):
+            # what is written beside the program must not change with it
+            return copy.copy(x) if isinstance(x, (set, bytearray)) else x
+        if isinstance(x, DistTensor):
             with torch.no_grad():  # what is pending is reduced
-                value = resharded(value.detach(), settled(value.spec))
-        elif value.numel() <= small:
-            return value.detach().cpu().clone()
-        tensors[name] = value.detach()
-        return _meta(value.shape, value.dtype)
-    if isinstance(value, Mapping):
-        return {k: _split(v, f"{name}.{k}", tensors, small) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_split(v, f"{name}.{i}", tensors, small) for i, v in enumerate(value)]
-        return rebuilt(value, items)
-    # what is written beside the program must not change with it
-    return copy.copy(value) if isinstance(value, (set, bytearray)) else value
+                x = resharded(x.detach(), settled(x.spec))
+        elif x.numel() <= small:
+            return x.detach().cpu().clone()
+        tensors[_joined(name, path)] = x.detach()
+        return _meta(x.shape, x.dtype)
+
+    return map_paths(value, leaf)
+
+
+def _joined(name: str, path: Path) -> str:
+    return ".".join(map(str, (name, *path)))
 
 
 @lru_cache(maxsize=1024)
@@ -119,17 +123,16 @@ def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
     """The way back: each tensor becomes what ``target`` makes of it; where it is a meta tensor,
     that will be read."""
-    if isinstance(value, Tensor):
-        made = target(name, value)
-        if value.is_meta:
-            tensors[name] = made
+
+    def leaf(x: Any, path: Path) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        made = target(_joined(name, path), x)
+        if x.is_meta:
+            tensors[_joined(name, path)] = made
         return made
-    if isinstance(value, dict):
-        return {k: _fill(v, f"{name}.{k}", tensors, target) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_fill(v, f"{name}.{i}", tensors, target) for i, v in enumerate(value)]
-        return rebuilt(value, items)
-    return value
+
+    return map_paths(value, leaf)
 
 
 def _plain(name: str, saved: Tensor) -> Tensor:
@@ -296,7 +299,7 @@ def _check_names(key: str, kind: str, here: Iterable[str], there: Iterable[str])
     missing = [name for name in here if name not in set(there)]
     unexpected = [name for name in there if name not in set(here)]
     if missing or unexpected:
-        close = difflib.get_close_matches(missing[0], unexpected, 1) if missing else []
+        close = close_to(missing[0], unexpected, 1) if missing else []
         parts = [
             f"{len(some)} {what}: {', '.join(some[:3])}{', ...' if len(some) > 3 else ''}"
             for some, what in (

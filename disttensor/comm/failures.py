@@ -105,28 +105,25 @@ def first() -> str:
 _LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
 
 
-def _hear_failed(beside: watcher.Watcher, what: str) -> None:
+def _hear_failed(beside: watcher.Watcher, what: str) -> bool:
     beside.failed = what
     beside.store.add("heard", 1)
+    return True
 
 
 def _places(beside: watcher.Watcher) -> str:
     """All ranks live: they wait for each other, or for one that is slow."""
     beside.store.set("asked", "")
-    ranks = range(min(beside.size, _SHOWN))
-    keys = [f"place/{r}" for r in ranks]
-    end = time.monotonic() + _PATIENCE
-    while not beside.store.check(keys) and time.monotonic() < end:
-        time.sleep(0.1)
-    said = {r: k for r, k in zip(ranks, keys, strict=True) if beside.store.check([k])}
-    lines = [f"\n  rank {r}: {beside.store.get(k).decode()}" for r, k in said.items()]
+    said = beside.said("place", range(min(beside.size, _SHOWN)), _PATIENCE)
+    lines = [f"\n  rank {rank}: {place}" for rank, place in said.items()]
     return " All ranks live. Where they are:" + "".join(lines) + "\n "
 
 
-def _say_place(beside: watcher.Watcher, asked: str) -> None:
+def _say_place(beside: watcher.Watcher, asked: str) -> bool:
     steps = runtime.current().steps
     done = f"after {steps.count} optimizer steps, " if steps is not None else ""
     beside.store.set(f"place/{beside.rank}", f"{done}{beside.place()}")
+    return True
 
 
 watcher.HEARD["failed"] = _hear_failed

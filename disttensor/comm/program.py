@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -161,23 +160,27 @@ def at_step(who: str) -> None:
     steps.compared = beside.ask(compare)
 
 
-def _explain(beside: watcher.Watcher, where: str) -> None:
-    """Some rank has found a difference: all of the mesh say what they noted."""
+def _explain(beside: watcher.Watcher, where: str) -> bool:
+    """Some rank has found a difference: all of the mesh say what they noted, each when its program
+    has come to that step."""
     name, ranks, number = json.loads(where)
+    if beside.rank not in ranks:
+        return True
     steps: Steps | None = runtime.current().steps
-    step = next((s for s in steps.kept if s.number == number), None) if steps else None
-    if steps is None or step is None or beside.rank not in ranks:
-        return
+    kept = [] if steps is None else list(steps.kept)
+    if steps is None or not any(s.number >= number for s in kept):
+        return False
+    step = next((s for s in kept if s.number == number), None)
+    if step is None:  # long ago
+        return True
     mine = next((c for m, c in step.calls.items() if repr(m) == name), [])
     beside.store.set(f"noted/{beside.rank}", json.dumps(
         [step.place, [(c.words(), c.where) for c in mine]]
     ))  # fmt: skip
-    end = time.monotonic() + _PATIENCE
-    while not beside.store.check([f"noted/{r}" for r in ranks]) and time.monotonic() < end:
-        time.sleep(0.05)
-    said = {r: f"noted/{r}" for r in ranks if beside.store.check([f"noted/{r}"])}
-    notes = {r: json.loads(beside.store.get(key)) for r, key in said.items()}
+    said = beside.said("noted", ranks, _PATIENCE)
+    notes = {rank: json.loads(text) for rank, text in said.items()}
     steps.error = difference(name, number, notes)
+    return True
 
 
 def difference(name: str, number: int, notes: dict[int, Any]) -> str:

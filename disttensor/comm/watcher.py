@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from disttensor.runtime import Runtime
 from disttensor.torch_private import default_store
 
 PERIOD = 1.0  # seconds
-Heard = Callable[["Watcher", str], None]
+Heard = Callable[["Watcher", str], bool]
 
-# What to do, once, with what is posted under a key: fn(watcher, text), in the thread.
+# What to do, once, with what is posted under a key: fn(watcher, text), in the thread. It gives
+# False where it cannot yet, and is called again.
 HEARD: dict[str, Heard] = {}
 
 
@@ -105,9 +106,9 @@ class Watcher:
 
     def _hear(self) -> None:
         for key, fn in HEARD.items():
-            if key not in self.known and self.store.check([key]):
+            known = key in self.known or not self.store.check([key])
+            if not known and fn(self, self.store.get(key).decode()):
                 self.known.add(key)
-                fn(self, self.store.get(key).decode())
 
     # What is known of the others ------------------------------------------------------------------
 
@@ -127,6 +128,16 @@ class Watcher:
             time.sleep(seconds)
         still = (r for r, beats in elsewhere.items() if self.store.add(f"beat/{r}", 0) == beats)
         return next(still, None)
+
+    def said(self, what: str, ranks: Iterable[int], seconds: float) -> dict[int, str]:
+        """What these ranks have posted under ``what``: of all of them, or after some seconds of
+        those that have."""
+        keys = {rank: f"{what}/{rank}" for rank in ranks}
+        end = time.monotonic() + seconds
+        while not self.store.check([*keys.values()]) and time.monotonic() < end:
+            time.sleep(0.05)
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        return {rank: self.store.get(key).decode() for rank, key in there.items()}
 
     def place(self) -> str:
         """The line where the program of this rank is now."""

@@ -3,9 +3,9 @@ and the DistTensors made of what this rank has loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,10 +17,9 @@ from disttensor.meta import execute
 from disttensor.placement import Placement, Replicate, Shard
 from disttensor.spec import spec_of
 from disttensor.tensor.dist_tensor import wrap
-from disttensor.tree import rebuilt
+from disttensor.tree import Path
 
 Tensor = torch.Tensor
-Path = tuple[Any, ...]
 Places = tuple[ProcessMesh, Sequence[Placement]]
 
 
@@ -74,7 +73,8 @@ def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> t
     return box.offset[0], box.offset[0] + box.shape[0]
 
 
-class _Leaf(NamedTuple):
+@dataclass(frozen=True)
+class _Leaf:
     """A tensor of a batch, without dim 0."""
 
     tail: tuple[int, ...]
@@ -82,15 +82,6 @@ class _Leaf(NamedTuple):
 
     def __repr__(self) -> str:
         return f"{self.dtype}[{', '.join(['n', *map(str, self.tail)])}]"
-
-
-def walk(value: Any, leaf: Callable[[Any, Path], Any], path: Path) -> Any:
-    """The same structure with ``leaf(x, path)`` for each x that is no container."""
-    if isinstance(value, Mapping):
-        return {k: walk(v, leaf, (*path, k)) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) is not _Leaf:
-        return rebuilt(value, [walk(v, leaf, (*path, i)) for i, v in enumerate(value)])
-    return leaf(value, path)
 
 
 def _name(path: Path) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from disttensor.data.batch import Form, Path, Placed, Places, agreed, entries, rows_of, walk
+from disttensor.data.batch import Form, Placed, Places, agreed, entries, rows_of
 from disttensor.layout import Box
+from disttensor.tree import Path, map_paths
 
 Tensor = torch.Tensor
 _KEPT = (
@@ -103,7 +104,7 @@ class ShardedLoader:
                 value = next(batches)
                 count, first, stop, digest = self.pieces.given.popleft()
                 if first < stop:
-                    found = walk(value, Form(tensors, stop - first), ())
+                    found = map_paths(value, Form(tensors, stop - first))
             except StopIteration:
                 pass
             except Exception as caught:
@@ -113,7 +114,7 @@ class ShardedLoader:
                 break
             rows = Box((first,), (stop - first,))
             self.samples += count
-            yield walk(form, Placed(self.places, tensors, count, rows), ())
+            yield map_paths(form, Placed(self.places, tensors, count, rows))
         self.samples, self.began = 0, None
 
     def state_dict(self) -> dict[str, Any]:

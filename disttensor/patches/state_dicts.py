@@ -7,21 +7,19 @@ replaced when torch's modules are imported, which takes longer than the import o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
-from disttensor.autograd import token
 from disttensor.comm import objects
 from disttensor.mesh import ProcessMesh
-from disttensor.spec import DistSpec
+from disttensor.meta import execute
 from disttensor.tensor.checkpointable import settled
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.tensor_meta import TensorMeta, described
+from disttensor.tensor.tensor_meta import described
 from disttensor.tensor.values import broadcast_value
-from disttensor.tree import map_leaves, substitute
+from disttensor.tree import substitute
 
 
 def iterating(original: Any) -> Any:
@@ -99,7 +97,7 @@ def known_everywhere(original: Any) -> Any:
             for mesh, numbers in _by_mesh(of):
                 if mesh.coordinate is None:
                     theirs = objects.recv_object(mesh.ranks, mesh.device)
-                    state.update(map_leaves(theirs, TensorMeta, partial(_outside, mesh)))
+                    state.update(execute.wrap_told(theirs, mesh, (), None))
                 else:
                     ours = {i: substitute(state[i], described) for i in numbers if i in state}
                     objects.send_object(ours, mesh.ranks, mesh.device)
@@ -125,8 +123,3 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, li
         if isinstance(p, DistTensor) and objects.others(p.spec.mesh.ranks):
             found.setdefault(p.spec.mesh, []).append(i)
     return iter(found.items())
-
-
-def _outside(mesh: ProcessMesh, meta: TensorMeta) -> DistTensor:
-    spec = DistSpec(mesh, meta.layout, meta.shape, meta.dtype)
-    return wrap(token.detached(mesh.device), spec)
