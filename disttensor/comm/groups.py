@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor import runtime
-from disttensor.comm import failures, watcher
+from disttensor.comm import desync, failures, watcher
 from disttensor.comm.process_group import attempt, world
 from disttensor.errors import CommError
 from disttensor.torch_private import (
@@ -78,8 +78,10 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Grou
     ranks, axes = tuple(ranks), tuple(axes)
     if len(ranks) == 1:
         return Group(ranks, 0, axes, None, lane)
-    pg = process_group(tuple(sorted(ranks)), axes, lane)
-    return Group(ranks, ranks.index(world()[0]), axes, pg, lane)
+    index, members = ranks.index(world()[0]), tuple(sorted(ranks))
+    if desync.enabled and (members, lane) not in runtime.current().groups:
+        desync.compare(Group(ranks, index, axes, None, lane), "new_group")
+    return Group(ranks, index, axes, process_group(members, axes, lane), lane)
 
 
 def world_group() -> Group:

@@ -280,7 +280,7 @@ TABLE = (
     ),
     Change(
         "torch.distributed.checkpoint: async_save",
-        "it copies the memory of one process",
+        "it asks for the memory of one process, and refuses",
         "a stager, which each call of async_save has to be given",
         replaced_in(
             "torch.distributed.checkpoint._state_dict_stager",

@@ -9,6 +9,8 @@ times nothing costs anything. What a transform is given as an input arrives belo
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from disttensor.dispatch.dispatch import dispatch
@@ -21,6 +23,9 @@ from disttensor.tree import flat, substitute
 
 Function = Callable[..., Any]
 
+
+# Rooms whose functions stand in front of torch's.
+_IN_FRONT = {"nn", "optim", "patches"}
 
 # Inside these alone a DistTensor is a constant.
 GATHERING = {"torch.func.grad or vjp", "torch.func.vmap"}
@@ -108,12 +113,16 @@ def within(name: str) -> Function:
 
 def run_by_python(what: str) -> Undo:
     """Dynamo leaves the frames of our packages as they are, and breaks its graphs there: compiled,
-    one closure of ours is taken for another, which has its code."""
+    one closure of ours is taken for another, which has its code. It follows those that stand in
+    front of torch's functions, for plain tensors."""
 
     def skip(rules: Any) -> Undo:
-        for name in ("disttensor", "ops", "reshard"):
+        rooms = [room.name for room in iter_modules([str(Path(__file__).parents[1])])]
+        ours = [f"disttensor.{room}" for room in rooms if room not in _IN_FRONT]
+        before = len(rules.SKIP_DIRS)
+        for name in ("ops", "reshard", *ours):
             rules.add(name)
-        added = rules.SKIP_DIRS[-3:]
+        added = rules.SKIP_DIRS[before:]
 
         def undo() -> None:
             for folder in added:

@@ -57,9 +57,9 @@ def made(call: Any) -> Callable[..., Any]:
 
 
 @rule(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, exact=True)
-def new_zeros(input: Arg, *size: Any, **kwargs: Any) -> Factors:
+def new_zeros(input: Arg, *sizes: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
-    return new(input, sizes_of(size), made)
+    return new(input, sizes_of(sizes or (kwargs["size"],)), made)
 
 
 @rule(torch.Tensor.new_full, exact=True)
