@@ -16,7 +16,7 @@ from disttensor import arguments
 from disttensor.checkpoint import folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import SyncedFile
-from disttensor.comm import objects
+from disttensor.comm import objects, program
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
 from disttensor.random import state as random
@@ -73,7 +73,8 @@ class Checkpointer:
         return [saved.step for saved in folder.complete(self.folder)]
 
     def save(self, step: int, *, background: bool = False, **state: Any) -> None:
-        """A checkpoint of ``state``: whole, or not there at all.
+        """A checkpoint of ``state``: whole, or not there at all. Raises MismatchError where the
+        ranks have not run the same program up to the last optimizer step.
 
         ``background``: copy it, and write beside the training. The next call of this object waits
         for that, and raises what went wrong.
@@ -100,7 +101,9 @@ class Checkpointer:
         digests |= {(key, ()): _digest(value) for key, value in values.items()}
         generator = torch.get_rng_state()
         mine = path, _specs(tensors), _digest(generator), digests, firsts
+        program.wait()
         everyone = _agree(what, group, error, mine)
+        program.check()
         seen: dict[Any, tuple[int, str]] = {}
         for rank, (*_, their_digests, their_states) in enumerate(everyone):
             for part, digest in their_digests.items():

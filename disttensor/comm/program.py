@@ -126,8 +126,7 @@ def at_step(who: str) -> None:
         NOTED.clear()
         return
     steps = now.steps = now.steps or Steps()
-    if steps.compared is not None:
-        steps.compared.wait(_PATIENCE)  # mostly it has been long ago
+    wait()  # mostly it has been long ago
     if steps.error:
         raise MismatchError(steps.error)
     node, steps.node = steps.node, next_node()
@@ -158,6 +157,23 @@ def at_step(who: str) -> None:
                 store.delete_key(f"{key}{step.number - 64}")
 
     steps.compared = beside.ask(compare)
+
+
+def wait() -> None:
+    """Until what was noted before the last optimizer step has been compared."""
+    steps: Steps | None = runtime.current().steps
+    if steps is not None and steps.compared is not None:
+        steps.compared.wait(_PATIENCE)
+
+
+def check() -> None:
+    """Raises MismatchError, on all ranks alike, if the ranks' programs differed before the last
+    optimizer step. All of them have waited."""
+    now = runtime.current()
+    if now.steps is not None and now.watcher:
+        now.watcher.ask(lambda store: None).wait(2 * _PATIENCE)  # it hears what was posted
+        if now.steps.error:
+            raise MismatchError(now.steps.error)
 
 
 def _explain(beside: watcher.Watcher, where: str) -> bool:

@@ -46,6 +46,15 @@ class Grad(MeshTensor):
         return self.local.retains_grad
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that gradients of this leaf get; None: any."""
+        return self.local.grad_dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        self.local.grad_dtype = value
+
+    @property
     def grad(self) -> Self | None:
         return get_grad(self)
 

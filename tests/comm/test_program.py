@@ -4,6 +4,7 @@ asks for alone are no difference."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def start_anew():
     dist.barrier()
 
 
-def train(mesh, stage, rows, change, quiet=False):
+def train(mesh, stage, rows, change, quiet=False, folder=None):
     """Steps of which the last one is changed; then, when all ranks know, one more."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     if stage:
@@ -74,6 +75,8 @@ def train(mesh, stage, rows, change, quiet=False):
             time.sleep(2.5)
         optimizer.step()
         optimizer.zero_grad()
+    if folder is not None:
+        dt.Checkpointer(folder).save(1, model=model)
     dist.barrier()
     steps = runtime.current().steps
     steps.compared.wait(10)
@@ -107,4 +110,15 @@ def test_the_rank_that_left_the_program_is_named_at_the_next_step():
             late = "late" if change == "forward" and dist.get_rank() == 3 else ""
             train(mesh, stage, length, change if odd else late)
         assert "ranks [0, 2, 3]" in str(raised.value) and "test_program.py" in str(raised.value)
+    start_anew()
+
+
+@on_ranks(4, timeout=120)
+def test_ranks_that_have_left_the_program_write_no_checkpoint(tmp_path: Path):
+    start_anew()
+    mesh = dt.init_mesh((4,), ("dp",))
+    late = {1: "clip", 2: "late"}.get(dist.get_rank(), "")
+    with pytest.raises(dt.MismatchError, match=r"rank 1: torch._foreach_mul_"):
+        train(mesh, 0, lambda last: 6, late, folder=tmp_path)
+    assert dt.Checkpointer(tmp_path).load(model=nn.Linear(1, 1)) is None
     start_anew()

@@ -121,3 +121,15 @@ def test_a_whole_graph_is_refused_by_name_and_plain_tensors_have_theirs() -> Non
     cosines = vmap(grad(lambda t: t.sin().sum()))
     same(compiled(cosines, fullgraph=True, backend="eager")(a), a.cos())
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")  # aten.linear has no rule
+@on_ranks(2, timeout=240)
+def test_an_exported_model_runs_on_other_values() -> None:
+    torch.manual_seed(0)
+    plain, ours, a = nn.Linear(3, 4), nn.Linear(3, 4), f32(5, 3)
+    ours.load_state_dict(plain.state_dict())
+    dt.shard_module(ours, line(), {"weight": [Shard(0)], "bias": [Shard(0)]})
+    for layout in LAYOUTS[1::2]:
+        program = torch.export.export(ours, (place(a, line(), layout),)).module()
+        same(program(place(a.cos(), line(), layout)), plain(a.cos()))

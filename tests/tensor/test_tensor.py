@@ -36,7 +36,7 @@ x.T.is_contiguous(); x.T.stride()
 x.itemsize; x.nbytes; x.element_size(); x.is_floating_point(); x.is_complex()
 torch.is_floating_point(x); torch.is_complex(x)
 x.is_signed(); x.is_conj(); x.is_neg(); x.is_inference(); x.requires_grad; x.is_leaf; x.grad
-x.grad_fn; x.retains_grad
+x.grad_fn; x.retains_grad; x.grad_dtype
 x.storage_offset(); x.type(); x.type("torch.FloatTensor").dtype; x.is_cuda; x.is_cpu; x.is_meta
 x.is_sparse; x.is_quantized
 x.is_nested; x.get_device(); x.output_nr; x.is_shared(); x.is_pinned(); x.dim_order(); x._version
