@@ -43,7 +43,6 @@ QUICK = (
     "test_interop",
     "dispatch/test_dispatch",
     "comm/test_collectives",
-    "autograd/test_gradients",
 )
 BEGIN, END = "<!-- the table of the matrix -->", "<!-- its end -->"
 COLUMNS = ["torch", "Python", "passed", "skipped", "failed", "minutes", "commit", "date"]

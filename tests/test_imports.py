@@ -128,13 +128,6 @@ def first_import(tree: ast.Module) -> ast.stmt | None:
     return None
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_each_package_imports_first_in_a_fresh_interpreter(package: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", f"import {package}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("module", FILES)
 def test_imports_point_down(module: str) -> None:
     own = room(module)

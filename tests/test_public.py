@@ -80,6 +80,10 @@ def test_each_package_can_be_imported_first_and_starts_nothing(package):
         "threading.active_count() == 1; import disttensor, ops, reshard"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert out.returncode == 0 and not out.stderr, out.stderr

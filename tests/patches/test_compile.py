@@ -1,5 +1,5 @@
-"""torch.compile of programs on DistTensors: right on every rank, as no frame of ours is compiled, or
-an error that says so where a whole graph is asked for."""
+"""torch.compile of programs on DistTensors: right on every rank, as no frame of ours is compiled,
+or an error that says so where a whole graph is asked for."""
 
 from __future__ import annotations
 
