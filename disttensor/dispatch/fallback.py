@@ -138,18 +138,14 @@ def run_replicated(
             strict.fallback(func, specs, why)
         elif strict.depth():
             strict.check_moves(func, specs, [s.replicated() for s in specs])
-        with forked(mesh):
-            out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
-        for x, full, before in taken:
-            # some write without a new version: apply_, custom ops
-            if version(full) == before and id(x) not in changed:
-                continue
-            views.refuse_copy(x, func)
-            if x.spec is not x.spec.replicated():
-                x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))
-            elif version(full) == before:
-                count(full)
-            written(x)
+        try:
+            with forked(mesh):
+                out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
+        finally:  # what is computed again for a backward may be stopped after it has written
+            for x, full, before in taken:
+                # some write without a new version: apply_, custom ops
+                if version(full) != before or id(x) in changed:
+                    _give_back(x, full, func, before)
         first: Any = next(iter((*args, *kwargs.values())), None)
         if writing and any(type(t) is DistTensor for t in flat(first, [])):
             return first if isinstance(out, (Tensor, list, tuple)) else out
@@ -165,6 +161,16 @@ def run_replicated(
         return result
 
     return run
+
+
+def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None:
+    """What ``func`` has written into the whole of ``x``, which had the version ``before``."""
+    views.refuse_copy(x, func)
+    if x.spec is not x.spec.replicated():
+        x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))
+    elif version(full) == before:
+        count(full)
+    written(x)
 
 
 def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:

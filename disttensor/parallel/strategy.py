@@ -237,7 +237,9 @@ class Strategy:
                 modules, stages * visits, places, of=model, counts=counts, init=init
             )
             if segments is None and degrees.pp > 1:  # a segment lies on one stage
-                segments = tuple(name for name, _ in split)
+                segments = tuple(
+                    name for name, _ in split if [*model.get_submodule(name).parameters()]
+                )
         else:
             shard_module(model, stages[0], places, init=init)
         low = self.param_dtype

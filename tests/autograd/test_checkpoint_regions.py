@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import disttensor as dt
 from disttensor import Replicate, Shard
 from tests.support.oracle import fallbacks, line, place, randn
 from tests.support.pool import on_ranks
@@ -93,3 +95,16 @@ def test_a_captured_tensor_with_hooks_is_used_in_and_around_regions():
                     grads += [x.grad, w.grad]
                 for mine, plain in zip(grads[2:], grads[:2], strict=True):
                     torch.testing.assert_close(mine.full_tensor(), plain, msg=f"{name} {hooked}")
+
+
+@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.parametrize("split", [False, True])  # True: no rule, it runs on full tensors
+@on_ranks(2)
+def test_statistics_are_written_again_as_in_one_process(split):
+    plain, ours = nn.BatchNorm1d(4).double(), nn.BatchNorm1d(4).double()
+    dt.shard_module(ours, line(), {"running_*": [S0]} if split else {})
+    x = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4)
+    for norm, batch in ((plain, x), (ours, place(x, line(), [S0]))):
+        again(norm, batch.detach().requires_grad_()).sin().sum().backward()
+    for mine, expected in zip(ours.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), expected)

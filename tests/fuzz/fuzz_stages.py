@@ -13,10 +13,8 @@ to find it). By hand, the failures made smaller::
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +25,10 @@ import disttensor as dt
 from disttensor import ProcessMesh
 from disttensor.tensor.reshard import CrossMesh
 from tests.fuzz import fuzz_programs, fuzz_writer
-from tests.fuzz.command_line import fuzz
+from tests.fuzz.command_line import each_on_ranks, fuzz, tell
 from tests.fuzz.fuzz_world import Program, World, placements, stays_put
 from tests.fuzz.fuzz_writer import Writer, search
-from tests.support import oracle, pool
+from tests.support import oracle
 
 # Meshes of programs in a world of this size: apart, overlapping, one in another, the whole world
 MESHES: dict[int, tuple[Any, ...]] = {
@@ -422,12 +420,10 @@ def problems(program: StageProgram) -> list[str]:
 
 
 def run(programs: Sequence[StageProgram], progress: str = "", shrink: bool = False) -> list[str]:
-    """Reports of the programs that fail; runs on every rank. ``progress``: a file that tells which
-    one runs."""
+    """Reports of the programs that fail; runs on every rank. ``progress``: see ``tell``."""
     reports = []
     for i, program in enumerate(programs):
-        if progress and dist.get_rank() == 0:
-            Path(progress).write_text(str(i))
+        tell(progress, i)
         found = problems(program)
         if found:
             if shrink:
@@ -453,26 +449,10 @@ def shrunk(program: StageProgram) -> StageProgram:
     return program
 
 
-def main(first: int, last: int, world: int, timeout: float = 20.0) -> int:
+def main(first: int, last: int, world: int) -> int:
     """How many of these seeds fail; each is printed."""
     programs = [make(seed, world) for seed in range(first, last)]
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/program"
-        while programs:
-            part = programs[:20]
-            programs = programs[20:]
-            try:
-                reports = pool.run_on_ranks(world, run, part, file, True, timeout=timeout * 3)[0]
-            except pool.RanksFailed as error:
-                at = int(Path(file).read_text())
-                programs = part[at + 1 :] + programs
-                reports = [f"{part[at]}\n{str(error)[:6000]}\n"]
-            failed += len(reports)
-            for text in reports:
-                print(text, flush=True)
-    pool.stop()
-    return failed
+    return each_on_ranks(world, run, programs, 60.0, True)
 
 
 if __name__ == "__main__":

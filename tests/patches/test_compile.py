@@ -15,6 +15,9 @@ from disttensor import Partial, Replicate, Shard
 from tests.support.oracle import line, place, randn
 from tests.support.pool import on_ranks
 
+# Python 3.13.0 has a flaw, of which Dynamo warns
+pytestmark = pytest.mark.filterwarnings("ignore:Guards may run slower")
+
 LAYOUTS = ([Replicate()], [Shard(0)], [Shard(1)], [Partial()])
 MODES = {
     "eager": {"backend": "eager"},

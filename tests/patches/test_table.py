@@ -171,7 +171,8 @@ def traced() -> None:
     for trace in (make_fx(torch.relu), lambda x: torch.jit.trace(torch.relu, (x,))):
         said = ""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            for kind in (DeprecationWarning, FutureWarning):  # of torch.jit
+                warnings.simplefilter("ignore", kind)
             try:
                 trace(x)
             except NotImplementedError as error:

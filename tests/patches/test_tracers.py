@@ -75,7 +75,8 @@ def test_transforms_take_a_distributed_constant_whole_and_refuse_an_input() -> N
             same(run(mine), run(w))
         for name, run in refused.items():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.trace
+                for kind in (DeprecationWarning, FutureWarning):  # of torch.jit
+                    warnings.simplefilter("ignore", kind)
                 with pytest.raises(NotImplementedError, match=r"inside .*full_tensor"):
                     run(mine)
                     pytest.fail(name)
