@@ -112,13 +112,13 @@ def _parts(version: str) -> list[int]:
 
 
 def _state() -> list[str]:
-    """The commit, marked where the checkout differs from it, and the date."""
+    """The commit, marked where the code of the checkout differs from it, and the date."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
-    changed = " + changes" if git("status", "--porcelain") else ""
+    changed = " + changes" if git("status", "--porcelain", "--", "*.py") else ""
     return [git("rev-parse", "--short", "HEAD") + changed, f"{datetime.date.today()}"]
 
 
