@@ -18,6 +18,8 @@ from disttensor.comm import failures
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import join_world, world
 
+_CPU = torch.device("cpu")
+
 
 class ProcessMesh:
     """``ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))``: global ranks on named axes.
@@ -102,7 +104,7 @@ class ProcessMesh:
     def device(self) -> torch.device:
         """Where this rank's locals live."""
         if self.device_type == "cpu":
-            return torch.device("cpu")
+            return _CPU
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def axis(self, name: str | int) -> int:

@@ -274,7 +274,7 @@ def filled(
             views.share(new, tensors[out.viewed])
         return new
 
-    return map_leaves(result, infer.Out, made)
+    return made(result) if type(result) is infer.Out else map_leaves(result, infer.Out, made)
 
 
 def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:

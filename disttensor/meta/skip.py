@@ -174,7 +174,15 @@ class Skip(InstanceForward):
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
         """What the metadata of the results depends on; and the tensors among the arguments."""
         inputs: list[DistTensor] = []
-        parts: list[Any] = [_part(args, inputs), _part(kwargs, inputs)]
+        parts: list[Any] = [len(args)]
+        for x in args:
+            if type(x) is DistTensor:  # mostly
+                inputs.append(x)
+                parts += (x.spec, x.local.requires_grad)
+            else:
+                parts.append(_part(x, inputs))
+        if kwargs:
+            parts.append(_part(kwargs, inputs))
         subtree: Any = self._subtree
         for attributes, name in subtree.attached:
             parts.append(_part(attributes.get(name), inputs))
