@@ -18,10 +18,12 @@ def flat(value: Any, out: list[Tensor]) -> list[Tensor]:
         out.append(value)
     elif isinstance(value, (list, tuple)):
         for v in value:
-            flat(v, out)
+            if isinstance(v, Tensor):  # in a list of many no call for each
+                out.append(v)
+            else:
+                flat(v, out)
     elif isinstance(value, dict):
-        for v in value.values():
-            flat(v, out)
+        flat([*value.values()], out)
     return out
 
 
