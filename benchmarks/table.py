@@ -123,7 +123,8 @@ the network taken away. It is the overhead that is measured here, not throughput
 {table}
 
 - Machine: {machine}.
-- Command: `{command}` (`make bench` prints the same table).
+- Command: `{command}` (`make bench` prints the
+  same table).
 
 ## How it is measured
 
