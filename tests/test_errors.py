@@ -242,12 +242,12 @@ def test_writing_to_a_view_that_had_to_be_copied():
 def test_memory_that_only_one_process_has():
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
     leaf = dt.shard_tensor(counted(4, 4), grid(), (S0, R), requires_grad=True)
-    for call, text in [
-        (lambda: x.resize_(2, 2), "is not resized"),
-        (lambda: x.set_(counted(4, 4)), "memory and strides are those of one process"),
-        (lambda: leaf.t_(), "leaf"),
-    ]:  # fmt: skip
-        with pytest.raises((RuntimeError, TypeError), match=text):
+    for call, kind, text in [
+        (lambda: x.resize_(2, 2), RuntimeError, "is not resized"),
+        (lambda: x.set_(counted(4, 4)), TypeError, "memory and strides are those of one process"),
+        (lambda: leaf.t_(), RuntimeError, "leaf"),
+    ]:
+        with pytest.raises(kind, match=text):
             call()
     if dist.get_world_size() > 1:
         with pytest.raises(RuntimeError, match="strides are those of the memory of one process"):

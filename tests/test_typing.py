@@ -13,23 +13,18 @@ from tests.support.pages import ROOT, program
 
 pytest.importorskip("mypy")
 
-# What make lint says of torch and of our packages, so that they are read once for both; a script is
-# not strict.
-CONFIG = """
-[mypy]
-strict = true
-disallow_subclassing_any = false
-disallow_untyped_calls = false
-disallow_untyped_decorators = false
-warn_return_any = false
-[mypy-torch,torch.*]
-implicit_reexport = true
-[mypy-{scripts}]
+# Beside the options of lint, so that torch and our packages are read once for both: a script is not
+# strict.
+OPTIONS = """
+[[tool.mypy.overrides]]
+module = {scripts}
 disallow_any_generics = false
 disallow_incomplete_defs = false
 disallow_untyped_defs = false
 warn_unused_ignores = false
-[mypy-transformers.*,peft.*,matplotlib.*]
+
+[[tool.mypy.overrides]]
+module = ["transformers.*", "peft.*", "matplotlib.*"]
 ignore_missing_imports = true
 """
 
@@ -86,9 +81,9 @@ def test_scripts_type_check(tmp_path: Path) -> None:
     for name, text in sources.items():
         (tmp_path / f"{name}.py").write_text(text)
     files = [*tmp_path.glob("*.py"), *(ROOT / "examples").glob("*.py")]
-    config = CONFIG.format(scripts=",".join(f.stem for f in files))
-    (tmp_path / "mypy.ini").write_text(config)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "mypy.ini")]
+    config, ours = tmp_path / "pyproject.toml", (ROOT / "pyproject.toml").read_text()
+    config.write_text(ours + OPTIONS.format(scripts=[f.stem for f in files]))
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config)]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=590)
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]

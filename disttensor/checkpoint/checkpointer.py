@@ -19,12 +19,13 @@ from disttensor.checkpoint.synced_file import SyncedFile
 from disttensor.comm import objects, program
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
+from disttensor.errors import MismatchError
 from disttensor.random import state as random
 from disttensor.tensor.dist_tensor import DistTensor
 
 VALUES = "values.pt"
 RANDOM = "random"
-_KINDS = (OSError, ValueError, TypeError)
+_KINDS = (OSError, ValueError, TypeError, MismatchError)
 
 
 class _Job(NamedTuple):
@@ -86,6 +87,7 @@ class Checkpointer:
         values: dict[str, Any] = {}
         path = None
         try:
+            program.check()
             if RANDOM in state:
                 raise ValueError(f"{RANDOM}= is a name that the checkpointer needs itself")
             names = parameter_names(state)
@@ -101,9 +103,7 @@ class Checkpointer:
         digests |= {(key, ()): _digest(value) for key, value in values.items()}
         generator = torch.get_rng_state()
         mine = path, _specs(tensors), _digest(generator), digests, firsts
-        program.wait()
         everyone = _agree(what, group, error, mine)
-        program.check()
         seen: dict[Any, tuple[int, str]] = {}
         for rank, (*_, their_digests, their_states) in enumerate(everyone):
             for part, digest in their_digests.items():

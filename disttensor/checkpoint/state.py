@@ -127,9 +127,10 @@ def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):
             return x
-        made = target(_joined(name, path), x)
+        full_name = _joined(name, path)
+        made = target(full_name, x)
         if x.is_meta:
-            tensors[_joined(name, path)] = made
+            tensors[full_name] = made
         return made
 
     return map_paths(value, leaf)

@@ -126,9 +126,7 @@ def at_step(who: str) -> None:
         NOTED.clear()
         return
     steps = now.steps = now.steps or Steps()
-    wait()  # mostly it has been long ago
-    if steps.error:
-        raise MismatchError(steps.error)
+    check()
     node, steps.node = steps.node, next_node()
     steps.count += 1
     step = Step(steps.count, f"{who} at {user_line()}", {})
@@ -159,21 +157,14 @@ def at_step(who: str) -> None:
     steps.compared = beside.ask(compare)
 
 
-def wait() -> None:
-    """Until what was noted before the last optimizer step has been compared."""
+def check() -> None:
+    """Raises MismatchError if what was noted before the last optimizer step differs from what other
+    ranks have noted. A rank that finds a difference itself knows of it here."""
     steps: Steps | None = runtime.current().steps
     if steps is not None and steps.compared is not None:
-        steps.compared.wait(_PATIENCE)
-
-
-def check() -> None:
-    """Raises MismatchError, on all ranks alike, if the ranks' programs differed before the last
-    optimizer step. All of them have waited."""
-    now = runtime.current()
-    if now.steps is not None and now.watcher:
-        now.watcher.ask(lambda store: None).wait(2 * _PATIENCE)  # it hears what was posted
-        if now.steps.error:
-            raise MismatchError(now.steps.error)
+        steps.compared.wait(2 * _PATIENCE)  # mostly it has been long ago
+        if steps.error:
+            raise MismatchError(steps.error)
 
 
 def _explain(beside: watcher.Watcher, where: str) -> bool:

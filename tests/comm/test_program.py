@@ -113,12 +113,13 @@ def test_the_rank_that_left_the_program_is_named_at_the_next_step():
     start_anew()
 
 
+@pytest.mark.parametrize("stages", [1, 2])  # 2: ranks 2 and 3 do nothing that is compared with 1
 @on_ranks(4, timeout=120)
-def test_ranks_that_have_left_the_program_write_no_checkpoint(tmp_path: Path):
+def test_ranks_that_have_left_the_program_write_no_checkpoint(stages: int, tmp_path: Path):
     start_anew()
-    mesh = dt.init_mesh((4,), ("dp",))
-    late = {1: "clip", 2: "late"}.get(dist.get_rank(), "")
-    with pytest.raises(dt.MismatchError, match=r"rank 1: torch._foreach_mul_"):
+    mesh = dt.init_mesh((stages, 4 // stages), ("pp", "dp"))[dist.get_rank() * stages // 4]
+    late = {1: "write", 2: "late"}.get(dist.get_rank(), "")
+    with pytest.raises(dt.MismatchError, match=r"rank 1: torch.Tensor.mul_"):
         train(mesh, 0, lambda last: 6, late, folder=tmp_path)
     assert dt.Checkpointer(tmp_path).load(model=nn.Linear(1, 1)) is None
     start_anew()

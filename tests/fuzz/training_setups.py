@@ -133,36 +133,39 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def mlp(setup: Setup) -> nn.Sequential:
-    layers = nn.Sequential(
+def mlp(setup: Setup) -> list[nn.Module]:
+    return [
         nn.Linear(6, 8), nn.Tanh(), Affine(8, setup), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8),
         nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3),
-    )  # fmt: skip
-    if setup.tied:
-        layers[6].weight = layers[3].weight
-    return layers
+    ]  # fmt: skip
 
 
-def gpt(setup: Setup) -> nn.Sequential:
-    layers = nn.Sequential(
+def gpt(setup: Setup) -> list[nn.Module]:
+    return [
         nn.Embedding(11, 8), Block(8, setup.seed % 2 == 0), Affine(8, setup), Block(8, False),
         nn.LayerNorm(8), nn.Linear(8, 11, bias=False),
-    )  # fmt: skip
-    if setup.tied:
-        layers[5].weight = layers[0].weight
-    return layers
+    ]  # fmt: skip
 
 
-def conv(setup: Setup) -> nn.Sequential:
-    layers = nn.Sequential(
+def conv(setup: Setup) -> list[nn.Module]:
+    return [
         nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
         nn.Conv2d(4, 4, 3, padding=1, stride=2), nn.GroupNorm(2, 4), nn.Tanh(),
         nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(2),
         nn.Flatten(), Affine(16, setup), nn.Linear(16, 3),
-    )  # fmt: skip
+    ]  # fmt: skip
+
+
+# Kind -> layers, and which of them has the weight of which if they are tied
+KINDS: dict[str, Any] = {"mlp": (mlp, 6, 3), "gpt": (gpt, 5, 0), "conv": (conv, 6, 3)}
+
+
+def model_of(setup: Setup) -> nn.Sequential:
+    layers, tied, to = KINDS[setup.kind]
+    model: Any = nn.Sequential(*layers(setup))
     if setup.tied:
-        layers[6].weight = layers[3].weight
-    return layers
+        model[tied].weight = model[to].weight
+    return model.to(torch.float32 if setup.amp else torch.float64)
 
 
 COLUMN, ROW = {"tp": dt.Shard(0)}, {"tp": dt.Shard(1)}
@@ -174,7 +177,6 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "conv": {"0.*": COLUMN, "1.[wb]*": COLUMN, "3.weight": ROW, "11.weight": ROW},
 }  # fmt: skip
-KINDS = {"mlp": mlp, "gpt": gpt, "conv": conv}
 
 
 def batch(setup: Setup, step: int) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,9 @@ def test_a_rank_that_dies_is_followed_by_a_restart_from_the_newest_checkpoint(
     assert re.search(r"going on after step [123]0, from", out), out
     assert all(words in out for words in ("40/40", "tokens/s", "validation loss", "loss curve"))
     expected, its_text = short_run_of_one(f"{EXACT} --tie --steps=40", folder)
+    assert "Warning" not in err, err
     written = json.loads((tmp_path / "losses.json").read_text())
+    assert (len(written["losses"]), len(written["validation"])) == (40, 1)
     losses = [*written["losses"], *written["validation"]]
     assert losses == pytest.approx(expected, rel=0, abs=1e-10)
     assert losses[39] < losses[0] - 0.1
