@@ -225,7 +225,8 @@ Whole training steps (zero_grad, forward, backward, fused AdamW) of one GPT, by
 
 - Machine: {machine}.
 - Command: `{command}`.
-- Processes on this one machine over gloo, one thread each, {cores}. {model}
+- Processes on this one machine over gloo, one thread each, {cores}.
+- Model: {model}
 - The two sides of a row live in the same processes and take turns, step by step, {repeats} each
   after a warm-up, in which their losses must agree. *best step*: of the fastest ones, by the clock.
   *pairs*: the median over steps that follow each other. *CPU*: processor time of a rank with all
@@ -288,7 +289,7 @@ def main() -> None:
         page = args.markdown.read_text(encoding="utf-8") if args.markdown.exists() else ""
         before = page.split(OTHERS)[0].rstrip()
         after = "".join(page.partition(OTHERS)[2].partition("\n## ")[1:])  # other sections
-        whole = f"{before}\n\n{section(results, args)}\n{after}".rstrip() + "\n"
+        whole = f"{before}\n\n{section(results, args)}{after}".rstrip() + "\n"
         args.markdown.write_text(whole, encoding="utf-8")
 
 
