@@ -52,11 +52,11 @@ def runner_of(
         kind = mesh.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if dtype not in kept:
-            kept[dtype] = _runner_of(func, mesh, layouts, args, kwargs, writes, None)
+            kept[dtype] = _runner_of(func, mesh, layouts, args, kwargs or {}, writes, None)
         return kept[dtype](args, kwargs)
 
-    with torch.autocast(mesh.device.type, enabled=False):
-        run = _runner_of(func, mesh, layouts, args, kwargs, writes, cast)
+    on = autocast_is_on()  # then dtypes may be mixed: an error without
+    run = cast if on else _runner_of(func, mesh, layouts, args, kwargs, writes, cast)
     idle = _idle(func)
     return run if idle is None else counted(run, mesh, idle)
 

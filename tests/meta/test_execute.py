@@ -385,6 +385,31 @@ def autocast(x):
     return [q.dtype for q in (r1, r2, r3, r4, r5, r6, r7)]
 
 
+def autocast_of_mixed_dtypes(x):
+    """The first call of its kind under autocast, which casts one argument more."""
+    low = lambda *shape: x(*shape).bfloat16()  # noqa: E731
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [
+            F.linear(low(6, 5), x(4, 5).float(), x(4).float()),
+            F.conv1d(low(2, 3, 8), x(4, 3, 3).float(), x(4).float()),
+            F.conv2d(low(2, 3, 8, 8), x(4, 3, 3, 3).float(), x(4).float()),
+            F.conv_transpose2d(low(2, 3, 8, 8), x(3, 4, 3, 3).float(), x(4).float()),
+            torch.addmm(x(5).float(), low(6, 4), x(4, 5).float()),
+            torch.baddbmm(x(5).float(), low(2, 6, 4), x(2, 4, 5).float()),
+            low(2, 6, 4) @ x(4, 5).float(),
+            torch.einsum("ij,kj->ik", low(6, 4), x(5, 4).float()),
+            F.scaled_dot_product_attention(low(2, 2, 6, 4), low(2, 2, 6, 4), x(2, 2, 6, 4).float()),
+            F.prelu(low(6, 5), x(1).float()),
+            F.layer_norm(low(6, 5), (5,), x(5).float(), x(5).float()),
+            F.group_norm(low(6, 4), 2, x(4).float(), x(4).float()),
+            F.batch_norm(low(6, 4), x(4).detach().float(), x(4).detach().float().abs()),
+            torch.cat([low(6, 5), x(6, 5).float()]),
+        ]
+    with pytest.raises(RuntimeError):
+        F.conv2d(low(2, 3, 8, 8), x(4, 3, 3, 3).bfloat16(), x(4).float())
+    return [(r.dtype, tuple(r.shape)) for r in results]
+
+
 def factories(x):
     a = x(6, 5)
     return [
@@ -571,6 +596,7 @@ PROGRAMS = [
     conv,
     promotion,
     autocast,
+    autocast_of_mixed_dtypes,
     factories,
     questions,
     checkpointed,
