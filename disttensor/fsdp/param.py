@@ -110,10 +110,10 @@ class FSDPParam:
         return [use for use in grad_leaves(self.unsharded_param) if self.is_copy or use[0]]
 
     def new_leaves(self) -> list[Tensor]:
-        """The leaves that have come since the last call."""
+        """The leaves that have come since the last call, that of ``sharded_param`` with them."""
         if not self.unsharded_param.local.requires_grad:
             return []
-        leaves = [leaf for _, leaf in self.grad_leaves()]
+        leaves = [leaf for _, leaf in grad_leaves(self.unsharded_param)]
         new, self._hooked = leaves[self._hooked :], len(leaves)
         return new
 

@@ -299,6 +299,24 @@ def test_a_step_without_a_last_micro_batch(options: dict[str, Any]) -> None:
                     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2)
+def test_a_micro_batch_that_is_not_split(options: dict[str, Any], reduce: str) -> None:
+    """Its gradients are complete where they arise; those of the others are pending."""
+    for mesh, whole in itertools.product(meshes().values(), range(3)):
+        model, plain = shard(net(), mesh, **options), net()
+        for i in range(3):
+            x = batch_of(None, i)
+            plain(x).sum().backward()
+            places = [dt.Replicate() if i == whole else dt.Shard(0)] * mesh.ndim
+            with dt.accumulate(model, last=i == 2, reduce=reduce):
+                model(dt.shard_tensor(x, mesh, places)).sum().backward()
+        got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 # Mistakes -----------------------------------------------------------------------------------------
 
 
