@@ -2,8 +2,10 @@
 rest of the backward.
 
 All ranks start them in one order, that of the segments' forwards read backwards: a segment that is
-ready waits for those that the backward has entered and that come before it. What is not complete
-when the backward ends is reduced then.
+ready waits for those that the backward has entered and that come before it. Where forwards have no
+hooks, as gradients alone tell of a segment, it waits for those that came with it the last time: the
+order in which they arrive is that of a rank's own graph, which is another where a piece is empty.
+What is not complete when the backward ends is reduced then.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Backward:
         self.entered: dict[Segment, dict[SegmentForward, None]] = {}
         self.came: dict[Segment, set[int]] = {}  # leaves that have their gradient
         self.waiting: dict[Segment, set[int]] = {}  # leaves that had one last time, and not yet now
+        self.awaited: dict[Segment, None] = {}  # of segments without copies: those that come too
         self.ready: set[Segment] = set()
         self.launched: set[Segment] = set()
         self.late: set[Segment] = set()
@@ -57,6 +60,7 @@ class Backward:
             self.entered[segment] = {}
             self.came[segment] = set()
             self.waiting[segment] = set(segment.expected)
+            self.awaited |= segment.companions
 
     def arrived(self, segment: Segment, leaf: int) -> list[Segment]:
         """A leaf has its gradient. The segments whose reduction has started now."""
@@ -92,7 +96,7 @@ class Backward:
     def launch(self) -> list[Segment]:
         """Start what is ready, in order."""
         started = []
-        while rest := [s for s in self.entered if s not in self.launched]:
+        while rest := [s for s in {**self.entered, **self.awaited} if s not in self.launched]:
             segment = max(rest, key=lambda s: s.position)
             if segment not in self.ready:
                 break
@@ -135,6 +139,9 @@ class Backward:
         for segment, came in self.came.items():
             segment.expected = frozenset(came)
             segment.ever |= came
+        together = dict.fromkeys(s for s, came in self.came.items() if came and not s.copied)
+        for segment in together:
+            segment.companions = together
 
     def abandon(self) -> None:
         """The backward ended with an error: wait for what is under way, and forget it."""

@@ -23,7 +23,7 @@ from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import cast_inputs
 from disttensor.fsdp.reduce import Steps, make_groups, reductions
-from disttensor.fsdp.segment import Segment, share_attributes
+from disttensor.fsdp.segment import Segment, segments_around, share_attributes
 from disttensor.tensor.backward import AFTER_FAILURE
 from disttensor.tensor.grad_sync import BEFORE_SYNC
 from disttensor.torch_private import after_backward, current_backward
@@ -61,6 +61,7 @@ class Engine:
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
             segment.position = position
+        self.around = segments_around(self.segments)
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         for segment in [s for s in self.segments if s.copied]:
             for module in segment.modules:
@@ -89,6 +90,8 @@ class Engine:
 
     def _module_begins(self, segment: Segment, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_recompute = current_backward() != -1  # of a checkpointed region
+        if is_recompute:
+            self._show_around(segment)
         if not segment.shown:
             if not is_recompute:
                 self._note_position(segment)
@@ -207,10 +210,18 @@ class Engine:
         if backward.enter(forward) and segment.buffers:
             segment.gather()
             segment.show()
+            self._show_around(segment)
             order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
             if first:  # often the root's, whose forward began first
                 order = [segment, *[s for s in order if s is not segment]]
             self._prefetch(segment, order)
+
+    def _show_around(self, segment: Segment) -> None:
+        """For a region of its modules that is computed again; the end of the backward hides them."""
+        for other in self.around.get(segment, ()):
+            self._present()
+            other.gather()
+            other.show()
 
     def _leave(self, forward: SegmentForward) -> None:
         backward = self._present()

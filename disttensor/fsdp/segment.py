@@ -58,6 +58,8 @@ class Segment:
         self.leaves: list[str] = []  # the parameter of each leaf that collects gradients
         self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached,
         self.ever: set[int] = set()  # and those that any has
+        # Without copies: the segments that the last backward reached with this one
+        self.companions: dict[Segment, None] = {}
 
     @property
     def is_gathered(self) -> bool:
@@ -140,3 +142,18 @@ def share_attributes(segments: Sequence[Segment]) -> None:
         owner.update(dict.fromkeys(members, around))
     for inner, (segment, module) in owner.items():
         segment.attributes.setdefault(module, []).append(inner.__dict__)
+
+
+def segments_around(segments: Sequence[Segment]) -> dict[Segment, list[Segment]]:
+    """The segments that hold parameters of a segment's modules, as others share those, though their
+    own modules are not inside. Where a backward computes a region again, it may not have come to
+    them."""
+    found: dict[Segment, list[Segment]] = {}
+    copied = [s for s in segments if s.copied]
+    for segment in copied:
+        inside = {inner for module in segment.modules for inner in module.modules()}
+        for other in copied:
+            shared = any(slot.owner in inside for p in other.copied for slot in p.slots)
+            if shared and inside.isdisjoint(other.modules):
+                found.setdefault(segment, []).append(other)
+    return found

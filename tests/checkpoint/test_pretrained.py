@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -171,3 +172,53 @@ def test_a_rank_never_holds_the_model(tmp_path):
     assert writing < 28 * 2**20 and reading < 20 * 2**20, (writing / 2**20, reading / 2**20)
     for p, want in zip(model.parameters(), wanted, strict=True):
         assert torch.equal(p.to_local(), want.to_local())
+
+
+TRAINERS = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("accelerate", "peft"))),
+    reason="peft or accelerate is not installed",
+)
+
+
+@TRAINERS
+@pytest.mark.parametrize("split", [False, True])
+@on_ranks(2, timeout=120)
+def test_accelerate_and_peft_write_what_is_whole_and_refuse_what_is_split(split, tmp_path):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def tuned() -> Any:
+        lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        return get_peft_model(llama(False), lora)
+
+    plain, mesh = tuned(), ProcessMesh([0, 1], ("tp",))
+    plan = {"*q_proj.base_layer.weight": [S0], "*.lora_B.*": [S0]} if split else {}
+    model = dt.shard_module(tuned(), mesh, plan)
+    accelerator = Accelerator(cpu=True)
+    accelerator._models.append(model)  # as ``prepare`` does, without DDP around it
+    rank = dist.get_rank()
+    writers = {
+        "peft": model.save_pretrained,
+        "model": lambda folder: accelerator.save_model(model, folder),
+        "state": accelerator.save_state,
+    }
+    try:
+        for name, write in writers.items():
+            folder = tmp_path / f"{name}{rank}"  # some write on one rank, some on all
+            if split:
+                with pytest.raises(RuntimeError, match="dt.save_pretrained|dt.Checkpointer"):
+                    write(folder)
+                assert not [p for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")]
+                continue
+            write(folder)
+            dist.barrier()
+            if name == "peft":
+                same_bits(PeftModel.from_pretrained(llama(False), tmp_path / "peft0"), plain)
+                continue
+            found = safetensors.torch.load_file(tmp_path / f"{name}0" / "model.safetensors")
+            assert found.keys() == plain.state_dict().keys()
+            for key, x in plain.state_dict().items():
+                assert torch.equal(found[key], x), key
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

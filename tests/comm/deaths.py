@@ -24,7 +24,7 @@ import torch
 import disttensor as dt
 from disttensor.torch_private import timeout_of
 
-WORLD = 3
+WORLD = 3  # hsdp: 4
 LIMIT = 40.0
 
 
@@ -78,6 +78,78 @@ def data(rank, how, dying):
         optimizer.zero_grad()
 
 
+def steps(model, mesh, places, each):
+    """Two of them; ``each(step, "forward" or "backward")`` is called in between."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x = dt.shard_tensor(torch.ones(6, 4), mesh, places)
+        y = model(x)
+        each(step, "forward")
+        y.register_hook(lambda g, step=step: each(step, "backward"))
+        loss = (y * 1.0).sum()
+        loss.backward()
+        loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def at(point, rank, how, dying):
+    def each(step, where):
+        if (step, where) == point and rank == dying:
+            die(how)
+
+    return each
+
+
+def replicas(rank, how, dying):
+    """Data parallel; before the gradients of the first step are reduced."""
+    mesh = dt.init_mesh((WORLD,), ("dp",))
+    model = dt.shard_data_parallel(torch.nn.Linear(4, 4), mesh, shard_axis=None)
+    steps(model, mesh, [dt.Shard(0)], at((0, "backward"), rank, how, dying))
+
+
+def hsdp(rank, how, dying):
+    """Two replicas of two shards; in the backward of the second step."""
+    mesh = dt.init_mesh((2, 2), ("dp", "fsdp"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    dt.shard_data_parallel(model, mesh, "fsdp", replicate_axis="dp", segments=["0", "1"])
+    steps(model, mesh, [dt.Shard(0)] * 2, at((1, "backward"), rank, how, dying))
+
+
+def tp(rank, how, dying):
+    """Between the two layers of a Megatron MLP."""
+    mesh = dt.init_mesh((WORLD,), ("tp",))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    plan = {"0.*": [dt.Shard(0)], "1.weight": [dt.Shard(1)]}
+    dt.shard_module(model, mesh, plan)
+    count = iter(range(10))
+
+    def between(module, args):
+        if next(count) == 1 and rank == dying:  # in the second step
+            die(how)
+
+    model[1].register_forward_pre_hook(between)
+    steps(model, mesh, [dt.Replicate()], lambda *where: None)
+
+
+def schedule(rank, how, dying):
+    """1f1b over three stages; at the second micro-batch of its stage."""
+    dt.init_mesh((WORLD,), ("all",))
+    meshes = [dt.ProcessMesh([r], ("x",)) for r in range(WORLD)]
+    w = [dt.ones(4, 4, mesh=mesh, requires_grad=True) for mesh in meshes]
+    count = iter(range(10))
+
+    def step(x):
+        for number, mesh in enumerate(meshes):
+            x = dt.reshard(x, mesh) @ w[number]
+            if number == rank == dying and next(count) == 1:
+                die(how)
+        return x.sum()
+
+    batches = [dt.ones(2, 4, mesh=meshes[0]) for _ in range(4)]
+    dt.pipeline.run(step, batches, "1f1b", stages=meshes)
+
+
 def groups(rank, how, dying):
     """While the groups of the axes are made."""
     mesh = dt.init_mesh((1, WORLD), ("a", "b"), timeout=10)
@@ -94,23 +166,26 @@ def early(rank, how, dying):
     dt.init_mesh((WORLD,), ("all",), timeout=4)
 
 
-PROGRAMS = {"stages": stages, "backward": backward, "data": data, "groups": groups, "early": early}
+PROGRAMS = {
+    f.__name__: f
+    for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, early)
+}
 
 
-def forked(body):
+def forked(body, world):
     """(exit status or None, seconds, stderr) of each rank. Rank 0 keeps the store."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     folder, started = Path(tempfile.mkdtemp()), time.monotonic()
     left = {}
-    for rank in range(WORLD):
+    for rank in range(world):
         pid = os.fork()
         if not pid:
             _child(rank, body, folder / str(rank))
         left[pid] = rank
-    out = [(None, LIMIT, "")] * WORLD
+    out = [(None, LIMIT, "")] * world
     while left and time.monotonic() - started < LIMIT:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -150,7 +225,8 @@ def main() -> None:
     ended = {}
     for name in sys.argv[1:]:
         where, how, dying = name.split("-")
-        ended[name] = forked(functools.partial(PROGRAMS[where], how=how, dying=int(dying)))
+        body = functools.partial(PROGRAMS[where], how=how, dying=int(dying))
+        ended[name] = forked(body, 4 if where == "hsdp" else WORLD)
     print(json.dumps(ended))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.comm.deaths import PROGRAMS
 from tests.opinfo.test_opinfo import commit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,8 +25,8 @@ HOW = {
 }
 ALL = [
     "-".join(point)
-    for point in itertools.product(("stages", "backward", "data", "groups"), HOW, "12")
-    if point[0] != "backward" or point[2] == "1"
+    for point in itertools.product(PROGRAMS, HOW, "012")
+    if point[0] != "early" and (point[0] != "backward" or point[2] == "1")
 ]
 ALWAYS = ["stages-raise-1", "stages-kill-1", "data-leave-2", "data-raise-0", "data-slow-1"]
 

@@ -68,7 +68,9 @@ def make(seed: int, world: int) -> Setup:
     amp = draw.choice([None, None, None, "bf16", "fp16"])
     parts = draw.choice([1, 1, 2, 3]) if pp == 1 else draw.choice([2, 3, 4])
     schedule = draw.choice(["gpipe", "1f1b", "interleaved_1f1b"]) if pp > 1 else ""
-    if schedule == "interleaved_1f1b":
+    if schedule == "interleaved_1f1b" and (kind, pp) == ("gpt", 4):
+        schedule = "1f1b"  # it has 6 layers, for 8 visits
+    elif schedule == "interleaved_1f1b":
         parts = 2 * pp
     # of rounding, most optimizers make steps as large as any
     optimizer = draw.choice([*OPTIMIZERS][: 2 if amp else None])
