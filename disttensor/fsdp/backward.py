@@ -86,10 +86,10 @@ class Backward:
 
     def _has_left(self, segment: Segment) -> bool:
         """Autograd runs newer nodes first, so once gradients have reached all inputs of the
-        segment's forwards, every node between has run. Unknown without differentiable inputs."""
+        segment's forwards, every node between has run. Unknown where the graph begins inside."""
         forwards = self.entered[segment]
         return bool(forwards) and all(
-            f.inputs and f.is_left and all(other in forwards for other in f.siblings)
+            f.inputs and not f.begins and f.is_left and all(other in forwards for other in f.siblings)
             for f in forwards
         )
 

@@ -23,11 +23,15 @@ class SegmentForward:
     """One forward of a segment's modules.
 
     inputs    how many nodes a backward leaves through; left: through how many it has
+    begins    whether the graph begins in it: a module had no argument with a gradient, so no input
+              tells when the backward has left that module
     entered   whether a backward can enter it
     siblings  all forwards of its segment in one forward of the root, this one among them
     """
 
-    __slots__ = ("entered", "inputs", "left", "on_enter", "on_leave", "segment", "siblings")
+    __slots__ = (
+        "begins", "entered", "inputs", "left", "on_enter", "on_leave", "segment", "siblings"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -38,12 +42,13 @@ class SegmentForward:
     ) -> None:
         self.segment, self.on_enter, self.on_leave = segment, on_enter, on_leave
         self.inputs = self.left = 0
-        self.entered = False
+        self.begins = self.entered = False
         self.siblings = siblings
         siblings.append(self)
 
     def add_inputs(self, inputs: list[Tensor]) -> None:
-        """These are arguments of one of the modules."""
+        """These are all arguments of one of the modules."""
+        self.begins = self.begins or all(node_of(x) is None for x in inputs)
         for x in inputs:
             node = node_of(x)
             if node is not None and self not in boundary(node).entering:
