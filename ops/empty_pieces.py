@@ -25,11 +25,13 @@ def is_empty(call: LocalCall) -> bool:
 
 def zero_of(*values: Any) -> Tensor:
     """0 in the autograd graph of all the tensors, also in lists: a rank with nothing takes part in
-    the backward too."""
+    the backward too, and saves a tensor for it, so that a checkpointed region is computed again on
+    all ranks."""
     lists = [v if isinstance(v, (list, tuple)) else (v,) for v in values]
     tensors = [v for v in itertools.chain(*lists) if isinstance(v, Tensor)]
     parts = [t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad]
-    return sum(parts[1:], parts[0]) if parts else tensors[0].new_zeros(())
+    zero = tensors[0].new_zeros(())
+    return sum(parts[1:], parts[0]) * zero if parts else zero
 
 
 class Result(NamedTuple):
