@@ -47,6 +47,7 @@ ROOMS = (
     "pipeline",
     "fsdp",
     "parallel",
+    "simulate",
     "patches",
 )
 
