@@ -94,6 +94,11 @@ def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
 
 def a_dtype(who: str, value: object) -> None:
     of_type(who, value, (torch.dtype, type(None)), "a dtype of torch, as torch.float32,")
+    if str(value).startswith(("torch.qint", "torch.quint")):
+        raise TypeError(
+            f"{who}={value}: a quantized tensor is no DistTensor. Keep its integers in one "
+            "(x.int_repr()), with the scale beside it"
+        )
 
 
 def plain_tensor(who: str, value: Any) -> None:

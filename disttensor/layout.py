@@ -205,6 +205,31 @@ def box_at(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordi
     return Box(tuple(offsets), tuple(sizes))
 
 
+def lacking(
+    shape: Sequence[int], have: Sequence[Axes], want: Sequence[Axes], mesh_shape: Shape
+) -> int:
+    """How many elements of its piece in ``want`` a rank does not hold in ``have``: of the first
+    rank, which holds most, its last row rounded up as a gather pads it. A dim of which no whole run
+    of axes stays in place keeps nothing."""
+    kept = needed = 1
+    for size, now, then in zip(shape, have, want, strict=True):
+        held, asked = first(size, now, mesh_shape), first(size, then, mesh_shape)
+        if now[: len(then)] == then:
+            kept *= held
+            needed *= held * math.prod(mesh_shape[a] for a in now[len(then) :])
+        else:
+            needed *= asked
+            kept *= asked if then[: len(now)] == now else 0
+    return needed - kept
+
+
+def first(size: int, axes: Axes, mesh_shape: Shape) -> int:
+    """How much of a dim the first rank holds: the largest piece."""
+    for a in axes:
+        size = -(-size // mesh_shape[a])
+    return size
+
+
 _SHORT = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "complex64": "c64",
     "complex128": "c128", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",

@@ -18,9 +18,9 @@ from ops.local import LocalCall
 
 
 def is_empty(call: LocalCall) -> bool:
-    """Has this rank nothing of an argument or a result that is not empty as a whole?"""
+    """Has this rank nothing of a dim of an argument or a result that is there in the whole?"""
     pieces = (*call.inputs, *call.outputs)
-    return any(0 in p.local_shape and 0 not in p.shape for p in pieces)
+    return any(s and not n for p in pieces for n, s in zip(p.local_shape, p.shape, strict=True))
 
 
 def zero_of(*values: Any) -> Tensor:

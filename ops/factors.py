@@ -102,6 +102,8 @@ class Factors:
                      varying inputs instead of all-reducing its gradient
     metadata_only    arguments of which only shape and dtype matter (zeros_like): never moved
     targets          what an in-place function writes: these arguments keep their layouts
+    written          what a function writes besides its result (running statistics): an axis that
+                     splits them takes their letter, and no other axis does
     per_item         a function on lists is many independent calls: for each its Factors, numbered
                      on its own, and the arguments it takes. What no item takes is shared by all of
                      them, and whole.
@@ -124,6 +126,7 @@ class Factors:
     rematerialize: bool = False
     metadata_only: frozenset[int] = frozenset()
     targets: tuple[int, ...] = (0,)
+    written: frozenset[int] = frozenset()
     per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
 

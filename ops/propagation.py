@@ -1,39 +1,45 @@
 """assign: which letter each mesh axis splits. The whole inference of placements is here, pure.
 
-The axes are decided one after the other, in mesh order. On each axis the choices are: a letter that
-some input is split by on this axis (every tensor with the letter is then split there), *flow* (a
-pending reduction passes through), or nothing (all inputs are whole). A replicated input alone never
-makes an axis split something.
+The choices on an axis are, in the order that decides a tie:
 
-What is minimised on an axis is the bytes that one of its n ranks receives so that the inputs follow
-the choice, from global sizes (what other axes split does not count):
+    a letter of the results that some input is split by on this axis: every tensor with the letter
+        is then split there; of several the one of the largest input
+    flow: a pending reduction passes through, where every term of the call has one
+    another letter of an input that is split on this axis: the split dims are exchanged for it
+    a reduced letter that some input is split by: the result is pending
+    nothing: all inputs are whole
 
-    (n - 1) / n * the sum over the inputs of
-        2 size                 P that does not flow -> R: an all-reduce
-        size                   P -> the chosen letter: a reduce-scatter
-        size                   another letter -> R: an all-gather
-        size / n               another letter -> the chosen one: an all-to-all
-    + the halo of the letter, where its dim is read beyond the piece
+Where nothing has to move on an axis (all inputs that are split there are split by one letter) there
+is no choice. A replicated input alone never makes an axis split something, nor does a pending one.
 
-Nothing else counts: not the latency of a collective, not what reads the results. On a tie the order
-is a letter of the results, flow, a reduced letter, nothing; then the letter of the largest input.
+Of all choices on all axes together the one is taken whose *traffic* is least: the bytes that one
+rank receives so that the inputs follow it, and in the backward so that their gradients go back
+(``ops/traffic.py``), with the halo of a letter whose dim is read beyond the piece. Nothing else
+counts: not the latency of a collective, not what reads the results, not the reduction of the
+gradients of replicated inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from disttensor.layout import Axes, Layout, replicated
 from ops.factors import Arg, Factors, Letter
+from ops.traffic import traffic
+
+LESS = 1e-6  # bytes: sums of shares that are equal may differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A Partial that passes through on an axis."""
+    """A Partial that passes through on an axis, in the arguments ``keep``."""
 
     op: str
+    keep: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -70,26 +76,73 @@ def assign(
             for a, op in layout.partial:
                 pending[a].append((t, op))
 
-    choice: list[Any] = [None] * len(mesh_shape)
-    parts: dict[Letter, int] = {}
-    for a, n in enumerate(mesh_shape):
+    held = {
+        letter: axes
+        for t in f.written
+        for letter, axes in zip(majors[t], args[t].layout.dims, strict=True)
+    }
+    options: list[Sequence[Any]] = []
+    for a in range(len(mesh_shape)):
+        firm = [letter for letter, axes in held.items() if a in axes]
         if fixed:
             ok, picked = _forced(f, args[0].layout, majors[0], usable, a)
             if not ok:
                 return None
-        elif not shards[a] and not pending[a]:
-            continue
+            options.append((picked,))
+        elif firm or (not shards[a] and not pending[a]):
+            options.append(firm or (None,))
         else:
-            picked = _pick(f, args, majors, usable, shards[a], pending[a], a, n, parts)
-        if picked is not None and not isinstance(picked, Flow):
-            parts[picked] = parts.get(picked, 1) * n
-            if picked in f.even and f.sizes[picked] % parts[picked]:
-                return None
-        choice[a] = picked
-    decision = _decide(f, args, majors, choice, pending, fixed)
+            free = usable - held.keys()
+            options.append(_options(f, args, majors, free, shards[a], pending[a]))
+    decision = _cheapest(f, args, mesh_shape, majors, options, pending, fixed)
+    if decision is None:
+        return None
     if fixed and any(decision.input_layouts[t] != args[t].layout for t in f.targets):
         return None
     return decision
+
+
+def _cheapest(
+    f: Factors, args: Sequence[Arg], mesh_shape: Axes, majors: list[tuple[Letter, ...]],
+    options: list[Sequence[Any]], pending: list[list[tuple[int, str]]], fixed: bool,
+) -> Decision | None:  # fmt: skip
+    """The decision with the least traffic among all combinations of the axes' options; None if none
+    splits evenly what has to be."""
+    best: Decision | None = None
+    least = math.inf
+    firm = {0} if fixed else f.written
+    every = (
+        (choice, split)
+        for choice in itertools.product(*options)
+        if _even(f, choice, mesh_shape)
+        for split in _splits(choice, args, majors, firm)
+    )
+    alone = all(len(some) == 1 for some in options)
+    for choice, split in every:
+        decision = _decide(f, args, majors, choice, split, pending, fixed)
+        if alone and all(len(axes) == 1 for axes in split.values()):
+            return decision
+        moved = sum(
+            traffic(arg, want, varying, mesh_shape)
+            for arg, want, varying in zip(
+                args, decision.input_layouts, decision.varying_axes, strict=True
+            )
+        )
+        for letter, axes in decision.split.items():
+            if letter in f.halo:
+                moved += f.halo[letter](math.prod(mesh_shape[a] for a in axes))
+        if moved < least - LESS:
+            best, least = decision, moved
+    return best
+
+
+def _even(f: Factors, choice: Sequence[Any], mesh_shape: Axes) -> bool:
+    """Is each letter that splits evenly, or not at all, split so?"""
+    parts: dict[Letter, int] = {}
+    for n, picked in zip(mesh_shape, choice, strict=True):
+        if picked in f.even:
+            parts[picked] = parts.get(picked, 1) * n
+    return all(f.sizes[letter] % n == 0 for letter, n in parts.items())
 
 
 def _assign_items(
@@ -146,101 +199,54 @@ def _forced(
     for axis, op in target.partial:
         if axis == a:
             fits = (bool(f.terms) and op in ("sum", "avg")) or (f.moves and len(f.inputs) == 1)
-            return fits, Flow(op)
+            return fits, Flow(op, frozenset())
     d = target.dim_of(a)
     if d is None:
         return True, None
     return majors[d] in usable and majors[d] not in f.reduced, majors[d]
 
 
-def _pick(
+def _options(
     f: Factors, args: Sequence[Arg], majors: list[tuple[Letter, ...]], usable: set[Letter],
-    shards: list[tuple[int, Letter]], pending: list[tuple[int, str]], a: int, n: int,
-    parts: dict[Letter, int],
-) -> Any:  # fmt: skip
-    candidates: list[Letter] = []
-    for _, letter in shards:
-        if letter not in usable or letter in candidates:
-            continue
-        if letter not in f.even or f.sizes[letter] % (parts.get(letter, 1) * n) == 0:
-            candidates.append(letter)
-    alone = len(candidates) == 1 and all(letter == candidates[0] for _, letter in shards)
-    if not pending and alone and candidates[0] not in f.halo:
-        return candidates[0]
-    state: dict[int, Any] = dict(shards)
-    best: Any = None
-    best_key: tuple[float, ...] = (
-        _move(args, majors, state, dict(pending), None, frozenset(), n),
-        3.0,
-        0.0,
+    shards: list[tuple[int, Letter]], pending: list[tuple[int, str]],
+) -> list[Any]:  # fmt: skip
+    """What an axis on which some inputs are split or pending may choose, in the order of ties."""
+    letters = {letter for _, letter in shards}
+    if not pending and len(letters) == 1 and letters <= usable - f.halo.keys() - f.even:
+        return list(letters)
+    sized = sorted(shards, key=lambda shard: -args[shard[0]].nbytes)
+    found = list(dict.fromkeys(letter for _, letter in sized if letter in usable))
+    others = dict.fromkeys(
+        letter for t, _ in sized for letter in majors[t] if letter in usable - f.halo.keys()
     )
-    for letter in candidates:
-        size = -max(args[t].nbytes for t, own_letter in shards if own_letter == letter)
-        kind = 2.0 if letter in f.reduced else 0.0
-        moved = _move(args, majors, state, dict(pending), letter, frozenset(), n)
-        if letter in f.halo:
-            moved += f.halo[letter](parts.get(letter, 1) * n)
-        key = (moved, kind, float(size))
-        if key < best_key:
-            best, best_key = letter, key
-    flow = _keepers(f, args, pending)
-    if flow is not None:
-        key = (_move(args, majors, state, dict(pending), None, flow, n), 1.0, 0.0)
-        if key < best_key:
-            best = Flow(pending[0][1])
-    return best
+    return [
+        *(letter for letter in found if letter not in f.reduced),
+        *_flows(f, args, pending),
+        *(letter for letter in others if letter not in f.reduced and letter not in found),
+        *(letter for letter in found if letter in f.reduced),
+        None,
+    ]
 
 
-def _move(
-    args: Sequence[Arg], majors: list[tuple[Letter, ...]], state: dict[int, Letter],
-    pending: dict[int, str],
-    letter: Letter, keepers: frozenset[int], n: int,
-) -> float:  # fmt: skip
-    """Bytes that one rank moves so that all arguments follow the choice on this axis."""
-    total = 0.0
-    for t, op in pending.items():
-        if t not in keepers and op:
-            total += args[t].nbytes * (1 if letter is not None and letter in majors[t] else 2)
-    for t, current in state.items():
-        if current != letter or letter is None:
-            total += args[t].nbytes / (n if letter is not None and letter in majors[t] else 1)
-    return total * (n - 1) / n
-
-
-def _keepers(
-    f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]
-) -> frozenset[int] | None:
-    """The arguments that stay Partial if the reduction flows: one for each term, all with one
-    reduction."""
+def _flows(f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]) -> Iterator[Flow]:
+    """The ways for a reduction to flow: all arguments of a movement, or one of each term, stay
+    Partial, all with one reduction. Large ones first."""
     ops = {op for _, op in pending}
     if len(ops) != 1:
-        return None
-    tensors = {t for t, _ in pending}
+        return
+    (op,) = ops
+    tensors = sorted({t for t, _ in pending}, key=lambda t: (-args[t].nbytes, t))
     if f.moves and len(tensors) == len(f.inputs):
-        return frozenset(tensors)
-    if not f.terms or not ops <= {"sum", "avg"}:
-        return None
-    keep = []
-    for term in f.terms:
-        mine = [t for t in term if t in tensors]
-        if not mine:
-            return None
-        keep.append(max(mine, key=lambda t: args[t].nbytes))
-    return frozenset(keep)
+        yield Flow(op, frozenset(tensors))
+    elif f.terms and op in ("sum", "avg"):
+        for keep in itertools.product(*([t for t in tensors if t in term] for term in f.terms)):
+            yield Flow(op, frozenset(keep))
 
 
 def _decide(
-    f: Factors, args: Sequence[Arg], majors: list[tuple[Letter, ...]], choice: list[Any],
-    pending: list[list[tuple[int, str]]], fixed: bool,
+    f: Factors, args: Sequence[Arg], majors: list[tuple[Letter, ...]], choice: Sequence[Any],
+    split: dict[Letter, Axes], pending: list[list[tuple[int, str]]], fixed: bool,
 ) -> Decision:  # fmt: skip
-    split: dict[Letter, Axes] = {}
-    for a, picked in enumerate(choice):
-        if picked is not None and not isinstance(picked, Flow):
-            split[picked] = (*split.get(picked, ()), a)
-    for letter, axes in split.items():
-        if len(axes) > 1:
-            split[letter] = _order(letter, axes, args[:1] if fixed else args, majors)
-
     partial_in: list[list[tuple[int, str]]] = [[] for _ in args]
     partial_out: list[list[tuple[int, str]]] = [[] for _ in f.outputs]
     active = []
@@ -249,8 +255,7 @@ def _decide(
             continue
         active.append(a)
         if isinstance(picked, Flow):
-            keep = _keepers(f, args, pending[a]) if not fixed else _joined(f, pending[a], picked.op)
-            for t in keep or ():
+            for t in _joined(f, pending[a], picked.op) if fixed else picked.keep:
                 partial_in[t].append((a, picked.op))
             for out in partial_out:
                 out.append((a, picked.op))
@@ -294,16 +299,30 @@ def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
     return [next((t for t in sorted(term) if t in has), min(term)) for term in f.terms] or [0]
 
 
-def _order(
-    letter: Letter, axes: Axes, args: Sequence[Arg], majors: list[tuple[Letter, ...]]
-) -> Axes:
-    """Several axes on one factor: in the order of the largest argument that has some of them, new
-    ones last."""
-    best: Axes = ()
-    size = -1
-    for t, arg in enumerate(args):
-        for d, major in enumerate(majors[t]):
-            mine = tuple(a for a in arg.layout.dims[d] if a in axes) if major == letter else ()
-            if mine and (len(mine), arg.nbytes) > (len(best), size):
-                best, size = mine, arg.nbytes
-    return best + tuple(a for a in axes if a not in best)
+def _splits(
+    choice: Sequence[Any], args: Sequence[Arg], majors: list[tuple[Letter, ...]],
+    firm: Collection[int],
+) -> Iterator[dict[Letter, Axes]]:  # fmt: skip
+    """Letter -> axes that split it, major first: with several axes on a letter in each order, that
+    of an argument which has to stay as it lies (``firm``), or of the largest that has most of them,
+    comes first."""
+    split: dict[Letter, Axes] = {}
+    for a, picked in enumerate(choice):
+        if picked is not None and not isinstance(picked, Flow):
+            split[picked] = (*split.get(picked, ()), a)
+    if all(len(axes) == 1 for axes in split.values()):
+        yield split
+        return
+    orders = []
+    for letter, axes in split.items():
+        best: Axes = ()
+        rank = (False, 0, -1)
+        for t, arg in enumerate(args):
+            for d, major in enumerate(majors[t]):
+                mine = tuple(a for a in arg.layout.dims[d] if a in axes) if major == letter else ()
+                if mine and (t in firm, len(mine), arg.nbytes) > rank:
+                    best, rank = mine, (t in firm, len(mine), arg.nbytes)
+        whole = best + tuple(a for a in axes if a not in best)
+        orders.append([whole] if rank[0] else list(itertools.permutations(whole)))
+    for each in itertools.product(*orders):
+        yield dict(zip(split, each, strict=True))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from disttensor.layout import Axes as DimAxes
-from disttensor.layout import Layout
+from disttensor.layout import Layout, first, lacking
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from reshard.exchange import common, concerned, exchange
 from reshard.registry import Axes, Move, MoveFn, moves
@@ -173,18 +173,9 @@ class Graph:
         after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
         axes = concerned(dims, after)
         if axes and mine.isdisjoint(axes):
-            needed = kept = 1
-            for size, now, then in zip(self.shape, dims, after, strict=True):
-                held = self.first(size, now)
-                if now[: len(then)] == then:  # rounded up, as a gather pads, to compare with it
-                    kept *= held
-                    needed *= held * math.prod(self.mesh[a] for a in now[len(then) :])
-                else:
-                    needed *= self.first(size, then)
-                    kept *= self.first(size, then) if then[: len(now)] == now else 0
-            lacking = (needed - kept) * self.itemsize
+            price = lacking(self.shape, dims, after, self.mesh) * self.itemsize
             to = replace(state, dims=after)
-            yield Edge("all_to_all", exchange, axes, lacking, to, extra=LATENCY + EXCHANGE)
+            yield Edge("all_to_all", exchange, axes, price, to, extra=LATENCY + EXCHANGE)
 
     def users(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """Moves of placement types that are not ours: one axis at a time, through the registry."""
@@ -215,13 +206,9 @@ class Graph:
         """Elements of the first rank's local: the largest."""
         n = self.sizes.get(dims)
         if n is None:
-            n = self.sizes[dims] = math.prod(map(self.first, self.shape, dims))
+            pieces = (first(s, axes, self.mesh) for s, axes in zip(self.shape, dims, strict=True))
+            n = self.sizes[dims] = math.prod(pieces)
         return n
-
-    def first(self, size: int, axes: DimAxes) -> int:
-        for a in axes:
-            size = -(-size // self.mesh[a])
-        return size
 
     def appended(self, dims: Dims, axes: Axes) -> Dims:
         """``axes`` on the dims where the goal has them, in the goal's order."""

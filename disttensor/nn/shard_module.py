@@ -170,6 +170,12 @@ def _choose(
         *module.named_buffers(remove_duplicate=False),
     ]
     tensors = {name: value for name, value in everything if mesh_of(value) is not None}
+    for name, value in tensors.items():
+        if nn.parameter.is_lazy(value):
+            raise ValueError(
+                f"shard_module: {name!r} is lazy, it has no sizes before the first call: call the "
+                "module once on a plain tensor, then shard it"
+            )
     modules = {name for name, _ in module.named_modules()}
     chosen: dict[str, Sequence[Placement]] = {}
     for exact in (True, False):

@@ -1,5 +1,6 @@
-"""Full backward hooks of modules: what goes in and comes out passes a node of torch's, whose hooks
-are called with gradients. The node is put on the locals, the user's hooks see DistTensors."""
+"""Backward hooks of modules. Full ones: what goes in and comes out passes a node of torch's, whose
+hooks are called with gradients. The node is put on the locals, the user's hooks see DistTensors.
+Those that torch has given up are hooks of the result's own node, and are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.hooks import on_local, to_local
-from disttensor.tree import rebuilt
+from disttensor.tree import flat, rebuilt
 
 
 class _Node:
@@ -58,3 +59,20 @@ def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         ]), places  # fmt: skip
 
     return apply
+
+
+def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch calls once it has put hooks of the old kind on the node of a module's result: of a
+    DistTensor that is the node of this rank's piece."""
+
+    def check(self: Any, args: Any, result: Any, grad_fn: Any) -> Any:
+        found = [x for x in flat((args, result), []) if type(x) is DistTensor]
+        if found:
+            raise NotImplementedError(
+                f"register_backward_hook of {type(self).__name__}: the hook would get the "
+                f"gradient of this rank's piece of {found[-1].spec!r}. Use "
+                "register_full_backward_hook, whose hook gets DistTensors"
+            )
+        return original(self, args, result, grad_fn)
+
+    return check

@@ -187,6 +187,12 @@ TABLE = (
         ),
     ),
     Change(
+        "torch.nn.Module.register_backward_hook",
+        "its hooks would get gradients of this rank's pieces. It raises instead",
+        "none: the node of the result is taken unasked",
+        replaced(backward_hooks.refusing, (torch.nn.Module, "_maybe_warn_non_full_backward_hook")),
+    ),
+    Change(
         "torch.utils.checkpoint.checkpoint",
         "a region draws other random numbers when it is computed again, and its inputs are brought "
         "back without their gradient",

@@ -1,8 +1,9 @@
 """Writing along a dim: scatter, index_add, index_copy, index_fill, masked_fill and their kin.
 
-The dim that is written along is whole in all tensors, and so is a dim in which index, source and
+The dim that is written along is whole in the target, and so is a dim in which index, source and
 target differ; the others pass through. What is added or copied is linear in target and source
-together.
+together. Where it is added, the rows of index and source may be split: each rank adds its own, and
+the result is pending.
 """
 
 from __future__ import annotations
@@ -19,23 +20,30 @@ from ops.infer import NoRule
 from ops.registry import rule
 
 ADDS = ("sum", "add")
+Terms = tuple[frozenset[int], ...]
 
 
-def along(target: Arg, dim: int, others: list[Arg], terms: tuple[frozenset[int], ...]) -> Factors:
-    """Factors of writing along ``dim``; ``others`` have the target's dims (an index, a source)."""
+def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = False) -> Factors:
+    """Factors of writing along ``dim``; ``others`` have the target's dims (an index, a source).
+    ``adds``: to what is there, so that each rank may add rows of its own."""
     if not target.ndim or any(t.ndim != target.ndim for t in others):
         raise NoRule("writing into a number")
     at = front(dim, target.ndim)
     dims = letters_of(target)
     whole = {d for d in dims if d == at or any(t.shape[d] != target.shape[d] for t in others)}
-    ins = [dims, *(tuple(None if d in whole else d for d in dims) for _ in others)]
-    sizes: dict[Letter, int] = dict(enumerate(target.shape))
-    return Factors(tuple(ins), (dims,), sizes, {}, frozenset(whole), terms=terms)
+    rows = {t.shape[at] for t in others}
+    row = "row" if adds and terms and len(rows) == 1 else None
+    own = tuple(row if d == at else None if d in whole else d for d in dims)
+    f = Factors((dims, *(own for _ in others)), (dims,), dict(enumerate(target.shape)), terms=terms)
+    f.whole = frozenset(whole)
+    if row:
+        f.sizes[row], f.reduced = rows.pop(), {row: "sum"}
+    return f
 
 
-def together(*tensors: Any) -> tuple[frozenset[int], ...]:
-    """Linear in these tensors together; in nothing, where one is a plain number."""
-    if not all(isinstance(t, Arg) for t in tensors):
+def together(*tensors: Any) -> Terms:
+    """Linear in these tensors together; in nothing, where one is a plain number, or of bools."""
+    if not all(isinstance(t, Arg) and t.dtype is not torch.bool for t in tensors):
         return ()
     return tuple(frozenset({t.index}) for t in tensors)
 
@@ -48,14 +56,14 @@ def scatter(
     source = src if src is not None else value
     solid = isinstance(source, Arg) and source.ndim == input.ndim
     terms = together(input, source) if solid and (reduce is None or reduce in ADDS) else ()
-    f = along(input, dim, [index, source] if solid else [index], terms)
+    f = along(input, dim, [index, source] if solid else [index], terms, reduce in ADDS)
     return f.replace(inputs=(*f.inputs, ())) if isinstance(source, Arg) and not solid else f
 
 
 @rule(torch.scatter_add)
 def scatter_add(input: Arg, dim: int, index: Arg, src: Arg) -> Factors:
-    """the dim is whole"""
-    return along(input, dim, [index, src], together(input, src))
+    """the dim is whole in the target; split rows of index and source: P(sum)"""
+    return along(input, dim, [index, src], together(input, src), True)
 
 
 @rule(torch.scatter_reduce)
@@ -63,10 +71,14 @@ def scatter_reduce(
     input: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
 ) -> Factors:
     """the dim is whole"""
-    return along(input, dim, [index, src], together(input, src) if reduce in ADDS else ())
+    adds = reduce in ADDS  # without self, a row that another rank's index hits would be kept here
+    terms = together(input, src) if adds else ()
+    return along(input, dim, [index, src], terms, adds and include_self)
 
 
-def along_index(input: Arg, dim: int, index: Arg, source: Any, terms: tuple[Any, ...]) -> Factors:
+def along_index(
+    input: Arg, dim: int, index: Arg, source: Any, terms: Terms, adds: bool = False
+) -> Factors:
     """Factors of writing rows numbered by a vector."""
     solid = isinstance(source, Arg) and source.ndim == input.ndim
     if isinstance(source, Arg) and not solid and source.ndim:
@@ -81,13 +93,24 @@ def along_index(input: Arg, dim: int, index: Arg, source: Any, terms: tuple[Any,
         ins.append(tuple(None if d == at or d in whole else d for d in range(input.ndim)))
     elif isinstance(source, Arg):
         ins.append(())
-    return f.replace(inputs=tuple(ins), whole=frozenset(whole))
+    f = f.replace(inputs=tuple(ins), whole=frozenset(whole))
+    if adds and terms and solid and index.ndim == 1 and source.shape[at] == index.shape[0]:
+        f.sizes["row"], f.reduced = index.shape[0], {"row": "sum"}
+        source_dims = tuple("row" if d == at else x for d, x in enumerate(ins[2]))
+        f.inputs = (ins[0], ("row",), source_dims)
+    return f
 
 
-@rule(torch.index_add, torch.index_copy)
-def index_add(input: Arg, dim: int, index: Arg, source: Arg, *, alpha: Any = 1) -> Factors:
+@rule(torch.index_copy)
+def index_copy(input: Arg, dim: int, index: Arg, source: Arg) -> Factors:
     """the dim is whole"""
     return along_index(input, dim, index, source, together(input, source))
+
+
+@rule(torch.index_add)
+def index_add(input: Arg, dim: int, index: Arg, source: Arg, *, alpha: Any = 1) -> Factors:
+    """the dim is whole in the target; split rows of index and source: P(sum)"""
+    return along_index(input, dim, index, source, together(input, source), True)
 
 
 @rule(torch.index_reduce)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.batching import batched_factors
 from ops.dims import named, tensors_in
-from ops.empty_pieces import zeros_if_empty
+from ops.empty_pieces import padded_if_empty, zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.registry import Function, Rule, register
@@ -70,8 +70,10 @@ _enter(
     "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
     _matrices,
 )
-_enter("pinverse", _one_matrix, (torch, Tensor), local=zeros_if_empty)
-_enter("pinv cond matrix_rank lu", _one_matrix, (torch.linalg,), local=zeros_if_empty)
+# padded: under autocast torch computes their dtype otherwise without data
+_enter("pinverse", _one_matrix, (torch, Tensor), local=padded_if_empty)
+_enter("pinv", _one_matrix, (torch.linalg,), local=padded_if_empty)
+_enter("cond matrix_rank lu", _one_matrix, (torch.linalg,), local=zeros_if_empty)
 _enter("solve solve_ex", _solves)
 _enter("lu_solve", _with_vector, (torch.linalg,))
 _enter("lu_solve", _pivots_last, (torch, Tensor))

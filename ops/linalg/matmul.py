@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from ops.dims import FIRST, PRODUCT
+from ops.empty_pieces import is_empty
 from ops.factors import Arg, Factors, Letter, letters
 from ops.infer import NoRule
+from ops.local import LocalCall
 from ops.registry import rule
 
 SUM_K: dict[Letter, str] = {"k": "sum"}
@@ -88,6 +90,14 @@ _fixed(torch.dot, torch.vdot, pattern="k, k -> ", check=(0, 0))
 _fixed(torch.outer, torch.ger, pattern="m, n -> m n")
 
 
+def _broadcast(call: LocalCall) -> Any:
+    """torch does not broadcast the input of addmv where the matrix has no elements."""
+    func, shape = call.func, call.outputs[0].local_shape
+    if not is_empty(call) or call.inputs[0].local_shape == shape:
+        return func
+    return lambda input, *args, **words: func(input.expand(shape), *args, **words)
+
+
 def _sum_and_product(
     func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...], reduced: dict[Letter, str]
 ) -> None:
@@ -105,7 +115,9 @@ def _sum_and_product(
             )
         own = " ".join(words[len(words) - input.ndim :])
         # the product first, so that its sizes count, then back in the call's order
-        f = letters(f"{pattern}, {own} -> {out}", first, second, input, reduced=reduced)
+        f = letters(
+            f"{pattern}, {own} -> {out}", first, second, input, reduced=reduced, local=_broadcast
+        )
         for letter, size in zip(f.inputs[2], input.shape, strict=True):
             if letter is not None and f.sizes[letter] != size:
                 raise RuntimeError(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from ops.dims import tensors_in
 from ops.dtypes import HALVES
+from ops.empty_pieces import grown
 from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import rule
@@ -100,6 +101,47 @@ def gaussian_nll_loss(input: Arg, target: Arg, var: Any, *more: Any, **words: An
     if not isinstance(var, Arg) or not input.shape == target.shape == var.shape:
         raise NoRule("a variance of another shape")  # torch adds a dim to it
     return elementwise([input, target, var, *more], words)
+
+
+@rule(torch.ctc_loss, exact=True)
+def ctc_loss(
+    log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: int = 1, zero_infinity: bool = False,
+) -> Factors:  # fmt: skip
+    """t n c, n s, n, n -> n: the batch passes through; mean and sum: P(sum)"""
+    if log_probs.ndim != 3 or targets.ndim != 2:
+        raise NoRule("ctc_loss of one sequence, or with targets one behind the other")
+    n, lengths = log_probs.shape[1], (input_lengths, target_lengths)
+    for name, given in zip(("input_lengths", "target_lengths"), lengths, strict=True):
+        if (given.numel() if isinstance(given, Arg) else len(given)) != n:
+            raise RuntimeError(f"ctc_loss: {name} must have one number for each of {n} sequences")
+    ins = ((None, "n", None), ("n", None), *(("n",) for _ in tensors_in(*lengths)))
+    f = Factors(ins, (("n",),), {"n": n}, local=_ctc_local)
+    return f if not reduction else f.replace(outputs=((),), reduced={"n": "sum"})
+
+
+def _ctc_local(call: Any) -> Callable[..., Tensor]:
+    """The losses of this rank's sequences; an empty piece is given one, which is cut off again."""
+    if not call.split:
+        return call.func
+    (start, _), (count, _) = call.inputs[1].local_box
+    n = call.inputs[1].shape[0]
+
+    def ctc_loss(
+        log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any,
+        blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
+    ) -> Tensor:  # fmt: skip
+        times, sizes = (
+            grown(x if isinstance(x, Tensor) else torch.tensor(x[start : start + count]).long())
+            for x in (input_lengths, target_lengths)
+        )
+        given = grown(log_probs), grown(targets), times, sizes
+        losses = torch.ctc_loss(*given, blank, 0, zero_infinity)[:count]
+        if reduction == 1:
+            losses = losses / sizes[:count].clamp(min=1).to(losses)
+        return total(losses, n if reduction == 1 else 1) if reduction else losses
+
+    return ctc_loss
 
 
 # One loss for each row ----------------------------------------------------------------------------

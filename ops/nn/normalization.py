@@ -97,7 +97,7 @@ def batch_norm(
     input: Arg, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Factors:  # fmt: skip
-    """per channel; in training the statistics are those of the whole batch, reduced inside"""
+    """per channel; in training by the whole batch, reduced inside: running statistics stay put"""
     dims = tuple(range(input.ndim))
     rest = [o for o in (running_mean, running_var, weight, bias) if isinstance(o, Arg)]
     inputs = (dims, *((1,) for _ in rest))
@@ -112,17 +112,16 @@ def batch_norm(
             f"{torch.Size(input.shape)}"
         )
     stats = [o for o in (running_mean, running_var) if isinstance(o, Arg)]
-    if any(o.layout.varies() for o in stats):
-        raise NoRule("batch_norm that writes running statistics which are not replicated")
-    # the running statistics are written: they must be the tensors themselves, not pieces of them
-    whole = frozenset({1}) if stats else frozenset()
+    if any(o.layout.partial for o in stats) or len({o.layout for o in stats}) > 1:
+        raise NoRule("batch_norm that writes running statistics which are pending, or lie apart")
+    written = frozenset(range(1, 1 + len(stats)))
     gone = tuple(d for d in dims if d != 1)
 
     def local(call: LocalCall) -> Any:
         axes = tuple(sorted(call.axes(*gone)))
         return _batch_norm(call, gone, axes) if axes or is_empty(call) else whole_batch(call)
 
-    return Factors(inputs, (dims,), sizes, whole=whole, local=local)
+    return Factors(inputs, (dims,), sizes, written=written, local=local)
 
 
 def _of_one_dtype(call: LocalCall) -> Any:

@@ -1,5 +1,5 @@
-"""Samples from tensors of probabilities, means, deviations and weights: bernoulli, normal,
-multinomial."""
+"""Samples from tensors of probabilities, means, deviations, rates and weights: bernoulli, normal,
+poisson, multinomial."""
 
 from __future__ import annotations
 
@@ -55,6 +55,38 @@ def scattered(call: LocalCall) -> Callable[..., Any]:
 def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
     """elementwise"""
     return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=scattered)
+
+
+def counted(call: LocalCall) -> Callable[..., Any]:
+    """poisson(rates): the quantile of a uniform number."""
+    target = call.outputs[0]
+
+    def by_position(draw: Draw, input: Tensor) -> Tensor:
+        rates = input.detach().to(torch.float64)
+        if not bool((rates >= 0).all()):
+            raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+        level = draw.numbers("uniform", target, torch.float64, input.device)
+        out = quantile(level, rates).to(input.dtype)
+        return out + zero_of(input) if input.requires_grad else out
+
+    return drawing(call, "invariant", by_position)
+
+
+def quantile(level: Tensor, rates: Tensor) -> Tensor:
+    """The smallest count k with P(count <= k) > level, of Poisson counts with these rates, by
+    bisection. P(count <= k) is the regularized upper incomplete gamma function Q(k + 1, rate)."""
+    below, above = -torch.ones_like(rates), (rates + 10 * rates.sqrt() + 40).floor()
+    while bool((above - below > 1).any()):
+        middle = ((below + above) / 2).floor()
+        reached = torch.special.gammaincc(middle + 1, rates) > level
+        below, above = below.where(reached, middle), above.where(~reached, middle)
+    return above
+
+
+@rule(torch.poisson, exact=True)
+def poisson(input: Arg, **kwargs: Any) -> Factors:
+    """elementwise"""
+    return pointwise_factors([input], local=counted)
 
 
 # Choices ------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Joining: cat, stack and their kin. The dim that is joined is whole; the others pass through.
 
-A piece of a joined dim is no piece of the parts, so a split there is gathered first.
+A piece of a joined dim is no piece of the parts, so a split there is exchanged for another dim, or
+gathered where there is none.
 """
 
 from __future__ import annotations

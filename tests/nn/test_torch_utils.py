@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -125,6 +126,53 @@ def test_parametrizations_and_pruning_after_sharding():
     for change in CHANGES.values():
         with fallbacks():
             both(lambda m, x, change=change: (change(m), backward(m, x))[1])
+
+
+@on_ranks(2)
+def test_orthogonal_and_spectral_parametrizations_after_sharding():
+    def spectral(module):
+        parametrizations.spectral_norm(module[0])
+        norm = module[0].parametrizations.weight[0]
+        with torch.no_grad():  # where they begin is drawn
+            for vector in (norm._u, norm._v):
+                vector.fill_(len(vector) ** -0.5)
+
+    def run(change, module, x):
+        torch.manual_seed(3)
+        change(module)
+        found = backward(module, x)
+        return [*found, module.eval()(x)]
+
+    with fallbacks():
+        both(lambda m, x: run(spectral, m, x))
+        for kind in ("matrix_exp", "cayley"):
+            change = functools.partial(orthogonal, kind)
+            both(lambda m, x, change=change: run(change, m, x))
+
+
+def orthogonal(kind, module):
+    parametrizations.orthogonal(module[0], orthogonal_map=kind, use_trivialization=False)
+
+
+@on_ranks(2)
+def test_hooks_of_the_old_kind_lazy_shards_and_quantized_dtypes_are_refused():
+    module = net(line())
+    module[0].register_backward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="register_backward_hook of Linear"):
+        module(place(X, line(), [S0]))
+    with pytest.raises(ValueError, match=r"'0.weight' is lazy.*then shard it"):
+        dt.shard_module(nn.Sequential(nn.LazyLinear(6)), line(), {"*": [S0]})
+    with pytest.raises(TypeError, match="a quantized tensor is no DistTensor"):
+        dt.zeros(4, mesh=line(), dtype=torch.qint8)
+
+
+@on_ranks(2)
+def test_vmap_over_what_captures_a_dist_tensor():
+    w, v = place(X, line(), [S0]), randn(3, 4, seed=6)
+    got = torch.vmap(lambda a: a @ w.T + w.sum())(v)
+    torch.testing.assert_close(full(got), torch.vmap(lambda a: a @ X.T + X.sum())(v))
+    with pytest.raises(NotImplementedError, match=r"inside torch.func.vmap"):
+        torch.vmap(lambda a: a * 2)(w)
 
 
 @on_ranks(2)

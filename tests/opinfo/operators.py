@@ -43,10 +43,11 @@ becomes of one call.
 Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and*
 the results: these dims **keep** their shards, with nothing moved. `k: sum` is a letter that the
 result lacks: split, it leaves a pending sum (or max, ...); "within the call" means that the call
-itself reduces it. Letters after `whole`, and dims shown as `_`, are **gathered** where they are
-split. `even` letters stay split where the axis divides them. `halo` letters are those a window
-slides over: a rank fetches what its windows read of other ranks' pieces, where twice that (it goes
-back with the gradients) is no more than a gather. `(a b)` is a dim that merges two.
+itself reduces it. Letters after `whole`, and dims shown as `_`, are **exchanged** where they are
+split, for another dim that may be, or gathered. `even` letters stay split where the axis divides
+them. `halo` letters are those a window slides over: a rank fetches what its windows read of other
+ranks' pieces, where that and what goes back with the gradients is no more than a gather or an
+exchange. `(a b)` is a dim that merges two.
 """
 
 

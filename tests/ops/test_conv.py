@@ -57,6 +57,7 @@ POOLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((F.max_pool2d, t(3, 7, 6), 2), {"dilation": 2}),
     ((torch.max_pool2d, t(5, 3, 7, 6), [2, 2]), {}),
     ((F.avg_pool1d, t(5, 3, 7), 2), {"ceil_mode": True}),
+    ((F.avg_pool1d, t(0, 3, 7), 2), {}),  # no batch, and three channels over four ranks
     ((F.avg_pool2d, t(5, 3, 7, 6), 3), {"stride": 2, "padding": 1, "ceil_mode": True}),
     ((F.avg_pool2d, t(5, 3, 7, 6), 2), {"divisor_override": 3}),
     ((F.avg_pool3d, t(5, 3, 4, 4, 4), 2), {}),

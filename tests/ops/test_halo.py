@@ -111,15 +111,16 @@ WEIGHT = Arg((6, 6, 3, 3), [R])
         (Arg((4, 6, 32, 32), [S3]), {"padding": 1, "stride": 2}, 4, S3),
         (Arg((4, 6, 32, 32), [R]), {}, 4, R),  # not split for it
         (Arg((4, 6, 32, 32), [S0]), {}, 4, S0),
-        (Arg((4, 6, 8, 8), [S2]), {}, 4, S2),  # 2 rows of others, of 6
-        (Arg((4, 6, 9, 9), [S2]), {"dilation": 4}, 4, R),  # the one output row reads all
+        (Arg((1, 6, 8, 8), [S2]), {}, 4, S2),  # 2 rows of others, of 6
+        (Arg((8, 6, 8, 8), [S2]), {}, 4, S0),  # more than is exchanged for a part of the batch
+        (Arg((1, 6, 9, 9), [S2]), {"dilation": 4}, 4, R),  # the one output row reads all
         (
-            Arg((4, 6, 9, 9), [S2]),
+            Arg((1, 6, 9, 9), [S2]),
             {"padding": 4, "dilation": 4},
             2,
             R,
         ),  # back too, more than a gather
-        (Arg((4, 6, 8, 8), [S2]), {"padding": 2, "dilation": 2}, 2, S2),  # as much
+        (Arg((1, 6, 8, 8), [S2]), {"padding": 2, "dilation": 2}, 2, S2),  # as much
     ],
 )
 def test_kept_where_that_sends_no_more_than_a_gather(

@@ -228,9 +228,30 @@ def test_rows_by_a_list_of_numbers_come_from_their_owners() -> None:
     assert ops.infer(torch.index_select, x, 0, rows, mesh_shape=(2, 2)).outputs == ((P, S(1)),)
 
 
-def test_a_row_of_a_split_dim_is_a_view_and_gathered() -> None:
-    assert ops.infer(get, Arg((5, 6), [S(0), S(1)]), 2, mesh_shape=(2, 2)).inputs == ((R, S(1)),)
-    assert ops.infer(torch.select, Arg((5, 6), [S(0), R]), 0, 2).inputs == ((R, R),)
+@pytest.mark.parametrize("func", ["index_add", "scatter_add", "scatter_reduce"])
+def test_split_rows_are_added_by_their_owners(func: str) -> None:
+    target, rows = Arg((8, 4), [R]), Arg((6, 4), [S(0)])
+    index = Arg((6,) if func == "index_add" else (6, 4), [S(0)], torch.int64)
+    call = (target, 0, index, rows, *(["sum"] if func == "scatter_reduce" else []))
+    got = ops.infer(getattr(torch, func), *call, mesh_shape=(2,))
+    assert got.inputs == ((P,), (S(0),), (S(0),))
+    assert got.outputs == ((P,),)
+    if func == "scatter_reduce":  # a row that another rank's index hits would be kept here
+        alone = ops.infer(torch.scatter_reduce, *call, include_self=False, mesh_shape=(2,))
+        assert alone.outputs == ((S(1),),)
+
+
+def test_rows_that_are_copied_are_exchanged_for_columns() -> None:
+    call = Arg((8, 4), [R]), 0, Arg((6,), [S(0)], torch.int64), Arg((6, 4), [S(0)])
+    got = ops.infer(torch.index_copy, *call, mesh_shape=(2,))
+    assert got.inputs == ((S(1),), (R,), (S(1),))
+
+
+def test_a_row_of_a_split_dim_is_a_view_of_what_is_exchanged_for_another() -> None:
+    got = ops.infer(get, Arg((4, 8), [S(0), S(1)]), 2, mesh_shape=(2, 2))
+    assert got.inputs == ((S(1, order=1), S(1, order=0)),)
+    assert ops.infer(torch.select, Arg((4, 6), [S(0), R]), 0, 2).inputs == ((S(1), R),)
+    assert ops.infer(torch.select, Arg((5,), [S(0), R]), 0, 2).inputs == ((R, R),)
 
 
 def test_split_ids_give_split_rows() -> None:

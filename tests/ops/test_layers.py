@@ -8,8 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import disttensor as dt
+from disttensor.layout import box_at
 from disttensor.placement import Partial, Replicate, Shard
 from ops import Arg, infer
+from tests.support.oracle import fallbacks
+from tests.support.pool import on_ranks
 from tests.support.simulate import check_rule
 
 S0, S1, S2, R, P = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
@@ -51,6 +55,56 @@ def test_batch_norm_in_training_uses_the_whole_batch(shape: Any) -> None:
     check(F.batch_norm, t(*shape), None, None, t(6), t(6) + 1, True)
 
 
+@pytest.mark.parametrize("x", [[R, R], [S0, S1], [S1, S0], [S1, S1], [S2, S0], [R, S2]], ids=str)
+@pytest.mark.parametrize("stats", [[S0, R], [R, S0], [S0, S0]], ids=str)
+@pytest.mark.parametrize("channels", [6, 3])
+def test_batch_norm_writes_split_running_statistics_where_they_lie(
+    channels: int, stats: Any, x: Any
+) -> None:
+    full, w, b = t(5, channels, 4), t(channels), t(channels) + 1
+    mean, var = torch.zeros_like(w), torch.ones_like(w)
+    layouts = [x, stats, stats, [S0, R], [R, R]]
+    (got,) = check_rule(
+        F.batch_norm, full, mean, var, w, b, True, 0.3, layouts=layouts, atol=1e-8, frozen=(1, 2)
+    )
+    F.batch_norm(full, mean, var, w, b, True, 0.3)
+    for i, want in ((1, mean), (2, var)):
+        layout = got.decision.input_layouts[i]
+        assert layout.placements(2) == tuple(stats)
+        for c, given in got.arguments.items():
+            piece = box_at(want.shape, layout.dims, (2, 2), c).slices
+            torch.testing.assert_close(given[i], want[piece])
+
+
+@on_ranks(2)
+def test_a_split_batch_norm_gathers_nothing() -> None:
+    """Parameters in half precision, beside statistics in single: split by channels."""
+    mesh = dt.init_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    plain, x = torch.nn.BatchNorm2d(3), t(4, 3, 5, 5).float()
+    ours = dt.shard_module(torch.nn.BatchNorm2d(3), mesh, {"num*": [R], "*": [S0]})
+    for norm in (plain, ours):
+        norm.weight.data, norm.bias.data = norm.weight.data.bfloat16(), norm.bias.data.bfloat16()
+    given = dt.shard_tensor(x.bfloat16(), mesh, [S1])
+    with fallbacks() as fell, dt.record_comms() as log:
+        for _ in range(2):
+            got = ours(given)
+        ours.eval()
+        evaluated = ours(given)
+    assert not fell
+    assert not log.total_bytes
+    plain.weight.data, plain.bias.data = plain.weight.data.float(), plain.bias.data.float()
+    for _ in range(2):
+        want = plain(x.bfloat16().float())
+    torch.testing.assert_close(got.full_tensor().float(), want, rtol=2e-2, atol=2e-2)
+    want = plain.eval()(x.bfloat16().float())
+    torch.testing.assert_close(evaluated.full_tensor().float(), want, rtol=2e-2, atol=2e-2)
+    for name in ("running_mean", "running_var"):
+        mine = getattr(ours, name)
+        assert mine.placements == (S0,)
+        torch.testing.assert_close(mine.full_tensor(), getattr(plain, name), rtol=1e-3, atol=1e-3)
+
+
 def test_batch_norm_writes_the_same_running_statistics_on_every_rank() -> None:
     x, w, b = t(5, 6, 3), t(6), t(6)
     mean, var = torch.zeros_like(w), torch.ones_like(w)
@@ -83,9 +137,10 @@ def test_attention(case: Any) -> None:
 @pytest.mark.parametrize(
     ("func", "args", "out"),
     [
-        (F.layer_norm, (Arg((4, 3, 6), [S0, S2]), (6,), Arg((6,), [R, R])), (S0, R)),
+        (F.layer_norm, (Arg((4, 3, 6), [S0, S2]), (6,), Arg((6,), [R, R])), (S0, S1)),
         (F.group_norm, (Arg((4, 6, 3), [S0, S1]), 3), (S0, S1)),
-        (F.group_norm, (Arg((4, 6, 3), [S0, S1]), 2), (S0, R)),
+        (F.group_norm, (Arg((2, 6, 3), [S0, S1]), 2), (S0, R)),
+        (F.group_norm, (Arg((6, 6, 3), [S0, S1]), 2), (S0, S0)),
         (F.scaled_dot_product_attention, (Arg((4, 6, 3, 8), [S0, S1]),) * 3, (S0, S1)),
     ],
 )
@@ -104,4 +159,5 @@ def test_weight_norm_passes_its_dim() -> None:
         g = t(*[5 if d == dim else 1 for d in range(3)])
         check(torch._weight_norm, t(*[5 if d == dim else 3 for d in range(3)]), g, dim)
     v, g = Arg((5, 4), [S0, S1]), Arg((5, 1), [S0, P])
-    assert infer(torch._weight_norm, v, g, 0).outputs == ((S0, P),)
+    assert infer(torch._weight_norm, v, g, 0).outputs == ((S0, S0),)
+    assert infer(torch._weight_norm, Arg((5, 4), [S0, R]), g, 0).outputs == ((S0, P),)

@@ -68,6 +68,26 @@ LOSSES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("listed", [True, False])
+def test_sequences_of_a_split_batch(listed: bool, reduction: int) -> None:
+    times, sizes = torch.full((5,), 6), torch.tensor([2, 1, 2, 0, 2])
+    if listed:
+        times, sizes = tuple(times.tolist()), tuple(sizes.tolist())
+    probs = torch.log_softmax(randn(6, 5, 4), 2)
+    targets = torch.tensor([[1, 2], [3, 1], [2, 2], [1, 1], [3, 2]])
+    for mesh in ((2, 2), (4,)):  # of five sequences the last rank has none
+        assert check_rule(
+            torch.ctc_loss, probs, targets, times, sizes, 0, reduction, mesh_shape=mesh, tries=8
+        )
+    lengths = (6,) * 6, (2,) * 6
+    arg = Arg((6, 6, 4), [S(1)]), Arg((6, 2), [R], torch.int64)
+    (out,) = ops.infer(torch.ctc_loss, *arg, *lengths, 0, reduction, mesh_shape=(2,)).outputs
+    assert out == ((S(0),) if not reduction else (P,))
+    with pytest.raises(RuntimeError, match="one number for each of 6 sequences"):
+        ops.infer(torch.ctc_loss, *arg, (6,) * 5, (2,) * 6, mesh_shape=(2,))
+
+
 @pytest.mark.parametrize("case", LOSSES, ids=lambda c: c[0].__name__)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "batchmean"])
 def test_losses_match_plain(case: Any, reduction: str) -> None:

@@ -48,6 +48,7 @@ CASES: list[tuple[Any, ...]] = [
     (torch.addmm, t(), t(5, 6), t(6, 3)),
     (torch.Tensor.addmm_, t(5, 3), t(5, 6), t(6, 3)),
     (torch.addmv, t(5), t(5, 6), t(6)),
+    (torch.addmv, t(1), t(5, 6), t(6)),  # broadcast to the rows, of which the last rank has none
     (torch.addbmm, t(5, 3), t(2, 5, 6), t(2, 6, 3)),
     (torch.baddbmm, t(2, 1, 3), t(2, 5, 6), t(2, 6, 3)),
     (torch.addr, t(5, 3), t(5), t(3)),

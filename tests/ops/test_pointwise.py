@@ -234,7 +234,7 @@ def test_complex_parts() -> None:
         assert given(func, placed(P, S0, dtype=torch.complex64))[:2] == (P, S0)
     check_rule(torch.abs, C, grad=False)
     check_rule(torch.view_as_complex, torch.rand(5, 2, dtype=torch.float64), grad=False, partial=())
-    assert given(torch.view_as_complex, placed(S1, S0, shape=(5, 2))) == (R, S0)
+    assert given(torch.view_as_complex, placed(S1, R, shape=(6, 2))) == (S0, R)
     check_rule(torch.complex, X, Y, grad=False, partial=())
     assert given(torch.complex, placed(P, S0), placed(P, R)) == (P, S0)
 

@@ -27,11 +27,13 @@ def randn(*shape: int) -> torch.Tensor:
     ("shape", "sizes", "given", "kept"),
     [
         ((4, 6), (24,), S(0), S(0)),
-        ((4, 6), (24,), S(1), R),  # a minor dim of a merge
+        ((4, 6), (24,), S(1), S(0)),  # a minor dim of a merge, exchanged for the major one
+        ((5, 6), (30,), S(1), R),  # which does not divide
         ((5, 6), (30,), S(0), R),  # uneven
         ((5, 6), (5, 2, 3), S(0), S(0)),  # uneven, but untouched
         ((5, 6), (5, 2, 3), S(1), S(1)),
-        ((5, 6), (5, 3, 2), S(1), R),  # 3 heads over 2
+        ((5, 6), (5, 3, 2), S(1), R),  # 3 heads over 2, and 5 do not divide
+        ((4, 6), (4, 3, 2), S(1), S(0)),
         ((2, 3, 8), (6, 8), S(2), S(1)),
         ((6, 8), (2, 3, 8), S(0), S(0)),
         ((6, 8), (2, 3, 8), S(1), S(2)),
@@ -220,10 +222,20 @@ def test_meshgrid_and_one_hot_match_plain() -> None:
     check_rule(F.one_hot, torch.tensor([[0, 2, 1]] * 5), 3)
 
 
-def test_the_halves_of_a_split_dim_are_gathered() -> None:
-    given = Arg((4, 6), [S(0), S(1)])
-    assert ops.infer(F.glu, given, mesh_shape=(2, 2)).inputs == ((S(0), R),)
-    assert ops.infer(torch.chunk, given, 2, -1, mesh_shape=(2, 2)).outputs == ((S(0), R), (S(0), R))
+def test_what_cannot_stay_split_is_exchanged_for_another_dim() -> None:
+    given, both = Arg((4, 6), [S(0), S(1)]), (S(0), S(0))
+    assert ops.infer(F.glu, given, mesh_shape=(2, 2)).inputs == (both,)
+    assert ops.infer(torch.chunk, given, 2, -1, mesh_shape=(2, 2)).outputs == (both, both)
+    ends = Arg((4, 6), [S(0)]), Arg((2, 6), [S(0)])  # joined dims, and a pending sum in one
+    assert ops.infer(torch.cat, ends, 0, mesh_shape=(2,)).outputs == ((S(1),),)
+    pending = ops.infer(torch.cat, (Arg((4, 6), [P]), ends[1]), 0, mesh_shape=(2,))
+    assert pending.inputs == ((S(1),), (S(1),))
+    assert ops.infer(torch.stack, (ends[0], Arg((4, 6), [P])), mesh_shape=(2,)).outputs == (
+        (S(1),),
+    )
+    # where no other dim is long enough it is gathered
+    assert ops.infer(torch.cat, (Arg((4, 1), [S(0)]),) * 2, 0, mesh_shape=(2,)).outputs == ((R,),)
+    assert ops.infer(torch.cat, (Arg((4,), [S(0)]),) * 2, 0, mesh_shape=(2,)).outputs == ((R,),)
 
 
 def test_repeated_heads_stay_split() -> None:

@@ -99,8 +99,8 @@ def test_functions_along_a_dim(case: Any) -> None:
         (F.softmax, (Arg((5, 6), [S0, S1]), 1), ((S0, S1),)),
         (torch.logsumexp, (Arg((5, 6), [S0, S1]), 1), ((S0, R),)),
         (torch.cumsum, (Arg((5, 6), [P, S1]), 0), ((P, S1),)),
-        (torch.cumsum, (Arg((5, 6), [S0, S1]), 0), ((R, S1),)),
-        (torch.topk, (Arg((5, 6), [S0, S1]), 2), ((S0, R), (S0, R))),
+        (torch.cumsum, (Arg((5, 6), [S0, R]), 0), ((S1, R),)),
+        (torch.topk, (Arg((6, 6), [S0, S1]), 2), ((S0, S0), (S0, S0))),
     ],
 )
 def test_placements(func: Any, args: Any, outs: Any) -> None:

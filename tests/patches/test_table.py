@@ -110,6 +110,7 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.distributed.tensor._util_foreach_supported_types",  # and torch.utils again
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.nn.init.sparse_",
+        "torch.nn.modules.module.Module._maybe_warn_non_full_backward_hook",
         "torch.nn.parallel.distributed.DistributedDataParallel.__init__",
         "torch.nn.utils.clip_grad._get_total_norm",
         "torch.nn.utils.clip_grad.clip_grad_norm_",
@@ -201,6 +202,17 @@ def hooked() -> None:
     module(x).sum().backward()
     assert torch.equal(x.grad.to_local(), torch.ones(4))
     assert [type(g) for pair in seen[0] for g in pair] == [dt.DistTensor] * 2
+
+
+def hooked_as_before() -> None:
+    module = nn.ReLU()
+    module.register_backward_hook(lambda *_: None)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(NotImplementedError, match="Use register_full_backward_hook"),
+    ):
+        warnings.simplefilter("ignore")  # torch has given them up
+        module(leaf(of_each_rank()))
 
 
 def recomputed() -> None:
@@ -399,6 +411,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
     "torch.nn.Module.register_full_backward_hook": hooked,
+    "torch.nn.Module.register_backward_hook": hooked_as_before,
     "torch.utils.checkpoint.checkpoint": recomputed,
     "torch.optim.Optimizer.step": step,
     "torch.nn.utils.clip_grad_norm_": clipped,

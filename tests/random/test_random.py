@@ -19,6 +19,7 @@ from disttensor import Partial, Replicate, Shard
 from disttensor.comm import collectives
 from disttensor.placement import Placement
 from disttensor.random import state
+from ops.random.sampling import quantile
 from tests.support.layouts import everywhere, grid
 from tests.support.pool import on_ranks, run_on_ranks
 
@@ -95,6 +96,7 @@ FILLS: dict[str, Callable[..., Any]] = {
     "x.bernoulli": lambda x: x.bernoulli(),
     "normal": lambda x: torch.normal(x, x),
     "normal of a mean": lambda x: torch.normal(x, 0.5),
+    "poisson": lambda x: torch.poisson(x * 40),
     "multinomial": lambda x: torch.multinomial(x, 3),
     "multinomial with replacement": lambda x: x.multinomial(9, True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
@@ -172,11 +174,23 @@ def test_fast_draws_leave_torch_alone_and_replicas_alike(placements: Placements)
     run_on_ranks(4, drawn, list(cases), cases, placements)
 
 
+def test_poisson_counts_have_the_mean_and_variance_of_their_rates() -> None:
+    rates = torch.tensor([0.0, 0.1, 1.0, 5.0, 30.0, 1e3, 1e6], dtype=torch.float64)
+    levels = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
+    counts = quantile(levels, rates[:, None].expand(-1, 20000))
+    torch.testing.assert_close(counts.mean(1), rates, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(counts.var(1), rates, rtol=1e-2, atol=1e-2)
+    cumulated = torch.special.gammaincc(torch.arange(9.0, dtype=torch.float64) + 1, rates[3])
+    for edge, count in zip(cumulated.tolist(), range(9), strict=True):
+        around = torch.tensor([edge - 1e-12, edge + 1e-12], dtype=torch.float64)
+        assert quantile(around, rates[3].expand(2)).tolist() == [count, count + 1]
+
+
 @everywhere
 def test_fallback_is_seeded_alike() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dt.FallbackWarning)
-        cases = {"poisson": torch.poisson, "binomial": lambda x: torch.binomial(x * 0 + 9, x)}
+        cases = {"binomial": lambda x: torch.binomial(x * 0 + 9, x)}
         first = drawn(list(cases), cases, (S0, R))
         again = drawn(list(cases), cases, (R, S1))
     assert all(torch.equal(first[name], again[name]) for name in cases)

@@ -1,0 +1,94 @@
+"""Traffic: the bytes that one rank receives so that an input of a call lies as the call wants it,
+and in the backward so that its gradient lies as the input came. Pure.
+
+    an input                        forward                backward
+    P -> R                          2 (n - 1) / n          the same, if the call varies on the axis
+    P -> S(d)                       (n - 1) / n            the same: an all-gather
+    S(d) -> R                       (n - 1) / n            the same, if the call varies on the axis
+    S(i) -> S(j)                    (n - 1) / n of 1 / n   the same
+    R -> S(d), R -> P, S(d) -> P    none                   not counted
+
+in shares of what the other axes leave of the input, over an axis of n ranks. What came replicated
+is not counted, however it is cut: its gradient is a contribution, which waits with all others of
+the tensor for the one that reads it. An input of integers has no gradient.
+
+The planner (``reshard``) takes these paths, or one exchange of all that a rank lacks. Where a sum
+is pending on one axis while others move, the order of its steps is taken as the better of two: all
+sums first, or all else first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable
+from itertools import takewhile
+
+from disttensor.layout import Axes, Layout, first, lacking
+from ops.factors import Arg
+
+Dims = tuple[Axes, ...]
+
+
+def traffic(arg: Arg, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
+    """Bytes there and back. ``varying``: the axes over which the call varies while it has all of
+    the argument, whose gradient is then a sum."""
+    have, dtype = arg.layout, arg.dtype
+    if have == want:
+        return 0.0
+    moved = received(arg.shape, have, want, mesh_shape)
+    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+        came = have.varies()
+        sums = tuple((a, "sum") for a in sorted(varying))
+        left = tuple((a, op) for a, op in sums if a not in came)
+        home = Layout(tuple(map(returned, have.dims, want.dims, [came] * len(have.dims))), left)
+        moved += received(arg.shape, Layout(want.dims, sums), home, mesh_shape)
+    return moved * (4 if dtype is None else dtype.itemsize)
+
+
+def returned(now: Axes, then: Axes, came: Iterable[int]) -> Axes:
+    """How the gradient of a dim that came split by ``now`` and was wanted by ``then`` goes back: by
+    ``now``, and still by the axes on which it had come replicated."""
+    kept = tuple(a for a in then if a in now or a not in came)
+    if tuple(a for a in kept if a in now) == now:
+        return kept
+    return now + tuple(a for a in kept if a not in now)
+
+
+def received(shape: Axes, have: Layout, want: Layout, mesh_shape: Axes) -> float:
+    """Elements that one rank receives on the way from a layout to another."""
+    done = have.partial_axes - want.partial_axes
+    joined = want.partial_axes - have.partial_axes
+    pairs = [zeroed(h, w, joined) for h, w in zip(have.dims, want.dims, strict=True)]
+    came, goal = tuple(h for h, _ in pairs), tuple(w for _, w in pairs)
+    if not done:
+        return lacking(shape, came, goal, mesh_shape)
+
+    def ranks(axes: Iterable[int]) -> int:
+        return math.prod(mesh_shape[a] for a in axes)
+
+    def by_way_of(start: Dims) -> float:
+        cut = tuple(s + tuple(a for a in t if a in done) for s, t in zip(start, goal, strict=True))
+        scattered = {a for axes in goal for a in axes if a in done}
+        piece = math.prod(first(n, axes, mesh_shape) for n, axes in zip(shape, cut, strict=True))
+        reduced = ranks(scattered) - 1 + 2 - 2 / ranks(done - scattered)
+        moves = ((came, start), (cut, goal))
+        return reduced * piece + sum(lacking(shape, a, b, mesh_shape) for a, b in moves)
+
+    taken = have.sharded | done
+    sliced = tuple(further(h, w, lambda a: a not in taken) for h, w in zip(came, goal, strict=True))
+    moved = tuple(further((), w, lambda a: a not in done) for w in goal)
+    return min(by_way_of(sliced), by_way_of(moved))
+
+
+def zeroed(now: Axes, then: Axes, joined: Container[int]) -> tuple[Axes, Axes]:
+    """A dim at both ends of the way, where some axes that split it fill up with zeros: last, or
+    first where others are to split it. None does while an axis that stays has cut its piece."""
+    free = [a for i, a in enumerate(now) if a in joined and not set(now[i:]) & set(then)]
+    if set(then) <= set(now):
+        return now, tuple(a for a in now if a in free or a in then) if free else then
+    return tuple(a for a in now if a not in free), then
+
+
+def further(now: Axes, then: Axes, may: Callable[[int], bool]) -> Axes:
+    """The axes of a dim as far towards ``then`` as these may be added."""
+    return now + tuple(takewhile(may, then[len(now) :])) if then[: len(now)] == now else now
