@@ -320,6 +320,9 @@ def test_lists_of_a_fused_optimizer_may_be_given_by_name(name: str, by_position:
     named = dict(zip(names[by_position:], args[by_position:], strict=True))
     given = args[:by_position]
     assert written(func, *given, lr=0.1, layouts=layouts, **named, **options) is not None
+    options = {**options, "lr": 0.1}
+    targets = plan(func, args, options, layouts, (2, 2))[1].targets
+    assert plan(func, given, {**named, **options}, layouts, (2, 2))[1].targets == targets
 
 
 def test_gradients_follow_the_parameters() -> None:
