@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.zoo.vision import PACKAGES
+
 BEGIN, END = "<!-- the table of the zoo -->", "<!-- its end -->"
 AXES = ("dp", "tp")
 KINDS = {
@@ -24,8 +26,8 @@ Entry = dict[str, Any]
 
 def family(name: str) -> str:
     """The package, and whether it trains."""
-    package, dot, _ = name.partition(".")
-    return package + name.partition(",")[2] if dot else "transformers"
+    package = name.partition(".")[0]
+    return package + name.partition(",")[2] if package in PACKAGES else "transformers"
 
 
 def state(entry: Entry) -> str:
@@ -97,7 +99,8 @@ def _short(text: str, most: int) -> str:
 
 
 def _bare(name: str) -> str:
-    return name.partition(".")[2].partition(",")[0] if "." in name else name
+    inner = name.partition(".")[2].partition(",")[0]
+    return name if family(name) == "transformers" else inner
 
 
 def _paragraph(title: str, names: Sequence[str]) -> str:
@@ -109,6 +112,7 @@ def _paragraph(title: str, names: Sequence[str]) -> str:
 def write(file: Path, known: dict[str, Entry], about: str) -> None:
     """``about``: a line over the table."""
     before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
+    about = textwrap.fill(about, 100)
     text = f"{before}{BEGIN}\n{about}\n\n{page(known)}\n{END}{rest.partition(END)[2]}"
     file.write_text(text, encoding="utf-8")
 

@@ -29,7 +29,9 @@ def test_networks_of_this_commit(monkeypatch: pytest.MonkeyPatch) -> None:
         "PYTHONHASHSEED", "0"
     )  # models iterate over sets, as all ranks then do alike
     monkeypatch.setattr(pool, "warning_filters", ["ignore"])  # those of transformers
-    names = random.Random(commit()).sample(table.right_ones(PAGE), COUNT)
+    right = table.right_ones(PAGE)
+    names = random.Random(commit()).sample(right, min(COUNT, len(right)))
+    assert names, "the page names no network that is right: make zoo"
     one, two = Ranks(1), Ranks(2)
     try:
         entries = [measure(name, one, two) for name in names]
@@ -55,7 +57,7 @@ def test_the_page_says_what_became_of_each(tmp_path: Path) -> None:
             entry("c", dp="wrong", tp="hung"),
             entry("d", small="NoRecipeError: ImportError: D requires the natten library"),
             entry("timm.e, in training", dp="right", tp="right"),
-            entry("f", dp="right", tp="right"),
+            entry("kosmos-2.5", dp="right", tp="right"),
         )
     }
     file = tmp_path / "page.md"
@@ -67,5 +69,5 @@ def test_the_page_says_what_became_of_each(tmp_path: Path) -> None:
     assert "| transformers | tp | 2 | 1 | 0 | 0 | 1 | 0 | 1 |" in text
     assert "| b | tp | refused by name | why |" in text and "| b | dp" not in text
     assert "since natten is not installed: d." in text
-    assert table.right_ones(file) == ["a", "f"]
+    assert table.right_ones(file) == ["a", "kosmos-2.5"]
     assert [name for name in known if table.is_bad(known[name])] == ["c"]
