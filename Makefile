@@ -7,6 +7,10 @@
 # make square  a run saved under each strategy and resumed under each, and processes killed at each moment of a save
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
+# make zoo     all model types of transformers, and networks of timm and torchvision where these are installed, on two ranks
+#              against plain torch; goes on where it stopped; writes the table in docs/models.md
+# make mutants do the tests of rules, reshards, gradient types and schedules notice changes of the code?
+#              ARGS="--sample 100 --seed 1" for some of them
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
 # make newest  import, examples and a part of the tests on the newest torch, where it can be installed
@@ -21,7 +25,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench square coverage operators matrix newest lint clean
+.PHONY: train test bench square coverage operators zoo mutants matrix newest lint clean
 
 train: .venv/.installed
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -48,6 +52,12 @@ coverage: .venv/.installed
 operators: .venv/.installed
 	$(BIN)/python -m tests.opinfo.kept $(ARGS)
 	$(BIN)/python -m tests.opinfo.operators docs/operators.md
+
+zoo: .venv/.installed
+	$(BIN)/python -m tests.zoo.zoo --markdown docs/models.md $(ARGS)
+
+mutants: .venv/.installed
+	$(BIN)/python -m tests.mutants.mutants $(ARGS)
 
 matrix:
 	$(PYTHON) -m tests.matrix $(ARGS)

@@ -3,6 +3,7 @@ function's name."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,21 @@ def name_of(func: Any) -> str:
         func, "__qualname__", getattr(func, "__name__", repr(func))
     )
     return name.removesuffix(".__get__").replace("_VariableFunctionsClass", "torch")
+
+
+def refuse_collectives(func: Any) -> None:
+    """Raise RuntimeError if ``func`` is a collective or a message of torch.distributed. A
+    DistTensor goes to it."""
+    own = getattr(func, "__module__", None) or ""
+    if own.startswith("torch.distributed.nn") or re.match(r"_?c10d", str(func)):
+        raise RuntimeError(
+            f"{name_of(func)} at {user_line()}: a DistTensor is given to a collective of "
+            "torch.distributed. It is one tensor, the same on all ranks, so there is nothing of "
+            "other ranks to collect: use x as it is, as the program does on one process (code that "
+            "asks torch.distributed.is_initialized() has to take that way). To change what a rank "
+            "holds, call reshard(x, mesh, placements); to communicate by hand, run that code on "
+            "the locals: local_map(fn, in_placements, out_placements)"
+        )
 
 
 class MismatchError(RuntimeError):

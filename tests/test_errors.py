@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.nn import functional as collectives_of_nn
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Shard
@@ -236,6 +238,30 @@ def test_writing_to_a_view_that_had_to_be_copied():
     want = counted(4, 4)
     want[:, 1] += 1
     same(x, want)
+
+
+COLLECTIVES = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "all_gather": lambda x: dist.all_gather([torch.empty_like(x)] * dist.get_world_size(), x),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "isend": lambda x: dist.isend(x, 0),
+    "nn.all_reduce": lambda x: collectives_of_nn.all_reduce(x),
+    "nn.all_gather": lambda x: collectives_of_nn.all_gather(x),
+    "functional": lambda x: functional_collectives.all_reduce(x, "sum", dist.group.WORLD),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@everywhere
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_of_torch_are_for_plain_tensors(name):
+    """They would count a replicated value once for each rank."""
+    data = counted(4, 4)
+    x = dt.shard_tensor(data, grid(), [S0, R], requires_grad=True) * 2
+    for given in (x, x.detach()):
+        with pytest.raises(RuntimeError, match=r"a collective of torch\.distributed"):
+            COLLECTIVES[name](given)
+    same(x, data * 2)
 
 
 @everywhere

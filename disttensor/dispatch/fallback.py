@@ -90,7 +90,9 @@ def run_replicated(
     func: Function, why: str, expected: bool = False
 ) -> Callable[[Sequence[Any], Any], Any]:
     """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes
-    goes back into the placement it had. ``expected``: no warning."""
+    goes back into the placement it had. ``expected``: no warning. Raises RuntimeError for a
+    collective of torch.distributed."""
+    errors.refuse_collectives(func)
     writing = writes(func)
     runners: Cache[Any, Callable[..., Any]] = Cache(256)  # outside the mesh, by kind of call
 

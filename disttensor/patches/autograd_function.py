@@ -43,7 +43,7 @@ def _runner(cls: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    apply.__qualname__ = f"{cls.__qualname__}.apply"
+    apply.__qualname__, apply.__module__ = f"{cls.__qualname__}.apply", cls.__module__
     why = "a custom autograd.Function; local_map(F.apply, ...) runs it on pieces"
     run = _runners[cls] = run_replicated(apply, why)
     return run

@@ -51,7 +51,7 @@ class Tick(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, init=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """``orders[s]``: what stage s carries out, in this order; as text or as Actions. Frozen,
     hashable.

@@ -16,6 +16,7 @@ import torch
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.comm.process_group import world
+from disttensor.errors import refuse_collectives
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
@@ -95,6 +96,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         if func in _COPIES and type(x) is DistTensor and not x.requires_grad:
             local = func(x.local, *args[1:], **(kwargs or {}))
             return wrap(local, x.spec.with_dtype(local.dtype))
+        refuse_collectives(func)
         raise RuntimeError(
             f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "
             "be: something called it with torch functions disabled, or from C++. Give it "

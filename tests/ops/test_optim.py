@@ -305,6 +305,26 @@ def test_fused_optimizers_with_a_gradient_scale(name: str) -> None:
     )
 
 
+NAMES = {
+    "adam": "grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps",
+    "sgd": "grads momentum_buffer_list",
+    "adagrad": "grads state_sums state_steps",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("by_position", [0, 1, 2])
+def test_lists_of_a_fused_optimizer_may_be_given_by_name(name: str, by_position: int) -> None:
+    func, args, options, layouts = fused_case(name)
+    names = ["self", *NAMES[name].split()]
+    named = dict(zip(names[by_position:], args[by_position:], strict=True))
+    given = args[:by_position]
+    assert written(func, *given, lr=0.1, layouts=layouts, **named, **options) is not None
+    options = {**options, "lr": 0.1}
+    targets = plan(func, args, options, layouts, (2, 2))[1].targets
+    assert plan(func, given, {**named, **options}, layouts, (2, 2))[1].targets == targets
+
+
 def test_gradients_follow_the_parameters() -> None:
     lists = [[placed(S0, R)], [placed(P, R)], [placed(S0, R)]]
     got = ops.infer(torch._fused_sgd_, *lists, lr=0.1, **SGD)

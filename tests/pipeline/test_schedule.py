@@ -251,3 +251,16 @@ def test_named_says_what_does_not_fit(schedule, sizes, says):
 def test_ticks_need_durations(cost):
     with pytest.raises(ValueError, match="no durations"):
         pipeline.gpipe(1, 1).ticks(*cost)
+
+
+def test_of_many_wrong_actions_four_are_named():
+    with pytest.raises(ValueError, match=r"stage 0 lacks F0, B0, F1, B1, \.\.\.$"):
+        Schedule(["F7 B7"]).check()
+    with pytest.raises(ValueError, match=r"stage 0 lacks F0, B0, F1, B1$"):
+        Schedule(["F2 B2"]).check()
+
+
+def test_what_is_said_of_the_schedules_with_a_name():
+    said = schedules.NAMES.items()
+    assert [name for name, builtin in said if builtin.needs_stages] == ["interleaved_1f1b"]
+    assert [name for name, builtin in said if builtin.may_return] == ["gpipe"]

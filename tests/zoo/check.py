@@ -1,0 +1,120 @@
+"""A network on ranks against plain torch: every number of its output, and the gradient of every
+parameter."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import disttensor as dt
+
+Batch = dict[str, Any]
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}  # models compute in float32 by themselves
+
+
+class WrongError(Exception):
+    """A value or a gradient differs."""
+
+
+def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """(where, tensor) in an output: dicts, sequences and objects with ``items``, in order."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors(item, f"{path}[{i}]")
+    elif hasattr(value, "items"):
+        for key, item in value.items():
+            yield from tensors(item, f"{path}.{key}".strip("."))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A sum in which every number of the output counts differently."""
+    total: Any = 0.0
+    for _, x in tensors(output):
+        if x.is_floating_point() and x.requires_grad:
+            weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape)
+            total = total + (x * weights).sum() / max(x.numel(), 1) ** 0.5
+    if not isinstance(total, torch.Tensor):
+        raise ValueError("no output has a gradient")
+    return total
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    """The output, after a backward. Random numbers, if there are any, start anew."""
+    torch.manual_seed(5)
+    output = model(**batch)
+    loss_of(output).backward()
+    return output
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, dt.DistTensor) else x).detach()
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, to the largest number. Where one is not finite, both are."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    got, want = got.to(torch.complex128), want.to(torch.complex128)
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return float("inf")
+    got, want = (x.where(x.isfinite(), 0) for x in (got, want))
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-6))
+
+
+def compare(mine: nn.Module, output: Any, plain: nn.Module, expected: Any, most: float) -> None:
+    """``most``: of a difference. Raises WrongError, which names what differs most."""
+    pairs = zip(tensors(output), tensors(expected), strict=True)
+    found = [(distance(whole(x), y.detach()), f"output {name}") for (name, x), (_, y) in pairs]
+    grads = [p.grad for p in plain.parameters() if p.grad is not None and p.numel()]
+    largest = max(float(grad.abs().max()) for grad in grads)
+    for (name, p), (_, q) in zip(mine.named_parameters(), plain.named_parameters(), strict=True):
+        if q.grad is None or p.grad is None:
+            some = q.grad if p.grad is None else whole(p.grad)
+            found.append((float("inf") if some is not None and some.any() else 0.0, f"d {name}"))
+            continue
+        got, want = whole(p.grad), q.grad
+        rounding = not want.numel() or float(want.abs().max()) < 1e-4 * most * largest
+        found.append((0.0 if rounding else distance(got, want), f"gradient of {name}"))
+    wrong = sorted((pair for pair in found if not pair[0] <= most), reverse=True)
+    if wrong:
+        size, where = wrong[0]
+        raise WrongError(f"{len(wrong)} of {len(found)} differ, most {where}: {size:.2g}")
+
+
+@functools.lru_cache(maxsize=1)
+def in_plain_torch(recipe: Any) -> tuple[nn.Module, Batch, Any]:
+    """Kept from one axis to the next."""
+    model, batch = recipe.build()
+    return model, batch, run(model, batch)
+
+
+def on_rank(recipe: Any, axis: str) -> int:
+    """On each of two ranks. ``axis``: dp splits the batch, tp the parameters, by the proposed plan.
+
+    Returns how many parameters are split. Raises WrongError, and what the runtime raises.
+    """
+    plain, batch, expected = in_plain_torch(recipe)
+    dtype = next(p.dtype for p in plain.parameters() if p.is_floating_point())
+    try:
+        model = copy.deepcopy(plain)
+    except RuntimeError:  # it keeps what it computed
+        model = recipe.build()[0]
+    mesh = dt.ProcessMesh([0, 1], (axis,))
+    plan = dt.plans.megatron(model, "tp", mesh) if axis == "tp" else {}
+    dt.shard_module(model, mesh, plan)
+    cut = dt.Shard(0) if axis == "dp" else dt.Replicate()
+    mine = {
+        key: dt.shard_tensor(x, mesh, [cut if x.ndim else dt.Replicate()])
+        for key, x in batch.items()
+    }
+    compare(model, run(model, mine), plain, expected, TOLERANCE[dtype])
+    return sum(any(isinstance(p, dt.Shard) for p in places) for places in plan.values())

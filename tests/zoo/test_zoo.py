@@ -1,0 +1,73 @@
+"""Some of the networks that docs/models.md calls right are right in this state of the code: others
+for each commit. ``make zoo`` runs them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.opinfo.test_opinfo import commit
+from tests.support import pool
+from tests.zoo import table
+from tests.zoo.zoo import Ranks, measure
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+COUNT = 6
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_networks_of_this_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PYTHONHASHSEED", "0"
+    )  # models iterate over sets, as all ranks then do alike
+    monkeypatch.setattr(pool, "warning_filters", ["ignore"])  # those of transformers
+    right = table.right_ones(PAGE)
+    names = random.Random(commit()).sample(right, min(COUNT, len(right)))
+    assert names, "the page names no network that is right: make zoo"
+    one, two = Ranks(1), Ranks(2)
+    try:
+        entries = [measure(name, one, two) for name in names]
+    finally:
+        one.stop()
+        two.stop()
+    bad = [entry for entry in entries if table.state(entry) != "right"]
+    assert not bad, f"python -m tests.zoo.zoo --only {bad[0]['name']}\n{bad}"
+
+
+def entry(name: str, **ends: str) -> table.Entry:
+    if "small" in ends:
+        return {"name": name, **ends}
+    return {"name": name, **{axis: {"kind": kind, "says": "why"} for axis, kind in ends.items()}}
+
+
+def test_the_page_says_what_became_of_each(tmp_path: Path) -> None:
+    known = {
+        e["name"]: e
+        for e in (
+            entry("a", dp="right", tp="right"),
+            entry("b", dp="right", tp="refused"),
+            entry("c", dp="wrong", tp="hung"),
+            entry("d", small="NoRecipeError: ImportError: D requires the natten library"),
+            entry("timm.e, in training", dp="right", tp="right"),
+            entry("kosmos-2.5", dp="right", tp="right"),
+        )
+    }
+    file = tmp_path / "page.md"
+    file.write_text(f"before {table.BEGIN} old {table.END} after", encoding="utf-8")
+    table.write(file, known, "about")
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("before ") and text.endswith(" after") and " old " not in text
+    assert "| transformers | dp | 3 | 0 | 1 | 0 | 0 | 0 | 1 |" in text
+    assert "| transformers | tp | 2 | 1 | 0 | 0 | 1 | 0 | 1 |" in text
+    assert "| b | tp | refused by name | why |" in text and "| b | dp" not in text
+    assert "since natten is not installed: d." in text
+    assert table.right_ones(file) == ["a", "kosmos-2.5"]
+    assert [name for name in known if table.is_bad(known[name])] == ["c"]
