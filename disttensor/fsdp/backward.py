@@ -89,7 +89,7 @@ class Backward:
         segment's forwards, every node between has run. Unknown where the graph begins inside."""
         forwards = self.entered[segment]
         return bool(forwards) and all(
-            f.inputs and not f.begins and f.is_left and all(other in forwards for other in f.siblings)
+            f.inputs and not f.begins and f.is_left and all(s in forwards for s in f.siblings)
             for f in forwards
         )
 

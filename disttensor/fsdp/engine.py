@@ -217,7 +217,7 @@ class Engine:
             self._prefetch(segment, order)
 
     def _show_around(self, segment: Segment) -> None:
-        """For a region of its modules that is computed again; the end of the backward hides them."""
+        """For a region of its modules that is computed again; hidden as the backward ends."""
         for other in self.around.get(segment, ()):
             self._present()
             other.gather()

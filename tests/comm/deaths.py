@@ -167,8 +167,7 @@ def early(rank, how, dying):
 
 
 PROGRAMS = {
-    f.__name__: f
-    for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, early)
+    f.__name__: f for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, early)
 }
 
 
