@@ -57,6 +57,11 @@ class Pure:
         self.watched = frozenset(watched)
         self.lines: dict[str, dict[int, list[str]]] = collections.defaultdict(dict)
         self.times: dict[str, float] = {}
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [
@@ -172,8 +177,10 @@ def who_comes_by(files: Sequence[Path]) -> dict[str, Any]:
         status = run_tests(changed, plugin)
         for file, lines in plugin.lines.items():
             for line, names in lines.items():
-                known["lines"].setdefault(file, {}).setdefault(str(line), []).extend(names)
+                those = [name for name in names if name not in plugin.failed]
+                known["lines"].setdefault(file, {}).setdefault(str(line), []).extend(those)
         known["times"].update(plugin.times)
+        known["failed"] = sorted(plugin.failed)
         known["tests"] = tests
         known["sources"] = {str(f.relative_to(ROOT)): digest(f) for f in files}
         KEPT.parent.mkdir(exist_ok=True)
@@ -181,9 +188,12 @@ def who_comes_by(files: Sequence[Path]) -> dict[str, Any]:
         return status
 
     status = in_fork(work, 3600)
-    if status not in (0, 5):  # 5: a file has no such test
-        raise SystemExit(f"the tests themselves fail (pytest says {status})")
-    return dict(json.loads(KEPT.read_text()))
+    if status not in (0, 1, 5):  # 5: a file has no such test
+        raise SystemExit(f"the tests cannot be run (pytest says {status})")
+    known = json.loads(KEPT.read_text())
+    if known["failed"]:
+        print("left out, as they fail without a change:", *known["failed"])
+    return known
 
 
 def tests_of(mutant: Mutant, known: dict[str, Any]) -> list[str]:
