@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.foreach.foreach import grouped, lists_of
+from ops.infer import NoRule
 from ops.registry import Function, Rule, register, rule
 
 # the lists that each function writes, by position; the gradients (1) too where they are unscaled
@@ -29,6 +30,8 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
     """The rule of a fused optimizer function: parameter, state and, read only, the gradient."""
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
+        if any(isinstance(a, (list, tuple)) for a in kwargs.values()):
+            raise NoRule("lists given by name")
         used = [i for i, a in enumerate(args) if isinstance(a, (list, tuple)) and a]
         unscaled = kwargs.get("grad_scale") is not None
         lists, shared = lists_of((*args, *kwargs.values()))
