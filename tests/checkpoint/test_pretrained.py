@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from typing import Any
 
@@ -181,6 +182,7 @@ TRAINERS = pytest.mark.skipif(
 
 
 @TRAINERS
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("split", [False, True])
 @on_ranks(2, timeout=120)
 def test_accelerate_and_peft_write_what_is_whole_and_refuse_what_is_split(split, tmp_path):
@@ -207,7 +209,8 @@ def test_accelerate_and_peft_write_what_is_whole_and_refuse_what_is_split(split,
         for name, write in writers.items():
             folder = tmp_path / f"{name}{rank}"  # some write on one rank, some on all
             if split:
-                with pytest.raises(RuntimeError, match=r"dt\.(save_pretrained|Checkpointer)"):
+                refused = RuntimeError, ctypes.ArgumentError
+                with pytest.raises(refused, match=r"dt\.(save_pretrained|Checkpointer)"):
                     write(folder)
                 assert not [p for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")]
                 continue
