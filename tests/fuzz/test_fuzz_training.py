@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.fuzz import fuzz_training
@@ -14,7 +16,23 @@ COUNT = {2: 12, 4: 8}  # of a commit, in a world of this size
 WRONG_ONCE = [
     # layers without parameters were taken for segments
     Setup(45, (2, 1, 1, 1, 1), "mlp", "SGD", rows=5, parts=2, schedule="1f1b"),
-]
+    # a batch of one row is not split: what its gradients reached was not noticed
+    Setup(167, (1, 2, 1, 1, 1), "conv", "SGD", rows=5, parts=3),
+    # gradients arrive in another order where a piece is empty
+    Setup(121, (2, 2, 1, 1, 1), "conv", "SGD", rows=5, parts=3, schedule="1f1b", tied=True),
+    # a layer was computed again with the shard of a weight that it shares
+    Setup(
+        292, (2, 1, 2, 1, 1), "mlp", "SGD", rows=8, parts=4, schedule="1f1b", stage=3, tied=True,
+        recompute=True,
+    ),
+    # a segment was taken for left before its first layer, whose input needs no gradient, had run
+    Setup(73, (1, 1, 2, 1, 2), "conv", "SGD", rows=8, stage=3, segment_mb=0.001, amp="bf16"),
+    # a rank with nothing did not compute a region again
+    Setup(
+        448, (1, 2, 2, 1, 1), "conv", "SGD", rows=5, parts=3, stage=3, segment_mb=0.001, tied=True,
+        recompute=True,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -29,5 +47,6 @@ def test_set_ups_train_as_one_process(world: int) -> None:
 
 @pytest.mark.parametrize("setup", WRONG_ONCE, ids=str)
 def test_what_was_wrong_once(setup: Setup) -> None:
-    reports = pool.run_on_ranks(2, fuzz_training.run, [setup], timeout=100)[0]
+    world = math.prod(setup.degrees)
+    reports = pool.run_on_ranks(world, fuzz_training.run, [setup], timeout=100)[0]
     assert not reports, "\n".join(reports)
