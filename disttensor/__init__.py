@@ -48,8 +48,6 @@ with _versions.importing():
     from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
     from disttensor.parallel.strategy import Strategy
-    from disttensor.simulate import devices  # noqa: F401
-    from disttensor.simulate.run import simulate
     from disttensor import patches
 
     patches.install()
@@ -69,6 +67,6 @@ __all__ = [
     "rand", "randn", "randperm",
     "record_comms", "reshard", "rng", "save_pretrained", "shard_data_parallel", "shard_loader",
     "shard_module",
-    "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
+    "shard_scaler", "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

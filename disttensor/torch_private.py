@@ -7,8 +7,6 @@ functions that rules are registered for by name (``torch._foreach_add``); they a
 
 from __future__ import annotations
 
-import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,29 +20,24 @@ from torch._functorch import vmap as vmap_module
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager as as_meta
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
-from torch.utils import _foreach_utils, _python_dispatch
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "STORAGE_ID",
-    "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
-    "TorchDispatchMode", "after_backward",
-    "all_gather_single", "all_to_all_single", "as_meta", "autocast_is_on", "backend_of",
-    "count_function_modes", "current_backward", "default_store", "direct_apply", "dispatch_modes",
-    "fake_mode", "fakes", "foreach_types", "global_module_hooks", "group_name", "is_view",
-    "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_dispatch",
-    "no_torch_function",
-    "node_number", "outside_transforms", "process_groups_aside", "reduce_scatter_single",
-    "refuse_memory",
-    "schemas_named", "schemas_of", "set_timeout", "set_versions", "start_fake_world",
-    "storage_id", "timeout_of",
-    "top_saved_tensors_hooks", "transform_ends", "unboxed_group",
+    "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
+    "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
+    "count_function_modes", "current_backward", "default_store",
+    "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name", "is_view",
+    "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_torch_function",
+    "node_number", "outside_transforms", "reduce_scatter_single", "refuse_memory",
+    "schemas_named", "schemas_of", "set_timeout", "set_versions", "storage_id", "timeout_of",
+    "top_saved_tensors_hooks", "transform_ends",
 ]  # fmt: skip
 
 
@@ -141,21 +134,6 @@ count_function_modes: Callable[[], int] = need(
     "to see modes that record calls", torch._C, "_len_torch_function_stack"
 )
 
-# Inside, nobody's dispatch mode sees what is made: for tensors of the engine's own.
-no_dispatch: Any = need("for stand-ins under any mode", torch._C, "_DisableTorchDispatch")
-# The modes of this thread that see every operator, the outermost first.
-dispatch_modes: Callable[[], list[Any]] = need(
-    "to take modes into another thread", _python_dispatch, "_get_current_dispatch_mode_stack"
-)
-_mode_of = need("to see a FakeTensorMode", torch._C, "_get_dispatch_mode")
-_FAKE = need("to see a FakeTensorMode", torch._C, "_TorchDispatchModeKey").FAKE
-
-
-def fakes() -> Any:
-    """The FakeTensorMode that new tensors are made in, without data; None: they are real."""
-    return _mode_of(_FAKE)
-
-
 _modes = threading.local()
 
 
@@ -240,49 +218,6 @@ def group_name(name: str) -> Iterator[None]:
             yield
         finally:
             c10d._process_group_name = usual
-
-
-# The group that an operator of ``torch.ops.c10d`` is for.
-unboxed_group: Callable[[Any], Any] = need("to read collectives", dist.ProcessGroup, "unbox")
-_default_set = need("to put the process group aside", c10d, "_update_default_pg")
-_register = need("to bring process groups back", c10d, "_register_process_group")
-_unregister_all = need("to put process groups aside", c10d, "_unregister_all_process_groups")
-
-
-@contextmanager
-def process_groups_aside() -> Iterator[None]:
-    """Inside there is no process group until one is made, and none that is made stays; afterwards
-    those of before are there again."""
-    world = c10d._world
-    tables: Any = (
-        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
-        world.tags_to_pg, world.pg_to_tag,
-    )  # fmt: skip
-    kept = [dict(table) for table in tables]
-    default, count, hook = world.default_pg, world.group_count, sys.excepthook
-    for table in tables:
-        table.clear()
-    _unregister_all()
-    _default_set(None)
-    world.group_count = 0
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for table, before in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(before)
-        for group, name in world.pg_names.items():
-            _register(name, group)
-        _default_set(default)
-        world.group_count, sys.excepthook = count, hook
-
-
-def start_fake_world(rank: int, size: int) -> None:
-    """PyTorch's fake process group of ``size`` ranks, which brings nothing from one to another."""
-    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=size)
 
 
 # Modules, optimizers, gradients -------------------------------------------------------------------

@@ -47,7 +47,6 @@ ROOMS = (
     "pipeline",
     "fsdp",
     "parallel",
-    "simulate",
     "patches",
 )
 

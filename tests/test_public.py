@@ -29,7 +29,7 @@ NAMES = [
     "rand", "randn", "randperm",
     "record_comms", "reshard", "rng", "save_pretrained", "shard_data_parallel", "shard_loader",
     "shard_module",
-    "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
+    "shard_scaler", "shard_tensor", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip
 

@@ -21,13 +21,13 @@ from torch.distributed import distributed_c10d as c10d
 from disttensor.comm import desync, failures, log, wire
 from disttensor.comm.groups import Group as Group
 from disttensor.comm.groups import world_group as world_group
-from disttensor.comm.process_group import backend_name
 from disttensor.comm.process_group import world as world
 from disttensor.comm.work import Work, finished
 from disttensor.errors import CommError as CommError
 from disttensor.torch_private import (
     all_gather_single,
     all_to_all_single,
+    backend_of,
     reduce_scatter_single,
 )
 
@@ -219,7 +219,7 @@ def reduce_scatter(
     if out is None:
         out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
     total, share = out, (n - 1) / n
-    if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
+    if async_op and op in ("sum", "avg") and backend_of(group.pg, x.device).name() == "gloo":
         # gloo's own works in the calling thread, at two to three times the cost of an exchange.
         rows = torch.empty_like(buffer).view(n, -1)
         fn: Any = all_to_all_single

@@ -4,7 +4,7 @@ program."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,10 +63,6 @@ class CommLog:
 
     def __getitem__(self, i: int) -> CommRecord:
         return self.records[i]
-
-    def transfer(self, label: object, sources: Sequence[int]) -> None:
-        """Messages of one transfer are posted on this rank: ``label`` is its plan, or says what it
-        is; ``sources`` are the ranks that it comes from. Nothing to a log."""
 
     @property
     def total_bytes(self) -> int:

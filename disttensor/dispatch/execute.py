@@ -241,7 +241,6 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
     )  # fmt: skip
     numbers = iter(range(len(specs)))
     given = (shallow[0], shallow[1].values()) if shallow else ((), ())
-    slotted = bool(shallow)  # the runner stays, and must not hold the tensors of the first call
     slots, named = (
         [next(numbers) if isinstance(a, Tensor) else -1 for a in part] for part in given
     )
@@ -263,7 +262,7 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
     def read(args: Sequence[Any], kwargs: Any) -> Any:
         if untouched:
             return [_local_of(a) for a in args], {k: _local_of(v) for k, v in kwargs.items()}
-        if slotted:
+        if shallow:
             return [a if i < 0 else at(a, i) for a, i in zip(args, slots, strict=True)], {
                 k: v if i < 0 else at(v, i) for (k, v), i in zip(kwargs.items(), named, strict=True)
             }

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives, objects
+from disttensor.comm import collectives
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout, pack
@@ -142,7 +142,6 @@ class _Bucket:
                 if earlier is not None:
                     pieces[i].add_(earlier, alpha=self.prescale)
                     counts[i] += 1
-                    self.present[i] = 1.0
             yield collectives.all_reduce(row, "sum", self.replicas, inplace=True, async_op=True)
             rest = ()
         if self.postscale != 1:
@@ -217,7 +216,7 @@ def _accumulate(
     present: Sequence[float],
     counts: Tensor,
 ) -> None:
-    found = present if all(present) else objects.told(counts, present)
+    found = present if all(present) else counts.tolist()
     for param, piece, count in zip(params, pieces, found, strict=True):
         if count:
             param.accumulate_grad(piece, axes)

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from disttensor.torch_private import dispatch_modes
-
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -80,7 +78,6 @@ def _torch_state() -> Callable[[], ExitStack]:
     device = torch.get_default_device()
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
     autocast = [torch.autocast(d, torch.get_autocast_dtype(d)) for d in on]
-    modes = dispatch_modes()
 
     def enter() -> ExitStack:
         stack = ExitStack()
@@ -89,7 +86,7 @@ def _torch_state() -> Callable[[], ExitStack]:
         stack.enter_context(torch.set_grad_enabled(grad))
         if torch.get_default_device() != device:
             stack.enter_context(device)
-        for context in (*modes, *autocast):
+        for context in autocast:
             stack.enter_context(context)
         return stack
 

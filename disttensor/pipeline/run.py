@@ -182,8 +182,6 @@ class _MicroBatch:
     def close(self) -> None:
         if self.coroutine is not None:
             self.coroutine.abandon()
-        # It and its tape name each other: what it holds would wait for Python's garbage collection.
-        self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
 
     @property
     def channel(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.comm import program
 from disttensor.dispatch import dispatch
 from disttensor.dispatch.key import key_of
 from tests.support.pool import fake_world
@@ -150,14 +148,3 @@ def test_a_program_runs_in_a_large_world(world: int) -> None:
         assert w.grad is not None
         assert w.grad.partial_status == {0: "sum"}
         assert w.grad.to_local().shape == (512, 64)
-
-
-def test_a_runner_holds_no_tensor_of_its_first_call(mesh: dt.ProcessMesh) -> None:
-    """One of several results, which stays with the runner of any call."""
-    x = sharded(mesh, 4, 4)
-    held = weakref.ref(x.local)
-    torch.split(x + 0, 2, dim=1)
-    torch.split(x, 2, dim=1)
-    program.NOTED.clear()
-    del x
-    assert held() is None
