@@ -747,12 +747,12 @@ COLLECTIVES = {
     (1, 1, 4, 1, 8): {
         ("all_gather", "sharding"): 1,
         ("reduce_scatter", "sharding"): 2,
-        ("all_reduce", "sharding"): 1,
+        ("all_reduce", "sharding+tp"): 1,  # the loss: the last product stays split over tp
     },
     (1, 4, 2, 1, 4): {
         ("all_gather", "sharding"): 1,
         ("reduce_scatter", "sharding"): 2,
-        ("all_reduce", "dp+sharding"): 1,
+        ("all_reduce", "dp+sharding+tp"): 1,
         ("all_reduce", "dp"): 2,
         ("all_reduce", "dp+tp"): 1,
     },
