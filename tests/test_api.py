@@ -216,7 +216,7 @@ def test_strict_refuses_silent_communication_and_fallback():
             r"implicit all_to_all of [\d,]+ bytes",
         ):
             a + b
-        with pytest.raises(dt.StrictError, match=r"test_api.py:\d+.*all_gather.*bytes"):
+        with pytest.raises(dt.StrictError, match=r"test_api.py:\d+.*all_to_all.*bytes"):
             b.reshape(-1)
         with pytest.raises(dt.StrictError, match=r"relu at .*all_reduce|reduce_scatter"):
             torch.relu(a.sum(0))
