@@ -10,14 +10,22 @@ from torch.utils.checkpoint import checkpoint
 
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.skip import Skip
+from disttensor.nn.expert_modules import ExpertsForward
 from disttensor.nn.names import find_modules, has_forward
 
 
 class Recomputed(InstanceForward):
-    """The forward under torch.utils.checkpoint."""
+    """The forward under torch.utils.checkpoint; of experts, the one that they have in place of
+    their class's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        own = module.__dict__.get("forward")
+        self.experts = own if isinstance(own, ExpertsForward) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.class_forward, *args, use_reentrant=False, **kwargs)
+        forward = self.experts or self.class_forward
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -30,7 +38,7 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     for name, module in found.values():
         if not has_forward(module):
             why = "no forward"
-        elif not isinstance(module.__dict__.get("forward"), (Skip, type(None))):
+        elif not isinstance(module.__dict__.get("forward"), (Skip, ExpertsForward, type(None))):
             why = "a forward of its own already"
         else:
             continue

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from disttensor.comm.rendezvous import create_groups
 from disttensor.fsdp.fully_shard import accumulate, check_dtypes, shard_data_parallel
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
 from disttensor.mesh import ProcessMesh, check_device_type, init_mesh
-from disttensor.nn.names import close_to
+from disttensor.nn.expert_plan import expert_tensors
+from disttensor.nn.names import close_to, covers
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
 from disttensor.optim.grad_scaler import shard_scaler
@@ -27,6 +28,7 @@ from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimiz
 from disttensor.parallel.rematerialize import chosen, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
 from disttensor.placement import Placement, Replicate, Shard
+from ops.nn.attention_policy import POLICIES, attention_policy
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,13 +41,14 @@ class Strategy:
     ``sharding``  parts of the batch, and of the optimizer's state, gradients and parameters
                   (``zero_stage`` 1, 2 and 3, the default)
     ``tp``        parts of each layer, as the plan given to ``apply`` says
-    ``cp``        parts of the sequence
+    ``cp``        parts of the sequence; ``attention`` says how it is brought together
     ``pp``        stages of some layers each
 
     Of the degrees left out, the first of dp, sharding, tp, cp, pp (with a ``zero_stage``: sharding,
     dp, ...) takes what the others leave of the world, and the rest are 1.
 
-    ``accumulate_steps``: micro-batches in one step of the optimizer. ``amp``: "bf16" or "fp16", for
+    ``accumulate_steps``: micro-batches in one step of the optimizer. ``attention``: a policy as in
+    ``attention_policy``, in force inside ``autocast``. ``amp``: "bf16" or "fp16", for
     ``autocast`` and, with sharding, for unsharded parameters (``param_dtype``); gradients are
     reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
     that keep no activations. For the rest see ``shard_data_parallel``. Raises TypeError and
@@ -77,6 +80,7 @@ class Strategy:
     pp: int | None = None
     accumulate_steps: int = 1
     segments: Segments | None = None
+    attention: str = "auto"
     amp: str | None = None
     recompute: Sequence[str] = ()
     zero_stage: int | None = None
@@ -103,6 +107,11 @@ class Strategy:
             raise ValueError(
                 f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 "
                 "gradients too, 3 parameters too. For none of it leave it out and say sharding=1"
+            )
+        if self.attention not in POLICIES:
+            raise ValueError(
+                f"Strategy: attention={self.attention!r}: it is one of "
+                + ", ".join(map(repr, POLICIES))
             )
         if self.amp is not None and self.amp not in AMP:
             raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
@@ -192,25 +201,30 @@ class Strategy:
         *,
         layers: Iterable[nn.Module | str] | None = None,
         counts: Sequence[int] | None = None,
-        visits: int = 1,
+        balance: str | Sequence[float] | None = None,
+        visits: int | Sequence[ProcessMesh] = 1,
         init: Callable[[nn.Module], Any] | None = None,
     ) -> tuple[nn.Module, Optimizer | None]:
         """Place ``model`` in place, rebind its optimizer, and return both. All ranks call it.
 
         ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements; in place of a
         list a dict by axis will do: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. Over ``sharding``
-        the strategy itself splits parameters. ``optimizer``: one of the model's parameters that has
-        no state yet, or a function of parameters that makes one. ``layers``: what the stages of
-        ``pp`` are made of, ``counts[i]`` on stage i, each stage visited ``visits`` times (see
-        ``pipeline.split``); a Sequential needs none. ``init``: see ``shard_module``.
+        the strategy itself splits parameters, but experts that the plan splits there.
+        ``optimizer``: one of the model's parameters that has no state yet, or a function of
+        parameters that makes one. ``layers``: what the stages of ``pp`` are made of, ``counts[i]``
+        on stage i, or dealt out by ``balance``, each stage visited ``visits`` times, or the meshes
+        in the order of ``visits`` (``pipeline.visits``, see ``pipeline.split``); a Sequential needs
+        none. ``init``: see ``shard_module``.
 
         Raises TypeError and ValueError for what does not fit, before anything is changed.
         """
         a_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
-        arguments.whole("Strategy.apply: visits", visits, 1)
-        places = _on_stage(plan)
+        if not isinstance(visits, (list, tuple)):
+            arguments.whole("Strategy.apply: visits", visits, 1)
+        places = _on_stage(plan, model)
         degrees, stages = self.degrees(), self.stages()
+        order = stages * visits if isinstance(visits, int) else list(visits)
         modules: Any = layers if layers is not None else model
         check_optimizer(optimizer, model)
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -234,8 +248,9 @@ class Strategy:
         segments: Segments | None = self.segments
         if staged:
             split = pipeline.split(
-                modules, stages * visits, places, of=model, counts=counts, init=init
-            )
+                modules, order, places, of=model, counts=counts, balance=balance,
+                init=init,
+            )  # fmt: skip
             if segments is None and degrees.pp > 1:  # a segment lies on one stage
                 segments = tuple(
                     name for name, _ in split if [*model.get_submodule(name).parameters()]
@@ -266,17 +281,21 @@ class Strategy:
         arguments.whole("Strategy.accumulate: micro_batch", micro_batch, 0)
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Around a forward and its loss: torch.autocast to the dtype of ``amp``; nothing without
-        it.
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Around a forward and its loss: torch.autocast to the dtype of ``amp`` (without one it is
+        left as it is), and ``attention_policy(attention)``.
 
         >>> with dt.Strategy(amp="bf16").autocast():
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
         torch.bfloat16
         """
-        if self.amp is None:
-            return nullcontext()
-        return torch.autocast(self._device(), AMP[self.amp])
+        with ExitStack() as around:
+            if self.attention != "auto":  # else one that is set outside holds
+                around.enter_context(attention_policy(self.attention))
+            if self.amp is not None:
+                around.enter_context(torch.autocast(self._device(), AMP[self.amp]))
+            yield
 
     def scaler(self, **options: Any) -> torch.amp.GradScaler:
         """A torch.amp.GradScaler by which the whole world decides on a step; all ranks make it. It
@@ -300,10 +319,12 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-def _on_stage(plan: Any) -> Any:
+def _on_stage(plan: Any, model: nn.Module) -> Any:
     """The plan with placements by axis as lists."""
     if not isinstance(plan, Mapping):
         return plan
+    modules = {name for name, _ in model.named_modules()}
+    dense = {name for name, _ in model.named_parameters()} - expert_tensors(model).keys()
     out = {}
     for pattern, places in plan.items():
         if isinstance(places, Mapping):
@@ -320,10 +341,11 @@ def _on_stage(plan: Any) -> Any:
             places = [places.get(axis, Replicate()) for axis in STAGE_AXES]
         if isinstance(places, Sequence) and len(places) == len(STAGE_AXES):
             over = places[STAGE_AXES.index("sharding")]
-            if not isinstance(over, Replicate):
+            if not isinstance(over, Replicate) and any(covers(pattern, x, modules) for x in dense):
                 raise ValueError(
                     f"Strategy.apply: plan entry {pattern!r}: {over} over 'sharding': the strategy "
-                    "itself splits parameters over that axis. Name the other axes only"
+                    "itself splits parameters over that axis, all but experts. Name the other axes "
+                    "only"
                 )
         out[pattern] = places
     return out

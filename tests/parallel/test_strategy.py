@@ -383,7 +383,8 @@ def train(model, optimizer, strategy=None, count=1, steps=2):
             stages, places = strategy.stages(), strategy.batch()
 
             def one(part):
-                return loss_of(model, part, stages[0], stages[-1], places) / count
+                with strategy.autocast():
+                    return loss_of(model, part, stages[0], stages[-1], places) / count
 
             if len(stages) > 1:
                 found = pipeline.run(one, parts, "1f1b", stages=stages)
@@ -456,6 +457,8 @@ def test_the_layouts_scaled_down_train_like_one_process(configs, zero_stage):
         {"cp": 2, "dp": 2},
         {"cp": 2, "sharding": 2, "zero_stage": 2},
         {"cp": 2, "tp": 2},
+        {"cp": 4, "attention": "ring", "recompute": ["blocks.*"]},
+        {"cp": 2, "pp": 2, "attention": "heads", "accumulate_steps": 2},
         {"pp": 2, "dp": 2, "accumulate_steps": 2},
         {"pp": 2, "sharding": 2, "accumulate_steps": 4},
         {"pp": 2, "tp": 2},
@@ -543,7 +546,7 @@ def test_what_does_not_fit_changes_nothing():
         (
             {"plan": {"head.weight": {"sharding": dt.Shard(0)}}},
             {},
-            "the strategy itself splits parameters over that axis",
+            "the strategy itself splits parameters over that axis, all but experts",
         ),
         ({"plan": {"head.weight": {"tp": dt.Shard(2)}}}, {}, "Shard(2)"),
         ({"plan": {"head.weight": [dt.Shard(0)]}}, {}, "1 entries"),

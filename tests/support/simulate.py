@@ -16,31 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Box, Layout, box_at
+from disttensor.layout import Layout, box_at
 from disttensor.placement import Partial, Placement, Replicate, Shard, show
 from ops.factors import Arg, Factors
 from ops.infer import decide
-from ops.local import LocalCall
+from ops.local import LocalCall, LocalPiece
 from ops.propagation import Decision
 from ops.registry import RULES
 from ops.signatures import restated
 from tests.support.layouts import assemble, cut
 from tests.support.structure import flat, replace_tensors
 from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
-
-
-@dataclass
-class Piece:
-    """What a local function is told of a tensor."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-    local_box: Box
-    dtype: Any = None
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.local_box.shape
 
 
 @dataclass
@@ -124,8 +110,8 @@ def simulate(
     arguments: dict[Coordinate, list[Tensor]] = {}
     collectives = {c: SimulatedCollectives(world, c) for c in world.all}
 
-    def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> Piece:
-        return Piece(tuple(shape), layout, box_at(shape, layout.dims, mesh_shape, c), dtype)
+    def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> LocalPiece:
+        return LocalPiece(tuple(shape), layout, box_at(shape, layout.dims, mesh_shape, c), dtype)
 
     def one_rank(c: Coordinate) -> None:
         leaves = [p[c] for p in cuts]

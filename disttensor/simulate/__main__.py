@@ -1,0 +1,57 @@
+"""``python -m disttensor.simulate --world 4096 train.py --pp 16``: an unmodified script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from disttensor.simulate import devices
+from disttensor.simulate.errors import SimulationError
+from disttensor.simulate.network import Network
+from disttensor.simulate.one_rank import of_script
+from disttensor.simulate.run import simulate_program
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m disttensor.simulate",
+        description="Say what a training script would do on each rank of a large world: memory, "
+        "communication, floating-point operations. The script runs here as one rank of each kind, "
+        "on tensors without data, and prints as rank 0.",
+    )
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    steps = "the report is of optimizer step N, where the script is stopped (2)"
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help=steps)
+    value = "what the script reads of data: losses, norms, flags (0)"
+    parser.add_argument("--value", type=float, default=0.0, metavar="X", help=value)
+    what = "what a kernel costs (h100); cpu: this machine, measured"
+    parser.add_argument("--device", choices=[*devices.NAMED, "cpu"], default="h100", help=what)
+    node = "ranks of one node (8)"
+    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help=node)
+    parser.add_argument("--html", metavar="FILE", help="write a page with all pictures there")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    trace = "write the time line there, for Perfetto and chrome://tracing"
+    parser.add_argument("--trace", metavar="FILE", help=trace)
+    parser.add_argument("script", help="a training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own options")
+    args = parser.parse_args(arguments)
+    program = of_script(args.script, args.arguments, args.steps)
+    try:
+        report = simulate_program(
+            program, args.world, values=args.value,
+            device=devices.NAMED.get(args.device) or devices.measure(),
+            network=Network(ranks_per_node=args.ranks_per_node),
+        )  # fmt: skip
+    except (SimulationError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    print(report)
+    if args.html:
+        report.to_html(args.html)
+    if args.json:
+        report.to_json(args.json)
+    if args.trace:
+        report.to_chrome_trace(args.trace)
+
+
+if __name__ == "__main__":
+    main()

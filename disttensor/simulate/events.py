@@ -1,0 +1,64 @@
+"""What a rank does in a step, as it is recorded: operators, collectives, messages, waits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+class Op(NamedTuple):
+    """One operator on locals. ``nbytes``: what it reads and writes; ``flops`` by torch's formulas;
+    ``dtype`` of what it computes in; ``views``: it computes nothing."""
+
+    name: str
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
+    views: bool
+    phase: str
+    where: str
+
+
+class Collective(NamedTuple):
+    """The start of a collective. ``nbytes``: what this rank puts on the wire; ``payload``: bytes of
+    its largest tensor. ``group``: the name of the process group, and ``number`` the collectives on
+    it so far, are the same on all its ranks. ``uneven``: ranks exchange pieces of several sizes.
+    ``work``: what a Wait names."""
+
+    kind: str
+    axis: str
+    nbytes: int
+    payload: int
+    ranks: tuple[int, ...]
+    group: str
+    number: int
+    uneven: bool
+    work: int
+    phase: str
+    where: str
+
+
+class Message(NamedTuple):
+    """A message is sent to ``peer``, or asked for from it. ``tag`` and ``number``, of the messages
+    between the two with this tag, are the same on both."""
+
+    peer: int
+    sends: bool
+    nbytes: int
+    tag: int
+    number: int
+    work: int
+    phase: str
+    where: str
+
+
+class Wait(NamedTuple):
+    """The rank needs what ``work`` brings."""
+
+    work: int
+
+
+Event = Op | Collective | Message | Wait

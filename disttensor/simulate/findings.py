@@ -1,0 +1,110 @@
+"""What is worth a warning: work that is dealt out unevenly, axes that lie the wrong way round,
+memory that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from disttensor.simulate.devices import Device
+from disttensor.simulate.events import Collective
+from disttensor.simulate.kind import Kind, names_of
+from disttensor.simulate.network import Network
+from disttensor.simulate.text import amount
+
+_UNEVEN = 1.2  # times the mean
+_MANY = 0.5  # of the peak
+_LARGE = 0.2  # of the peak, of one tensor
+_NEARLY = 0.8  # of the memory of a device
+
+
+_IN_SEGMENTS = {
+    "parameters", "gathered parameters", "optimizer state", "gradients", "communication",
+}  # fmt: skip
+
+
+def findings(kinds: Sequence[Kind], device: Device, network: Network) -> list[str]:
+    """Sentences, each with what to do instead."""
+    return [
+        *_uneven(kinds),
+        *_wrong_way_round(kinds, network),
+        *_too_full(kinds, device),
+        *_large(kinds),
+    ]
+
+
+def _uneven(kinds: Sequence[Kind]) -> Iterator[str]:
+    work = [k.timeline.total("compute") for k in kinds]
+    ranks = sum(len(k.ranks) for k in kinds)
+    mean = sum(w * len(k.ranks) for w, k in zip(work, kinds, strict=True)) / ranks
+    for w, k in zip(work, kinds, strict=True):
+        if w > _UNEVEN * mean:
+            yield (
+                f"ranks {names_of(k.ranks)} compute for {w:.3g} s, {w / mean - 1:.0%} longer than "
+                f"the mean of all ranks ({mean:.3g} s), and the others wait for them: give this "
+                "stage fewer layers"
+            )
+
+
+def _wrong_way_round(kinds: Sequence[Kind], network: Network) -> Iterator[str]:
+    """An axis that would fit into a node, and spans several, while one that sends less does not."""
+    sent: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    across: set[str] = set()
+    for k in kinds:
+        for e in k.events:
+            if isinstance(e, Collective):
+                sent[e.axis] = sent.get(e.axis, 0) + e.nbytes * len(k.ranks)
+                sizes[e.axis] = len(e.ranks)
+                if network.crosses(e.ranks):
+                    across.add(e.axis)
+    for axis in sorted(across):
+        if sizes[axis] > network.ranks_per_node:
+            continue
+        inside = [a for a in sent if a not in across and sent[a] < sent[axis]]
+        if inside:
+            other = min(inside, key=lambda a: sent[a])
+            yield (
+                f"axis {axis} ({sizes[axis]} ranks) sends {amount(sent[axis])} between nodes, "
+                f"while {other}, which sends {amount(sent[other])}, lies within one: swap the two, "
+                f"so that {axis} comes after {other} in the mesh"
+            )
+
+
+def _too_full(kinds: Sequence[Kind], device: Device) -> Iterator[str]:
+    """Memory that does not fit, or nearly, and what of it recomputation would save."""
+    if device.memory is None:
+        return
+    for k in kinds:
+        if k.peak_memory <= _NEARLY * device.memory:
+            continue
+        kept = k.memory.at_peak.get("activations", 0)
+        way = "shard more (zero_stage, tp, pp)"
+        if kept > _MANY * k.peak_memory:
+            line = max(k.memory.kept, key=lambda at: k.memory.kept[at])
+            way = (
+                f"{amount(kept)} of it are activations, {amount(k.memory.kept[line])} made at "
+                f"{line}: recompute them (Strategy.recompute), which computes their forward twice"
+            )
+        elif k.peak_memory <= device.memory:
+            continue
+        yield (
+            f"ranks {names_of(k.ranks)} need {amount(k.peak_memory)}, and {device.name} has "
+            f"{amount(device.memory)}; {way}"
+        )
+
+
+def _large(kinds: Sequence[Kind]) -> Iterator[str]:
+    """A tensor that is larger than any segment of gathered parameters."""
+    said = set[str]()
+    for k in kinds:
+        segment, _ = k.memory.largest.get("gathered parameters", (0, ""))
+        others = [found for name, found in k.memory.largest.items() if name not in _IN_SEGMENTS]
+        nbytes, line = max(others, default=(0, ""))
+        if 0 < segment < nbytes and nbytes > _LARGE * k.peak_memory and line not in said:
+            said.add(line)
+            yield (
+                f"a tensor of {amount(nbytes)} made at {line} is larger than the largest segment "
+                f"of gathered parameters ({amount(segment)}) and {nbytes / k.peak_memory:.0%} of "
+                f"the peak of ranks {names_of(k.ranks)}: smaller segments save nothing there; use "
+                "smaller micro-batches, or split the dim of this tensor over tp or cp"
+            )

@@ -1,0 +1,132 @@
+"""A kind of rank: what one of its ranks sends, holds, computes, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from disttensor.comm.log import CommLog
+from disttensor.simulate.events import Collective, Event, Message, Op
+from disttensor.simulate.memory import Memory
+from disttensor.simulate.network import Network
+from disttensor.simulate.timeline import Row
+
+Volume = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Ranks that do the same as ``rank`` does. ``stage``: theirs, from 0, in the first pipeline run
+    of the step, None where they are in none or there is none. ``comms``: its collectives and the
+    messages that it sends, as ``record_comms`` gives them; ``memory``: in bytes by category;
+    ``timeline``: its spans, in seconds."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    comms: CommLog
+    memory: Memory
+    events: list[Event] = field(repr=False)
+    timeline: Row = field(repr=False)
+    stage: int | None = None
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes that its tensors hold at one time in the step."""
+        return self.memory.peak
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one rank in the step, by torch's formulas."""
+        return sum(e.flops for e in self.events if isinstance(e, Op))
+
+    def flops_by(self, by: str = "phase") -> dict[str, int]:
+        """FLOPs of one rank by "phase", "where", "dtype" or the "name" of the operator."""
+        out: Counter[str] = Counter()
+        for e in self.events:
+            if isinstance(e, Op) and e.flops:
+                out[str(getattr(e, by))] += e.flops
+        return dict(out)
+
+    def volume(self, by: str = "axis") -> Volume:
+        """(number, bytes) of what one rank sends, by what each CommRecord has as ``by``: "axis",
+        "kind", "phase" or "where". The axis of messages is "stages"."""
+        count: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
+        for r in self.comms:
+            key = "stages" if by == "axis" and r.kind == "send" else str(getattr(r, by))
+            count[key] += 1
+            nbytes[key] += r.bytes
+        return {key: (count[key], nbytes[key]) for key in sorted(count)}
+
+    def sent_by_phase(self, axis: str) -> dict[str, int]:
+        """Bytes of what one rank sends over an axis, in the phases in which it does."""
+        out: Counter[str] = Counter()
+        for e in self.events:
+            if isinstance(e, Message):
+                if e.sends and axis == "stages":
+                    out[e.phase] += e.nbytes
+            elif isinstance(e, Collective) and e.axis == axis:
+                out[e.phase] += e.nbytes
+        return dict(out)
+
+    def messages(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(number, bytes) of the messages of one rank, by ("sent" or "received", phase)."""
+        out: dict[tuple[str, str], tuple[int, int]] = {}
+        for e in self.events:
+            if isinstance(e, Message):
+                key = "sent" if e.sends else "received", e.phase
+                n, size = out.get(key, (0, 0))
+                out[key] = n + 1, size + e.nbytes
+        return out
+
+    def between_nodes(self, network: Network) -> int:
+        """Bytes that one rank sends in collectives over several nodes and in messages to another
+        one."""
+        return sum(
+            e.nbytes
+            for e in self.events
+            if (isinstance(e, Collective) and network.crosses(e.ranks))
+            or (isinstance(e, Message) and e.sends and network.crosses((self.rank, e.peer)))
+        )
+
+    def as_dict(self, network: Network) -> dict[str, Any]:
+        """All figures as plain data."""
+        return {
+            "ranks": list(self.ranks),
+            "peak_memory": self.peak_memory,
+            "peak_at": self.memory.where,
+            "memory_at_peak": self.memory.at_peak,
+            "stage": self.stage,
+            "flops": self.flops,
+            "flops_by_line": self.flops_by("where"),
+            "flops_by_phase": self.flops_by("phase"),
+            "comms": {
+                by: {key: {"count": n, "bytes": b} for key, (n, b) in self.volume(by).items()}
+                for by in ("axis", "kind", "phase", "where")
+            },
+            "messages": [
+                {"way": way, "phase": phase, "count": n, "bytes": b}
+                for (way, phase), (n, b) in sorted(self.messages().items())
+            ],
+            "bytes_between_nodes": self.between_nodes(network),
+            "seconds": {
+                "compute": self.timeline.total("compute"),
+                "wait_for_ranks": self.timeline.total("wait for ranks"),
+                "wait_for_stages": self.timeline.total("wait for a stage"),
+                "all": self.timeline.end,
+            },
+        }
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """``0-3, 8``: ranks in runs, of many the first."""
+    runs: list[list[int]] = []
+    for r in ranks:
+        if runs and r == runs[-1][1] + 1:
+            runs[-1][1] = r
+        else:
+            runs.append([r, r])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")

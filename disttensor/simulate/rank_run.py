@@ -1,0 +1,37 @@
+"""What one rank does in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from disttensor.comm.log import CommRecord
+from disttensor.simulate.events import Event
+from disttensor.simulate.memory import Held, Memory, Step, summary
+from disttensor.simulate.visits import Piece, PipelineRun
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What ``rank`` did in the step. ``held``: bytes by category when it begins; ``changes``: of
+    its memory; ``warnings``: of its program; ``parts``: the step cut into forwards and
+    backwards."""
+
+    rank: int
+    events: list[Event]
+    comms: list[CommRecord]
+    held: Held
+    changes: list[Step]
+    warnings: list[str]
+    parts: tuple[Piece, ...]
+    runs: list[PipelineRun]
+
+    @property
+    def stage(self) -> int | None:
+        """The number of its stage in the first pipeline run."""
+        grids = self.runs[0].grids if self.runs else ()
+        return next((s for s, grid in enumerate(grids) if self.rank in grid.ranks), None)
+
+    @cached_property
+    def memory(self) -> Memory:
+        return summary(self.held, self.changes)

@@ -1,0 +1,229 @@
+"""What one rank computes, sends and holds, seen below the engine: a mode that sees each operator on
+locals."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from disttensor.errors import name_of, user_line
+from disttensor.simulate import shapes
+from disttensor.simulate.errors import SimulationError
+from disttensor.simulate.events import Event, Op
+from disttensor.simulate.fake_collectives import FakeCollectives
+from disttensor.simulate.kinds import Listener
+from disttensor.simulate.memory import Held, MemoryLog, Step
+from disttensor.simulate.visits import Mark, Visits
+from disttensor.tensor.base import MeshTensor
+from disttensor.torch_private import (
+    DataDependentOutput,
+    DynamicOutputShape,
+    FakeTensor,
+    TorchDispatchMode,
+    current_backward,
+    fakes,
+    is_composite,
+    no_dispatch,
+)
+from disttensor.tree import flat
+
+Tensor = torch.Tensor
+Values = float | Callable[[str], float]
+
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_READS = {_aten._local_scalar_dense.default, _aten.equal.default}
+_PYTHON = {torch.bool: bool, torch.complex64: complex, torch.complex128: complex}
+
+
+@cache
+def _decomposes(func: Any) -> bool:
+    """Is it made of other operators, and not counted by torch as a whole?"""
+    return is_composite(func) and shapes.flop_formula(func) is None
+
+
+class Recorder(TorchDispatchMode):
+    """``with recorder:`` all that this rank does; its ``events`` are those since ``start()``.
+
+    ``values``: what a program reads of data that is not there: a number, or a function of the line
+    that reads. On tensors with data it counts as well, and changes nothing.
+    """
+
+    def __init__(self, values: Values = 0.0) -> None:
+        super().__init__()
+        self.values = values
+        self.mode = fakes()
+        self.events: list[Event] = []
+        self.memory = MemoryLog()
+        self.recording = self._collects = False
+        self.visits = Visits(self._mark)
+        self.last = Mark(0, 0, 0)
+        self._first = self._clock = 0  # of the memory's changes and events, at ``start``
+        self.comms = Listener()
+        self._said = 0
+        self._optimizing = 0
+        self._collectives = FakeCollectives(self._note, self.phase)
+        self._stack = ExitStack()
+        self.steps = 0
+        self.after_step: Callable[[], None] = lambda: None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would put two calls before each of this."""
+        return False
+
+    # From when to when ----------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """All of a rank's program, the step that is recorded included."""
+        begin = register_optimizer_step_pre_hook(self._step_begins)
+        end = register_optimizer_step_post_hook(self._step_ends)
+        try:
+            with self.memory.resizing(), self.comms, self.visits, self:
+                yield
+        finally:
+            self.stop()
+            begin.remove()
+            end.remove()
+
+    def start(self) -> None:
+        """What follows is recorded. Python collects its garbage before, and not meanwhile: when it
+        does would be chance, and so would be the memory."""
+        gc.collect()
+        self._collects = gc.isenabled()
+        gc.disable()
+        self.events, self.recording, self._clock = [], True, self.memory.clock
+        self._first = len(self.memory.changes)
+        self.comms.records.clear()
+        self._said = 0
+        self._collectives.count.clear()
+
+    def stop(self) -> None:
+        if self.recording:
+            self.last, self.recording = self._mark() or self.last, False
+            if self._collects:
+                gc.enable()
+
+    def _mark(self) -> Mark | None:
+        """Here, if this is recorded."""
+        if not self.recording:
+            return None
+        changes = len(self.memory.changes) - self._first
+        return Mark(len(self.events), changes, len(self.comms.records))
+
+    def memory_of_step(self) -> tuple[Held, list[Step]]:
+        """What the rank held when the step began, and the changes since."""
+        return self.memory.between(self._first, self._first + self.last.changes, self._clock)
+
+    def _note(self, event: Event) -> None:
+        self.memory.clock += 1
+        if self.recording:
+            self.events.append(event)
+
+    def phase(self) -> str:
+        if self._optimizing:
+            return "optimizer"
+        backward = current_backward() != -1
+        if backward != len(self.memory.backwards) % 2:
+            self.memory.backwards.append(self.memory.clock)
+        return "backward" if backward else "forward"
+
+    # Optimizers -----------------------------------------------------------------------------------
+
+    def _step_begins(self, *_: Any) -> None:
+        self.phase()
+        self._optimizing += 1
+
+    def _step_ends(self, optimizer: Any, *_: Any) -> None:
+        self._optimizing -= 1
+        mark = self.memory.mark
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        self.comms.optimizes(owned)
+        for p in owned:
+            for t, category in ((p, "parameters"), (p.grad, "gradients")):
+                if t is not None:
+                    mark(_local(t), category)
+        for t in flat([list(state.values()) for state in optimizer.state.values()], []):
+            mark(_local(t), "optimizer state")
+        self.steps += 1
+        self.after_step()
+
+    # Operators ------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked for most often
+            return args[0].fake_device
+        if fakes() is not self.mode or func.namespace == "prim":
+            return func(*args, **kwargs)  # the engine asks for a shape
+        if self.mode is not None and func.namespace == "c10d":
+            return self._communicates(func, args, kwargs)
+        if self.mode is not None and func in _READS:
+            return self._reads(func, args, kwargs)
+        if self.mode is not None and func.is_view and type(args[0]) is not FakeTensor:
+            with no_dispatch():  # a view of data that is there is there, too
+                return func(*args, **kwargs)
+        if _decomposes(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        try:
+            if self.mode is not None:
+                out, cost = shapes.run(func, args, kwargs, self.mode)
+            else:
+                out = func(*args, **kwargs)
+                cost = shapes.cost(func, args, kwargs, out)
+        except (DynamicOutputShape, DataDependentOutput):
+            raise SimulationError(
+                f"the shape of what {name_of(func)} gives at {user_line()} depends on data, and a "
+                "simulation has none. Write it with a shape that is known (a mask in place of "
+                "masked_select, a capacity for each expert), or simulate without this part"
+            ) from None
+        self._computed(func, cost, out)
+        return out
+
+    def _computed(self, func: Any, cost: shapes.Cost, out: Any) -> None:
+        phase = self.phase()
+        if not cost.views:
+            for t in [out] if isinstance(out, Tensor) else flat(out, []):
+                self.memory.see(t, phase)
+        if not self.recording:
+            self.memory.clock += 1
+            return
+        self._note(Op(func._overloadpacket.__name__, *cost, phase, user_line()))
+
+    def _communicates(self, func: Any, args: Any, kwargs: Any) -> Any:
+        said = self.comms.records
+        new = said[-1] if len(said) > self._said else None
+        self._said = len(said)
+        return self._collectives.answer(func, args, kwargs, new)
+
+    def _reads(self, func: Any, args: Any, kwargs: Any) -> Any:
+        fake = [t for t in args if isinstance(t, FakeTensor)]
+        if not fake:  # data that is there
+            with no_dispatch():
+                return func(*args, **kwargs)
+        if all(t.constant is not None for t in fake):
+            return func(*args, **kwargs)
+        value = self.values(user_line()) if callable(self.values) else self.values
+        dtype = fake[0].dtype
+        if func is _aten.equal.default:
+            return bool(value)
+        kind = _PYTHON.get(dtype, float if dtype.is_floating_point else int)
+        return kind(value)
+
+
+def _local(t: Tensor) -> Tensor:
+    local: Tensor = t.local if isinstance(t, MeshTensor) else t
+    return local

@@ -1,0 +1,240 @@
+"""What a simulated step costs: for each kind of rank, and all of them together."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from disttensor import arguments
+from disttensor.simulate import chrome_trace, pictures, png
+from disttensor.simulate.devices import Device
+from disttensor.simulate.findings import findings
+from disttensor.simulate.kind import Kind, names_of
+from disttensor.simulate.network import Network
+from disttensor.simulate.page import page
+from disttensor.simulate.text import amount, quantity, seconds, table
+from disttensor.simulate.timeline import timelines
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What ``dt.simulate`` has found: one Kind for all ranks that do the same. Prints as tables.
+    ``said``: the warnings of the program itself, such as those of fallbacks that gather."""
+
+    world: int
+    kinds: list[Kind]
+    device: Device
+    network: Network
+    said: list[str]
+
+    # All ranks together ---------------------------------------------------------------------------
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the begin of the step until the last rank has ended."""
+        return max(k.timeline.end for k in self.kinds)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time, 0 to 1, in which they wait for another stage, or have
+        nothing left to do."""
+        idle = self._sum(lambda k: k.timeline.total("wait for a stage") - k.timeline.end)
+        return idle / self._time + 1 if self._time else 0.0
+
+    @property
+    def exposed_communication(self) -> float:
+        """The part of all ranks' time, 0 to 1, in which they wait for a collective."""
+        waits = self._sum(lambda k: k.timeline.total("wait for ranks"))
+        return waits / self._time if self._time else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation, 0 to 1: three times the FLOPs of the forwards (a backward does
+        twice those of its forward), over what the devices could do in this time. Chowdhery et al.,
+        "PaLM", 2022, appendix B."""
+        by: Counter[str] = Counter()
+        for k in self.kinds:
+            for dtype, n in k.flops_by("dtype").items():
+                by[dtype] += n * len(k.ranks)
+        peaks = {str(dtype): peak for dtype, peak in self.device.peak.items()}
+        if not by or not self._time:
+            return 0.0
+        model = 3 * self._sum(lambda k: k.flops_by("phase").get("forward", 0))
+        return model / (self._time * peaks[by.most_common(1)[0][0]])
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all ranks together."""
+        return int(self._sum(lambda k: k.flops))
+
+    def share_of_stages(self) -> dict[int, float]:
+        """The part, 0 to 1, of all FLOPs that the ranks of each stage do; empty without a pipeline.
+        Of lines, ``Kind.flops_by("where")`` says it."""
+        out: Counter[int] = Counter()
+        for k in self.kinds:
+            if k.stage is not None:
+                out[k.stage] += k.flops * len(k.ranks)
+        return {stage: n / self.flops for stage, n in sorted(out.items())} if self.flops else {}
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What is worth a change, each with what to do instead."""
+        return [*self.said, *findings(self.kinds, self.device, self.network)]
+
+    def _sum(self, of: Any) -> float:
+        return sum(of(k) * len(k.ranks) for k in self.kinds)
+
+    @property
+    def _time(self) -> float:
+        return self.step_time * sum(len(k.ranks) for k in self.kinds)
+
+    def on(self, *, device: Device | None = None, network: Network | None = None) -> Report:
+        """What the same step would take on another device, or over another network. The program
+        does not run again; its collectives are those for the backend of the first device."""
+        device, network = device or self.device, network or self.network
+        runs = [(k.ranks, k.rank, k.events) for k in self.kinds]
+        rows = timelines(runs, device, network)
+        kinds = [replace(k, timeline=row) for k, row in zip(self.kinds, rows, strict=True)]
+        return Report(self.world, kinds, device, network, self.said)
+
+    # Some of them ---------------------------------------------------------------------------------
+
+    def kind_of(self, rank: int) -> Kind:
+        """The kind of a rank. Raises ValueError for one that was not simulated."""
+        found = next((k for k in self.kinds if rank in k.ranks), None)
+        if found is None:
+            there = names_of(sorted(r for k in self.kinds for r in k.ranks))
+            raise ValueError(
+                f"rank {rank} was not simulated: the report is of ranks {there} of {self.world}"
+            )
+        return found
+
+    @property
+    def fullest(self) -> Kind:
+        """The kind with the highest peak of memory."""
+        return max(self.kinds, key=lambda k: k.peak_memory)
+
+    @property
+    def slowest(self) -> Kind:
+        """The kind that computes longest."""
+        return max(self.kinds, key=lambda k: k.timeline.total("compute"))
+
+    # As files and text ----------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures as plain data: bytes, counts, FLOPs, seconds."""
+        return {
+            "world": self.world,
+            "device": self.device.name,
+            "step_time": self.step_time,
+            "bubble": self.bubble,
+            "exposed_communication": self.exposed_communication,
+            "utilisation": self.utilisation,
+            "flops": self.flops,
+            "share_of_stages": self.share_of_stages(),
+            "kinds": [k.as_dict(self.network) for k in self.kinds],
+            "warnings": self.warnings,
+        }
+
+    def to_json(self, path: str | PathLike[str]) -> Path:
+        """Writes all figures to ``path``."""
+        file = Path(path)
+        file.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
+        return file
+
+    def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
+        """Writes the time line to ``path``, for Perfetto and chrome://tracing: a process for each
+        kind of rank, with threads for what it computes, sends and waits for."""
+        file = Path(path)
+        named = [(f"ranks {names_of(k.ranks)}", k.rank, k.timeline) for k in self.kinds]
+        file.write_text(json.dumps(chrome_trace.trace(named)), encoding="utf-8")
+        return file
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Writes one page for people to ``path``, without anything from elsewhere: a table of the
+        kinds, warnings, and the pictures of ``to_svg``, a time line to zoom into among them. Its
+        element ``report`` has the figures of ``to_json``."""
+        held = [pictures.memory(k) for k in sorted(self.kinds, key=lambda k: -k.peak_memory)]
+        file = Path(path)
+        file.write_text(
+            page(
+                self._summary, self.as_dict(), self._rows, self.warnings, held,
+                pictures.volume(self.kinds), pictures.timeline(self.kinds),
+            ),
+            encoding="utf-8",
+        )  # fmt: skip
+        return file
+
+    def to_svg(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
+        """Draws to ``path``, an .svg: the "timeline" of all kinds, the "memory" of the fullest over
+        the step, or "communication", the bytes that a rank sends over each axis."""
+        file = Path(path)
+        file.write_text(self._drawn("to_svg", picture), encoding="utf-8")
+        return file
+
+    def to_png(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
+        """The same picture as ``to_svg`` draws, as .png. Raises ImportError where matplotlib is not
+        installed, which it needs."""
+        png.draw(self._drawn("to_png", picture), path)
+        return Path(path)
+
+    def _drawn(self, who: str, picture: str) -> str:
+        draw = {
+            "timeline": lambda: pictures.timeline(self.kinds),
+            "memory": lambda: pictures.memory(self.fullest),
+            "communication": lambda: pictures.volume(self.kinds),
+        }
+        if picture not in draw:
+            raise arguments.wrong(f"{who}: picture", picture, " or ".join(draw), ValueError)
+        return draw[picture]()
+
+    @property
+    def _summary(self) -> str:
+        return (
+            f"{self.world:,} ranks of {len(self.kinds)} kinds on {self.device.name}: a step of "
+            f"{seconds(self.step_time)}, {quantity(self.flops)}FLOP, utilisation "
+            f"{self.utilisation:.1%}, bubble {self.bubble:.1%}, waiting for collectives "
+            f"{self.exposed_communication:.1%}"
+        )
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [(
+            "ranks", "", "FLOP", "computes", "waits", "peak memory", "collectives", "sent",
+            "messages", "sent", "between nodes",
+        )]  # fmt: skip
+        for k in self.kinds:
+            volume, line = k.volume(), k.timeline
+            messages = volume.pop("stages", (0, 0))
+            rows.append((
+                names_of(k.ranks), f"{len(k.ranks):,}", quantity(k.flops),
+                seconds(line.total("compute")),
+                seconds(line.total("wait for ranks") + line.total("wait for a stage")),
+                amount(k.peak_memory), f"{sum(n for n, _ in volume.values()):,}",
+                amount(sum(b for _, b in volume.values())), f"{messages[0]:,}",
+                amount(messages[1]), amount(k.between_nodes(self.network)),
+            ))  # fmt: skip
+        return rows
+
+    def __str__(self) -> str:
+        full = self.fullest
+        held = [(f"  {name}", amount(n)) for name, n in full.memory.at_peak.items() if n]
+        sent = [
+            (names_of(k.ranks), axis, f"{n:,}", f"{b:,}")
+            for k in self.kinds
+            for axis, (n, b) in k.volume().items()
+        ]
+        shares = " ".join(f"{share:.1%}" for share in self.share_of_stages().values())
+        staged = [f"FLOPs of the stages: {shares}", ""] if shares else []
+        return "\n".join([
+            self._summary, "", *table(self._rows), "", *staged,
+            f"memory of ranks {names_of(full.ranks)} at their peak, at {full.memory.where}:",
+            *table(held or [("  nothing", "")]), "", "sent by one rank:",
+            *table([("ranks", "axis", "number", "bytes"), *sent]),
+            *(f"\nwarning: {w}" for w in self.warnings),
+        ])  # fmt: skip

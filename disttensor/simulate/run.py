@@ -1,0 +1,101 @@
+"""``simulate``: a training step as every rank of a large world would do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from disttensor import arguments
+from disttensor.comm.log import CommLog
+from disttensor.simulate import devices
+from disttensor.simulate.devices import Device
+from disttensor.simulate.kind import Kind
+from disttensor.simulate.kinds import Differences, representatives
+from disttensor.simulate.network import Network
+from disttensor.simulate.one_rank import Program, compare, of_build, run_rank
+from disttensor.simulate.rank_run import RankRun
+from disttensor.simulate.recorder import Values
+from disttensor.simulate.report import Report
+from disttensor.simulate.timeline import timelines
+
+
+def simulate(
+    build: Callable[[], Callable[[], Any]],
+    world: int,
+    *,
+    ranks: Iterable[int] | None = None,
+    device: Device = devices.H100,
+    network: Network = Network(),  # noqa: B008  (it is frozen)
+    values: Values = 0.0,
+) -> Report:
+    """The Report of one training step on ``world`` ranks, found in this process, without memory for
+    the model and without a kernel.
+
+    ``build()`` is ordinary code that makes meshes, model and optimizer. It returns ``step``, a
+    function of no arguments that does one training step; the report is of its second call. The
+    program runs as one rank after the other, one for each kind of rank: ranks of one stage do the
+    same, unless their pieces differ in size. ``ranks``: the ranks that the report is of, all
+    without it. ``device`` and ``network`` say what kernels and messages cost; the program itself
+    runs on tensors of the CPU, whatever they describe.
+
+    Tensors hold no data. What the program reads of them (``item``, ``bool``, ``tolist``) is
+    ``values``: a number, or a function of the line that reads, as ``"train.py:12"``. Afterwards the
+    process is as it was. Raises SimulationError, with the line, where a shape depends on data and
+    where ranks of one kind do not do the same, and what the program itself raises.
+
+    >>> def build():
+    ...     mesh = dt.init_mesh((2, 4), ("dp", "tp"))
+    ...     plan = {"weight": [dt.Replicate(), dt.Shard(0)]}
+    ...     model = dt.shard_module(torch.nn.Linear(8, 8), mesh, plan)
+    ...     optimizer = torch.optim.SGD(model.parameters())
+    ...     def step():
+    ...         x = dt.ones(6, 8, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+    ...         model(x).square().sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     return step
+    >>> report = dt.simulate(build, world=8)
+    >>> [kind.ranks for kind in report.kinds], report.kinds[0].comms.counts()
+    ([(0, 1, 2, 3, 4, 5, 6, 7)], {'all_reduce': 2})
+    """
+    arguments.function("simulate: build", build, "a function that returns a function")
+    return simulate_program(
+        of_build(build), world, ranks=ranks, device=device, network=network, values=values
+    )
+
+
+def simulate_program(
+    program: Program,
+    world: int,
+    *,
+    ranks: Iterable[int] | None = None,
+    device: Device = devices.H100,
+    network: Network = Network(),  # noqa: B008
+    values: Values = 0.0,
+) -> Report:
+    """``simulate`` for what runs up to a step in its own way, as a script does."""
+    arguments.whole("simulate: world", world, 1, "a number of ranks")
+    arguments.of_type("simulate: device", device, Device, "a dt.devices.Device")
+    arguments.of_type("simulate: network", network, Network, "a dt.devices.Network")
+    if not callable(values):
+        arguments.number("simulate: values", values)
+    expected = f"a list of ranks from 0 to {world - 1}"
+    wanted = None if ranks is None else arguments.listed("simulate: ranks", ranks, expected)
+    for rank in wanted or ():
+        if not arguments.is_whole(rank) or not 0 <= rank < world:
+            raise arguments.wrong("simulate: ranks: entry", rank, expected, ValueError)
+
+    def run(rank: int) -> tuple[RankRun, Differences]:
+        return run_rank(program, rank, world, values, network.ranks_per_node, device.backend)
+
+    found = representatives(world, wanted, run)
+    members, first, result = found[0]
+    if len(members) > 1:
+        compare(result, run(next(r for r in reversed(members) if r != first))[0])
+    rows = timelines([(members, rank, one.events) for members, rank, one in found], device, network)
+    kinds = [
+        Kind(tuple(members), rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
+        for (members, rank, one), row in zip(found, rows, strict=True)
+    ]
+    said = dict.fromkeys(w for _, _, one in found for w in one.warnings)
+    return Report(world, kinds, device, network, list(said))

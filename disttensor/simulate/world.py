@@ -1,0 +1,74 @@
+"""A rank of a world that is not there: PyTorch's fake process group, tensors without data."""
+
+from __future__ import annotations
+
+import os
+import random as python_random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from disttensor import runtime
+from disttensor.comm import desync
+from disttensor.random import state
+from disttensor.torch_private import FakeTensorMode, process_groups_aside, start_fake_world
+
+
+@cache
+def _fake() -> Any:
+    """One for all simulations of a process, as the engine keeps a few tensors for as long as it
+    runs. Made when it is needed: torch imports its compiler for it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, str]:
+    """What torchrun would put into the environment of this rank."""
+    there = min(size, ranks_per_node)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % there),
+        "LOCAL_WORLD_SIZE": str(there),
+        "GROUP_RANK": str(rank // there),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+
+
+@contextmanager
+def imagined_rank(
+    rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl"
+) -> Iterator[None]:
+    """Inside, this process is ``rank`` of ``size``, and nobody else is there; collectives are made
+    as for ``backend``. Afterwards it is what it was: its process group, meshes, environment,
+    defaults and random numbers are as before."""
+    environment = dict(os.environ)
+    dtype, device, grad = (
+        torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
+    )  # fmt: skip
+    numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
+    seed, debugging = state.get_state(), desync.enabled
+    try:
+        with runtime.aside(), process_groups_aside():
+            os.environ.update(torchrun_variables(rank, size, ranks_per_node))
+            desync.enabled = False  # there is nobody to compare with
+            start_fake_world(rank, size)
+            runtime.current().stands_for = backend
+            with _fake():
+                yield
+    finally:
+        desync.enabled = debugging
+        state.set_state(*seed)
+        torch.set_rng_state(numbers[0])
+        python_random.setstate(numbers[1])
+        np.random.set_state(numbers[2])
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        torch.set_grad_enabled(grad)
+        os.environ.clear()
+        os.environ.update(environment)

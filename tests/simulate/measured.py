@@ -1,0 +1,71 @@
+"""What a real rank sends, computes and holds in a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import disttensor as dt
+from disttensor import cache
+from disttensor.comm import collectives
+from disttensor.simulate.memory import Memory, summary
+from disttensor.simulate.recorder import Recorder
+
+
+def measured(
+    build: Callable[[str], Callable[[], None]], options: str
+) -> tuple[list[dt.CommRecord], int, Memory]:
+    """On a rank of a running world: the collectives of a step of ``build(options)``, its FLOPs by
+    torch's own counter, and its memory, of real tensors, in the second step."""
+    dtype = torch.get_default_dtype()
+    cache.clear()  # plans of earlier tests: a first step keeps more than those that follow
+    try:
+        recorder = _Paced()
+        with recorder.running(), recorder.pacing():
+            step = build(options)
+            step()
+            recorder.start()
+            step()
+            recorder.stop()
+        with dt.record_comms() as comms:
+            step()
+        with FlopCounterMode(display=False) as counter:
+            step()
+    finally:
+        torch.set_default_dtype(dtype)
+    memory = summary(*recorder.memory_of_step())
+    return list(comms), counter.get_total_flops(), memory
+
+
+class _Paced(Recorder):
+    """A Recorder of real tensors, for which a collective in the background is over when another one
+    has been started, as it is for one that is simulated. By themselves they are over sooner or
+    later in each run, and so are their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.started += func.namespace == "c10d"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextlib.contextmanager
+    def pacing(self) -> Iterator[None]:
+        usual = collectives.start
+
+        def start(*args: Any, **kwargs: Any) -> Any:
+            work = usual(*args, **kwargs)
+            before = self.started
+            work._done = lambda: self.started > before
+            return work
+
+        collectives.start = start
+        try:
+            yield
+        finally:
+            collectives.start = usual

@@ -1,0 +1,89 @@
+"""A simulated step against the same step on four gloo processes: each collective, the FLOPs and the
+memory of every rank."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from tests.simulate import gpt_training
+from tests.simulate.measured import measured
+from tests.support.part import part
+from tests.support.pool import run_on_ranks
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+CPU = dt.devices.Device(
+    name="a CPU", peak=dict.fromkeys(DTYPES, 1e11), bandwidth=1e10, launch=5e-6, asynchronous=False
+)
+
+STRATEGIES = [
+    "--dp=4 --batch=8 --accumulate=2 --recompute",
+    "--dp=2 --tp=2 --batch=4",
+    "--tp=4 --batch=3 --amp=bf16",
+    "--sharding=4 --zero=1 --batch=8",
+    "--sharding=4 --zero=2 --batch=8 --accumulate=2",
+    "--sharding=4 --zero=3 --batch=8 --segment-mb=0.02",
+    "--sharding=2 --dp=2 --batch=8 --accumulate=2 --amp=bf16",
+    "--sharding=2 --tp=2 --zero=3 --batch=4 --recompute --tie",
+    "--sharding=2 --cp=2 --zero=2 --batch=4",
+    "--pp=4 --batch=8",
+    "--pp=2 --tp=2 --batch=6 --accumulate=3 --schedule=gpipe",
+    "--pp=2 --sharding=2 --batch=8 --tie --amp=fp16",
+    "--pp=2 --dp=2 --batch=8 --schedule=interleaved_1f1b --recompute",
+    "--pp=2 --tp=2 --batch=6 --accumulate=3 --schedule=zbv",
+    "--dp=4 --batch=6 --width=36 --heads=3",  # pieces of 2, 2, 1 and 1
+]
+
+
+# Of Hugging Face transformers: the name of a model, and its Strategy.
+MODELS = [
+    "llama dp=2 tp=2",
+    "gpt2 sharding=4 zero_stage=3",
+    "bert sharding=2 dp=2 zero_stage=2 accumulate_steps=2",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("options", part(STRATEGIES, 3))
+def test_a_simulated_step_is_that_of_real_ranks(options: str) -> None:
+    check(gpt_training.build, options)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("options", part(MODELS, 1))
+def test_a_simulated_step_of_a_known_model_is_that_of_real_ranks(options: str) -> None:
+    training = importlib.import_module("tests.simulate.huggingface_training")
+    check(training.build, options)
+
+
+def check(build: Any, options: str) -> None:
+    real = run_on_ranks(4, measured, build, options, timeout=150)
+    report = dt.simulate(functools.partial(build, options), world=4, device=CPU)
+    for rank, (comms, flops, memory) in enumerate(real):
+        kind = report.kind_of(rank)
+        mine = list(kind.comms)
+        if rank != kind.rank:  # other ranks of the kind send to other ranks
+            assert [_alike(c) for c in mine] == [_alike(c) for c in comms]
+        else:
+            assert mine == comms
+        assert kind.flops == flops
+        # A real rank may still hold what it sent last, with a few bytes that announce it.
+        in_flight = max((c.bytes for c in comms if c.kind == "send"), default=-256) + 256
+        off = memory.peak - kind.peak_memory
+        assert -0.02 * memory.peak <= off <= 0.02 * memory.peak + in_flight
+
+
+def _alike(c: dt.CommRecord) -> tuple[object, ...]:
+    axis = "" if c.kind == "send" else c.axis
+    return c.kind, axis, c.bytes, c.phase, c.where, c.shape, c.dtype

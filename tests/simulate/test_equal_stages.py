@@ -1,0 +1,99 @@
+"""Stages that follow from others: what they do is what they do when they are run."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import disttensor as dt
+from tests.simulate.gpt_training import build as build_gpt
+
+kinds = importlib.import_module("disttensor.simulate.kinds")
+run = importlib.import_module("disttensor.simulate.run")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The ranks whose program was run."""
+    ranks, usual = [], run.run_rank
+    monkeypatch.setattr(run, "run_rank", lambda *a: (ranks.append(a[1]), usual(*a))[1])
+    return ranks
+
+
+def every_stage(monkeypatch, build, world):
+    """The report where nothing follows from anything."""
+    with monkeypatch.context() as patch:
+        patch.setattr(kinds, "followers", lambda *_: [])
+        return dt.simulate(build, world=world)
+
+
+def same(a, b):
+    """But for the order in which memory is freed between two operators."""
+    assert [k.ranks for k in a.kinds] == [k.ranks for k in b.kinds]
+    for one, other in zip(a.kinds, b.kinds, strict=True):
+        assert list(one.comms) == list(other.comms)
+        assert one.flops_by("where") == other.flops_by("where")
+        assert one.messages() == other.messages()
+        assert one.memory.peak == other.memory.peak
+        assert one.memory.at_peak == other.memory.at_peak
+        assert one.timeline.times == other.timeline.times
+    assert a.step_time == b.step_time
+
+
+@pytest.mark.limit(300)
+def test_what_follows_is_what_a_run_shows(ran, monkeypatch) -> None:
+    """Layers 2 to 7 of eight are three stages; the last of them hands on to another line."""
+    world = 6
+    options = "--pp=6 --layers=8 --batch=4 --accumulate=4 --width=16"
+    report = dt.simulate(lambda: build_gpt(options), world=world)
+
+    assert 2 not in ran
+    same(report, every_stage(monkeypatch, lambda: build_gpt(options), world))
+
+
+class Layer(nn.Module):
+    def __init__(self, slow: bool) -> None:
+        super().__init__()
+        self.linear, self.slow = nn.Linear(4, 4), slow
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x @ torch.ones(4, 4) if self.slow else x
+
+
+def layers(slow: int):
+    def build():
+        stages = dt.Strategy(pp=6).stages()
+        model = nn.Sequential(*[Layer(i == slow) for i in range(6)])
+        dt.pipeline.split(model, stages)
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def loss(x):
+            return model(dt.shard_tensor(x, stages[0])).sum()
+
+        def step():
+            dt.pipeline.run(loss, torch.ones(8, 4).chunk(2), stages=stages)
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("slow", [2, 4])
+def test_a_stage_with_the_same_parameters_that_does_more_is_run(slow, ran, monkeypatch) -> None:
+    report = dt.simulate(layers(slow), world=6)
+    flops = [k.flops for k in report.kinds]
+    assert flops[slow] > flops[1 if slow == 2 else 2]
+    assert slow in ran
+    same(report, every_stage(monkeypatch, layers(slow), 6))
+
+
+def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
+    dt.simulate(layers(-1), world=6)
+    assert 2 not in ran and 3 not in ran
+    with pytest.raises(ValueError, match="3 stages later"):
+        kinds.followed.__globals__["Follower"](2, 2, 1, 4, (1, 4)).at(5, 7)
