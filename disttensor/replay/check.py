@@ -1,0 +1,78 @@
+"""A replay beside the calls one by one: the same bits, the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttensor.random import state
+from disttensor.replay.record import Program
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tree import flat
+
+Tensor = torch.Tensor
+
+
+def beside_eager(
+    name: str, program: Program, inputs: Sequence[Any], written: Sequence[Any],
+    eager: Callable[[], tuple[Any, Program | str]],
+) -> Any:  # fmt: skip
+    """The result of ``eager()``. Raises RuntimeError where the program gives or writes (to
+    ``written``) another bit, another spec, or where another one would be recorded now."""
+    before = state.get_state(), torch.get_rng_state(), _copies(written)
+    mine = _described(program.run(*inputs), written)
+    state.set_state(*before[0])
+    torch.set_rng_state(before[1])
+    with torch.no_grad():
+        for x, was in zip(written, before[2], strict=True):
+            _local(x).detach().copy_(was)
+    result, again = eager()
+    theirs = _described(result, written)
+    if len(mine) != len(theirs):
+        raise RuntimeError(f"replay of {name}: {len(mine)} tensors in place of {len(theirs)}")
+    for i, ((spec, grad, bits), (spec_eager, grad_eager, bits_eager)) in enumerate(
+        zip(mine, theirs, strict=True)
+    ):
+        if spec != spec_eager or grad is not grad_eager:
+            raise RuntimeError(
+                f"replay of {name}: result {i} is {spec}, requires_grad={grad}; the calls one by "
+                f"one give {spec_eager}, requires_grad={grad_eager}"
+            )
+        if not torch.equal(bits, bits_eager):
+            raise RuntimeError(
+                f"replay of {name}: result {i}, {spec}, differs from that of the calls one by one. "
+                "Does it depend on something that changes and is no argument, attribute or "
+                f"closure? What was recorded:\n{program.text}"
+            )
+    if isinstance(again, Program) and again.text != program.text:
+        raise RuntimeError(
+            f"replay of {name}: recorded once more it is another program. Does it depend on "
+            "something that changes and is no argument, attribute or closure? Then:\n"
+            f"{program.text}\nnow:\n{again.text}"
+        )
+    return result
+
+
+def _local(x: Any) -> Tensor:
+    local: Tensor = x.local if type(x) is DistTensor else x
+    return local
+
+
+def _copies(tensors: Sequence[Any]) -> list[Tensor]:
+    return [_local(x).detach().clone() for x in tensors]
+
+
+def _described(result: Any, written: Sequence[Any]) -> list[tuple[str, bool, Tensor]]:
+    """Spec, requires_grad and bits of each tensor."""
+    return [
+        (
+            repr(x.spec) if type(x) is DistTensor else f"{x.dtype}{list(x.shape)}",
+            _local(x).requires_grad,
+            _local(x).detach().contiguous().view(-1).clone().view(torch.uint8)
+            if _local(x).numel()
+            else torch.empty(0, dtype=torch.uint8),
+        )
+        for x in (*flat(result, []), *written)
+    ]

@@ -1,0 +1,57 @@
+"""Functions of plain tensors, as a recording sees them: questions, what is refused, calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Questions about a tensor whose answers follow from its metadata, or are read by our own code.
+_ASKED = frozenset({
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_version",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
+    "is_mkldnn", "output_nr", "name", "is_xla", "is_mps", "is_xpu", "names", "retains_grad",
+    "_base", "is_sparse_csr", "_backward_hooks", "_post_accumulate_grad_hooks",
+})  # fmt: skip
+_ASKING = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "storage_offset", "get_device",
+    "untyped_storage", "is_same_size", "_is_view", "is_conj", "is_neg", "result_type", "__len__",
+    "_set_grad_enabled", "_use_count", "__hash__", "broadcast_shapes", "is_tensor",
+    "is_grad_enabled", "has_names", "can_cast", "promote_types", "get_default_dtype", "finfo",
+    "iinfo", "is_distributed",
+})  # fmt: skip
+_REFUSED = frozenset({
+    "requires_grad_", "detach_", "set_", "resize_", "resize_as_", "backward", "register_hook",
+    "retain_grad", "register_post_accumulate_grad_hook", "swap_tensors", "rename_",
+})  # fmt: skip
+_SETS = ("set_", "_set_", "manual_seed", "seed", "use_deterministic", "init_")
+_IDLE = frozenset({"detach", "view_as"})  # may be left out where nobody reads the result
+
+QUESTION, CALL, ASSIGNMENT, REFUSED, IDLE = "question", "call", "assignment", "refused", "idle"
+
+
+_BY_SPEC = frozenset({
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "size", "dim", "ndimension",
+    "numel", "nelement", "is_floating_point", "is_complex", "is_grad_enabled", "element_size",
+    "itemsize", "_set_grad_enabled", "result_type", "promote_types", "can_cast", "is_cuda",
+    "is_cpu", "broadcast_shapes", "finfo", "iinfo", "is_tensor",
+})  # fmt: skip
+
+
+def by_spec(func: Any) -> bool:
+    """Does the answer follow from specs and flags, which a kind of call has in common?"""
+    name = getattr(func, "__name__", "")
+    return (getattr(func.__self__, "__name__", "") if name == "__get__" else name) in _BY_SPEC
+
+
+def kind_of(func: Any) -> str:
+    """What a function of torch is to a recording. Attributes come as their getters."""
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__delete__"):
+        return ASSIGNMENT
+    if name == "__get__":
+        return QUESTION if getattr(func.__self__, "__name__", "") in _ASKED else CALL
+    if name in _ASKING:
+        return QUESTION
+    if name in _REFUSED or name.startswith(_SETS):
+        return REFUSED
+    return IDLE if name in _IDLE else CALL

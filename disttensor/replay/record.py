@@ -1,0 +1,360 @@
+"""Recording: one ordinary run of a forward, in which every call on locals is put on a tape.
+
+The run goes the way of every call, through the dispatcher and its runners, which are tapped while
+it lasts (``taps.py``). One line each are
+
+    the local function of a plan, ``move``, ``reshard.run``    whatever they do inside
+    functions of plain tensors, the user's and ours between    seen by a function mode
+    custom autograd functions of plain tensors
+    ``local_for`` and ``written`` of a source                  an argument, a parameter, ...
+
+Nothing is guessed: a tensor that none of these has made, and that is no source, ends the recording,
+and so does what a replay would miss: values that Python reads, messages, hooks, other modes.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from disttensor import runtime
+from disttensor.autograd import activation_checkpoint
+from disttensor.comm import log
+from disttensor.comm.program import Call
+from disttensor.dispatch import dispatch, fallback
+from disttensor.errors import name_of
+from disttensor.meta import infer
+from disttensor.meta.trace import Unfit
+from disttensor.random import state
+from disttensor.replay.questions import ASSIGNMENT, IDLE, QUESTION, REFUSED, by_spec, kind_of
+from disttensor.replay.results import Results
+from disttensor.replay.tape import Tape
+from disttensor.replay.taps import recording, taps
+from disttensor.tensor import views
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import autocast_is_on, no_function_mode, no_torch_function
+from disttensor.tree import flat
+from ops.nn.attention_policy import current as attention_policy
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+
+class Program(NamedTuple):
+    """What was recorded: ``run(*inputs)`` is the forward; ``calls``: what other ranks are told of
+    it; ``cut``: (source, is it a leaf without hooks), where that has a say; ``written``: the
+    sources that it writes to, by name."""
+
+    run: Function
+    text: str
+    calls: tuple[Call, ...]
+    cut: tuple[tuple[Any, bool], ...]
+    written: tuple[str, ...]
+
+
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_lock = threading.Lock()  # the taps are of the process
+
+
+class Ambient(NamedTuple):
+    """What has a say in how torch runs a call."""
+
+    grad: bool
+    inference: bool
+    autocast: Any
+    region: Any
+    run: Any
+    random: Any
+    attention: str
+
+
+def autocast_state(device: str) -> Any:
+    if not autocast_is_on():
+        return None
+    return (
+        torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(),
+    )  # fmt: skip
+
+
+def ambient(device: str) -> Ambient:
+    return Ambient(
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state(device),
+        activation_checkpoint.region(), activation_checkpoint.current_run(), state._policy.get(),
+        attention_policy(),
+    )  # fmt: skip
+
+
+def record(
+    forward: Callable[[], Any], sources: dict[str, Tensor], parameters: list[str], device: str
+) -> tuple[Any, Program | str]:
+    """The result of ``forward()``, and the Program for the next such calls, or why there is none.
+
+    ``sources``: name -> tensor; ``parameters``: the names of those that are given in each call.
+    """
+    if not _lock.acquire(blocking=False):
+        return forward(), ""  # another thread records; next time
+    try:
+        recorder = Recorder(sources, parameters, device)
+        before = _world()
+        with taps(recorder), recorder:
+            result = forward()
+        try:
+            return result, recorder.program(result, before)
+        except Unfit as why:
+            return result, str(why)
+        finally:
+            recorder.tape = Tape({})  # results may hold the recorder, and would hold all on it
+    finally:
+        _lock.release()
+
+
+def _in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
+    with torch.set_grad_enabled(grad):
+        return func(*args, **kwargs)
+
+
+class Recorder(TorchFunctionMode):
+    def __init__(self, sources: dict[str, Tensor], parameters: list[str], device: str) -> None:
+        super().__init__()
+        self.tape = Tape(sources)
+        self.sources, self.parameters, self.device = sources, parameters, device
+        for name, x in sources.items():
+            if name not in parameters:
+                self.tape.scope[name] = x
+        self.why = ""
+        self.quiet = 0  # inside what is one line already
+        self.within = 0  # inside how many calls of DistTensors
+        self.writes = False
+        self.opening = False  # inside a local function whose calls are lines
+        self.calls: list[Call] = []
+        self.cut: dict[int, tuple[Any, bool]] = {}
+        self.written: dict[str, None] = {}
+        self.ambient = ambient(device)
+        self.generator = _generator(device)
+        self.seen = log.CommLog()
+        self.draws = 0  # random calls made inside of lines
+        self.sent = 0  # collectives made inside of lines
+        self.states = {
+            name: (x.local, x.spec) for name, x in sources.items() if isinstance(x, MeshTensor)
+        }
+        for x in sources.values():
+            if type(x) is DistTensor and x._view_state is not None:
+                self.refuse("an argument shares memory in a way that is looked at in each call")
+
+    def refuse(self, why: str) -> None:
+        self.why = self.why or why
+
+    def listens(self) -> bool:
+        """Is what runs now to be a line of its own?"""
+        return not self.quiet and recording(self)
+
+    # What is run and noted ------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.listens():
+            return func(*args, **kwargs)
+        if DistTensor in types:
+            if infer.dynamic(func, args, kwargs):
+                self.refuse(f"{name_of(func)}: the shape of its result depends on data")
+            if func is _SET_DATA:  # a wrapper becomes another one, below its class
+                with no_torch_function():
+                    return func(*args, **kwargs)
+            self.within += 1
+            try:
+                with self:
+                    return dispatch.dispatch(DistTensor, func, types, args, kwargs)
+            finally:
+                self.within -= 1
+        return self.plain(func, args, kwargs)
+
+    def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of plain tensors."""
+        kind = kind_of(func)
+        if kind == QUESTION:
+            if self.opening and not by_spec(func):
+                self.refuse("it looks at memory")
+            return func(*args, **kwargs)
+        if kind in (REFUSED, ASSIGNMENT):
+            self.refuse(f"it calls {name_of(func)}")
+        if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
+            self.refuse("it draws from a generator of its own, which it may seed anew")
+        with self.drawing():
+            out = func(*args, **kwargs)
+        writes = fallback.writes(func)
+        if not flat(out, []):
+            if not flat((args, kwargs), []):
+                return out  # torch.device(...) and the like
+            if out is not None or not writes:
+                self.refuse(f"{name_of(func)} reads a value")
+        self.writes = self.writes or writes
+        self.note(func, args, kwargs, out, kind == IDLE)
+        return out
+
+    def note(self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False) -> None:
+        if self.why:
+            return
+        now = ambient(self.device)
+        try:
+            if now._replace(grad=True) != self.ambient._replace(grad=True):
+                raise Unfit(
+                    "it switches autocast, inference mode, checkpointing or a policy inside"
+                )
+            if now.grad is not self.ambient.grad and self.opening:
+                raise Unfit("a function with a backward of its own")
+            if now.grad is not self.ambient.grad:
+                func, args = _in_mode, (now.grad, func, *args)
+            self.tape.call(func, args, kwargs, out, idle)
+        except Unfit as why:
+            self.refuse(str(why))
+
+    def one_line(self, func: Function, idle: bool = False) -> Function:
+        """``func``, which is one line where this thread records."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.listens():
+                return func(*args, **kwargs)
+            with self.drawing(), self.inside():
+                out = func(*args, **kwargs)
+            self.note(func, args, kwargs, out, idle)
+            return out
+
+        call.__wrapped__ = func  # type: ignore[attr-defined]
+        return call
+
+    def opened(self, func: Function) -> Function:
+        """``func``, a local function, whose calls are lines of their own, where that is all that it
+        does. It is one line where it draws, communicates, or looks at what may differ from call to
+        call."""
+        whole = self.one_line(func)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.listens() or self.why:
+                return whole(*args, **kwargs)
+            before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
+            draws, sent, self.opening = state._State.calls, len(self.seen), True
+            with self.drawing():
+                out = func(*args, **kwargs)
+            made = all(self.tape.knows(t) for t in flat(out, []))
+            same = state._State.calls == draws and len(self.seen) == sent
+            if not self.why and made and same:
+                self.opening = before[-1]
+                return out
+            self.why = ""
+            place, self.writes, self.draws, self.sent, self.opening = before
+            self.tape.back(place)
+            if not self.quiet:
+                self.draws += state._State.calls - draws
+                self.sent += len(self.seen) - sent
+            self.note(func, args, kwargs, out)
+            return out
+
+        call.__wrapped__ = func  # type: ignore[attr-defined]
+        return call
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around a line: between lines nobody may seed torch's generator."""
+        self.same_generator()
+        yield
+        self.follow_generator()
+
+    def same_generator(self) -> None:
+        if self.generator != _generator(self.device):
+            self.refuse("it seeds torch's generator, or draws in a way that is not seen")
+
+    def follow_generator(self) -> None:
+        self.generator = _generator(self.device)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        draws, sent = state._State.calls, len(self.seen)
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+            if not self.quiet:
+                self.draws += state._State.calls - draws
+                self.sent += len(self.seen) - sent
+
+    def source_of(self, x: Any) -> str | None:
+        """The name of ``x``, where it is a source and its use is to be a line."""
+        return self.tape.source_of(x) if self.listens() else None
+
+    def use(self, source: str, axes: Any, alias: Tensor) -> None:
+        """``alias`` is the local of a source for uses that vary over ``axes``."""
+        if self.tape.knows(alias):
+            return
+        name = self.tape.bind(alias)
+        call = f"{source}.local_for({axes!r})"
+        if torch.is_grad_enabled() is not self.ambient.grad:
+            mode = self.tape.constant(_in_mode)
+            call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
+        self.tape.line(f"{name} = {call}", name)
+
+    def wrote(self, x: DistTensor, written: Function) -> None:
+        """``written(x)`` has been called."""
+        self.writes = True
+        source = self.tape.source_of(x)
+        if self.why:
+            return
+        if source is not None:
+            self.written[source] = None
+            self.tape.line(f"{self.tape.constant(written)}({source})")
+        else:
+            self.tape.line(f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})")
+
+    # What came of it ------------------------------------------------------------------------------
+
+    def program(self, result: Any, before: tuple[Any, ...]) -> Program:
+        """Raises Unfit."""
+        after = _world()
+        self.same_generator()
+        if after[0] - before[0] != self.draws or after[1] != before[1]:
+            raise Unfit("it draws random numbers outside of functions of torch")
+        if self.why:
+            raise Unfit(self.why)
+        if after[2] != before[2]:
+            raise Unfit("it takes part in messages between ranks")
+        if after[3:] != before[3:]:
+            raise Unfit("it draws numbers of Python's or numpy's generator")
+        if len(self.seen) != self.sent:
+            raise Unfit("it communicates outside of functions of torch and reshards")
+        for name, (local, spec) in self.states.items():
+            x: Any = self.sources[name]
+            if x.local is not local or x.spec is not spec:
+                raise Unfit("it changes the shape or the memory of a tensor from outside")
+        made = Results(self.tape, self.writes).text(result)
+        run, text = self.tape.function(self.parameters, made)
+        written = tuple(self.written)
+        cut = tuple(self.cut.values())
+        return Program(run, text, tuple(self.calls), cut, written)
+
+
+def _generator(device: str) -> bytes:
+    """The state of torch's generators."""
+    states = [torch.default_generator.get_state()]
+    if device == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    with no_function_mode():
+        return b"".join([s.numpy().tobytes() for s in states])
+
+
+def _world() -> tuple[Any, ...]:
+    """What a forward may change outside of its tensors."""
+    numpy_state: Any = np.random.get_state()
+    return (
+        state._State.calls, state._State.seed, dict(runtime.current().tags),
+        python_random.getstate(), numpy_state[1].tobytes(), *numpy_state[2:],
+    )  # fmt: skip

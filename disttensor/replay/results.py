@@ -1,0 +1,172 @@
+"""Results of a program: DistTensors made of its variables once, at its end, with all that the eager
+ones have beside their locals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import unwrap
+from typing import Any
+
+import torch
+
+from disttensor.autograd.activation_checkpoint import region
+from disttensor.dispatch import execute
+from disttensor.dispatch.reduction_cache import Reduced
+from disttensor.meta.trace import Unfit
+from disttensor.replay.tape import Tape, is_constant
+from disttensor.tensor import reshard as tensor_reshard
+from disttensor.tensor.base import given_uses
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.versions import version
+from disttensor.torch_private import make_subclass
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+
+class Results:
+    """Writes the end of a program. ``writes``: it writes to something, so that what its results
+    were made of need not be what it was."""
+
+    def __init__(self, tape: Tape, writes: bool) -> None:
+        self.tape, self.writes = tape, writes
+        self.made: dict[int, str] = {}  # id of a DistTensor -> its variable
+
+    def text(self, value: Any) -> str:
+        """What gives this result again. Raises Unfit for what cannot be."""
+        kind = type(value)
+        if kind is DistTensor:
+            return self.tensor(value)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            return self.tape.source_of(value) or self.tape.name(value)
+        if is_constant(value):
+            return self.tape.text(value)
+        if kind is list:
+            return "[" + ", ".join(map(self.text, value)) + "]"
+        if kind is tuple:
+            return "(" + "".join(f"{self.text(v)}, " for v in value) + ")"
+        if kind is dict:
+            return (
+                "{" + ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items()) + "}"
+            )
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return f"{self.tape.constant(kind)}({', '.join(map(self.text, value))})"
+        if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers
+            words = ", ".join(f"{k}={self.text(v)}" for k, v in value.items())
+            return f"{self.tape.constant(kind)}({words})"
+        raise Unfit(f"it gives a {kind.__name__}")
+
+    def tensor(self, x: DistTensor) -> str:
+        source = self.tape.source_of(x)
+        if source is not None:
+            return self._source(source, x)
+        name = self.made.get(id(x))
+        if name is None:
+            name = self.made[id(x)] = self._new(x)
+        return name
+
+    def _source(self, source: str, x: DistTensor) -> str:
+        """An argument that is a result: itself where the function gave its local itself, as
+        ``contiguous`` does where there is nothing to do."""
+        local = self.tape.name(x.local)
+        if local == self.tape.is_read(source):
+            return source
+        other = f"{self.tape.constant(wrap)}({local}, {self.tape.constant(x.spec)})"
+        return f"({source} if {local} is {source}.local else {other})"
+
+    def _new(self, x: DistTensor) -> str:
+        if x._is_param:
+            raise Unfit("it gives a parameter that it has made")
+        if x._view_state is not None:
+            raise Unfit("it gives a copy in place of a view, or a tensor by .data")
+        local, spec = self.tape.text(x.local), self.tape.constant(x.spec)
+        name = self.tape.fresh()
+        make, kind = self.tape.constant(make_subclass), self.tape.constant(DistTensor)
+        meta = self.tape.constant(x.spec.meta_tensor)  # as ``wrap``, without a call
+        self.tape.line(f"{name} = {make}({kind}, {meta})", name)
+        self.tape.line(f"{name}.local, {name}.spec = {local}, {spec}")
+        state = x._grad_state
+        if state is not None:
+            if state.hooked or state.former or state.collector is not None:
+                raise Unfit("a result has hooks")
+            origin = "None" if state.origin is None else self._origin(x, state.origin)
+            aliases = []
+            for axes, (alias, made_at, _) in (state.aliases or {}).items():
+                if made_at == x.local._version and self.tape.knows(alias):
+                    aliases.append(f"({axes!r}, {self.tape.name(alias)})")
+            listed = "".join(f"{a}, " for a in aliases)
+            if origin != "None" or aliases:
+                give = self.tape.constant(given_uses)
+                self.tape.line(f"{give}({name}, {origin}, ({listed}))")
+        kept = x._reduced
+        if kept is not None and kept.source is x.local and kept.version == version(x.local):
+            value = self.tensor(kept.value)
+            self.tape.line(f"{self.tape.constant(_keep_reduced)}({name}, {value}, {kept.grad})")
+        return name
+
+    def _origin(self, x: DistTensor, origin: Any) -> str:
+        """What makes aliases of a result, from what the result was made of."""
+        make = _ORIGINS.get(getattr(origin, "func", None))
+        if make is None or self.writes:
+            raise Unfit("a result is made anew for each use, and the program writes to tensors")
+        words = ", ".join(map(self._part, make(x, origin)))
+        return f"{self.tape.constant(partial)}({words})"
+
+    def _part(self, value: Any) -> str:
+        if type(value) is Later:
+            return value.text(self)
+        if type(value) is DistTensor:
+            return self.tensor(value)
+        if type(value) in (list, tuple):
+            parts = [self._part(v) for v in value]
+            return (
+                "[" + ", ".join(parts) + "]"
+                if type(value) is list
+                else ("(" + "".join(f"{p}, " for p in parts) + ")")
+            )
+        if type(value) is dict:
+            return "{" + ", ".join(f"{k!r}: {self._part(v)}" for k, v in value.items()) + "}"
+        return self.tape.text(unwrap(value) if callable(value) else value)
+
+
+class Later:
+    """A part that is asked for when the program runs: ``func(*parts)``."""
+
+    def __init__(self, func: Function, *parts: Any) -> None:
+        self.func, self.parts = func, parts
+
+    def text(self, results: Results) -> str:
+        words = ", ".join(map(results._part, self.parts))
+        return f"{results.tape.constant(self.func)}({words})"
+
+
+def _keep_reduced(x: Any, value: Any, grad: bool) -> None:
+    x._reduced = Reduced(x.local, version(x.local), value, grad, region())
+
+
+def _of_view(x: Any, origin: Any) -> list[Any]:
+    return [origin.func, *origin.args]
+
+
+def _of_reshard(x: Any, origin: Any) -> list[Any]:
+    source, dst, moved, _, _ = origin.args
+    return [origin.func, source, dst, moved, Later(Tensor.detach, moved), Later(version, moved)]
+
+
+def _of_cheap(x: Any, origin: Any) -> list[Any]:
+    local_fn, args, words, _, value, _, spec = origin.args
+    tensors = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
+    versions = Later(execute.versions_of, tensors)
+    return [
+        origin.func, local_fn, tuple(args), words, versions, value,
+        Later(execute.writes_to, value), spec,
+    ]  # fmt: skip
+
+
+# of each kind of origin: the parts that a new one is made of
+_ORIGINS: dict[Any, Callable[[Any, Any], list[Any]]] = {
+    execute.replay: _of_view,
+    tensor_reshard.again: _of_reshard,
+    execute.once_more: _of_cheap,
+}

@@ -1,0 +1,176 @@
+"""Tape: the calls on locals that one forward makes, as lines of a Python function of its own.
+
+Each line is one call; a tensor is a variable from the line that makes it on. What the function
+starts from, the *sources* (arguments, parameters, captured tensors), is read when a line first
+needs it, so that an alias of a leaf is the one that collects gradients then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor.meta.trace import CONSTANTS, Unfit
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.dist_tensor import DistTensor
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+_PLAIN = frozenset({int, bool, type(None)})
+_VARIABLE = re.compile(r"\bt\d+\b")
+
+
+class Line(NamedTuple):
+    """``text``: an assignment or a call; ``makes``: the variables in it that are new; ``idle``: it
+    may be left out where nobody reads what it makes."""
+
+    text: str
+    makes: frozenset[str]
+    idle: bool = False
+
+
+class Tape:
+    """``sources``: the tensors that the function starts from, by their names in its text."""
+
+    def __init__(self, sources: dict[str, Tensor]) -> None:
+        self.lines: list[Line] = []
+        self.scope: dict[str, Any] = {}
+        self._constants: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # id of a plain tensor -> its variable
+        self._kept: list[Any] = []  # ids are those of living objects
+        self._made = 0
+        self.sources = {id(x): name for name, x in sources.items()}
+        self._locals = {id(getattr(x, "local", x)): name for name, x in sources.items()}
+        self._kept += sources.values()
+        self._dist = {name for name, x in sources.items() if isinstance(x, MeshTensor)}
+        self._read: dict[str, str] = {}  # a source -> the variable that has its local
+
+    # Names ----------------------------------------------------------------------------------------
+
+    def fresh(self) -> str:
+        self._made += 1
+        return f"t{self._made}"
+
+    def constant(self, value: Any) -> str:
+        name = self._constants.get(id(value))
+        if name is None:
+            name = self._constants[id(value)] = f"c{len(self._constants)}"
+            self.scope[name] = value
+        return name
+
+    def name(self, t: Tensor) -> str:
+        """The variable that has this plain tensor. Raises Unfit for one from nowhere."""
+        found = self._names.get(id(t))
+        if found is None:
+            source = self._locals.get(id(t))
+            if source is None:
+                raise Unfit(
+                    f"it reads a tensor of shape {list(t.shape)} that is none of its arguments, "
+                    "parameters, attributes or closure, nor made by a function of torch in it"
+                )
+            if source not in self._dist:
+                return source
+            found = self.fresh()
+            self.line(f"{found} = {source}.local", found, idle=True)
+            self._read[source] = found
+            self._names[id(t)] = found
+            self._kept.append(t)
+        return found
+
+    def source_of(self, x: Any) -> str | None:
+        """The name of a source, which ``x`` itself may be."""
+        return self.sources.get(id(x))
+
+    def is_read(self, source: str) -> str | None:
+        """The variable that has the local of a source, as it was when it was read."""
+        return self._read.get(source)
+
+    def knows(self, t: Tensor) -> bool:
+        return id(t) in self._names
+
+    def place(self) -> Any:
+        """Where the tape is now, to go back there."""
+        return len(self.lines), dict(self._names), dict(self._read)
+
+    def back(self, place: Any) -> None:
+        count, self._names, self._read = place
+        del self.lines[count:]
+
+    # Lines ----------------------------------------------------------------------------------------
+
+    def line(self, text: str, *makes: str, idle: bool = False) -> None:
+        self.lines.append(Line(text, frozenset(makes), idle))
+
+    def call(self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False) -> None:
+        """``out = func(*args, **kwargs)`` is what has been run."""
+        words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items())]
+        call = f"{self.constant(func)}({', '.join(words)})"
+        made: list[str] = []
+        target = self._target(out, made)
+        self.line(f"{target} = {call}" if made else call, *made, idle=idle)
+
+    def text(self, value: Any) -> str:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if kind is DistTensor:
+                raise Unfit("a DistTensor is given to what runs on locals")
+            return self.name(value)
+        if kind is list:
+            return "[" + ", ".join(map(self.text, value)) + "]"
+        if kind is tuple:
+            return "(" + "".join(f"{self.text(v)}, " for v in value) + ")"
+        if kind is dict:
+            return (
+                "{" + ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items()) + "}"
+            )
+        if kind in _PLAIN:
+            return f"({value!r})" if kind is int and value < 0 else repr(value)
+        return self.constant(value)
+
+    def _target(self, value: Any, made: list[str]) -> str:
+        if isinstance(value, Tensor):
+            name = self.bind(value)
+            made.append(name)
+            return name
+        if isinstance(value, (list, tuple)) and any(
+            isinstance(v, (Tensor, list, tuple)) for v in value
+        ):
+            return "(" + "".join(f"{self._target(v, made)}, " for v in value) + ")"
+        return "_"
+
+    def bind(self, t: Tensor) -> str:
+        """A new variable for ``t``."""
+        name = self._names[id(t)] = self.fresh()
+        self._kept.append(t)
+        return name
+
+    # Results --------------------------------------------------------------------------------------
+
+    def function(self, parameters: list[str], result: str) -> tuple[Function, str]:
+        """The function of ``parameters`` that runs the lines and gives ``result``, and its text.
+        A variable goes when it has been read for the last time, as it would in the user's
+        code."""
+        needed = set(_VARIABLE.findall(result))
+        kept: list[str] = []
+        for line in reversed(self.lines):
+            if line.idle and not line.makes & needed:
+                continue
+            read = set(_VARIABLE.findall(line.text))
+            over = sorted((read | line.makes) - needed, key=lambda name: int(name[1:]))
+            if over:  # a result that nobody reads goes, too
+                kept.append(f"    del {', '.join(over)}")
+            kept.append(f"    {line.text}")
+            needed = (needed - line.makes) | (read - line.makes)
+        text = "\n".join([f"def program({', '.join(parameters)}):", *reversed(kept)])
+        text += f"\n    return {result}\n"
+        scope = dict(self.scope)
+        exec(compile(text, "<replay>", "exec"), scope)
+        return scope["program"], text
+
+
+def is_constant(value: Any) -> bool:
+    return type(value) in CONSTANTS

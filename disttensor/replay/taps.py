@@ -1,0 +1,220 @@
+"""Taps: what calls go through while one thread records.
+
+Each tap stands in front of a name of ours, does what that does, and tells the recorder of its own
+thread. On other threads, and inside what is one line already, it does nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+import reshard
+from disttensor.cache import Cache
+from disttensor.comm import log, objects
+from disttensor.dispatch import dispatch, execute, fallback
+from disttensor.dispatch.resolve import Plan
+from disttensor.errors import name_of
+from disttensor.spec import DistSpec
+from disttensor.tensor import base, views
+from disttensor.tensor import reshard as tensor_reshard
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import storage_id
+
+Function = Callable[..., Any]
+
+_now = threading.local()
+
+
+def recording(recorder: Any) -> bool:
+    """Does this thread record with ``recorder``?"""
+    return getattr(_now, "recorder", None) is recorder
+
+
+@contextmanager
+def taps(recorder: Any) -> Iterator[None]:
+    """They stand while the block runs. One recorder of the process at a time."""
+    modules: dict[str, Any] = {
+        "base": base, "dispatch": dispatch, "execute": execute, "fallback": fallback,
+        "tensor_reshard": tensor_reshard,
+    }  # fmt: skip
+    plans: Cache[Any, Any] = Cache(16384)  # new runners, of local functions that are tapped
+    table: list[tuple[Any, str, Callable[[Any, Any], Any]]] = [
+        (dispatch, "PLANS", lambda recorder, original: plans),
+        (dispatch, "_known", lambda recorder, original: plans.get),
+        (dispatch, "note", _noting),
+        (dispatch, "runner_of", _quiet),
+        (DistSpec, "__new__", _quiet),
+        (Plan, "local_fn", _local_fn),
+        (MeshTensor, "local_for", _local_for),
+        (reshard, "run", _one_line),
+        (objects, "gather_objects", _telling),
+        (torch.autograd.Function, "apply", _custom),
+    ]
+    more: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
+        ("base", "move", _one_line), ("execute", "move", _one_line),
+        ("tensor_reshard", "move", _one_line), ("tensor_reshard", "through", _through),
+        ("execute", "written", _written), ("fallback", "written", _written),
+        ("fallback", "forked", _forked), ("fallback", "count", _uncounted),
+    )  # fmt: skip
+    table += [(modules[where], name, tap) for where, name, tap in more]
+    with ExitStack() as stack:
+        for owner, name, tap in table:
+            original = inspect.getattr_static(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, tap(recorder, getattr(original, "__func__", original)))
+        _now.recorder = recorder
+        log.active.append(recorder.seen)
+        try:
+            yield
+        finally:
+            log.active.remove(recorder.seen)
+            _now.recorder = None
+
+
+def _one_line(recorder: Any, original: Function) -> Function:
+    line: Function = recorder.one_line(original)
+    return line
+
+
+def _quiet(recorder: Any, original: Function) -> Function:
+    """What finds out about a call, and is none itself."""
+
+    def find(*args: Any, **kwargs: Any) -> Any:
+        if not recording(recorder):
+            return original(*args, **kwargs)
+        with recorder.inside():
+            return original(*args, **kwargs)
+
+    return find
+
+
+def _telling(recorder: Any, original: Function) -> Function:
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        if recording(recorder):
+            recorder.refuse("ranks tell each other sizes in it (local_map: give out_shapes)")
+        return _quiet(recorder, original)(*args, **kwargs)
+
+    return tell
+
+
+def _noting(recorder: Any, original: Function) -> Function:
+    def note(noted: Any) -> None:
+        original(noted)
+        if recording(recorder) and noted.call.mesh is not None:
+            recorder.calls.append(noted.call)
+
+    return note
+
+
+def _local_fn(recorder: Any, original: Function) -> Function:
+    def local_fn(plan: Plan) -> Function:
+        func: Function = original(plan)
+        if not recording(recorder):
+            return func
+        if plan.rule.inplace and execute.uncounted(plan.func):
+            recorder.refuse(f"{name_of(plan.func)} writes in a way that autograd does not count")
+        opened: Function = recorder.opened(func)
+        return opened
+
+    return local_fn
+
+
+def _local_for(recorder: Any, original: Function) -> Function:
+    """An alias of a source is asked for in each replay; it collects gradients."""
+
+    def local_for(x: DistTensor, axes: Any) -> torch.Tensor:
+        source = recorder.source_of(x)
+        if source is None:
+            out: torch.Tensor = original(x, axes)
+            return out
+        with recorder.inside():
+            out = original(x, axes)
+        if out is not x.local:
+            recorder.use(source, axes, out)
+        return out
+
+    return local_for
+
+
+def _through(recorder: Any, original: Function) -> Function:
+    """Whether a source is a leaf without hooks decides how it is cut."""
+
+    def through(x: DistTensor, dst: Any, axes: Any) -> Any:
+        if recorder.source_of(x) is not None:
+            recorder.cut[id(x)] = x, free_leaf(x)
+        return original(x, dst, axes)
+
+    return through
+
+
+def free_leaf(x: MeshTensor) -> bool:
+    """Is it a leaf whose uses collect gradients of their own?"""
+    found = x._grad_state
+    return x.local.is_leaf and (found is None or (not found.hooked and found.origin is None))
+
+
+def _written(recorder: Any, original: Function) -> Function:
+    def written(x: DistTensor) -> None:
+        original(x)
+        if not recorder.listens():
+            return
+        if x._view_state is not None or (
+            views.LIVE and storage_id(x.local.untyped_storage()) in views.LIVE
+        ):
+            recorder.refuse("it writes to what stands for a view of another tensor")
+        recorder.wrote(x, original)
+
+    return written
+
+
+def _uncounted(recorder: Any, original: Function) -> Function:
+    def count(local: torch.Tensor) -> None:
+        if recorder.listens():
+            recorder.refuse("it writes in a way that autograd does not count")
+        original(local)
+
+    return count
+
+
+def _custom(recorder: Any, original: Any) -> Any:
+    """A custom function of plain tensors is one line, backward and all."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original.__get__(cls)
+        if DistTensor not in map(type, args):
+            call = recorder.one_line(call)
+        return call(*args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _forked(recorder: Any, original: Function) -> Function:
+    """What is gathered for sees generators seeded for it, a replay does not: that it draws nothing
+    is seen from the count of random calls, which else changes here."""
+
+    @contextmanager
+    def forked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        mine = recorder.listens()
+        if mine and not recorder.within:
+            recorder.refuse("a custom autograd.Function of DistTensors, which gathers them")
+        with ExitStack() as stack:
+            recorder.quiet += mine
+            stack.enter_context(original(*args, **kwargs))
+            recorder.quiet -= mine
+            recorder.follow_generator()
+            try:
+                yield
+            finally:
+                recorder.quiet += mine
+                stack.close()
+                recorder.quiet -= mine
+                recorder.follow_generator()
+
+    return forked
