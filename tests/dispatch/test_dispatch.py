@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.dispatch import dispatch
+from disttensor.comm import program
+from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.key import key_of
 from tests.support.pool import fake_world
 
@@ -44,10 +46,13 @@ def python_calls(f: Callable[[], Any]) -> list[str]:
     return seen[1:]
 
 
-def test_a_warm_pointwise_call_enters_two_python_functions(mesh: dt.ProcessMesh) -> None:
+def test_a_warm_pointwise_call_enters_two_python_functions_or_none(mesh: dt.ProcessMesh) -> None:
     x, y = sharded(mesh, 3, 4), sharded(mesh, 3, 4)
-    x + y
-    assert python_calls(lambda: x + y) == ["dispatch", "run"]
+    for in_c, entered in ((False, ["dispatch", "run"]), (True, [])):
+        with native.using(in_c):
+            x + y
+            want = entered if native.module is not None else ["dispatch", "run"]
+            assert python_calls(lambda: x + y) == want
 
 
 def test_a_warm_use_of_a_parameter_enters_few(mesh: dt.ProcessMesh) -> None:
@@ -78,6 +83,14 @@ def test_floats_do_not_fill_the_plans(mesh: dt.ProcessMesh) -> None:
     for i in range(100):
         x * (i / 7)
     assert len(dispatch.PLANS) == before
+
+
+def test_a_tensor_with_an_attribute_spec_is_plain(mesh: dt.ProcessMesh) -> None:
+    x, y, z = sharded(mesh, 4, 6), torch.ones(6), torch.ones(8, 1)
+    y.spec = z.spec = "mine"  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert (x + y).shape == (x + z).shape == (8, 6)
+    assert torch.cat([x, torch.ones(8, 6)]).shape == (16, 6)
 
 
 def test_plans_are_bounded(mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +161,14 @@ def test_a_program_runs_in_a_large_world(world: int) -> None:
         assert w.grad is not None
         assert w.grad.partial_status == {0: "sum"}
         assert w.grad.to_local().shape == (512, 64)
+
+
+def test_a_runner_holds_no_tensor_of_its_first_call(mesh: dt.ProcessMesh) -> None:
+    """One of several results, which stays with the runner of any call."""
+    x = sharded(mesh, 4, 4)
+    held = weakref.ref(x.local)
+    torch.split(x + 0, 2, dim=1)
+    torch.split(x, 2, dim=1)
+    program.NOTED.clear()
+    del x
+    assert held() is None

@@ -1,0 +1,1344 @@
+/* The warm path of disttensor.dispatch in C: key, table, runners, wrappers.
+ *
+ * A call of a torch function on DistTensors is turned into words of 64 bits (its key), which are
+ * looked up in a table. An entry of it holds the runner that Python has chosen, and most often a
+ * Recipe (disttensor/recipe.py), which says what the runner does: read the locals, call the torch
+ * function on them, wrap the result. That is done here. All else is done by Python as before:
+ *
+ *     a call that has no sure key      disttensor.dispatch.dispatch.dispatch
+ *     the first call of a kind         dispatch.first_call, which also says what to enter here
+ *     a runner without a recipe        the runner
+ *     an argument that the recipe does
+ *     not take for granted             the runner, before anything has been run
+ *
+ * Two calls with the same words have the same key in Python (dispatch/key.py). Words that are
+ * addresses are those of objects that the entry keeps alive, so that no other object can have
+ * them.
+ *
+ * Only the public C API of Python is used, and no header of torch: attributes of tensors are
+ * read by their descriptors. All state is in the module, where the garbage collector sees it.
+ * Whatever runs Python code may come back here, drop an entry, or change a list: an entry that runs
+ * is held, and a list is measured anew after each step. The lock of the interpreter is relied on:
+ * builds without it are refused, and so are sub-interpreters.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef Py_GIL_DISABLED
+#error "disttensor has no C code for builds of Python without the global lock"
+#endif
+#if SIZEOF_VOID_P != 8
+#error "disttensor's C code tells words apart by the lowest three bits of addresses"
+#endif
+
+#ifndef SOURCE
+#define SOURCE "unknown" /* setup.py: the checksum of this file */
+#endif
+
+#define MOST_ENTRIES 16384 /* as many as dispatch.PLANS holds */
+#define MOST_ARGUMENTS 24  /* of one call; more are carried out by Python */
+#define MOST_WORDS 65536
+#define MOST_NESTED 200 /* calls within calls; deeper ones are Python's, which counts its frames */
+#define SHORT 192 /* words that need no allocation */
+
+/* What Python gives by configure(), by the same names. */
+#define REFERENCES(X) \
+    X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
+    X(dtype_class) X(memory_format) X(layout) X(GradState) \
+    X(local) X(spec) /* descriptors of DistTensor */ \
+    X(shape) X(dtype) X(requires_grad) X(grad_fn) /* descriptors of Tensor */ \
+    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) /* functions of torch */ \
+    X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
+    X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
+
+/* Names of attributes. */
+#define NAMES(X) \
+    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe)
+
+typedef struct {
+    PyObject *spec, *dtype, *making; /* of one result; borrowed of the recipe */
+} Output;
+
+typedef enum { CONSTANT, LOCAL, VARYING, NESTED } How;
+
+typedef struct {
+    How how;
+    PyObject *axes; /* borrowed of the recipe */
+} Use;
+
+typedef struct {
+    Py_ssize_t references; /* the table's, and one for each call that runs it */
+    uint64_t hash;
+    Py_ssize_t length;
+    uint64_t *words;
+    PyObject *kept;   /* a list: the objects whose addresses are among the words */
+    PyObject *run;    /* Python's runner */
+    int noted;        /* is there a rank to compare the program with? */
+    PyObject *recipe; /* NULL: there is none. All below is borrowed of it */
+    PyObject *local_fn, *names, *after, *nothing, *orphan, *kind;
+    PyObject *specs; /* owned: of the results, for wrap_outputs */
+    Py_ssize_t nargs, nuses, noutputs, ntargets, nsources;
+    int itself, views, pending, writes, outside;
+    Use *uses;
+    Output *outputs;
+    Py_ssize_t *targets, *sources, *shared; /* shared[i] < 0: no view */
+} Entry;
+
+typedef struct {
+#define FIELD(name) PyObject *name;
+    REFERENCES(FIELD)
+    struct { NAMES(FIELD) } str;
+#undef FIELD
+    Entry **table; /* open addressing; its size is a power of two */
+    size_t mask, used;
+    int nested; /* how many calls run, on all threads */
+    long long hits, recipes, unsure, misses; /* calls so far: for tests and for people */
+} State;
+
+typedef struct {
+    uint64_t *at;
+    Py_ssize_t length, room;
+    uint64_t here[SHORT];
+} Words;
+
+typedef struct {
+    PyObject *func, *args, *kwargs; /* a tuple; a dict or NULL */
+    Py_ssize_t nargs, nnamed;
+    PyObject *names[MOST_ARGUMENTS], *values[MOST_ARGUMENTS]; /* of kwargs, owned */
+} Call;
+
+static inline PyObject *
+argument(const Call *call, Py_ssize_t i)
+{
+    return i < call->nargs ? PyTuple_GET_ITEM(call->args, i) : call->values[i - call->nargs];
+}
+
+/* Entries ------------------------------------------------------------------------------------- */
+
+static void
+release(Entry *entry)
+{
+    if (--entry->references) {
+        return;
+    }
+    PyMem_Free(entry->words);
+    PyMem_Free(entry->uses);
+    PyMem_Free(entry->outputs);
+    PyMem_Free(entry->targets);
+    PyMem_Free(entry->sources);
+    PyMem_Free(entry->shared);
+    Py_XDECREF(entry->specs);
+    Py_XDECREF(entry->recipe);
+    Py_XDECREF(entry->run);
+    Py_XDECREF(entry->kept);
+    PyMem_Free(entry);
+}
+
+/* Forget all entries. What their release runs may come back: the table is empty by then. */
+static void
+clear_table(State *state)
+{
+    Entry **table = state->table;
+    size_t size = table ? state->mask + 1 : 0;
+    state->table = NULL;
+    state->mask = state->used = 0;
+    for (size_t i = 0; i < size; i++) {
+        if (table[i]) {
+            release(table[i]);
+        }
+    }
+    PyMem_Free(table);
+}
+
+static Entry *
+known(State *state, const Words *words, uint64_t hash)
+{
+    if (!state->table) {
+        return NULL;
+    }
+    for (size_t i = hash & state->mask;; i = (i + 1) & state->mask) {
+        Entry *entry = state->table[i];
+        if (!entry) {
+            return NULL;
+        }
+        if (entry->hash == hash && entry->length == words->length
+            && !memcmp(entry->words, words->at, (size_t)words->length * sizeof(uint64_t))) {
+            return entry;
+        }
+    }
+}
+
+static void
+put(Entry **table, size_t mask, Entry *entry)
+{
+    size_t i = entry->hash & mask;
+    while (table[i]) {
+        i = (i + 1) & mask;
+    }
+    table[i] = entry;
+}
+
+/* Enter what is not known yet. 0: there is no memory for it, which is no error. */
+static int
+enter(State *state, Entry *entry)
+{
+    if (state->used >= MOST_ENTRIES) {
+        clear_table(state); /* all at once: what is needed comes back from Python's table */
+    }
+    if (!state->table || state->used * 2 > state->mask) {
+        size_t mask = state->table ? state->mask * 2 + 1 : 255;
+        Entry **table = PyMem_Calloc(mask + 1, sizeof(Entry *));
+        if (!table) {
+            return 0;
+        }
+        for (size_t i = 0; state->table && i <= state->mask; i++) {
+            if (state->table[i]) {
+                put(table, mask, state->table[i]);
+            }
+        }
+        PyMem_Free(state->table);
+        state->table = table;
+        state->mask = mask;
+    }
+    put(state->table, state->mask, entry);
+    state->used++;
+    return 1;
+}
+
+/* Numbers of a tuple, None as -1. NULL with *count 0 for None; -1 as the count of an error. */
+static Py_ssize_t *
+numbers_of(PyObject *tuple, Py_ssize_t *count)
+{
+    *count = 0;
+    if (tuple == Py_None) {
+        return NULL;
+    }
+    *count = -1;
+    if (!PyTuple_CheckExact(tuple)) {
+        return NULL;
+    }
+    Py_ssize_t n = PyTuple_GET_SIZE(tuple);
+    Py_ssize_t *numbers = PyMem_Calloc((size_t)(n ? n : 1), sizeof(Py_ssize_t));
+    for (Py_ssize_t i = 0; numbers && i < n; i++) {
+        PyObject *item = PyTuple_GET_ITEM(tuple, i);
+        numbers[i] = item == Py_None ? -1 : PyLong_AsSsize_t(item);
+        if (numbers[i] < 0 && item != Py_None) {
+            PyMem_Free(numbers);
+            return NULL;
+        }
+    }
+    if (numbers) {
+        *count = n;
+    }
+    return numbers;
+}
+
+/* Take a Recipe in. 0: it is not as expected, and the runner is called instead. */
+static int
+follow(Entry *entry, PyObject *recipe)
+{
+    PyObject *uses, *outputs, *targets, *sources, *shared;
+    Py_ssize_t nshared;
+    if (!PyTuple_Check(recipe)
+        || !PyArg_ParseTuple(
+            recipe, "OO!O!O!ppOOpOOOO!O", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
+            &entry->names, &PyTuple_Type, &outputs, &entry->itself, &entry->views, &targets,
+            &entry->after, &entry->pending, &sources, &entry->nothing, &entry->orphan,
+            &PyTuple_Type, &shared, &entry->kind)) {
+        return 0;
+    }
+    entry->nuses = PyTuple_GET_SIZE(uses);
+    entry->nargs = entry->nuses - PyTuple_GET_SIZE(entry->names);
+    entry->noutputs = PyTuple_GET_SIZE(outputs);
+    entry->writes = targets != Py_None;
+    entry->outside = sources != Py_None;
+    entry->targets = numbers_of(targets, &entry->ntargets);
+    entry->sources = numbers_of(sources, &entry->nsources);
+    entry->shared = numbers_of(shared, &nshared);
+    entry->uses = PyMem_Calloc((size_t)entry->nuses + 1, sizeof(Use));
+    entry->outputs = PyMem_Calloc((size_t)entry->noutputs + 1, sizeof(Output));
+    entry->specs = PyTuple_New(entry->noutputs);
+    if (entry->nuses > MOST_ARGUMENTS || entry->nargs < 0 || entry->ntargets < 0
+        || entry->nsources < 0 || (entry->writes && entry->nargs < 1)
+        || (entry->outside && nshared != entry->noutputs) || !entry->uses || !entry->outputs
+        || !entry->specs) {
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entry->names); i++) {
+        if (!PyUnicode_CheckExact(PyTuple_GET_ITEM(entry->names, i))) {
+            return 0;
+        }
+    }
+    for (Py_ssize_t i = 0; i < entry->nsources; i++) {
+        if (entry->sources[i] < 0 || entry->sources[i] >= entry->nuses) {
+            return 0;
+        }
+    }
+    for (Py_ssize_t i = 0; entry->outside && i < nshared; i++) {
+        if (entry->shared[i] >= entry->nuses) {
+            return 0;
+        }
+    }
+    for (Py_ssize_t i = 0; i < entry->nuses; i++) {
+        PyObject *use = PyTuple_GET_ITEM(uses, i);
+        entry->uses[i].axes = use;
+        entry->uses[i].how = use == Py_None               ? CONSTANT
+                             : !PyTuple_CheckExact(use)   ? NESTED
+                             : PyTuple_GET_SIZE(use) == 0 ? LOCAL
+                                                          : VARYING;
+    }
+    for (Py_ssize_t i = 0; i < entry->noutputs; i++) {
+        Output *output = &entry->outputs[i];
+        PyObject *given = PyTuple_GET_ITEM(outputs, i);
+        if (!PyTuple_CheckExact(given)
+            || !PyArg_ParseTuple(given, "OOO!", &output->spec, &output->dtype, &PyTuple_Type,
+                                 &output->making)) {
+            return 0;
+        }
+        PyTuple_SET_ITEM(entry->specs, i, Py_NewRef(output->spec));
+    }
+    return 1;
+}
+
+/* An entry for calls of these words, which run carries out. NULL, without an error: there is no
+ * memory for it, or run is none of dispatch's. Steals nothing. */
+static Entry *
+new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObject *run)
+{
+    Entry *entry = PyMem_Calloc(1, sizeof(Entry));
+    if (!entry) {
+        return NULL;
+    }
+    entry->references = 1;
+    entry->hash = hash;
+    entry->length = words->length;
+    entry->kept = Py_NewRef(kept);
+    entry->run = Py_NewRef(run);
+    entry->words = PyMem_Malloc((size_t)words->length * sizeof(uint64_t));
+    PyObject *call = PyObject_GetAttr(run, state->str.call);
+    PyObject *mesh = call ? PyObject_GetAttr(call, state->str.mesh) : NULL;
+    int good = entry->words && mesh;
+    entry->noted = mesh && mesh != Py_None;
+    Py_XDECREF(mesh);
+    Py_XDECREF(call);
+    if (!good) {
+        PyErr_Clear();
+        release(entry);
+        return NULL;
+    }
+    memcpy(entry->words, words->at, (size_t)words->length * sizeof(uint64_t));
+    PyObject *recipe = PyObject_GetAttr(run, state->str.recipe);
+    if (recipe && recipe != Py_None) {
+        entry->recipe = recipe;
+        if (!follow(entry, recipe)) {
+            PyErr_Clear();
+            Py_CLEAR(entry->recipe);
+        }
+    }
+    else {
+        PyErr_Clear(); /* most runners have no such attribute */
+        Py_XDECREF(recipe);
+    }
+    return entry;
+}
+
+/* Attributes ---------------------------------------------------------------------------------- */
+
+/* What a descriptor, as of a slot or of an attribute of Tensor, says of an object: as getattr, but
+ * without looking for the descriptor. A descriptor checks the class of the object itself. */
+static inline PyObject *
+get(PyObject *descriptor, PyObject *object)
+{
+    return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, (PyObject *)Py_TYPE(object));
+}
+
+static inline int
+set(PyObject *descriptor, PyObject *object, PyObject *value)
+{
+    return Py_TYPE(descriptor)->tp_descr_set(descriptor, object, value);
+}
+
+/* Is this attribute of a DistTensor None? -1: an error. */
+static int
+is_none(PyObject *x, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(x, name);
+    if (!value) {
+        return -1;
+    }
+    int none = value == Py_None;
+    Py_DECREF(value);
+    return none;
+}
+
+/* Does a function, or the descriptor of an object, give True? -1: an error. */
+static int
+is_true(PyObject *value)
+{
+    if (!value) {
+        return -1;
+    }
+    int yes = value == Py_True;
+    Py_DECREF(value);
+    return yes;
+}
+
+/* The key --------------------------------------------------------------------------------------
+ *
+ * The lowest three bits of a word say what it is. Addresses of objects end in 000.
+ */
+enum { SPEC, OBJECT, INTEGER, MARK, SEQUENCE, KEYWORD = 6, STRING = 7 };
+enum { FLOAT, SLICE, PLAIN };  /* of a MARK */
+enum { TUPLE, LIST, SIZE };    /* of a SEQUENCE */
+
+static int
+push(Words *words, uint64_t word)
+{
+    if (words->length == words->room) {
+        if (words->room >= MOST_WORDS) {
+            return 0;
+        }
+        Py_ssize_t room = words->room * 4;
+        uint64_t *at = PyMem_Malloc((size_t)room * sizeof(uint64_t));
+        if (!at) {
+            return 0;
+        }
+        memcpy(at, words->at, (size_t)words->length * sizeof(uint64_t));
+        if (words->at != words->here) {
+            PyMem_Free(words->at);
+        }
+        words->at = at;
+        words->room = room;
+    }
+    words->at[words->length++] = word;
+    return 1;
+}
+
+/* The address of an object, which is put into kept where that is a list. */
+static int
+push_object(Words *words, PyObject *object, int tag, PyObject *kept)
+{
+    if (kept && PyList_Append(kept, object) < 0) {
+        return 0;
+    }
+    return push(words, (uint64_t)(uintptr_t)object | (uint64_t)tag);
+}
+
+static int add_argument(State *, Words *, PyObject *, PyObject *, int);
+
+/* Shape and dtype of a plain tensor. */
+static int
+add_plain(State *state, Words *words, PyObject *tensor, PyObject *kept)
+{
+    PyObject *shape = get(state->shape, tensor), *dtype = NULL;
+    int sure = shape && PyTuple_Check(shape)
+               && push(words, PLAIN << 3 | MARK)
+               && push(words, (uint64_t)PyTuple_GET_SIZE(shape));
+    for (Py_ssize_t i = 0; sure && i < PyTuple_GET_SIZE(shape); i++) {
+        PyObject *size = PyTuple_GET_ITEM(shape, i);
+        sure = PyLong_CheckExact(size) && add_argument(state, words, size, kept, 0);
+    }
+    if (sure) {
+        dtype = get(state->dtype, tensor);
+        sure = dtype && push_object(words, dtype, OBJECT, kept);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return sure;
+}
+
+/* The words of an argument, as key_of says. 0: it has none that are sure; an error may be set. */
+static int
+add_argument(State *state, Words *words, PyObject *value, PyObject *kept, int depth)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    if (type == (PyTypeObject *)state->DistTensor) {
+        PyObject *spec = get(state->spec, value);
+        if (!spec) {
+            return 0;
+        }
+        int sure = push_object(words, spec, SPEC, kept);
+        Py_DECREF(spec); /* the tensor has it */
+        return sure;
+    }
+    if (type == &PyLong_Type) {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow || number >= 1LL << 59 || number < -(1LL << 59)) {
+            return 0;
+        }
+        return push(words, (uint64_t)number << 3 | INTEGER);
+    }
+    if (value == Py_None || type == &PyBool_Type || value == Py_Ellipsis
+        || type == (PyTypeObject *)state->dtype_class
+        || type == (PyTypeObject *)state->memory_format
+        || type == (PyTypeObject *)state->layout) {
+        return push_object(words, value, OBJECT, kept);
+    }
+    if (type == &PyFloat_Type) {
+        return push(words, FLOAT << 3 | MARK);
+    }
+    if (type == &PyUnicode_Type) {
+        return PyUnicode_CHECK_INTERNED(value) && push_object(words, value, STRING, kept);
+    }
+    if (depth > 3) {
+        return 0;
+    }
+    if (type == &PyTuple_Type || type == &PyList_Type || type == (PyTypeObject *)state->Size) {
+        int list = type == &PyList_Type;
+        uint64_t kind = list ? LIST : type == &PyTuple_Type ? TUPLE : SIZE;
+        Py_ssize_t length = list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value);
+        if (!push(words, (uint64_t)length << 5 | kind << 3 | SEQUENCE)) {
+            return 0;
+        }
+        for (Py_ssize_t i = 0; i < length; i++) {
+            if (list && i >= PyList_GET_SIZE(value)) {
+                return 0; /* it was changed meanwhile */
+            }
+            PyObject *item = list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i);
+            Py_INCREF(item);
+            int sure = add_argument(state, words, item, kept, depth + 1);
+            Py_DECREF(item);
+            if (!sure) {
+                return 0;
+            }
+        }
+        return !list || PyList_GET_SIZE(value) == length;
+    }
+    if (type == &PySlice_Type) {
+        PySliceObject *slice = (PySliceObject *)value;
+        return push(words, SLICE << 3 | MARK)
+               && add_argument(state, words, slice->start, kept, depth + 1)
+               && add_argument(state, words, slice->stop, kept, depth + 1)
+               && add_argument(state, words, slice->step, kept, depth + 1);
+    }
+    if (type == (PyTypeObject *)state->Tensor || type == (PyTypeObject *)state->Parameter) {
+        return add_plain(state, words, value, kept);
+    }
+    return 0;
+}
+
+/* Is it a function that stays? Others would fill the table: bound methods and their like are made
+ * for each call. */
+static int
+lasts(PyObject *func)
+{
+    PyTypeObject *type = Py_TYPE(func);
+    if (type == &PyCFunction_Type) {
+        PyObject *self = PyCFunction_GET_SELF(func);
+        return !self || self == Py_None || PyModule_Check(self) || PyType_Check(self);
+    }
+    return type == &PyMethodDescr_Type || type == &PyWrapperDescr_Type || type == &PyFunction_Type;
+}
+
+/* The words of a call. 0: it has none that are sure; an error may be set. */
+static int
+add_call(State *state, Words *words, const Call *call, PyObject *kept)
+{
+    if (!lasts(call->func) || !push_object(words, call->func, OBJECT, kept)) {
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < call->nargs + call->nnamed; i++) {
+        if (i >= call->nargs) {
+            PyObject *name = call->names[i - call->nargs];
+            if (!PyUnicode_CheckExact(name) || !PyUnicode_CHECK_INTERNED(name)
+                || !push_object(words, name, KEYWORD, kept)) {
+                return 0;
+            }
+        }
+        if (!add_argument(state, words, argument(call, i), kept, 0)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static uint64_t
+hash_of(const Words *words)
+{
+    uint64_t hash = 0x9E3779B97F4A7C15u * (uint64_t)words->length;
+    for (Py_ssize_t i = 0; i < words->length; i++) {
+        hash = (hash ^ words->at[i]) * 0xff51afd7ed558ccdu;
+        hash ^= hash >> 29;
+    }
+    return hash;
+}
+
+/* Results ------------------------------------------------------------------------------------- */
+
+/* A DistTensor of what this rank computed. Steals local. */
+static PyObject *
+wrap(State *state, const Output *output, PyObject *local)
+{
+    PyObject *new = PyObject_Call(state->make_subclass, output->making, NULL);
+    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, output->spec) < 0)) {
+        Py_CLEAR(new);
+    }
+    Py_DECREF(local);
+    return new;
+}
+
+/* Is it a plain tensor of the dtype that was expected? -1: an error. */
+static int
+as_expected(State *state, const Output *output, PyObject *local)
+{
+    if (Py_TYPE(local) != (PyTypeObject *)state->Tensor) {
+        return 0;
+    }
+    PyObject *dtype = get(state->dtype, local);
+    if (!dtype) {
+        return -1;
+    }
+    int same = dtype == output->dtype;
+    Py_DECREF(dtype);
+    return same;
+}
+
+/* Local results as DistTensors, in the structure they came in. Steals out. Python wraps what is not
+ * as expected: another dtype, as under autocast; a named tuple. */
+static PyObject *
+wrap_outputs(State *state, Entry *entry, PyObject *out)
+{
+    int list = PyList_CheckExact(out), expected;
+    if (!list && !PyTuple_CheckExact(out)) {
+        expected = entry->noutputs ? as_expected(state, entry->outputs, out) : 0;
+        if (expected > 0) {
+            return wrap(state, entry->outputs, out);
+        }
+    }
+    else if ((list ? PyList_GET_SIZE(out) : PyTuple_GET_SIZE(out)) == entry->noutputs) {
+        PyObject *locals = list ? PyList_AsTuple(out) : Py_NewRef(out);
+        PyObject *results = locals ? PyTuple_New(entry->noutputs) : NULL;
+        expected = results ? 1 : -1;
+        for (Py_ssize_t i = 0; expected > 0 && i < entry->noutputs; i++) {
+            PyObject *local = PyTuple_GET_ITEM(locals, i);
+            expected = as_expected(state, &entry->outputs[i], local);
+            if (expected > 0) {
+                PyObject *new = wrap(state, &entry->outputs[i], Py_NewRef(local));
+                expected = new ? 1 : -1;
+                PyTuple_SET_ITEM(results, i, new);
+            }
+        }
+        Py_XDECREF(locals);
+        if (expected > 0) {
+            Py_DECREF(out);
+            if (list) {
+                Py_SETREF(results, PySequence_List(results));
+            }
+            return results;
+        }
+        Py_XDECREF(results);
+    }
+    else {
+        expected = 0;
+    }
+    PyObject *result = NULL;
+    if (expected == 0) {
+        result = PyObject_CallFunctionObjArgs(state->wrap_outputs, out, entry->specs, NULL);
+    }
+    Py_DECREF(out);
+    return result;
+}
+
+/* Runners ------------------------------------------------------------------------------------- */
+
+static PyObject *
+call_runner(Entry *entry, const Call *call)
+{
+    PyObject *args[] = {call->args, call->kwargs ? call->kwargs : Py_None};
+    return PyObject_Vectorcall(entry->run, args, 2, NULL);
+}
+
+/* The local for a use that varies over axes: the alias of a leaf, which is mostly there. */
+static PyObject *
+local_for(State *state, PyObject *x, PyObject *axes)
+{
+    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state), *alias = NULL;
+    if (!grad_state) {
+        return NULL;
+    }
+    if (Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
+        PyObject *aliases = PyObject_GetAttr(grad_state, state->str.aliases);
+        PyObject *hit = NULL;
+        if (aliases && PyDict_CheckExact(aliases)) {
+            hit = PyDict_GetItemWithError(aliases, axes); /* (alias, made at, region) */
+        }
+        if (hit && PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3) {
+            int overflow;
+            long made_at = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(hit, 1), &overflow);
+            if (made_at < 0 && !overflow && !PyErr_Occurred()) {
+                alias = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
+            }
+        }
+        Py_XDECREF(aliases);
+    }
+    Py_DECREF(grad_state);
+    if (alias || PyErr_Occurred()) {
+        return alias;
+    }
+    return PyObject_CallMethodOneArg(x, state->str.local_for, axes);
+}
+
+/* A list or tuple with the locals of the DistTensors in it. */
+static PyObject *
+locals_of(State *state, PyObject *value)
+{
+    if (Py_TYPE(value) == (PyTypeObject *)state->DistTensor) {
+        return get(state->local, value);
+    }
+    int list = PyList_CheckExact(value);
+    if (!list && !PyTuple_CheckExact(value)) {
+        return Py_NewRef(value);
+    }
+    if (Py_EnterRecursiveCall(" in a list of tensors")) {
+        return NULL; /* it was put into itself meanwhile */
+    }
+    PyObject *copy = list ? PyList_AsTuple(value) : Py_NewRef(value);
+    if (!copy) {
+        Py_LeaveRecursiveCall();
+        return NULL;
+    }
+    Py_ssize_t n = PyTuple_GET_SIZE(copy);
+    PyObject *locals = list ? PyList_New(n) : PyTuple_New(n);
+    for (Py_ssize_t i = 0; locals && i < n; i++) {
+        PyObject *local = locals_of(state, PyTuple_GET_ITEM(copy, i));
+        if (!local) {
+            Py_CLEAR(locals);
+        }
+        else if (list) {
+            PyList_SET_ITEM(locals, i, local);
+        }
+        else {
+            PyTuple_SET_ITEM(locals, i, local);
+        }
+    }
+    Py_DECREF(copy);
+    Py_LeaveRecursiveCall();
+    return locals;
+}
+
+/* Tensors in order of appearance, appended to found. */
+static int
+flat(State *state, PyObject *value, PyObject *found)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    if (type == (PyTypeObject *)state->DistTensor || type == (PyTypeObject *)state->Tensor
+        || type == (PyTypeObject *)state->Parameter) {
+        return PyList_Append(found, value);
+    }
+    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
+        return 0;
+    }
+    if (Py_EnterRecursiveCall(" in a list of tensors")) {
+        return -1;
+    }
+    int list = PyList_CheckExact(value), failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < (list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value));
+         i++) {
+        PyObject *item = list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i);
+        Py_INCREF(item);
+        failed = flat(state, item, found);
+        Py_DECREF(item);
+    }
+    Py_LeaveRecursiveCall();
+    return failed;
+}
+
+/* What an in-place call writes to, less plain tensors that take DistTensors in: a list. */
+static PyObject *
+targets(State *state, Entry *entry, const Call *call)
+{
+    PyObject *tensors = PyList_New(0), *found = PyList_New(0);
+    int failed = !tensors || !found;
+    for (Py_ssize_t i = 0; !failed && i < call->nargs + call->nnamed; i++) {
+        failed = flat(state, argument(call, i), tensors);
+    }
+    for (Py_ssize_t i = 0; !failed && i < entry->ntargets; i++) {
+        if (entry->targets[i] < 0 || entry->targets[i] >= PyList_GET_SIZE(tensors)) {
+            PyErr_SetString(PyExc_SystemError, "a recipe writes to a tensor that is not there");
+            failed = 1;
+            break;
+        }
+        PyObject *x = PyList_GET_ITEM(tensors, entry->targets[i]);
+        if (Py_TYPE(x) == (PyTypeObject *)state->DistTensor) {
+            failed = PyList_Append(found, x);
+        }
+    }
+    Py_XDECREF(tensors);
+    if (failed) {
+        Py_CLEAR(found);
+    }
+    return found;
+}
+
+/* The local of x has been written to: its uses before this are of the old value. */
+static int
+written(State *state, PyObject *x)
+{
+    int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
+    if (plain) {
+        plain = is_none(x, state->str._grad_state);
+    }
+    if (plain > 0) {
+        plain = is_none(x, state->str._reduced);
+    }
+    if (plain > 0) {
+        plain = is_none(x, state->str._view_state);
+    }
+    if (plain) {
+        return plain < 0 ? -1 : 0;
+    }
+    PyObject *done = PyObject_CallOneArg(state->written, x);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* The result of a call that wrote to its targets. Steals out. */
+static PyObject *
+written_all(State *state, const Call *call, PyObject *aims, PyObject *out)
+{
+    int failed = 0;
+    if (aims) {
+        for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(aims); i++) {
+            failed = written(state, PyList_GET_ITEM(aims, i));
+        }
+    }
+    else {
+        failed = written(state, argument(call, 0));
+    }
+    int nothing = out == Py_None;
+    Py_DECREF(out);
+    return failed ? NULL : nothing ? Py_NewRef(Py_None) : Py_NewRef(argument(call, 0));
+}
+
+/* Are the arguments as a recipe takes for granted? 0: Python carries the call out. -1: an error. */
+static int
+fits(State *state, Entry *entry, const Call *call, PyObject *aims)
+{
+    if (entry->nargs != call->nargs || entry->nuses != call->nargs + call->nnamed) {
+        return 0;
+    }
+    PyObject *first = call->nargs ? argument(call, 0) : NULL;
+    int dist = first && Py_TYPE(first) == (PyTypeObject *)state->DistTensor;
+    int fine = 1;
+    if (entry->writes && !aims && !dist) {
+        return 0;
+    }
+    if (dist && (entry->views || (entry->writes && !aims))) {
+        fine = is_none(first, state->str._view_state); /* of a copy in place of a view */
+    }
+    for (Py_ssize_t i = 0; aims && fine > 0 && i < PyList_GET_SIZE(aims); i++) {
+        fine = is_none(PyList_GET_ITEM(aims, i), state->str._view_state);
+    }
+    if (entry->pending && fine > 0) {
+        if (call->nnamed || call->nargs > 2) {
+            return 0;
+        }
+        for (Py_ssize_t i = 0; fine > 0 && i < call->nargs; i++) {
+            PyObject *x = argument(call, i);
+            if (Py_TYPE(x) == (PyTypeObject *)state->DistTensor) {
+                fine = is_none(x, state->str._reduced);
+            }
+            else if (PyList_CheckExact(x) || PyTuple_CheckExact(x)) {
+                return 0;
+            }
+        }
+    }
+    return fine;
+}
+
+/* Does a local that comes out belong to a graph now? -1: an error. */
+static int
+in_graph(State *state, PyObject *local)
+{
+    int needs = is_true(get(state->requires_grad, local));
+    return needs > 0 ? is_true(PyObject_CallNoArgs(state->is_grad_enabled)) : needs;
+}
+
+/* Read the locals, call the function on them, wrap the results. */
+static PyObject *
+direct(State *state, Entry *entry, const Call *call)
+{
+    PyObject *aims = NULL, *result = NULL, *out = NULL;
+    /* the first is for who is called: see PY_VECTORCALL_ARGUMENTS_OFFSET */
+    PyObject *stack[MOST_ARGUMENTS + 1], **locals = stack + 1;
+    Py_ssize_t n = 0;
+    stack[0] = NULL;
+    if (entry->writes && !(entry->ntargets == 1 && entry->targets[0] == 0
+                           && Py_TYPE(call->nargs ? argument(call, 0) : Py_None)
+                                  == (PyTypeObject *)state->DistTensor)) {
+        aims = targets(state, entry, call);
+        if (!aims) {
+            return NULL;
+        }
+    }
+    int fine = fits(state, entry, call, aims);
+    if (fine <= 0) {
+        Py_XDECREF(aims);
+        return fine < 0 ? NULL : call_runner(entry, call);
+    }
+    state->recipes++;
+    for (; n < entry->nuses; n++) {
+        PyObject *value = argument(call, n);
+        const Use *use = &entry->uses[n];
+        locals[n] = use->how == CONSTANT  ? Py_NewRef(value)
+                    : use->how == LOCAL   ? get(state->local, value)
+                    : use->how == VARYING ? local_for(state, value, use->axes)
+                                          : locals_of(state, value);
+        if (!locals[n]) {
+            goto end;
+        }
+    }
+    out = PyObject_Vectorcall(entry->local_fn, locals,
+                              (size_t)entry->nargs | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                              PyTuple_GET_SIZE(entry->names) ? entry->names : NULL);
+    if (!out) {
+        goto end;
+    }
+    if (entry->writes) {
+        result = written_all(state, call, aims, out);
+        goto end;
+    }
+    if (entry->itself && entry->nargs && entry->uses[0].how != CONSTANT
+        && Py_TYPE(argument(call, 0)) == (PyTypeObject *)state->DistTensor) {
+        PyObject *local = get(state->local, argument(call, 0));
+        if (local == out) {
+            result = Py_NewRef(argument(call, 0));
+        }
+        Py_XDECREF(local);
+        if (result || !local) {
+            Py_DECREF(out);
+            goto end;
+        }
+    }
+    int graph = 0;
+    if (entry->after != Py_None && PyObject_TypeCheck(out, (PyTypeObject *)state->Tensor)) {
+        graph = in_graph(state, out);
+        if (graph < 0) {
+            Py_DECREF(out);
+            goto end;
+        }
+    }
+    result = wrap_outputs(state, entry, out);
+    if (result && graph) {
+        PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+        PyObject *args[] = {call->args, kwargs, result};
+        PyObject *done = PyObject_Vectorcall(entry->after, args, 3, NULL);
+        if (!done) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(done);
+    }
+end:
+    while (n > 0) {
+        Py_XDECREF(locals[--n]);
+    }
+    Py_XDECREF(aims);
+    return result;
+}
+
+/* The token of a result outside the mesh, from those of its sources. NULL without an error: there
+ * are two of transfers, which Python joins. */
+static PyObject *
+join(State *state, Entry *entry, const Call *call)
+{
+    PyObject *joined = Py_NewRef(entry->nothing);
+    for (Py_ssize_t i = 0; i < entry->nsources; i++) {
+        PyObject *local = get(state->local, argument(call, entry->sources[i]));
+        int needs = local ? 0 : -1, transfer = 0;
+        if (!local || local == joined || local == entry->nothing) {
+            /* adds nothing */
+        }
+        else if (local == entry->orphan) {
+            needs = 1;
+        }
+        else if (Py_TYPE(local) != (PyTypeObject *)state->Tensor) {
+            Py_DECREF(local);
+            Py_DECREF(joined);
+            return NULL;
+        }
+        else {
+            PyObject *node = get(state->grad_fn, local);
+            transfer = node && node != Py_None;
+            needs = !node ? -1 : transfer ? 1 : is_true(get(state->requires_grad, local));
+            Py_XDECREF(node);
+        }
+        if (needs < 0 || (transfer && joined != entry->nothing && joined != entry->orphan)) {
+            Py_XDECREF(local);
+            Py_DECREF(joined);
+            return NULL;
+        }
+        if (transfer) {
+            Py_SETREF(joined, Py_NewRef(local));
+        }
+        else if (needs && joined == entry->nothing) {
+            Py_SETREF(joined, Py_NewRef(entry->orphan));
+        }
+        Py_DECREF(local);
+    }
+    if (joined != entry->nothing) {
+        int graph = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
+        if (graph < 0) {
+            Py_CLEAR(joined);
+        }
+        else if (!graph) {
+            Py_SETREF(joined, Py_NewRef(entry->nothing));
+        }
+    }
+    return joined;
+}
+
+/* A call on a rank outside the mesh: a new wrapper for each result, and no kernel. */
+static PyObject *
+quick(State *state, Entry *entry, const Call *call)
+{
+    int cast = is_true(PyObject_CallNoArgs(state->autocast_is_on));
+    if (cast < 0) {
+        return NULL;
+    }
+    if (entry->nuses != call->nargs + call->nnamed || cast || !entry->noutputs
+        || (entry->kind == Py_None && entry->noutputs != 1)) {
+        return call_runner(entry, call);
+    }
+    int fine = entry->pending ? fits(state, entry, call, NULL) : 1;
+    PyObject *joined = fine > 0 ? join(state, entry, call) : NULL;
+    if (!joined) {
+        return PyErr_Occurred() ? NULL : call_runner(entry, call);
+    }
+    state->recipes++;
+    PyObject *results = PyTuple_New(entry->noutputs);
+    for (Py_ssize_t i = 0; results && i < entry->noutputs; i++) {
+        PyObject *new = wrap(state, &entry->outputs[i], Py_NewRef(joined));
+        if (new && entry->shared[i] >= 0) {
+            PyObject *base = argument(call, entry->shared[i]);
+            PyObject *done = PyObject_CallFunctionObjArgs(state->share, new, base, NULL);
+            if (!done) {
+                Py_CLEAR(new);
+            }
+            Py_XDECREF(done);
+        }
+        PyTuple_SET_ITEM(results, i, new);
+        if (!new) {
+            Py_CLEAR(results);
+        }
+    }
+    Py_DECREF(joined);
+    if (results && entry->kind == Py_None) {
+        Py_SETREF(results, Py_NewRef(PyTuple_GET_ITEM(results, 0)));
+    }
+    else if (results && entry->kind == (PyObject *)&PyList_Type) {
+        Py_SETREF(results, PySequence_List(results));
+    }
+    return results;
+}
+
+/* Dispatch ------------------------------------------------------------------------------------ */
+
+/* The first call of a kind: Python carries it out, and what it chose is entered. */
+static PyObject *
+first_call(State *state, const Call *call, uint64_t hash, const Words *words, PyObject *kept)
+{
+    state->misses++;
+    PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+    PyObject *found = PyObject_CallFunctionObjArgs(state->first_call, call->func, call->args,
+                                                   kwargs, NULL);
+    if (!found) {
+        return NULL;
+    }
+    if (!PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) {
+        PyErr_SetString(PyExc_SystemError, "first_call gives (result, runner)");
+        Py_DECREF(found);
+        return NULL;
+    }
+    PyObject *result = Py_NewRef(PyTuple_GET_ITEM(found, 0)), *run = PyTuple_GET_ITEM(found, 1);
+    /* it may have been entered meanwhile, by a call inside of this one */
+    if (run != Py_None && state->first_call && !known(state, words, hash)) {
+        Entry *entry = new_entry(state, words, hash, kept, run);
+        if (entry && !enter(state, entry)) {
+            release(entry);
+        }
+    }
+    Py_DECREF(found);
+    return result;
+}
+
+/* Python carries the call out. */
+static PyObject *
+call_python(State *state, const Call *call)
+{
+    state->unsure++;
+    PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+    return PyObject_CallFunctionObjArgs(state->dispatch, state->DistTensor, call->func, Py_None,
+                                        call->args, kwargs, NULL);
+}
+
+static PyObject *
+carry_out(State *state, const Call *call)
+{
+    Words words; /* most of it is left as it is */
+    words.at = words.here;
+    words.length = 0;
+    words.room = SHORT;
+    PyObject *result = NULL;
+    if (!add_call(state, &words, call, NULL)) {
+        goto unsure;
+    }
+    uint64_t hash = hash_of(&words);
+    Entry *entry = known(state, &words, hash);
+    if (entry) {
+        entry->references++;
+        state->hits++;
+        PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
+        if (done || !entry->noted) {
+            result = !entry->recipe    ? call_runner(entry, call)
+                     : entry->outside ? quick(state, entry, call)
+                                      : direct(state, entry, call);
+        }
+        Py_XDECREF(done);
+        release(entry);
+    }
+    else {
+        Py_ssize_t length = words.length;
+        PyObject *kept = PyList_New(0);
+        words.length = 0;
+        if (!kept || !add_call(state, &words, call, kept) || words.length != length
+            || hash_of(&words) != hash) {
+            Py_XDECREF(kept);
+            goto unsure;
+        }
+        result = first_call(state, call, hash, &words, kept);
+        Py_DECREF(kept);
+    }
+    if (words.at != words.here) {
+        PyMem_Free(words.at);
+    }
+    return result;
+unsure:
+    if (words.at != words.here) {
+        PyMem_Free(words.at);
+    }
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return NULL; /* such as KeyboardInterrupt, in code of the user's */
+    }
+    PyErr_Clear();
+    return call_python(state, call);
+}
+
+PyDoc_STRVAR(dispatch_doc, "dispatch(func, types, args=(), kwargs=None)\n--\n\n"
+"DistTensor.__torch_function__. As a builtin it is no method, and torch gets it unbound.");
+
+static PyObject *
+dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywords)
+{
+    State *state = PyModule_GetState(module);
+    if (!state->dispatch) {
+        PyErr_SetString(PyExc_RuntimeError, "a call of a DistTensor while Python ends");
+        return NULL;
+    }
+    Call call; /* most of it is left as it is */
+    call.func = call.args = call.kwargs = NULL;
+    call.nnamed = 0;
+    if (!keywords && n >= 3 && n <= 4) {
+        call.func = given[0];
+        call.args = given[2];
+        call.kwargs = n < 4 || given[3] == Py_None ? NULL : given[3];
+    }
+    if (!call.args || !PyTuple_CheckExact(call.args)
+        || (call.kwargs && !PyDict_CheckExact(call.kwargs))
+        || PyTuple_GET_SIZE(call.args) > MOST_ARGUMENTS
+        || (call.kwargs
+            && PyTuple_GET_SIZE(call.args) + PyDict_GET_SIZE(call.kwargs) > MOST_ARGUMENTS)) {
+        PyObject *stack[MOST_ARGUMENTS + 1]; /* as it was called, with the class before it */
+        Py_ssize_t more = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+        if (n + more > MOST_ARGUMENTS) {
+            PyErr_SetString(PyExc_TypeError, "dispatch takes func, types, args and kwargs");
+            return NULL;
+        }
+        stack[0] = state->DistTensor;
+        memcpy(stack + 1, given, (size_t)(n + more) * sizeof(PyObject *));
+        return PyObject_Vectorcall(state->dispatch, stack, (size_t)n + 1, keywords);
+    }
+    call.nargs = PyTuple_GET_SIZE(call.args);
+    PyObject *name, *value, *result = NULL;
+    Py_ssize_t at = 0;
+    while (call.kwargs && PyDict_Next(call.kwargs, &at, &name, &value)) {
+        call.names[call.nnamed] = Py_NewRef(name);
+        call.values[call.nnamed++] = Py_NewRef(value);
+    }
+    state->nested++;
+    result = state->nested > MOST_NESTED ? call_python(state, &call) : carry_out(state, &call);
+    state->nested--;
+    while (call.nnamed) {
+        Py_DECREF(call.names[--call.nnamed]);
+        Py_DECREF(call.values[call.nnamed]);
+    }
+    return result;
+}
+
+/* The module ---------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(configure_doc, "configure(**references)\n--\n\n"
+"What this code calls and looks at, by the names of REFERENCES.");
+
+static PyObject *
+configure(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    State *state = PyModule_GetState(module);
+    PyObject *value;
+    if (PyTuple_GET_SIZE(args) || !kwargs) {
+        PyErr_SetString(PyExc_TypeError, "configure takes keyword arguments");
+        return NULL;
+    }
+#define CHECK(name) \
+    if (!PyDict_GetItemString(kwargs, #name)) { \
+        return PyErr_Format(PyExc_TypeError, "configure needs " #name); \
+    }
+    REFERENCES(CHECK)
+#undef CHECK
+#define DESCRIPTOR(name) \
+    value = PyDict_GetItemString(kwargs, #name); \
+    if (!Py_TYPE(value)->tp_descr_get || !Py_TYPE(value)->tp_descr_set) { \
+        return PyErr_Format(PyExc_TypeError, #name " is not an attribute that can be set"); \
+    }
+    DESCRIPTOR(local)
+    DESCRIPTOR(spec)
+    DESCRIPTOR(shape)
+    DESCRIPTOR(dtype)
+    DESCRIPTOR(requires_grad)
+    DESCRIPTOR(grad_fn)
+#undef DESCRIPTOR
+    if (!PyDict_CheckExact(PyDict_GetItemString(kwargs, "LIVE"))
+        || !PyList_CheckExact(PyDict_GetItemString(kwargs, "INFERENCE"))) {
+        return PyErr_Format(PyExc_TypeError, "LIVE is a dict, and INFERENCE a list");
+    }
+    if (state->dispatch) { /* calls that run use what is there */
+        PyErr_SetString(PyExc_RuntimeError, "configure is called once");
+        return NULL;
+    }
+#define TAKE(name) \
+    value = PyDict_GetItemString(kwargs, #name); \
+    Py_XSETREF(state->name, Py_NewRef(value));
+    REFERENCES(TAKE)
+#undef TAKE
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(clear_doc, "clear()\n--\n\nForget all calls.");
+
+static PyObject *
+clear(PyObject *module, PyObject *Py_UNUSED(none))
+{
+    clear_table(PyModule_GetState(module));
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
+"Calls so far: known ones, those of them that were carried out in C, first ones of their kind, and\n"
+"those without a sure key; and how many kinds are known.");
+
+static PyObject *
+counts(PyObject *module, PyObject *Py_UNUSED(none))
+{
+    State *state = PyModule_GetState(module);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:n}", "known", state->hits, "in_c", state->recipes,
+                         "first", state->misses, "unsure", state->unsure, "kinds",
+                         (Py_ssize_t)state->used);
+}
+
+static int
+start(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        PyErr_SetString(PyExc_ImportError, "disttensor's C code runs in the main interpreter only");
+        return -1;
+    }
+#define INTERN(name) \
+    state->str.name = PyUnicode_InternFromString(#name); \
+    if (!state->str.name) { \
+        return -1; \
+    }
+    NAMES(INTERN)
+#undef INTERN
+    return PyModule_AddStringConstant(module, "SOURCE", SOURCE);
+}
+
+static int
+traverse(PyObject *module, visitproc visit, void *arg)
+{
+    State *state = PyModule_GetState(module);
+#define VISIT(name) Py_VISIT(state->name);
+    REFERENCES(VISIT)
+#undef VISIT
+    for (size_t i = 0; state->table && i <= state->mask; i++) {
+        Entry *entry = state->table[i];
+        if (entry && entry->references == 1) { /* else a call holds it, too */
+            Py_VISIT(entry->kept);
+            Py_VISIT(entry->run);
+            Py_VISIT(entry->recipe);
+            Py_VISIT(entry->specs);
+        }
+    }
+    return 0;
+}
+
+static int
+forget(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    clear_table(state);
+#define CLEAR(name) Py_CLEAR(state->name);
+    REFERENCES(CLEAR)
+#undef CLEAR
+    return 0;
+}
+
+static void
+end(void *module)
+{
+    State *state = PyModule_GetState(module);
+    if (state) {
+        forget(module);
+#define CLEAR(name) Py_CLEAR(state->str.name);
+        NAMES(CLEAR)
+#undef CLEAR
+    }
+}
+
+static PyMethodDef methods[] = {
+    {"dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL | METH_KEYWORDS,
+     dispatch_doc},
+    {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
+     configure_doc},
+    {"clear", clear, METH_NOARGS, clear_doc},
+    {"counts", counts, METH_NOARGS, counts_doc},
+    {NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, start},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_native",
+    .m_doc = "The warm path of disttensor.dispatch in C: see native.c.",
+    .m_size = sizeof(State),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = traverse,
+    .m_clear = forget,
+    .m_free = end,
+};
+
+PyMODINIT_FUNC
+PyInit__native(void)
+{
+    return PyModuleDef_Init(&definition);
+}

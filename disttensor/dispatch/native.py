@@ -1,0 +1,103 @@
+"""Which code carries out warm calls: ``native.c`` where it was compiled, else ``dispatch`` in
+Python. The results are the same, bit for bit.
+
+``DISTTENSOR_PYTHON=1`` in the environment chooses Python. In a checkout ``make native`` compiles;
+what was compiled of another state of the file is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttensor import cache
+from disttensor.comm import program
+from disttensor.dispatch import dispatch, execute
+from disttensor.tensor import versions, views
+from disttensor.tensor.base import GradState
+from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
+from disttensor.torch_private import autocast_is_on, make_subclass
+
+Tensor = torch.Tensor
+
+_FILE = Path(__file__).with_name("native.c")
+
+
+def _compiled() -> tuple[Any, str]:
+    """The module of C, or None and why there is none."""
+    if os.environ.get("DISTTENSOR_PYTHON", "0") not in ("", "0"):
+        return None, "DISTTENSOR_PYTHON is set"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None, "this Python runs without the global lock"
+    try:
+        found = import_module("disttensor.dispatch._native")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        return None, "it was not compiled: make native" if missing else str(error)
+    # a checkout has the file, what is installed has not
+    if _FILE.exists() and f"{zlib.crc32(_FILE.read_bytes()):08x}" != found.SOURCE:
+        return None, "it was compiled of another native.c: make native"
+    return found, ""
+
+
+def _configure(module: Any) -> None:
+    module.configure(
+        DistTensor=DistTensor, Tensor=Tensor, Parameter=torch.nn.Parameter, Size=torch.Size,
+        dtype_class=torch.dtype, memory_format=torch.memory_format, layout=torch.layout,
+        GradState=GradState,
+        local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
+        shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
+        grad_fn=Tensor.grad_fn,
+        make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
+        autocast_is_on=autocast_is_on,
+        dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
+        wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
+        LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
+    )  # fmt: skip
+    cache.also_clear(module.clear)
+
+
+module, why = _compiled()
+if module is not None:
+    _configure(module)
+
+_in_c = module is not None
+
+
+def carrier() -> Callable[..., Any]:
+    """What carries out calls of DistTensors while no tracer runs."""
+    return module.dispatch if _in_c else dispatch.dispatch
+
+
+def in_c() -> bool:
+    return _in_c
+
+
+def active() -> str:
+    """Which code runs, in words: for people."""
+    return "C" if _in_c else f"Python ({why or 'asked for'})"
+
+
+@contextmanager
+def using(in_c: bool) -> Iterator[None]:
+    """Warm calls are carried out in C, or in Python: for tests and measurements. Where there is no
+    C code, in Python."""
+    global _in_c
+    before, _in_c = _in_c, in_c and module is not None
+    carry_out_with(carrier())
+    try:
+        yield
+    finally:
+        _in_c = before
+        carry_out_with(carrier())
+
+
+carry_out_with(carrier())

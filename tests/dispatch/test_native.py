@@ -1,0 +1,800 @@
+"""The warm path in C: the same results as in Python, and nothing that a C module can get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import machinery, util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import disttensor as dt
+import ops
+from disttensor import cache, recipe
+from disttensor.comm import program
+from disttensor.dispatch import dispatch, native
+from disttensor.tensor import views
+from disttensor.tensor.base import origin_of
+from ops.registry import RULES
+from tests.support.pool import fake_world
+
+pytestmark = pytest.mark.skipif(native.module is None, reason=f"no C code: {native.why}")
+
+ROOT = Path(__file__).resolve().parents[2]
+R, S0, P = dt.Replicate(), dt.Shard(0), dt.Partial()
+
+
+@pytest.fixture
+def mesh() -> Iterator[dt.ProcessMesh]:
+    """2 x 4 ranks, whose communication is faked; this process is rank 0."""
+    gc.freeze()  # what there is already is left out when garbage is collected, which is quick then
+    with fake_world(8), native.using(True):
+        yield dt.ProcessMesh([[0, 1, 2, 3], [4, 5, 6, 7]], ("dp", "tp"))
+    gc.unfreeze()
+
+
+def tensor(mesh: dt.ProcessMesh, *placements: dt.Placement, grad: bool = False) -> dt.DistTensor:
+    local = torch.arange(24.0).reshape(4, 6).cos()
+    x = dt.from_local(local, mesh, placements or [S0, R], shape=(8, 6))
+    return x.requires_grad_() if grad else x
+
+
+def counted(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """The result, and what the C code counts meanwhile."""
+    before = native.module.counts()
+    out = call()
+    after = native.module.counts()
+    return out, {k: after[k] - before[k] for k in after}
+
+
+def parts(value: Any) -> list[Any]:
+    """All that two runs must have in common, of each tensor."""
+    if isinstance(value, dt.DistTensor):
+        local = value.local.detach()
+        origin = origin_of(value) is not None  # of varying uses
+        numbers = [local.shape, local.stride(), local.tolist()]
+        return [value.spec, value.requires_grad, origin, *numbers]
+    if isinstance(value, (list, tuple)):
+        return [type(value), *(part for v in value for part in parts(v))]
+    return [value.tolist() if isinstance(value, Tensor) else value]
+
+
+@contextmanager
+def erfinv_as(local: Callable[..., Any], rematerialize: bool = False) -> Iterator[None]:
+    """Meanwhile ``local(call)`` runs on the locals of ``torch.erfinv``."""
+    made = RULES[torch.erfinv]
+
+    def other(input: Any) -> ops.Factors:
+        factors = ops.pointwise_factors([input], local=local)
+        return dataclasses.replace(factors, rematerialize=rematerialize)
+
+    ops.replace_rule(torch.erfinv, ops.Rule("other", other))
+    try:
+        yield
+    finally:
+        ops.replace_rule(torch.erfinv, made)
+        cache.clear()
+
+
+# name -> (a call, is it carried out in C?)
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "two tensors": (torch.add, True),
+    "operator": (lambda x, y: x * y, True),
+    "number": (lambda x, y: x * 2.5 - 1, True),
+    "bool": (lambda x, y: x + True, True),
+    "keyword": (lambda x, y: torch.sum(x, dim=1, keepdim=True), True),
+    "keyword tensor": (lambda x, y: torch.where(x > 0, input=x, other=y), True),
+    "string": (lambda x, y: F.gelu(x, approximate="tanh"), True),
+    "dtype": (lambda x, y: x.to(torch.float64), True),
+    "layer norm": (lambda x, y: F.layer_norm(x, (6,)), True),
+    "view": (lambda x, y: x.unsqueeze(1).transpose(0, 1), True),
+    "index": (lambda x, y: x[:, 2:4], True),
+    "itself": (lambda x, y: x.contiguous(), True),
+    "several": (lambda x, y: x.chunk(2, 1), True),
+    "named tuple": (lambda x, y: tuple(torch.max(x, 1)), True),
+    "list": (lambda x, y: torch.cat([x, y], 1), True),
+    "lists": (lambda x, y: torch._foreach_add([x, y], [y, x]), True),
+    "in place": (lambda x, y: x.clone().add_(y), True),
+    "lists in place": (lambda x, y: torch._foreach_mul_([x.clone(), y.clone()], 2.0), True),
+    "assignment": (lambda x, y: x.clone().__setitem__((slice(None), 0), 1.0), True),
+    "plain tensor": (lambda x, y: x + torch.arange(6.0), False),
+    "reshard": (lambda x, y: x.sum() + 1, False),
+    "generator": (lambda x, y: torch.add(x, y, alpha=complex(2).real), True),
+    "device": (lambda x, y: x.to(torch.device("cpu")), False),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_what_they_are_in_python(mesh: dt.ProcessMesh, name: str, grad: bool) -> None:
+    call, in_c = CALLS[name]
+    x, y = tensor(mesh, grad=grad), tensor(mesh)
+    with native.using(False):
+        expected = parts(call(x, y))
+    call(x, y)
+    out, counts = counted(lambda: call(x, y))
+    assert parts(out) == expected
+    assert counts["first"] == 0
+    assert not in_c or counts["in_c"] == counts["known"] > counts["unsure"] == 0, counts
+
+
+def test_gradients_are_those_of_python(mesh: dt.ProcessMesh) -> None:
+    def train() -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3))
+        dt.shard_module(net, mesh, {"0.weight": [R, S0], "0.bias": [R, S0]})
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            h = net(tensor(mesh))
+            h.view(8, 3).transpose(0, 1).softmax(0).square().mean().backward()
+            optimizer.step()
+        return [part for p in net.parameters() for v in (p, p.grad) for part in parts(v)]
+
+    with native.using(False):
+        expected = train()
+    train()
+    got, counts = counted(train)
+    assert got == expected and counts["in_c"] > 150 and counts["first"] == 0
+
+
+def test_outside_the_mesh(mesh: dt.ProcessMesh) -> None:
+    other = dt.ProcessMesh([1, 2], ("x",))
+    x = dt.zeros(4, 6, mesh=other, requires_grad=True)
+    y = dt.zeros(4, 6, mesh=other)
+
+    def calls() -> list[Any]:
+        made: list[Any] = [x + y, y + y, torch.add(x, other=y, alpha=2), *y.chunk(2), x @ y.t()]
+        made.append(y.view(24))
+        assert views.base_of(made[-1]) is y and views.base_of(made[-3]) is y
+        with torch.no_grad():
+            made.append(x * 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            made.append(x @ y.t())
+        return [(t.spec, t.requires_grad) for t in made]
+
+    with native.using(False):
+        expected = calls()
+    calls()
+    got, counts = counted(calls)
+    assert got == expected and counts["in_c"] >= 6 and counts["first"] == 0
+
+
+def test_a_pending_sum_that_was_reduced_is_read_instead(mesh: dt.ProcessMesh) -> None:
+    x = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
+    for _ in range(3):
+        assert (x * 2).partial_status == {0: "sum"}
+    x.relu()  # reduces it
+    _, counts = counted(lambda: x * 2)
+    assert (x * 2).partial_status == {} and counts["in_c"] < counts["known"]
+
+
+def test_two_transfers_are_joined_outside_the_mesh(mesh: dt.ProcessMesh) -> None:
+    other = dt.ProcessMesh([1, 2], ("x",))
+    x, y, z = (dt.zeros(4, 6, mesh=other) for _ in range(3))
+    for t in (x, y):
+        t.local = t.local.clone().requires_grad_() * 1  # as what a transfer leaves
+    x + z
+    for a, b, joined in ((x, z, x.local), (z, y, y.local), (z, z, z.local), (x, x, x.local)):
+        assert counted(lambda a=a, b=b: a + b)[1]["in_c"] == 1 and (a + b).local is joined
+    above = (x + y).local.grad_fn
+    assert {node for node, _ in above.next_functions} == {x.local.grad_fn, y.local.grad_fn}
+
+
+def test_uses_of_an_old_value_are_not_read(mesh: dt.ProcessMesh) -> None:
+    """It was written to by way of what shares its memory."""
+    h = tensor(mesh, grad=True).cos()
+    w = dt.from_local(torch.ones(2, 6), mesh, [R, S0], shape=(8, 6))
+    for write in (False, False, True):
+        if write:
+            h.local.detach().add_(1)
+        before = h._grad_state and h._grad_state.aliases[1,][0]
+        counts = counted(lambda: F.linear(h, w))[1]
+        alias = h._grad_state.aliases[1,][0]
+        assert alias.equal(h.local) and (alias is before) is (before is not None and not write)
+    assert counts["in_c"] == 1
+
+
+def test_what_is_made_without_gradients_has_no_origin(mesh: dt.ProcessMesh) -> None:
+    def local(call: Any) -> Any:
+        return lambda x: x.detach().clone().requires_grad_()
+
+    with erfinv_as(local, rematerialize=True), torch.no_grad():
+        x = tensor(mesh)
+        with native.using(False):
+            expected = [parts(torch.erfinv(x)) for _ in range(2)]
+        torch.erfinv(x)
+        out, counts = counted(lambda: torch.erfinv(x))
+        assert [parts(out)] * 2 == expected and counts["in_c"] == 1
+        with torch.enable_grad():
+            assert origin_of(torch.erfinv(x)) is not None
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return parts(call())
+    except RuntimeError as error:
+        return str(error)
+
+
+def copies(mesh: dt.ProcessMesh) -> list[Any]:
+    """Writes around copies that stand in place of views."""
+    x, brought = tensor(mesh), []
+    torch._foreach_neg_([x.clone()])
+    lost, kept = x.clone(), x.clone()
+    views.enter(lost, x, "split")
+    views.enter(kept, x, "select", brought.append)
+    row, part = lost.unsqueeze(1), kept.unsqueeze(1)
+    made = [outcome(row.neg_), outcome(lost.neg_), outcome(lambda: torch._foreach_neg_([lost]))]
+    made += [outcome(kept.neg_), outcome(part.neg_), outcome(lambda: torch._foreach_neg_([part]))]
+    made += [*parts(brought), outcome(x.neg_)]
+    return [*made, *(outcome(lambda t=t: t + 1) for t in (lost, kept, row, part, x))]
+
+
+def uses(mesh: dt.ProcessMesh) -> list[Any]:
+    """Writes to what has been used varying over an axis, and to what has been reduced."""
+    x = tensor(mesh, grad=True).cos()
+    x.local_for((1,))
+    pending = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
+    pending.relu()
+    before = [x._grad_state.aliases is None, pending._reduced is None]
+    x.mul_(2)
+    pending.mul_(2)
+    after = [x._grad_state.aliases is None, pending._reduced is None]
+    assert (before, after) == ([False, False], [True, True])
+    return [parts(x), parts(pending)]
+
+
+@pytest.mark.parametrize("program", [uses, copies])
+def test_writes_do_what_they_do_in_python(
+    mesh: dt.ProcessMesh, program: Callable[[dt.ProcessMesh], list[Any]]
+) -> None:
+    with native.using(False):
+        expected = program(mesh)
+    program(mesh)
+    got, counts = counted(lambda: program(mesh))
+    assert got == expected and counts["in_c"] > 2
+    assert program is uses or sum("copy" in str(part) for part in got) >= 4
+
+
+def test_calls_are_noted_as_in_python(mesh: dt.ProcessMesh) -> None:
+    """What ranks compare of their programs."""
+    x, y = tensor(mesh, grad=True), tensor(mesh)
+
+    def noted(in_c: bool) -> list[int]:
+        with native.using(in_c):
+            program.NOTED.clear()
+            for call, _ in CALLS.values():
+                call(x, y)
+            return [noted.call.mark for noted in program.NOTED if noted.call.mesh is not None]
+
+    noted(True)
+    assert noted(True) == noted(False) and len(noted(True)) > len(CALLS)
+
+
+def test_another_dtype_does_not_run_the_function_again(mesh: dt.ProcessMesh) -> None:
+    calls = []
+
+    def local(call: Any) -> Any:
+        def counting(x: Tensor) -> Tensor:
+            calls.append(x.dtype)
+            return x.bfloat16() if torch.is_autocast_enabled("cpu") else x.clone()
+
+        return counting
+
+    with erfinv_as(local):
+        x = tensor(mesh)
+        torch.erfinv(x)
+        torch.erfinv(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.erfinv(x).dtype is torch.bfloat16
+        assert len(calls) == 3
+
+
+def test_results_of_a_subclass_get_an_origin_as_in_python(mesh: dt.ProcessMesh) -> None:
+    """As of tensors without data, on which a step is simulated."""
+
+    class Other(Tensor):
+        pass
+
+    x = tensor(mesh, grad=True)
+    x.local = x.local.as_subclass(Other)
+    calls: list[Callable[[], Any]] = [lambda: x.unsqueeze(1), lambda: x.cos(), lambda: x.bfloat16()]
+    for call in calls:
+        with native.using(False):
+            expected = call()
+        call()
+        out, counts = counted(call)
+        assert counts["in_c"] == 1
+        assert (origin_of(out) is None) is (origin_of(expected) is None)
+        assert type(out.local) is type(expected.local) and out.spec is expected.spec
+    with native.using(False):
+        assert origin_of(x.unsqueeze(1)) is not None
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_what_is_kept_of_a_call_holds_no_tensor(mesh: dt.ProcessMesh, in_c: bool) -> None:
+    cache.clear()
+    with native.using(in_c):
+        for turn in range(2):
+            refs = {}
+            for name, (call, _) in CALLS.items():
+                x, y = tensor(mesh, grad=True), tensor(mesh)
+                call(x, y)
+                refs[name] = [weakref.ref(t) for t in (x, y, x.local, y.local)]
+                del x, y
+            gc.collect()
+            held = [name for name, of in refs.items() if any(ref() is not None for ref in of)]
+            assert not held, (turn, held)
+
+
+# Keys ---------------------------------------------------------------------------------------------
+
+VALUES = [
+    0, 1, -1, True, False, None, 1.0, 2.0, "a", "b", (1, 2), [1, 2], (1, (2,)), ((1,), 2), [], (),
+    torch.Size([1, 2]), slice(1), slice(0, 1), slice(1, 0), Ellipsis, torch.float32, torch.int64,
+    torch.strided, torch.contiguous_format, torch.channels_last, 2**58, -(2**58), 2**70, 1j,
+    torch.ones(2), torch.ones(3), torch.ones(1, 2), torch.ones(2).int(),
+    nn.Parameter(torch.ones(2)),
+    [torch.ones(2)], (torch.ones(2),), torch.device("cpu"), {"a": 1}, range(2),
+]  # fmt: skip
+
+
+def test_calls_of_one_key_in_c_have_one_in_python(
+    mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runner_of(*call: Any) -> Any:
+        token = object()  # of this kind of call
+        return lambda args, kwargs: token
+
+    def asked() -> None:
+        """A function that nothing else knows."""
+
+    monkeypatch.setattr(dispatch, "runner_of", runner_of)
+    x = tensor(mesh)
+    kinds: list[Any] = [((x, v), {}) for v in VALUES]
+    kinds += [((v, x, w), {}) for v in VALUES for w in VALUES[::3]]
+    kinds += [((x,), {name: v}) for v in VALUES for name in ("a", "b")] + [((x,), {})]
+    same = 0
+    for args, kwargs in kinds * 2:
+        in_c = native.module.dispatch(asked, (), args, kwargs)
+        known = dispatch.first_call(asked, args, kwargs)[1]  # None: it has no key in Python
+        same += known is not None
+        assert known is None or in_c is known(args, kwargs), (args, kwargs)
+    assert same > len(kinds)
+    cache.clear()
+
+
+def test_what_may_be_made_for_each_call_has_no_key(mesh: dt.ProcessMesh) -> None:
+    """Bound methods: each would be a kind of call."""
+    x, count = tensor(mesh), native.module.counts
+    for func in (x.local.sum, Tensor.is_leaf.__get__, x.full_tensor):  # type: ignore[attr-defined]
+        before = count()["unsure"]
+        with pytest.raises((dt.FallbackWarning, TypeError)):
+            native.module.dispatch(func, (), (x, "a", "b", "c"))
+        assert count()["unsure"] == before + 1
+
+
+def test_no_object_is_taken_for_one_that_was_there_before(
+    mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key has addresses, and those of objects that are gone are given to others."""
+    x, seen = tensor(mesh), set()
+    monkeypatch.setattr(dispatch, "_call", lambda func, key: program.Call(str, None, 0))
+    for number in range(300):
+
+        def asked() -> None:
+            """Another function each time."""
+
+        seen.add(id(asked))
+        runner: Any = lambda args, kwargs, number=number: number  # noqa: E731
+        monkeypatch.setattr(dispatch, "runner_of", lambda *call, runner=runner: runner)
+        assert [native.module.dispatch(asked, (), (x,)) for _ in range(3)] == [number] * 3
+        dispatch.PLANS.clear()
+        program.NOTED.clear()
+        del asked, runner
+    assert len(seen) == 300  # all are still there
+    cache.clear()
+
+
+def test_plans_are_bounded(mesh: dt.ProcessMesh) -> None:
+    x, most = tensor(mesh), 0
+    for i in range(16384 + 300):
+        native.module.dispatch(torch.result_type, (), (x, i))
+        if i % 100 == 0:
+            most = max(most, native.module.counts()["kinds"])
+    assert 16000 < most <= 16384 and native.module.counts()["kinds"] < 1000
+    assert torch.result_type(x, 5) is torch.float32
+    cache.clear()
+
+
+# What a C module can get wrong --------------------------------------------------------------------
+
+
+def test_the_table_is_emptied_while_a_call_runs(mesh: dt.ProcessMesh) -> None:
+    def local(call: Any) -> Any:
+        def clearing(x: Tensor) -> Tensor:
+            cache.clear()
+            gc.collect()
+            return x.clone()
+
+        return clearing
+
+    with erfinv_as(local):
+        x = tensor(mesh)
+        native.module.clear()
+        torch.erfinv(x)
+        for _ in range(20):
+            assert torch.erfinv(x).spec is x.spec
+            assert native.module.counts()["kinds"] <= 1
+
+
+@pytest.mark.parametrize("targets", [None, (0,)])
+def test_a_list_that_comes_to_hold_itself(
+    mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch, targets: Any
+) -> None:
+    """Between its key and its use: getters of torch run code of the user's where there is a
+    mode."""
+    x, plain = tensor(mesh), torch.ones(6)
+    given: list[Any] = [x]
+
+    class Turning(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            given[:] = [x, given]
+            return func(*args, **(kwargs or {}))
+
+    def asked() -> None:
+        """A function that nothing else knows."""
+
+    def run(args: Any, kwargs: Any) -> str:
+        return "python"
+
+    made = recipe.Recipe(lambda given, plain: given, (recipe.NESTED, None), (), (), targets=targets)
+    monkeypatch.setattr(dispatch, "runner_of", lambda *call: recipe.with_recipe(run, made))
+    assert native.module.dispatch(asked, (), (given, plain)) == "python"
+    with Turning(), pytest.raises(RecursionError):
+        native.module.dispatch(asked, (), (given, plain))
+    cache.clear()
+
+
+def test_deep_calls_are_carried_out_by_python(mesh: dt.ProcessMesh) -> None:
+    """Which counts its frames: in C alone the stack would end first."""
+    x, left = tensor(mesh), [0]
+
+    def local(call: Any) -> Any:
+        def again(local: Tensor) -> Tensor:
+            left[0] -= 1
+            return torch.erfinv(x).local if left[0] > 0 else local.clone()
+
+        return again
+
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(2000)
+    try:
+        with erfinv_as(local):
+            torch.erfinv(x)
+            for depth, unsure in ((150, False), (250, True)):
+                left[0] = depth
+                counts = counted(lambda: torch.erfinv(x))[1]
+                assert left[0] == 0 and (counts["unsure"] > 0) is unsure
+            sys.setrecursionlimit(before)
+            left[0] = 10**9
+            with pytest.raises(RecursionError):
+                torch.erfinv(x)
+            left[0] = 0
+            assert counted(lambda: torch.erfinv(x))[1]["unsure"] == 0
+    finally:
+        sys.setrecursionlimit(before)
+
+
+CIRCLE = """
+import sys, torch, disttensor as dt
+x = dt.ones(3, mesh=dt.init_mesh((1,)))
+x + x
+x.local = x
+try:
+    x + x
+except RecursionError:
+    print("refused")
+"""
+
+
+def test_a_tensor_whose_local_is_itself_ends_in_an_error() -> None:
+    done = in_a_process(CIRCLE)
+    assert done.stdout.strip() == "refused", done.stderr
+
+
+def test_an_interrupt_is_no_argument_without_a_key(mesh: dt.ProcessMesh) -> None:
+    """The getters that the key asks run code of the user's where there is a mode."""
+
+    class Interrupting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if first.pop():
+                raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    x, plain, first = tensor(mesh), torch.ones(6), [False] * 99 + [True]
+    with Interrupting(), pytest.raises(KeyboardInterrupt):
+        native.module.dispatch(torch.add, (), (x, plain))
+
+
+def test_names_of_arguments_may_be_of_another_class(mesh: dt.ProcessMesh) -> None:
+    class Name(str):
+        pass
+
+    x = tensor(mesh)
+    for name in (Name("other"), "".join(["ot", "her"])):
+        out, counts = counted(
+            lambda name=name: native.module.dispatch(torch.add, (), (x,), {name: x})
+        )
+        assert parts(out) == parts(x + x) and counts["unsure"] == 1
+
+
+def test_threads(mesh: dt.ProcessMesh) -> None:
+    x, y = tensor(mesh), tensor(mesh)
+    expected, failures, stop = parts(x.add(y).chunk(2, 1)), [], threading.Event()
+
+    def work() -> None:
+        try:
+            for i in range(300):
+                if parts(x.add(y).chunk(2, 1)) != expected or (x * i).spec is not x.spec:
+                    failures.append("another result")
+        except Exception as error:
+            failures.append(repr(error))
+
+    def clear() -> None:
+        while not stop.wait(0.001):
+            native.module.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    clearing = threading.Thread(target=clear)
+    try:
+        for thread in (*threads, clearing):
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()
+        clearing.join()
+        sys.setswitchinterval(before)
+    assert not failures, failures[:3]
+
+
+def test_wrappers_die_and_are_found_by_the_collector(mesh: dt.ProcessMesh) -> None:
+    x = tensor(mesh)
+    x + x
+    alone, cycle = x + x, x + x
+    cycle.myself = cycle  # type: ignore[attr-defined]
+    refs = [weakref.ref(alone), weakref.ref(cycle), weakref.ref(cycle.local)]
+    del alone
+    assert refs[0]() is None and refs[1]() is not None
+    del cycle
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_what_is_known_is_seen_by_the_collector(mesh: dt.ProcessMesh) -> None:
+    x = tensor(mesh)
+    native.module.clear()
+    before = len(gc.get_referents(native.module))
+    x + x
+    referents = gc.get_referents(native.module)
+    run = dispatch.first_call(Tensor.add, (x, x), None)[1]
+    assert run in referents and run.recipe in referents and len(referents) == before + 4
+
+
+def test_without_torch_functions_the_net_below_catches_it(mesh: dt.ProcessMesh) -> None:
+    x = tensor(mesh)
+    x + x
+    with torch._C.DisableTorchFunctionSubclass():
+        for call in (lambda: x + x, x.relu, lambda: torch.add(x, 1), lambda: x.view(48)):
+            with pytest.raises(RuntimeError, match="below __torch_function__"):
+                call()
+    assert type(x + x) is dt.DistTensor
+
+
+def test_a_wrapper_that_is_resurrected_is_what_it_was(mesh: dt.ProcessMesh) -> None:
+    saved = []
+
+    class Keeper:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        def __del__(self) -> None:
+            saved.append(self.value)
+
+    x = tensor(mesh)
+    for _ in range(3):
+        y = x + x
+        expected = parts(y)
+        y.keeper = Keeper(y)  # type: ignore[attr-defined]
+        del y
+        gc.collect()
+        assert parts(saved.pop()) == expected
+
+
+def test_errors_are_those_of_python(mesh: dt.ProcessMesh) -> None:
+    x = tensor(mesh)
+    calls: list[Callable[[], Any]] = [
+        lambda: x.view(5, 5), lambda: torch.add(x, x, gamma=1), lambda: x.chunk(0),
+        lambda: dt.DistTensor.__torch_function__(torch.add, (), (x, "a")),
+        lambda: dt.DistTensor.__torch_function__(torch.add, (), [x, x], None, None),
+        lambda: dt.DistTensor.__torch_function__(torch.add, (), (x, object())),
+    ]  # fmt: skip
+    for call in calls:
+        errors = []
+        for in_c in (False, True, True):
+            with native.using(in_c), pytest.raises(Exception) as info:
+                call()
+            errors.append((type(info.value), str(info.value)))
+        assert errors[0] == errors[1] == errors[2], errors
+
+
+def test_a_recipe_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
+    x = tensor(mesh)
+    good = recipe.Recipe(torch.relu, ((),), (), recipe.outputs_of([x.spec]))
+    wrong: list[Any] = [
+        good._replace(uses=((),) * 30), good._replace(names=("a", "b")), (1, 2), "recipe",
+        good._replace(outputs=(1,)), good._replace(targets=("a",)), good._replace(uses=None),
+        good._replace(sources=(7,)), good._replace(targets=(-3,)),
+        good._replace(sources=(0,), shared=(5,)), good._replace(sources=(0,)),
+    ]  # fmt: skip
+    named = good._replace(names=("input",))
+    calls = [((torch.relu, x.spec), (x,), {}, one) for one in (good, *wrong)]
+    calls += [
+        (((torch.relu,), "input", x.spec), (), {"input": x}, one)
+        for one in (named, named._replace(names=(1,)))
+    ]
+    for key, args, kwargs, one in calls:
+        native.module.clear()
+
+        def run(args: Any, kwargs: Any) -> str:
+            return "python"
+
+        run.call = dispatch._call(torch.relu, key)  # type: ignore[attr-defined]
+        dispatch.PLANS[key] = recipe.with_recipe(run, one)
+        torch.relu(*args, **kwargs)
+        got = torch.relu(*args, **kwargs)
+        in_c = one is good or one is named
+        assert type(got) is dt.DistTensor if in_c else got == "python", one
+    cache.clear()
+
+
+def test_configure_wants_all_it_needs() -> None:
+    with pytest.raises(TypeError, match="configure needs DistTensor"):
+        native.module.configure(a=1)
+    with pytest.raises(TypeError, match="keyword"):
+        native.module.configure()
+    with pytest.raises(RuntimeError, match="once"):
+        native._configure(native.module)
+
+
+def test_calls_leave_nothing_behind(mesh: dt.ProcessMesh) -> None:
+    """``make leaks`` looks for less, in a million calls."""
+    x, y = tensor(mesh, grad=True), tensor(mesh)
+    watched = [
+        x, y, x.local, y.local, x.spec, x.spec.meta_tensor, torch.float32, dt.DistTensor,
+        native.module.dispatch, torch.add, torch.sum, True, False, Ellipsis, "tanh", "approximate",
+    ]  # fmt: skip
+
+    def counts() -> list[int]:
+        for call, _ in CALLS.values():
+            call(x, y)
+        program.NOTED.clear()
+        gc.collect()
+        alive = gc.get_objects()
+        kinds = [dt.DistTensor, Tensor, tuple, list, dict]
+        return [*map(sys.getrefcount, watched), *(sum(type(o) is k for o in alive) for k in kinds)]
+
+    counts()
+    before = counts()
+    for _ in range(10):
+        after = counts()
+    assert all(n - b < 8 for b, n in zip(before, after, strict=True)), (before, after)
+
+
+def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+def test_python_can_be_chosen() -> None:
+    code = "import disttensor as dt; print(dt.info()['dispatch'])"
+    for value, said in (("1", "Python (DISTTENSOR_PYTHON is set)"), ("0", "C")):
+        done = in_a_process(code, DISTTENSOR_PYTHON=value)
+        assert done.stdout.strip() == said, done.stderr
+
+
+def test_what_was_compiled_of_another_file_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = tmp_path / "native.c"
+    changed.write_text("int x;")
+    monkeypatch.setattr(native, "_FILE", changed)
+    assert native._compiled() == (None, "it was compiled of another native.c: make native")
+    monkeypatch.setattr(native, "_FILE", tmp_path / "gone.c")  # as where it is installed
+    assert native._compiled() == (native.module, "")
+
+
+ENDING = """
+import atexit, sys, torch, disttensor as dt
+mesh = dt.init_mesh((1,))
+class Late:
+    def __init__(self, x): self.x = x
+    def __del__(self):
+        try:
+            self.x + self.x
+        except Exception:
+            pass
+x = dt.ones(3, mesh=mesh)
+x + x
+late = Late(x)
+x.late = Late(x)
+sys.modules["late"] = Late(x)
+atexit.register(lambda: print((x + x).to_local().tolist()))
+dt.DistTensor.late = Late(x)
+torch.Tensor.late = Late(x)
+"""
+
+
+def test_a_module_that_refers_to_nothing_refuses_calls() -> None:
+    """As when Python ends, and its references are gone."""
+    loader = machinery.ExtensionFileLoader("_native", native.module.__file__)
+    other = util.module_from_spec(util.spec_from_loader("_native", loader))  # type: ignore[arg-type]
+    loader.exec_module(other)
+    for args in ((torch.add, (), ()), (1, 2, 3), ()):
+        with pytest.raises(RuntimeError, match="while Python ends"):
+            other.dispatch(*args)
+    other.clear()
+    assert other.counts()["kinds"] == 0
+
+
+def test_python_may_end_at_any_moment() -> None:
+    """Calls while modules are taken apart, with tensors that outlive them."""
+    done = in_a_process(ENDING)
+    assert done.returncode == 0 and done.stdout.strip() == "[2.0, 2.0, 2.0]", done.stderr
+
+
+OTHER_INTERPRETER = """
+try:
+    import _interpreters as interpreters
+    number = interpreters.create("legacy")
+except ImportError:
+    import _xxsubinterpreters as interpreters
+    number = interpreters.create(isolated=False)
+interpreters.run_string(number, '''
+from importlib import machinery, util
+loader = machinery.ExtensionFileLoader("_native", FILE)
+try:
+    module = util.module_from_spec(util.spec_from_loader("_native", loader))
+    loader.exec_module(module)
+    print("taken", flush=True)
+except ImportError as error:
+    print("refused", flush=True)
+''')
+"""
+
+
+def test_another_interpreter_is_refused() -> None:
+    done = in_a_process(OTHER_INTERPRETER.replace("FILE", repr(native.module.__file__)))
+    assert done.stdout.strip() == "refused", (done.stdout, done.stderr)
