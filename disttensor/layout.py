@@ -19,6 +19,8 @@ from disttensor.placement import Partial, Placement, Replicate, Shard, show
 
 Axes = tuple[int, ...]
 Shape = tuple[int, ...]
+Range = tuple[int, int]  # start and stop
+Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
         elif isinstance(p, Shard):
             if not -ndim <= p.dim < ndim:
                 raise ValueError(
-                    f"placements {show(placements)}: Shard({p.dim}) on mesh axis {axis} is out of "
+                    f"placements {show(placements)}: {p!r} on mesh axis {axis} is out of "
                     f"range for a tensor of {ndim} dims"
                     + (": a 0-d tensor cannot be sharded" if not ndim else "")
                 )
@@ -156,6 +158,17 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(start + step, size) - start
+
+
+def dealt(size: int, index: int, parts: int) -> Ranges:
+    """The rows of piece ``index`` of ``Balanced``: as many as of ``chunk``, half of them counted
+    from the front and half from the back."""
+    lengths = [chunk(size, parts, i)[1] for i in range(index + 1)]
+    early, late = [-(-n // 2) for n in lengths], [n // 2 for n in lengths]
+    return (
+        (sum(early[:-1]), sum(early)),
+        (size - sum(late), size - sum(late[:-1])),
+    )
 
 
 class Box(NamedTuple):

@@ -34,9 +34,10 @@ class Shard:
     order: int | None = None
 
     def __post_init__(self) -> None:
-        arguments.whole("Shard: dim", self.dim)
+        name = type(self).__name__
+        arguments.whole(f"{name}: dim", self.dim)
         if self.order is not None:
-            arguments.whole("Shard: order", self.order, 0)
+            arguments.whole(f"{name}: order", self.order, 0)
 
     def __repr__(self) -> str:
         return (
@@ -45,6 +46,27 @@ class Shard:
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.order is None else f"S({self.dim}, order={self.order})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Balanced(Shard):
+    """Rank i of the n of the mesh axis holds two pieces of ``dim``, the i-th from the front and the
+    i-th from the back: as many rows as of ``Shard(dim)``, with an even share of the work of causal
+    attention.
+
+    Functions that treat each row by itself keep it, attention goes by the ring, and for all others
+    the rows are exchanged for contiguous ones (docs/long_context.md).
+
+    >>> x = dt.shard_tensor(torch.arange(6), mesh, [dt.Balanced(0), dt.Replicate()])
+    >>> (x + 1).placements, (x + 1).tolist()
+    ((Balanced(0), Replicate()), [1, 2, 3, 4, 5, 6])
+    """
+
+    def __repr__(self) -> str:
+        return f"Balanced({self.dim})"
+
+    def __str__(self) -> str:
+        return f"B({self.dim})"
 
 
 @dataclass(frozen=True, slots=True)

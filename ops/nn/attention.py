@@ -1,10 +1,12 @@
 """scaled_dot_product_attention: batch, heads, queries and the width of values pass through. Where
-queries are split and attention is causal, a rank takes the keys up to its last query."""
+queries are split and attention is causal, a rank takes the keys up to its last query. Where the
+axes of the queries split the keys too, see ``split_sequence.py``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +18,20 @@ from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.local import Draw, LocalCall, Part
+from ops.nn import attention_policy
+from ops.nn.split_sequence import brought_together
 from ops.random.fill import drawing
 from ops.registry import rule
 
+Local = Callable[..., Any]
 
-@rule(F.scaled_dot_product_attention, floats=True)
+
+@rule(F.scaled_dot_product_attention, floats=True, setting=attention_policy.setting)
 def scaled_dot_product_attention(
     query: Arg, key: Arg, value: Arg, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
 ) -> Factors:  # fmt: skip
-    """... h l e, ... h s e, ... h s v -> ... h l v; the keys' dim s and e stay whole"""
+    """... h l e, ... h s e, ... h s v -> ... h l v; e stays whole, s unless l's axes split it"""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or ndim < 2:
         raise NoRule("scaled_dot_product_attention of tensors that broadcast")
@@ -47,14 +53,21 @@ def scaled_dot_product_attention(
         for letter, size in zip(named[name], arg.shape, strict=True):
             if sizes[letter] != size:
                 raise NoRule("scaled_dot_product_attention of shapes that broadcast")
+    policy = attention_policy.current()
+    along = {arg.layout.dims[-2] for arg in (query, key, value)}
+    alike = len(along) == 1 and along != {()}  # each is cut by its own size
+    if alike:
+        named["k"], named["v"] = (*lead, "l", "e"), (*lead, "l", "v")
     out = (*named["q"][:-1], "v")
     inputs = [named["q"], named["k"], named["v"]]
     if isinstance(attn_mask, Arg):
-        scores = (*named["q"][:-1], "s")
+        rows = None if alike and policy == "heads" else "l"
+        scores = (*named["q"][:-2], rows, "s")
         last = scores[ndim - attn_mask.ndim :]
         inputs.append(
             tuple(None if s == 1 else x for x, s in zip(last, attn_mask.shape, strict=True))
         )
+    whole = partial(with_whole_keys, dropout_p=dropout_p, is_causal=is_causal)
     return Factors(
         tuple(inputs),
         (out,),
@@ -62,8 +75,14 @@ def scaled_dot_product_attention(
         whole=frozenset({"s", "e"}),
         even=even,
         terms=(frozenset({2}),),
-        local=with_dropout if dropout_p else causal if is_causal else zeros_if_empty,
+        local=partial(brought_together, policy, whole, dropout_p, is_causal) if alike else whole,
+        independent=frozenset("l" if alike and policy in ("auto", "ring") else ""),
     )
+
+
+def with_whole_keys(call: LocalCall, dropout_p: float, is_causal: bool) -> Local:
+    """The local function of a call in which a rank has all keys for its queries."""
+    return (with_dropout if dropout_p else causal if is_causal else zeros_if_empty)(call)
 
 
 def causal(call: LocalCall) -> Callable[..., Any]:

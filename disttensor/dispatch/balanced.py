@@ -1,0 +1,79 @@
+"""What a call does with ``Balanced`` rows: those of a letter along which it treats each row by
+itself stay as they are, all others become contiguous.
+
+A rule is asked as if the rows were contiguous. Where it then splits a letter by an axis that deals
+some argument's rows out, and each index of the letter is independent of the others, any choice of
+rows is as good: all arguments and results with the letter are dealt out so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from disttensor.layout import Layout
+from disttensor.placement import Balanced
+from ops.empty_pieces import ANYWHERE
+from ops.factors import Factors, Letter
+from ops.propagation import Decision
+
+
+def bare(layout: Layout) -> Layout:
+    """With contiguous rows."""
+    return replace(layout, own=()) if layout.own else layout
+
+
+def is_known(layout: Layout) -> bool:
+    """Is nothing of it of a user's own type?"""
+    return all(type(p) is Balanced for _, p in layout.own)
+
+
+def keep(
+    f: Factors, decision: Decision, layouts: Sequence[Layout], writes: bool
+) -> Decision | None:
+    """The decision with rows dealt out where that may be; ``layouts`` are those of the arguments.
+    None where a tensor that is written (``writes``: the targets) could not stay as it lies."""
+    kept = dict(_kept(f, decision, layouts))
+    firm = {*(f.targets if writes else ()), *f.written}
+    for t in firm:
+        for a in [a for a, letter in kept.items() if letter in f.inputs[t]]:
+            if (a, Balanced(f.inputs[t].index(kept[a]))) not in layouts[t].own:
+                del kept[a]
+    inputs = [
+        layouts[t] if t in f.metadata_only else _dealt(want, f.inputs[t], kept)
+        for t, want in enumerate(decision.input_layouts)
+    ]
+    if any(inputs[t] != layouts[t] for t in firm):
+        return None
+    pairs = zip(decision.output_layouts, f.outputs, strict=True)
+    return replace(
+        decision,
+        input_layouts=inputs,
+        output_layouts=[_dealt(layout, dims, kept) for layout, dims in pairs],
+    )
+
+
+def _kept(
+    f: Factors, decision: Decision, layouts: Sequence[Layout]
+) -> Iterator[tuple[int, Letter]]:
+    """Each axis that deals rows out, with the letter that it splits, where all may stay so."""
+    pairs = zip(f.inputs, layouts, strict=True)
+    dealing = {
+        (a, dims[p.dim]) for dims, layout in pairs for a, p in layout.own if isinstance(p, Balanced)
+    }
+    merged = {
+        x for dims in (*f.inputs, *f.outputs) for d in dims if isinstance(d, tuple) for x in d
+    }
+    bound = merged | f.even | f.halo.keys()
+    for dims, shape in zip(f.outputs, f.output_shapes(), strict=True):
+        bound |= {x for x, n in zip(dims, shape, strict=True) if f.sizes.get(x, n) != n}
+    for letter, axes in decision.split.items():
+        free = f.local is None or f.local in ANYWHERE or letter in f.independent
+        if len(axes) == 1 and (axes[0], letter) in dealing and free and letter not in bound:
+            yield axes[0], letter
+
+
+def _dealt(layout: Layout, dims: tuple[Any, ...], kept: dict[int, Letter]) -> Layout:
+    own = sorted((a, dims.index(x)) for a, x in kept.items() if x in dims)
+    return replace(layout, own=tuple((a, Balanced(d)) for a, d in own)) if own else layout

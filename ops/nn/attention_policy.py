@@ -1,0 +1,111 @@
+"""How attention brings queries and keys together whose sequence is split: what a user may ask for,
+and what is chosen where nobody asked.
+
+    gather   k and v are gathered: a rank has all keys for its queries
+    ring     k and v go round piece by piece (``ring_attention.py``)
+    heads    q, k and v are exchanged so that a rank has all of the sequence for some heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from disttensor.layout import Layout
+
+POLICIES = ("auto", "gather", "ring", "heads")
+KEPT = 16 << 20  # bytes of k and v of one call that a rank may keep whole for its backward
+
+_policy: ContextVar[str] = ContextVar("attention policy", default="auto")
+current = _policy.get
+
+
+class attention_policy:
+    """``with attention_policy("ring"):`` chooses how ``scaled_dot_product_attention`` is carried
+    out where the sequence of q, k and v is split over one mesh axis or several.
+
+    "gather": k and v are gathered. "ring": k and v go round piece by piece, so that no rank holds
+    more than two at once. "heads": an all-to-all gives each rank the whole sequence of some heads,
+    and another one brings the result back. "auto", the default: the one that sends the fewest bytes
+    of those that keep no more of k and v than 16 MiB, or than the one that keeps least; ``explain``
+    says which, and why. The result lies as q does under each. All ranks say the same. Raises
+    ValueError for another name.
+
+    >>> q = dt.ones(1, 2, 8, 4, mesh=mesh, placements=[dt.Shard(2), dt.Replicate()])
+    >>> with dt.attention_policy("ring"):
+    ...     y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> y.spec
+    f32[1, 2, 8@dp, 4]
+    """
+
+    def __init__(self, policy: str) -> None:
+        if policy not in POLICIES:
+            raise ValueError(
+                f"attention_policy({policy!r}): the policies are "
+                + ", ".join(map(repr, POLICIES[:-1]))
+                + f" and {POLICIES[-1]!r}"
+            )
+        self.policy = policy
+        self.outer: list[str] = []
+
+    def __enter__(self) -> attention_policy:
+        self.outer.append(_policy.get())
+        _policy.set(self.policy)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _policy.set(self.outer.pop())
+
+
+def setting(layouts: Collection[Layout]) -> Callable[[], str] | None:
+    """The policy, where it has a say: some sequence is split."""
+    return current if any(len(x.dims) > 1 and x.dims[-2] for x in layouts) else None
+
+
+class Sizes(NamedTuple):
+    """Bytes of q, k, v and the result of a call that other axes leave, over n ranks."""
+
+    q: float
+    k: float
+    v: float
+    out: float
+    n: int
+    causal: bool
+
+    def forward(self, way: str) -> float:
+        """What one rank sends before it has the result."""
+        n, keys = self.n, self.k + self.v
+        every = self.q + keys + self.out
+        if way == "heads":  # the all-to-alls there and back
+            return every / n * (n - 1) / n
+        dealt = every / n if way == "ring" and self.causal else 0.0  # see ring_attention
+        return keys * (n - 1) / n + dealt
+
+    def sent(self, way: str) -> float:
+        """What one rank sends, there and back: the same again in the backward, and by ring the
+        blocks once more beside their gradients."""
+        again = (self.k + self.v) * (self.n - 1) / self.n if way == "ring" else 0.0
+        return 2 * self.forward(way) + again
+
+    def kept(self, way: str) -> float:
+        """What of k and v one rank keeps for the backward."""
+        return (self.k + self.v) / (1 if way == "gather" else self.n)
+
+
+class Choice(NamedTuple):
+    """``way``: "gather", "ring" or "heads"; ``why``, for people."""
+
+    way: str
+    why: str
+
+
+def choose(sizes: Sizes, possible: Collection[str]) -> Choice:
+    """The way under "auto", of those that are possible for the call."""
+    least = min(map(sizes.kept, possible))
+    fit = [way for way in possible if sizes.kept(way) <= max(KEPT, least)]
+    best = min(fit, key=lambda way: (sizes.sent(way), sizes.kept(way)))
+    figures = "; ".join(
+        f"{way} {sizes.sent(way):,.0f} and {sizes.kept(way):,.0f}" for way in possible
+    )
+    return Choice(best, f"bytes that a rank sends there and back, and keeps of k and v: {figures}")

@@ -1,0 +1,88 @@
+"""Rows of some tensors, from the ranges that each member holds to others, in one exchange.
+
+Each position is held by one member before and by one after, so the way back is the same with the
+two exchanged, and so is the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttensor.layout import Ranges
+
+Exchange = Callable[[Sequence[Tensor], Sequence[int]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """``have[i]`` and ``want[i]``: the ranges of member i, in the order in which its local has
+    them."""
+
+    me: int
+    have: tuple[Ranges, ...]
+    want: tuple[Ranges, ...]
+    exchange: Exchange
+
+    @property
+    def back(self) -> Dealing:
+        return Dealing(self.me, self.want, self.have, self.exchange)
+
+    def shared(self, sender: int, receiver: int) -> Iterator[tuple[int, int, int]]:
+        """(where in the sender's rows, where in the receiver's, how many) goes from one to the
+        other."""
+        there = 0
+        for want in self.want[receiver]:
+            here = 0
+            for have in self.have[sender]:
+                start, stop = max(have[0], want[0]), min(have[1], want[1])
+                if start < stop:
+                    yield here + start - have[0], there + start - want[0], stop - start
+                here += have[1] - have[0]
+            there += want[1] - want[0]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """[.., my rows, width] of each, all of one dtype."""
+        others = [j for j in range(len(self.have)) if j != self.me]
+        rows = sum(stop - start for start, stop in self.want[self.me])
+        outs = tuple(t.new_empty((*t.shape[:-2], rows, t.shape[-1])) for t in tensors)
+        width = sum(t.shape[:-2].numel() * t.shape[-1] for t in tensors)
+        pieces, numels = [tensors[0].new_empty(0)] * len(self.have), [0] * len(self.have)
+        for j in others:
+            parts = [
+                t.narrow(-2, at, count).reshape(-1)
+                for at, _, count in self.shared(self.me, j)
+                for t in tensors
+            ]
+            pieces[j] = torch.cat(parts) if parts else pieces[j]
+            numels[j] = width * sum(count for _, _, count in self.shared(j, self.me))
+        work = self.exchange(pieces, numels)
+        for at, to, count in self.shared(self.me, self.me):
+            for t, out in zip(tensors, outs, strict=True):
+                out.narrow(-2, to, count).copy_(t.narrow(-2, at, count))
+        came = work.wait()
+        for j in others:
+            first = 0
+            for _, to, count in self.shared(j, self.me):
+                for out in outs:
+                    part = out.narrow(-2, to, count)
+                    part.copy_(came[j][first : first + part.numel()].view(part.shape))
+                    first += part.numel()
+        return outs
+
+
+class Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dealing: Dealing, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dealing = dealing
+        ctx.save_for_backward(tensors[0].new_empty(0))
+        return dealing(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _ = ctx.saved_tensors  # before it communicates a checkpointed region is computed again
+        return None, *Deal.apply(ctx.dealing.back, *grads)

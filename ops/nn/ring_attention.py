@@ -1,0 +1,270 @@
+"""Ring attention: the pieces of k and v go round the ranks, each computes with the piece that it
+has just then, and the results are merged by the log-sum-exp of their scores.
+
+``ring_schedule.py`` says who has which piece when. A rank holds its own, the one that it computes
+with and the one that comes; nothing else of k and v is ever there.
+
+Where attention is causal, contiguous pieces would give the last rank nearly twice the work of the
+mean. So the sequence is dealt out anew inside the call: of 2 n chunks rank i takes i and 2 n - 1 -
+i, and the result goes back. Source: Liu et al. 2023; Brandon et al., "Striped attention", 2023;
+the dealing is that of Llama 3 (2024) and of torch's context parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from disttensor.layout import Box, Range, Ranges, dealt
+from disttensor.torch_private import autocast_is_on
+from ops.local import Draw, LocalCall, Part
+from ops.nn.attention_block import Hidden, attend, attend_backward, merge, wide
+from ops.nn.dealing import Deal, Dealing
+from ops.nn.halo import ranges_of
+from ops.nn.ring_schedule import Pair, Ring
+
+
+class Factor(NamedTuple):
+    """What besides q, k and v decides the result. ``numbers(pair)``: the factors of dropout."""
+
+    scale: float
+    numbers: Callable[[Pair], Tensor] | None
+
+
+def _hidden(ring: Ring, factor: Factor, pair: Pair, mask: Tensor | None, q: Tensor) -> Hidden:
+    keep = None if factor.numbers is None else factor.numbers(pair)
+    if mask is not None:
+        return Hidden(mask[_at(mask, pair)], keep=keep)
+    if pair.seen != "part":
+        return Hidden(causal=pair.seen == "diagonal", keep=keep)
+    rows = torch.arange(*pair.row, device=q.device).unsqueeze(-1)
+    return Hidden(rows >= torch.arange(*pair.key, device=q.device), keep=keep)
+
+
+def _pairs(ring: Ring, factor: Factor, mask: Tensor | None, block: int) -> Iterable[Pair]:
+    """What this rank computes of a block; apart where positions matter."""
+    if mask is None and factor.numbers is None:
+        return ring.joined(block)
+    pairs = ring.pairs(ring.me, block)
+    return pairs if mask is None else filter(None, (_shown(mask, pair) for pair in pairs))
+
+
+def _shown(mask: Tensor, pair: Pair) -> Pair | None:
+    """The rows and keys of a pair from the first to the last that the mask shows; None: it hides
+    all. Each rank finds its own: what it sends does not depend on it."""
+    part = mask[_at(mask, pair)]
+    part = (part if part.dtype == torch.bool else part != -math.inf).flatten(0, -3).any(0)
+    if not part.any():
+        return None
+    (r, row), (k, key) = (
+        _narrowed(part.any(other), *where)
+        for other, where in ((1, (pair.rows, pair.row)), (0, (pair.keys, pair.key)))
+    )
+    return pair._replace(rows=r, row=row, keys=k, key=key)
+
+
+def _narrowed(shown: Tensor, local: slice, whole: Range) -> tuple[slice, Range]:
+    if len(shown) == 1:  # for all of them
+        return local, whole
+    first, *_, last = [*shown.nonzero().flatten().tolist()] * 2
+    size = last + 1 - first
+    return (
+        slice(local.start + first, local.start + first + size),
+        (whole[0] + first, whole[0] + first + size),
+    )
+
+
+class RingAttention(torch.autograd.Function):
+    """q [b, h, l, e], k [b, g, s, e], v [b, g, s, w] of this rank to [b, h, l, w]; mask: of these
+    rows, and all keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ring: Ring, factor: Factor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        dtype = wide(q.dtype)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            for block, keys, values in _round(ring, k, v):
+                for pair in _pairs(ring, factor, mask, block):
+                    hidden = _hidden(ring, factor, pair, mask, q)
+                    at, to = _along(pair.rows), _along(pair.keys)
+                    more = attend(q[at], keys[to], values[to], factor.scale, hidden)
+                    merge(out[at], lse[at], *more)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.how = ring, factor
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "scaled_dot_product_attention by ring has no second derivative: compute it under "
+                'attention_policy("gather") or attention_policy("heads")'
+            )
+        q, k, v, mask, out, lse = ctx.saved_tensors  # a checkpointed region is computed again now
+        ring, factor = ctx.how
+        of_q = torch.zeros_like(q, dtype=wide(q.dtype))
+        of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[-1] else None
+        own = sums = k.new_empty(0)
+        back, row = None, _row(k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            for step, (block, keys, values) in enumerate(_round(ring, k, v)):
+                sums = k.new_zeros(keys.numel() + values.numel(), dtype=wide(k.dtype))
+                mine = _unpacked(sums, k, v)
+                for pair in _pairs(ring, factor, mask, block):
+                    hidden = _hidden(ring, factor, pair, mask, q)
+                    at, to = _along(pair.rows), _along(pair.keys)
+                    got = attend_backward(
+                        grad[at], q[at], keys[to], values[to], out[at], lse[at], factor.scale,
+                        hidden, of_mask is not None,
+                    )  # fmt: skip
+                    of_q[at] += got[0]
+                    mine[0][to] += got[1]
+                    mine[1][to] += got[2]
+                    if of_mask is not None:
+                        of_mask[_at(mask, pair)] += got[3]
+                sums = sums.to(k.dtype)
+                if step:
+                    own, sums = _arrived(ring, step, back, own, sums)
+                    back = ring.hop_back(step, sums, row)
+                else:
+                    own = sums
+            own, _ = _arrived(ring, ring.size, back, own, sums)
+        return None, None, of_q.to(q.dtype), *_unpacked(own, k, v), of_mask
+
+
+def _along(part: slice) -> tuple[slice, ...]:
+    return slice(None), slice(None), part
+
+
+def _at(mask: Tensor, pair: Pair) -> tuple[Any, ...]:
+    """Where a mask has the rows and keys of a pair."""
+    rows = pair.rows if mask.shape[-2] > 1 else slice(None)
+    return ..., rows, slice(*pair.key) if mask.shape[-1] > 1 else slice(None)
+
+
+def _arrived(ring: Ring, step: int, back: Any, own: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """``own`` with what came home, ``sums`` with what others added to this block, of the hop before
+    ``step``."""
+    if back is None:
+        return own, sums
+    got, n = back.wait(), ring.size
+    if step < n and ring.reach[ring.at(step)] >= step:
+        sums += got[(ring.me - 1) % n]
+    if ring.reach[ring.me] == step - 1:
+        own += got[(ring.me + step - 1) % n]
+    return own, sums
+
+
+def _row(k: Tensor, v: Tensor) -> int:
+    """Elements of k and v for one key."""
+    return k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1])
+
+
+def _unpacked(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a block, which lie one after the other."""
+    lead, length = k.shape[:2], flat.numel() // max(1, _row(k, v))
+    n = lead.numel() * length * k.shape[-1]
+    return flat[:n].view(*lead, length, k.shape[-1]), flat[n:].view(*lead, length, v.shape[-1])
+
+
+def _round(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(block, its keys, its values), step after step; the next one comes meanwhile. Of a block that
+    has ended its way there is nothing."""
+    row, held = _row(k, v), torch.cat([k.reshape(-1), v.reshape(-1)])
+    for step in range(ring.size):
+        work = ring.hop(step + 1, held, row) if step + 1 < ring.size else None
+        yield ring.at(step), *_unpacked(held, k, v)
+        held = held.new_empty(0) if work is None else work.wait()[(ring.me - 1) % ring.size]
+
+
+# The call -----------------------------------------------------------------------------------------
+
+
+def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., Any]:
+    """The local function of a call whose queries and keys are split by the same axes."""
+    axes, (query, key) = call.axes("l"), call.inputs[:2]
+    lengths = query.shape[-2], key.shape[-2]
+    pieces = tuple(ranges_of(call, size, axes) for size in lengths)
+    balanced = bool(query.layout.own)
+    deals = is_causal and lengths[0] == lengths[1] and not balanced
+    n = len(pieces[0])
+    me = call.member(axes)
+    held: list[tuple[Ranges, ...]] = [tuple((r,) for r in p) for p in pieces]
+    if deals or balanced:
+        held = [tuple(dealt(size, i, n) for i in range(n)) for size in lengths]
+
+    def exchange(sent: Sequence[Tensor], numels: Sequence[int]) -> Any:
+        return call.collectives.exchange(sent, numels, axes)
+
+    made = Ring(me, held[0], held[1], is_causal, exchange)
+    dealing = Dealing(me, tuple((r,) for r in pieces[0]), held[0], exchange)
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if is_causal and attn_mask is not None:
+            raise RuntimeError(
+                "scaled_dot_product_attention: is_causal=True with an attn_mask: give one of them"
+            )
+        if not query.dtype == key.dtype == value.dtype and not autocast_is_on():
+            raise RuntimeError(
+                "scaled_dot_product_attention: query, key and value have one dtype, and not "
+                f"{query.dtype}, {key.dtype} and {value.dtype}"
+            )
+        query, key, value, attn_mask = (autocast(x) for x in (query, key, value, attn_mask))
+        numbers = dropout(call, query, dropout_p) if dropout_p else None
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        if deals:
+            query, key, value = Deal.apply(dealing, query, key, value)
+        shape = *query.shape[:-1], value.shape[-1]
+        q, k, v = (four(x) for x in (query, key, value))
+        mask = None if attn_mask is None else four(attn_mask, query.shape[:-3])
+        out = RingAttention.apply(made, Factor(scale, numbers), q, k, v, mask)
+        out = out.reshape(shape)
+        return Deal.apply(dealing.back, out)[0] if deals else out
+
+    return run
+
+
+def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor]:
+    """The factors of the weights of a pair, by position: the same bits as in one process."""
+    draw: Draw = call.collectives.draw("fast")
+    out, size = call.outputs[0], call.inputs[1].shape[-2]
+    lead, dtype = out.local_box, wide(query.dtype)
+
+    def numbers(pair: Pair) -> Tensor:
+        offset = (*lead.offset[:-2], pair.row[0], pair.key[0])
+        sizes = (*lead.shape[:-2], pair.row[1] - pair.row[0], pair.key[1] - pair.key[0])
+        part = Part((*out.shape[:-1], size), Box(offset, sizes))
+        keep: Tensor = draw.numbers("bernoulli", part, dtype, query.device, p=1.0 - p)
+        return four(keep / (1.0 - p) if p < 1.0 else keep)
+
+    return numbers
+
+
+def autocast(x: Any) -> Any:
+    """A tensor as autocast hands it to attention."""
+    if x is None or not torch.is_autocast_enabled(x.device.type):
+        return x
+    low = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if low else x
+
+
+def four(x: Tensor, lead: Sequence[int] = ()) -> Tensor:
+    """[b, h, l, e] of a tensor with any leading dims; a mask is expanded to ``lead`` where there
+    are several."""
+    if len(lead) > 1:
+        x = x.expand(*lead, *x[(None,) * max(0, 3 - x.ndim)].shape[-3:])
+    if x.ndim < 4:
+        return x[(None,) * (4 - x.ndim)]
+    return x.flatten(0, -4)

@@ -1,0 +1,139 @@
+"""Who has which block of k and v in which step, as they go round: pure, the same on all ranks.
+
+Step t has rank i compute with block (i - t) mod n, while the next one is on its way from its
+neighbour. In the backward the blocks go round once more, and beside each goes the sum of its
+gradients, which begins at the first rank that is not the owner and ends at home. A block travels as
+far as somebody needs it: ``reach`` hops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from disttensor.layout import Range, Ranges
+from ops.nn.dealing import Exchange
+
+
+class Pair(NamedTuple):
+    """Queries and keys of this rank's rows and of a block: where in the locals, and where in the
+    whole. ``seen``: "all" of it, half of it ("diagonal"), or "part": by positions."""
+
+    rows: slice
+    keys: slice
+    row: Range
+    key: Range
+    seen: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Who holds what: ``rows[i]`` and ``keys[i]`` are ranges of the queries and of the keys of
+    member i, in the order in which its locals have them."""
+
+    me: int
+    rows: tuple[Ranges, ...]
+    keys: tuple[Ranges, ...]
+    causal: bool
+    exchange: Exchange
+    reach: tuple[int, ...] = field(init=False)  # how many hops each block makes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reach", tuple(map(self._reach, range(self.size))))
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def length(self, block: int) -> int:
+        return sum(stop - start for start, stop in self.keys[block])
+
+    def pairs(self, member: int, block: int) -> Iterator[Pair]:
+        """What ``member`` computes of ``block``."""
+        r = 0
+        for row in self.rows[member]:
+            k = 0
+            for key in self.keys[block]:
+                there = row[0] < row[1] and key[0] < key[1]
+                if there and not (self.causal and key[0] >= row[1]):
+                    free = not self.causal or key[1] - 1 <= row[0]
+                    seen = "all" if free else "diagonal" if row[0] == key[0] else "part"
+                    rows = slice(r, r + row[1] - row[0])
+                    yield Pair(rows, slice(k, k + key[1] - key[0]), row, key, seen)
+                k += key[1] - key[0]
+            r += row[1] - row[0]
+
+    def joined(self, block: int) -> list[Pair]:
+        """The pairs of this rank and a block, in fewer: what is seen wholly and lies side by side,
+        and the whole of its own block. Their ranges say nothing."""
+        mine = self.rows[self.me]
+        if (
+            self.causal
+            and block == self.me
+            and mine == self.keys[block]
+            and list(mine) == sorted(mine)
+        ):
+            every, whole = slice(0, self.length(block)), (mine[0][0], mine[-1][1])
+            return [Pair(every, every, whole, whole, "diagonal")] if self.length(block) else []
+        found: list[Pair] = []
+        for pair in self.pairs(self.me, block):
+            found.append(pair)
+            while len(found) > 1 and (one := _side_by_side(*found[-2:])) is not None:
+                found[-2:] = [one]
+        return found
+
+    def _reach(self, block: int) -> int:
+        needs = (i for i in range(self.size) if next(self.pairs(i, block), None) is not None)
+        return max(((i - block) % self.size for i in needs), default=0)
+
+    def at(self, step: int) -> int:
+        """The block that this rank has then."""
+        return (self.me - step) % self.size
+
+    def hop(self, step: int, held: Tensor, row: int) -> Any:
+        """Blocks go on to the rank that has them in ``step``: the work under way, or None where
+        none does. ``held``: what this rank had in the step before, ``row`` elements for each
+        key."""
+        if max(self.reach) < step:
+            return None
+        sends = self.reach[self.at(step - 1)] >= step
+        comes = self.reach[self.at(step)] >= step
+        return self._exchanged(
+            {(self.me + 1) % self.size: held} if sends else {},
+            {(self.me - 1) % self.size: self.length(self.at(step)) * row} if comes else {},
+            held,
+        )
+
+    def hop_back(self, step: int, sums: Tensor, row: int) -> Any:
+        """The gradients that were summed up to ``step`` go to the rank that adds to them next, or
+        home: the work under way, or None where none do."""
+        if max(self.reach) < step:
+            return None
+        block, coming, n = self.at(step), self.at(step + 1), self.size
+        far = self.reach[block]
+        sends = {} if far < step else {block if far == step else (self.me + 1) % n: sums}
+        comes = {}
+        if step + 1 < n and self.reach[coming] > step:
+            comes[(self.me - 1) % n] = self.length(coming) * row
+        if self.reach[self.me] == step:
+            comes[(self.me + step) % n] = self.length(self.me) * row
+        return self._exchanged(sends, comes, sums)
+
+    def _exchanged(self, sends: dict[int, Tensor], comes: dict[int, int], like: Tensor) -> Any:
+        none = like.new_empty(0)
+        pieces = [sends.get(i, none) for i in range(self.size)]
+        return self.exchange(pieces, [comes.get(i, 0) for i in range(self.size)])
+
+
+def _side_by_side(a: Pair, b: Pair) -> Pair | None:
+    """Two pairs that are seen wholly as one, if that is a rectangle."""
+    if a.seen != "all" or b.seen != "all":
+        return None
+    if a.rows == b.rows and a.keys.stop == b.keys.start:
+        return a._replace(keys=slice(a.keys.start, b.keys.stop))
+    if a.keys == b.keys and a.rows.stop == b.rows.start:
+        return a._replace(rows=slice(a.rows.start, b.rows.stop))
+    return None

@@ -1,0 +1,121 @@
+"""Balanced(d): as Shard(d) of the rows in another order. What holds all rows puts them in order,
+and Shard's own moves do the rest; from contiguous rows and to them goes an all-to-all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disttensor.cache import cached
+from disttensor.comm import collectives
+from disttensor.layout import Layout, chunk, dealt
+from disttensor.placement import Balanced, Partial, Replicate, Shard
+from disttensor.spec import DistSpec
+from ops.nn.dealing import Dealing
+from reshard.all_gather import all_gather
+from reshard.all_to_all import all_to_all
+from reshard.reduce_scatter import reduce_scatter
+from reshard.registry import Axes, Tensor, register
+from reshard.to_partial import pad_with_neutral
+
+
+def _dim(spec: DistSpec, axis: int) -> int:
+    found = spec.layout.dim_of(axis)
+    assert found is not None
+    return found
+
+
+def _contiguous(spec: DistSpec, axes: Axes) -> DistSpec:
+    layout = spec.layout
+    own = tuple(entry for entry in layout.own if entry[0] not in axes)
+    return spec.with_layout(Layout(layout.dims, layout.partial, own))
+
+
+@cached(256)
+def _order(size: int, parts: int, back: bool) -> Tensor:
+    """The rows of piece 0, of piece 1, ...; ``back``: where each row is among those."""
+    rows = [torch.arange(*r) for i in range(parts) for r in dealt(size, i, parts)]
+    order = torch.cat(rows)
+    return order.argsort() if back else order
+
+
+def _reordered(x: Tensor, dim: int, parts: int, back: bool = False) -> Tensor:
+    return x.index_select(dim, _order(x.shape[dim], parts, back).to(x.device))
+
+
+@register(Replicate, Balanced, kind="slice")
+def deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """``f32[8]`` to ``f32[8@cp]``, rows 0, 1, 6, 7 of them on the first of two ranks. Local."""
+    (axis,) = axes
+    dim, mesh = _dim(dst, axis), src.mesh
+    place = mesh.coordinate
+    assert place is not None
+    ranges = dealt(x.shape[dim], place[axis], mesh.shape[axis])
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+@register(Balanced, Replicate, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * src_bytes)
+def collect(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """One all-gather."""
+    (axis,) = axes
+    whole = all_gather(x, _contiguous(src, axes), dst, axes)
+    return _reordered(whole, _dim(src, axis), src.mesh.shape[axis], back=True)
+
+
+@register(Partial, Balanced, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * dst_bytes)
+def reduce_and_deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """One reduce-scatter."""
+    (axis,) = axes
+    x = _reordered(x, _dim(dst, axis), src.mesh.shape[axis])
+    return reduce_scatter(x, src, _contiguous(dst, axes), axes)
+
+
+@register(Balanced, Partial, kind="to_partial")
+def pad(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """x at its rows in a tensor of neutral elements. Local."""
+    (axis,) = axes
+    whole = pad_with_neutral(x, _contiguous(src, axes), dst, axes)
+    return _reordered(whole, _dim(src, axis), src.mesh.shape[axis], back=True)
+
+
+@register(Shard, Balanced, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
+def deal_out(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """The rows that other ranks are to hold go there, or what they are to hold of another dim."""
+    (axis,) = axes
+    if _dim(src, axis) == _dim(dst, axis):
+        return _exchanged(x, src, axis, to_balanced=True)
+    x = _reordered(x, _dim(dst, axis), src.mesh.shape[axis])
+    return all_to_all(x, src, _contiguous(dst, axes), axes)
+
+
+@register(Balanced, Shard, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
+def deal_back(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """The way back."""
+    (axis,) = axes
+    if _dim(src, axis) == _dim(dst, axis):
+        return _exchanged(x, src, axis, to_balanced=False)
+    x = all_to_all(x, _contiguous(src, axes), dst, axes)
+    return _reordered(x, _dim(src, axis), src.mesh.shape[axis], back=True)
+
+
+def _exchanged(x: Tensor, spec: DistSpec, axis: int, to_balanced: bool) -> Tensor:
+    dim, mesh = _dim(spec, axis), spec.mesh
+    n, place = mesh.shape[axis], mesh.coordinate
+    assert place is not None
+    dims = tuple(tuple(a for a in have if a != axis) for have in spec.layout.dims)
+    size = spec.with_layout(Layout(dims, spec.layout.partial)).local_shape[dim]
+    group = mesh.group((axis,))
+    even = tuple(((s, s + k),) for s, k in (chunk(size, n, i) for i in range(n)))
+    uneven = tuple(dealt(size, i, n) for i in range(n))
+    have, want = (even, uneven) if to_balanced else (uneven, even)
+
+    def exchange(pieces: Sequence[Tensor], numels: Sequence[int]) -> Any:
+        return collectives.all_to_all(pieces, numels, group, async_op=True)
+
+    rows = x.movedim(dim, 0)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    (out,) = Dealing(place[axis], have, want, exchange)([flat])
+    return out.view(len(out), *rows.shape[1:]).movedim(0, dim).contiguous()
