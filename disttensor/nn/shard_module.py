@@ -14,6 +14,7 @@ from disttensor.create import shard_tensor
 from disttensor.layout import layout_of, replicated
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute, skip
+from disttensor.nn import expert_modules
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
 from disttensor.placement import Placement
@@ -110,6 +111,7 @@ def place(
     for child in inner_first(module):
         if child in fresh:
             init(child) if init else _initializer(child)()
+    expert_modules.attach(module)
     skip.attach(module)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from disttensor import arguments
 from disttensor.mesh import ProcessMesh
-from disttensor.placement import Placement, Replicate, Shard
+from disttensor.nn.expert_plan import expert_tensors
+from disttensor.nn.expert_plan import experts as experts
+from disttensor.nn.proposal import Proposal as Proposal
+from disttensor.placement import Replicate, Shard
 
 # How authors name the layers of a transformer. A name counts only where the shapes fit too.
 QKV = re.compile(
@@ -27,35 +30,6 @@ DOWN = re.compile(
 )
 NOT_TOKENS = re.compile(r"pos|type|segment|relative|wpe", re.IGNORECASE)
 HEAD = re.compile(r"lm_head|head|output|decoder|embed_out|unembed")
-
-
-class Proposal(dict[str, Sequence[Placement]]):
-    """A plan for ``shard_module``: name of each parameter -> placements. ``why[name]`` says the
-    reason.
-
-    Change it as a dict. It prints with what repeats from layer to layer on one line.
-
-    >>> plan = dt.plans.megatron(torch.nn.TransformerEncoderLayer(4, 2, 8))
-    >>> isinstance(plan, dt.plans.Proposal), plan.why["linear1.weight"]
-    (True, 'mlp, first: its output is split')
-    >>> plan["linear2.weight"] = [dt.Replicate(), dt.Replicate()]
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.why: dict[str, str] = {}
-
-    def __str__(self) -> str:
-        rows: dict[tuple[str, str, str], int] = {}
-        for name, placements in self.items():
-            shown = "[" + ", ".join(map(str, placements)) + "]"
-            key = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), shown, self.why.get(name, "")
-            rows[key] = rows.get(key, 0) + 1
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-        return "\n".join(
-            f"{name.ljust(widths[0])}  {shown.ljust(widths[1])}  {why}".rstrip()
-            for name, shown, why in rows
-        )
 
 
 class Linear(NamedTuple):
@@ -79,8 +53,8 @@ def megatron(
     model: nn.Module, mesh_axis: int | str = 1, mesh: ProcessMesh | None = None
 ) -> Proposal:
     """Propose a tensor-parallel plan in Megatron's layout: attention by heads, the first matrices
-    of an MLP by their outputs and the last by its inputs, token embedding and output head by the
-    vocabulary; the rest replicated.
+    of an MLP by their outputs and the last by its inputs, experts by their number, token embedding
+    and output head by the vocabulary; the rest replicated.
 
     ``mesh_axis``: the axis that splits, its number or (with ``mesh``) its name. Without ``mesh`` it
     is taken for the last one. With ``mesh``, attention whose heads the axis does not divide is left
@@ -124,6 +98,9 @@ class _Proposer:
             self._attention(name, module)
         for name, module in reversed(list(self.model.named_modules())):  # inner ones first
             self._mlp(name, module)
+        for name, count in expert_tensors(self.model).items():
+            few = f"experts: {count}, which are fewer than {self.parts} ranks"
+            self.dims[name] = (None, few) if count < self.parts else (0, "experts: by number")
         self._vocabulary()
         plan, tied = Proposal(), dict[int, tuple[int | None, str]]()
         named = list(self.model.named_parameters(remove_duplicate=False))
@@ -222,10 +199,6 @@ class _Proposer:
             if ups:
                 self._set(down, "into", "mlp, last: its input is split")
                 return
-        for key, value in module._parameters.items():
-            if value is not None and value.ndim == 3 and "expert" in name:
-                full = f"{name}.{key}" if name else key
-                self.dims[full] = None, "experts in one tensor: not split"
 
     def _vocabulary(self) -> None:
         sizes = set()

@@ -6,9 +6,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import disttensor as dt
 from disttensor import Replicate, Shard
@@ -23,12 +25,7 @@ TRAINERS = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("accelerate", "peft"))),
     reason="peft or accelerate is not installed",
 )
-# A router's choice has shapes that depend on data: what says who goes where is gathered.
-MIXTRAL = [
-    pytest.param(name, marks=pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning"))
-    for name in ("mixtral", "mixtral, grouped")
-]
-NAMES = ["gpt2", "llama", "bert", "t5", *MIXTRAL, "vit", "uneven llama"]
+NAMES = ["gpt2", "llama", "bert", "t5", "mixtral", "mixtral, grouped", "vit", "uneven llama"]
 
 
 def case(name: str) -> Case:
@@ -84,6 +81,28 @@ def test_the_proposed_plan(name: str) -> None:
 def test_the_proposed_plan_on_dp_x_tp(name: str) -> None:
     made = case(name)
     check(made, square(), dt.plans.megatron(made.model(), "tp", square()))
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("name", ["llama", "llama, documents", "gpt2, eager", "bert"])
+@on_ranks(2, timeout=120)
+def test_a_split_sequence(name: str, way: str) -> None:
+    name, _, how = name.partition(", ")
+    made = case(name)
+    if how == "documents":  # of which each begins at position 0
+        places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+        made = replace(
+            made, batch=lambda: {**case(name).batch(), "position_ids": places.repeat(4, 1)}
+        )
+
+    def build() -> Any:
+        model: Any = case(name).build()
+        model.set_attn_implementation(how if how == "eager" else "sdpa")
+        model.config.use_cache = False  # with one, transformers looks for no documents
+        return model
+
+    with dt.attention_policy(way):
+        check(replace(made, build=build, batch_dim=1), pair("dp"))
 
 
 def printed_quietly(name: str) -> str:

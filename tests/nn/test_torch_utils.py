@@ -166,6 +166,20 @@ def test_hooks_of_the_old_kind_lazy_shards_and_quantized_dtypes_are_refused():
         dt.zeros(4, mesh=line(), dtype=torch.qint8)
 
 
+class Row(torch.autograd.Function):
+    """As transformers' masks take their elements."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, i):
+        return x.index_select(0, i.view(1)).squeeze(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
 @on_ranks(2)
 def test_vmap_over_what_captures_a_dist_tensor():
     w, v = place(X, line(), [S0]), randn(3, 4, seed=6)
@@ -173,6 +187,9 @@ def test_vmap_over_what_captures_a_dist_tensor():
     torch.testing.assert_close(full(got), torch.vmap(lambda a: a @ X.T + X.sum())(v))
     with pytest.raises(NotImplementedError, match=r"inside torch.func.vmap"):
         torch.vmap(lambda a: a * 2)(w)
+    with fallbacks():
+        rows = torch.vmap(lambda i: Row.apply(w, i))(torch.tensor([2, 0]))
+    torch.testing.assert_close(full(rows), X[[2, 0]])
 
 
 @on_ranks(2)

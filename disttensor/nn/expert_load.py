@@ -1,0 +1,134 @@
+"""expert_load: how evenly the tokens of the last forward went to experts, and to the ranks that
+have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from disttensor import arguments
+from disttensor.comm import objects
+from disttensor.layout import Layout, box_at
+from disttensor.mesh import ProcessMesh
+from disttensor.nn.expert_modules import ExpertsForward
+from disttensor.nn.experts import DispatchedTokens
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+
+
+class LayerLoad(NamedTuple):
+    """``experts[i]``: tokens that came to expert i; ``parts[j]``: to all experts of the j-th part,
+    as the mesh splits them (one, where it does not). ``busiest``: the largest part over the mean,
+    which is 1.0 where the load is even."""
+
+    name: str
+    experts: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    @property
+    def busiest(self) -> float:
+        return max(self.parts) * len(self.parts) / max(1, sum(self.parts))
+
+
+class ExpertLoad(tuple[LayerLoad, ...]):
+    """A LayerLoad for each mixture that has run, in the order of the model's modules. Prints as a
+    table."""
+
+    def __str__(self) -> str:
+        head = ("mixture", "tokens of each expert", "of each part", "busiest / mean")
+        rows = [head] + [
+            (layer.name, " ".join(map(str, layer.experts)), " ".join(map(str, layer.parts)),
+             f"{layer.busiest:.2f}")
+            for layer in self
+        ]  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]])
+            for row in rows
+        )
+
+
+def expert_load(model: nn.Module) -> ExpertLoad:
+    """How many tokens of the last forward came to each expert of each mixture in ``model``, from
+    all ranks. All ranks of the world make the call.
+
+    Found are experts of transformers that ``shard_module`` has seen, and each ``DispatchedTokens``
+    that a module keeps as an attribute. Of several micro-batches it is the last one that ran.
+
+    >>> class Mixture(torch.nn.Module):
+    ...     def forward(self, x, indices, weights):
+    ...         self.sent = dt.dispatch_tokens(x, indices, 3)
+    ...         return dt.combine_tokens(self.sent, weights)
+    >>> model = Mixture()
+    >>> y = model(torch.ones(4, 2), torch.tensor([[0], [2], [2], [2]]), torch.ones(4, 1))
+    >>> print(dt.expert_load(model))
+    mixture  tokens of each expert  of each part  busiest / mean
+    Mixture  1 0 3                  4             1.00
+    """
+    arguments.of_type("expert_load: model", model, nn.Module, "a module")
+    found = []
+    for name, sent, mesh in _mixtures(model):
+        if mesh is None:
+            told = _counted(sent)
+        elif mesh.coordinate is None:
+            told = objects.recv_object(mesh.ranks, mesh.device)
+        else:
+            told = _counted(sent)
+            if objects.others(mesh.ranks):
+                objects.send_object(told, mesh.ranks, mesh.device)
+        if told is not None:
+            found.append(LayerLoad(name or type(model).__name__, *told))
+    return ExpertLoad(found)
+
+
+def _mixtures(
+    model: nn.Module,
+) -> Iterator[tuple[str, DispatchedTokens | None, ProcessMesh | None]]:
+    """(name, what was dispatched last, its mesh), on all ranks alike."""
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        forward = getattr(forward, "experts", forward)  # of a module that is computed again
+        if isinstance(forward, ExpertsForward):
+            first = next(module.parameters())
+            mesh = first.spec.mesh if isinstance(first, DistTensor) else None
+            yield name, forward.dispatched, mesh
+        for value in module.__dict__.values():
+            if isinstance(value, DispatchedTokens):
+                mesh = value.indices.spec.mesh if isinstance(value.indices, DistTensor) else None
+                if mesh is None and value.owner is not None:
+                    mesh = value.owner.mesh
+                yield name, value, mesh
+
+
+def _counted(sent: DispatchedTokens | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if sent is None or sent.tokens is not None:
+        return None
+    experts, indices = sent.num_experts, sent.indices
+    local: Any = indices.local if isinstance(indices, DistTensor) else indices
+    local = local.flatten().long()
+    counts = torch.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
+    if isinstance(indices, DistTensor):
+        spec = indices.spec
+        pending = tuple((a, "sum") for a in sorted(spec.layout.varies()))
+        whole = DistSpec(spec.mesh, Layout(((),), pending), (experts,), torch.int64)
+        counts = wrap(counts, whole).full_tensor()
+    each: list[int] = counts.tolist()
+    parts = []
+    for start, stop in _ranges(sent.owner, experts):
+        parts.append(sum(each[start:stop]))
+    return tuple(each), tuple(parts)
+
+
+def _ranges(owner: DistSpec | None, experts: int) -> list[tuple[int, int]]:
+    """The experts of each part."""
+    if owner is None or not owner.layout.dims[0]:
+        return [(0, experts)]
+    axes, mesh = owner.layout.dims[0], owner.mesh
+    out = []
+    for at in mesh.members(axes, (0,) * mesh.ndim):
+        box = box_at((experts,), (axes,), mesh.shape, at)
+        out.append((box.offset[0], box.offset[0] + box.shape[0]))
+    return out

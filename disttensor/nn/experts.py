@@ -1,0 +1,161 @@
+"""dispatch_tokens and combine_tokens: the tokens of a mixture of experts, to their experts and
+back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor import arguments
+from disttensor.autograd.tie import tied
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor
+from ops.nn.experts import run_experts
+
+Tensor = torch.Tensor
+
+
+class Stage(NamedTuple):
+    """What experts do with their rows, and with which parameters."""
+
+    fn: Callable[..., Tensor]
+    parameters: tuple[Any, ...]
+
+
+class DispatchedTokens:
+    """Tokens with the experts that they go to, and what is done there. See ``dispatch_tokens``.
+
+    Kept as an attribute of a module it is what ``expert_load`` finds, after ``combine_tokens``.
+    """
+
+    def __init__(self, tokens: Any, indices: Any, num_experts: int) -> None:
+        self.tokens, self.indices, self.num_experts = tokens, indices, num_experts
+        self.stages: list[Stage] = []
+        self.owner: DistSpec | None = None  # of the first parameter: who has which expert
+
+    def apply(self, fn: Callable[..., Tensor], *parameters: Any) -> DispatchedTokens:
+        """``fn(rows, counts, *parameters)`` on each rank, for its experts: rows [n, d] sorted by
+        expert, a plain tensor; counts, a list of how many each has; the parameters [experts, ...]
+        of these experts alone, plain. Gives [n, d]. A rank to which no token comes does not call
+        it. Returns self."""
+        arguments.function("DispatchedTokens.apply: fn", fn)
+        for i, p in enumerate(parameters):
+            arguments.of_type(f"DispatchedTokens.apply: parameter {i}", p, Tensor, "a tensor")
+            if not p.ndim or p.shape[0] != self.num_experts:
+                raise ValueError(
+                    f"DispatchedTokens.apply: parameter {i} has shape {list(p.shape)}: a slice for "
+                    f"each expert is expected, [{self.num_experts}, ...]"
+                )
+        self.stages.append(Stage(fn, parameters))
+        return self
+
+
+class _Experts:
+    """The stages as one function. All are one constant to the dispatcher: a plan does not depend on
+    what they do; and it forgets them after the call."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self.stages: list[Stage] = stages
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Experts
+
+    def __hash__(self) -> int:
+        return hash(_Experts)
+
+    def __repr__(self) -> str:  # ranks compare calls by their words
+        return "experts"
+
+    def __call__(self, rows: Tensor, counts: list[int], *parameters: Tensor) -> Tensor:
+        given, out, left = rows, rows, list(parameters)
+        for fn, own in self.stages if len(rows) else ():
+            mine, left = left[: len(own)], left[len(own) :]
+            out = fn(out, counts, *mine)
+            if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(given):
+                shown = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                raise ValueError(
+                    f"combine_tokens: the experts gave {shown} for {len(given)} rows: a tensor "
+                    "with a row for each is expected"
+                )
+        if out.shape[1] != given.shape[1]:
+            raise ValueError(
+                f"combine_tokens: the experts gave rows of {out.shape[1]} elements for tokens of "
+                f"{given.shape[1]}: they come back as wide as they went"
+            )
+        wanting = [x for x in (given, *parameters) if x.requires_grad]
+        if not wanting or not torch.is_grad_enabled():
+            return out
+        if not out.requires_grad:  # it did nothing with them, as where there is no row
+            out = out + wanting[0][:0].sum()
+        made: Tensor = tied([out], wanting)[0]
+        return made
+
+
+def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTokens:
+    """Tokens [..., d] on their way to the experts ``indices`` [..., k] (0 to num_experts - 1; any
+    other number sends the token to nobody).
+
+    Say with ``apply`` what experts do; ``combine_tokens`` brings the results back. None is dropped,
+    however many come to one expert. Nothing is sent before ``combine_tokens``: the three are one
+    call, whose result is as large as the tokens. Over an axis that splits tokens and parameters,
+    each token travels to a rank once for all its experts there, and one row comes back. Raises
+    TypeError and ValueError for what does not fit.
+
+    >>> x, up = dt.ones(6, 4, mesh=mesh), dt.ones(3, 4, 4, mesh=mesh)
+    >>> indices, weights = torch.tensor([[0, 2]] * 6), torch.tensor([[0.5, 0.5]] * 6)
+    >>> def mlp(rows, counts, up):  # the rows and the slices of the experts of one rank
+    ...     return torch.cat([r @ w for r, w in zip(rows.split(counts), up)])
+    >>> y = dt.combine_tokens(dt.dispatch_tokens(x, indices, 3).apply(mlp, up), weights)
+    >>> y.shape, y[0].tolist()
+    (torch.Size([6, 4]), [4.0, 4.0, 4.0, 4.0])
+    """
+    arguments.of_type("dispatch_tokens: tokens", tokens, Tensor, "a tensor")
+    arguments.of_type("dispatch_tokens: indices", indices, Tensor, "a tensor")
+    arguments.whole("dispatch_tokens: num_experts", num_experts, 1)
+    if tokens.ndim < 2 or indices.shape[:-1] != tokens.shape[:-1]:
+        raise ValueError(
+            f"dispatch_tokens: tokens {list(tokens.shape)} and indices {list(indices.shape)}: "
+            "[..., d] and [..., k] with the same dims before are expected"
+        )
+    if not tokens.is_floating_point():
+        raise TypeError(f"dispatch_tokens: tokens are {tokens.dtype}, and not of a floating dtype")
+    if indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"dispatch_tokens: indices are {indices.dtype}, and not whole numbers")
+    return DispatchedTokens(tokens, indices, num_experts)
+
+
+def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
+    """What the experts of ``dispatched`` made of each token, times ``weights`` [..., k], and
+    summed over k: [..., d] in the dtype and the layout of the tokens; a pending sum over an axis
+    that splits the experts and not the tokens. See ``dispatch_tokens``.
+
+    >>> x, chosen = torch.ones(2, 3), torch.tensor([[0], [1]])
+    >>> sent = dt.dispatch_tokens(x, chosen, 2).apply(lambda rows, counts: rows * 10)
+    >>> dt.combine_tokens(sent, torch.tensor([[1.0], [0.5]]))[:, 0]
+    tensor([10.,  5.])
+    """
+    who = "a DispatchedTokens, as dispatch_tokens gives,"
+    arguments.of_type("combine_tokens: dispatched", dispatched, DispatchedTokens, who)
+    arguments.of_type("combine_tokens: weights", weights, Tensor, "a tensor")
+    tokens, indices = dispatched.tokens, dispatched.indices
+    if tokens is None:
+        raise ValueError("combine_tokens: these tokens came back already: dispatch them again")
+    if weights.shape != indices.shape:
+        raise ValueError(
+            f"combine_tokens: weights {list(weights.shape)} for indices {list(indices.shape)}: one "
+            "for each is expected"
+        )
+    experts = _Experts(dispatched.stages)
+    parameters = [p for stage in dispatched.stages for p in stage.parameters]
+    try:
+        out = run_experts(experts, dispatched.num_experts, tokens, indices, weights, *parameters)
+    finally:
+        experts.stages = []
+    if isinstance(indices, DistTensor):
+        indices = indices.detach()
+    first = parameters[0] if parameters else None
+    dispatched.owner = first.spec if isinstance(first, DistTensor) else None
+    dispatched.tokens, dispatched.indices, dispatched.stages = None, indices, []
+    return out

@@ -1,0 +1,173 @@
+"""A mixture of experts as one call: tokens go to the experts that a router chose, and their results
+come back as a weighted sum.
+
+The parameters [experts, ...] may be split by expert. On an axis that splits the tokens too, each
+token travels to the ranks that have its experts, once, and one row for it travels back: the sum of
+what these experts made of it, weighted there. On an axis that splits the parameters alone every
+rank has the tokens: it computes with its experts, and the sum over the ranks is pending.
+
+What is sent before is the router's choice, to all members of the group, in the smallest integers:
+so every rank knows all sizes, and no rank waits for a size that another one has to send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from disttensor.layout import Axes, box_at
+from ops.factors import Arg, Factors
+from ops.local import LocalCall
+from ops.nn.routing import Range, Route, narrow, route, spread, without_data
+from ops.nn.token_exchange import TokenExchange, Way
+from ops.registry import rule
+
+Experts = Callable[..., Tensor]  # (rows [pairs, d], counts, *parameters) -> [pairs, d]
+
+
+def run_experts(
+    experts: Experts, num_experts: int, tokens: Any, indices: Any, weights: Any, *parameters: Any
+) -> Any:
+    """tokens [..., d], indices and weights [..., k], parameters [num_experts, ...] each -> [..., d]
+    of the dtype of tokens: the sum over k of weight times what expert number index makes of the
+    token."""
+    given = tokens, indices, weights, *parameters
+    if has_torch_function(given):
+        return handle_torch_function(run_experts, given, experts, num_experts, *given)
+    if without_data(tokens):  # which results depend on what, and their shapes
+        return tokens + sum((x.sum() * 0).to(tokens.dtype) for x in (weights, *parameters))
+    return _plain(num_experts)(experts, num_experts, *given)
+
+
+@rule(run_experts, exact=True)
+def _(
+    experts: Experts, num_experts: int, tokens: Arg, indices: Arg, weights: Arg, *parameters: Arg
+) -> Factors:
+    """... d, ... k, ... k, e ... -> ... d; an axis may split e beside a dim of the tokens"""
+    lead = tuple(f".{i}" for i in range(tokens.ndim - 1))
+    sizes: dict[Any, int] = dict(zip(lead, tokens.shape, strict=False))
+    sizes |= {"d": tokens.shape[-1], "k": indices.shape[-1], "e": num_experts}
+    inputs: list[Any] = [(*lead, "d"), (*lead, "k"), (*lead, "k")]
+    whole = {"d", "k"}
+    for i, p in enumerate(parameters):
+        rest = {f"{i}.{d}": size for d, size in enumerate(p.shape[1:])}
+        inputs.append(("e", *rest))
+        sizes |= rest
+        whole |= rest.keys()
+    along = {a for axes in tokens.layout.dims[:-1] for a in axes}
+    owns: Axes = max((p.layout.dims[0] for p in parameters), key=len, default=())
+    both = tuple(a for a in owns if a in along)
+    return Factors(
+        tuple(inputs), (inputs[0],), sizes, reduced={"e": "sum"}, whole=frozenset(whole),
+        beside={"e": both} if both else {}, local=partial(_local, num_experts, both),
+    )  # fmt: skip
+
+
+def _plain(num_experts: int) -> Callable[..., Tensor]:
+    """All experts are here."""
+
+    def find(indices: Tensor, k: int) -> Route:
+        every = narrow(indices, num_experts).view(1, -1, k)
+        return _route(every, [every.shape[1]], 0, [(0, num_experts)])
+
+    return _run(find, None)
+
+
+def _local(num_experts: int, both: Axes, call: LocalCall) -> Callable[..., Tensor]:
+    tokens, params = call.inputs[0], call.inputs[3:]
+    along = {a for axes in tokens.layout.dims[:-1] for a in axes}
+    if not along.issuperset(both):
+        raise RuntimeError(
+            "combine_tokens: an axis splits the experts and the tokens, and the indices or weights "
+            "along another dim: reshard these as the tokens"
+        )
+    owns: Axes = params[0].layout.dims[0] if params else ()
+    group = tuple(a for a in owns if a in along and call.mesh_shape[a] > 1)
+    members = [_member(call, group, i) for i in range(call.count(group))]
+    me = call.member(group)
+
+    def held(shape: Any, dims: Any, at: Axes) -> Any:
+        return box_at(shape, dims, call.mesh_shape, at)
+
+    def range_of(at: Axes) -> Range:
+        box = held((num_experts,), (owns,), at)
+        return box.offset[0], box.offset[0] + box.shape[0]
+
+    lead = tokens.shape[:-1], tokens.layout.dims[:-1]
+    counts = [math.prod(held(*lead, at).shape) for at in members]
+    ranges = [range_of(at) for at in members]
+    most = max(counts)
+
+    def find(indices: Tensor, k: int) -> Route:
+        mine = narrow(indices, num_experts).view(-1, k)
+        if group:
+            mine = torch.nn.functional.pad(mine, (0, 0, 0, most - counts[me]), value=-1)
+        every = call.collectives.all_gather(mine, group)
+        return _route(every, counts, me, ranges)
+
+    def send(rows: Tensor, sent: Any, received: Any) -> Tensor:
+        out: Tensor = call.collectives.exchange_rows(rows, sent, received, group)
+        return out
+
+    def choose(indices: Tensor, k: int) -> Route:
+        found: Route = call.collectives.once(lambda: find(indices, k))
+        return found
+
+    return _run(choose, send if group else None)
+
+
+def _member(call: LocalCall, axes: Axes, number: int) -> Axes:
+    """The coordinate of a member of this rank's group over the axes (major first)."""
+    at = list(call.coordinate)
+    for a in reversed(axes):
+        number, at[a] = divmod(number, call.mesh_shape[a])
+    return tuple(at)
+
+
+def _route(every: Tensor, counts: list[int], me: int, ranges: list[Range]) -> Route:
+    if without_data(every):
+        return spread(every, counts, me, ranges)
+    return route(every, counts[me], me, ranges)
+
+
+def _run(find: Callable[[Tensor, int], Route], send: Any) -> Callable[..., Tensor]:
+    """What runs on the locals. ``send``: None where no token travels."""
+
+    def run_experts(
+        experts: Experts, num_experts: int, tokens: Tensor, indices: Tensor, weights: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
+        shape, k = tokens.shape, indices.shape[-1]
+        tokens, weights = tokens.reshape(-1, shape[-1]), weights.reshape(-1, k)
+        found = find(indices.detach(), k)
+        if send is not None:
+            way = Way(send, found.sent, found.received)
+            leaving = tokens.index_select(0, found.send), weights.index_select(0, found.send)
+            rows, scale = TokenExchange.apply(way, found.send, *leaving)
+            at = found.rows
+        else:
+            rows, scale = tokens, weights
+            at = found.rows if found.send.numel() == len(tokens) else found.send[found.rows]
+        pairs = experts(rows.index_select(0, at), found.counts, *parameters)
+        scale = scale.reshape(-1).index_select(0, at * k + found.slots).unsqueeze(1)
+        back = _summed(pairs * scale, at, len(rows), tokens.dtype)
+        if send is not None:
+            (back,) = TokenExchange.apply(way.back, found.send, back)
+            back = _summed(back, found.send, len(tokens), tokens.dtype)
+        return back.view(shape)
+
+    return run_experts
+
+
+def _summed(rows: Tensor, at: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[size, d] of ``dtype``: row i is the sum of the rows that are ``at`` i, in 32 bits at
+    least."""
+    wide = torch.promote_types(torch.promote_types(rows.dtype, dtype), torch.float32)
+    out = rows.new_zeros((size, rows.shape[1]), dtype=wide)
+    return out.index_add_(0, at, rows.to(wide)).to(dtype)
