@@ -14,26 +14,36 @@ Ranks that are in several meshes compute a region again at the first of its node
 something, which other ranks may not have. What it communicates has all ranks come there first, so a
 node whose backward communicates saves something in its region (``join_region``), and unpacks it
 before it communicates (``recompute_region``).
+
+A region is computed again out of the place that its forward had in the program, so what was set up
+around that is set up for it again (``AROUND``).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from disttensor.torch_private import current_backward, top_saved_tensors_hooks
+from disttensor.torch_private import current_backward, next_node, top_saved_tensors_hooks
 
 _innermost: ContextVar[Run | None] = ContextVar("checkpointed region", default=None)
+# (first node, node after the last) of the outermost regions, for whoever sets a list
+REGIONS: ContextVar[list[tuple[int, int]] | None] = ContextVar("regions", default=None)
+
+# What is set up now, for the forward of a region -> the same for its recomputation
+AROUND: dict[Hashable, Callable[[], AbstractContextManager[None]]] = {}
 
 
 class Run:
     """``with Run(notes, ...):`` the code inside is the forward of a region, which adds to its
     notes, or a recomputation, which takes them one by one."""
 
-    __slots__ = ("ended", "is_recompute", "notes", "outer", "taken")
+    __slots__ = ("begin", "ended", "is_recompute", "notes", "outer", "regions", "taken")
 
     def __init__(self, notes: list[Any], is_recompute: bool) -> None:
         self.notes, self.is_recompute = notes, is_recompute
@@ -42,10 +52,15 @@ class Run:
 
     def __enter__(self) -> None:
         self.outer = _innermost.get()
+        self.regions = REGIONS.get() if self.outer is None else None
+        if self.regions is not None:
+            self.begin = next_node()
         _innermost.set(self)
 
     def __exit__(self, *exc: object) -> None:
         self.ended = True
+        if self.regions is not None:
+            self.regions.append((self.begin, next_node()))
         run = _innermost.get()
         while run is not None and run.ended:  # after an error a forward may end late
             run = run.outer

@@ -2,7 +2,7 @@
 
 JAX's word for a value that only orders effects. A token is a tensor of zero size, in the local
 autograd graph like any local, so that ``requires_grad``, ``is_leaf`` and ``backward`` need no
-second mechanism. There are four kinds:
+second mechanism. Tokens are real under any mode, as they are shared. There are four kinds:
 
     detached   shared by all tensors that need no gradient
     leaf       of a parameter or another leaf that requires grad: one of its own
@@ -22,23 +22,29 @@ from functools import lru_cache
 
 import torch
 
+from disttensor.torch_private import no_dispatch
+
 Tensor = torch.Tensor
 _used: list[torch.device] = []
-replaced = [0]  # how often a tensor outside got another token or spec than the one it was made with
+# how often a tensor was changed past its guards: it got another token, local, spec or flag than it
+# was made with, or modules were given tensors to show in place of theirs
+replaced = [0]
 
 
 @lru_cache(maxsize=64)
 def detached(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
+    with no_dispatch():
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def leaf(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+    with no_dispatch():
+        return torch.empty(0, dtype=dtype, device=device, requires_grad=True)
 
 
 @lru_cache(maxsize=64)
 def orphan(device: torch.device) -> Tensor:
-    with torch.enable_grad():
+    with no_dispatch(), torch.enable_grad():
         root = torch.empty(0, device=device, requires_grad=True)
         return root.view_as(root)
 
@@ -65,7 +71,8 @@ def anchor(device: torch.device) -> Tensor:
     """A leaf that every transfer takes: a backward that asks for it as an input runs all transfers
     that it reaches, on all ranks alike, whatever else it asks for on this one."""
     _used.append(device)
-    return torch.empty(0, device=device, requires_grad=True)
+    with no_dispatch():
+        return torch.empty(0, device=device, requires_grad=True)
 
 
 def anchors() -> list[Tensor]:

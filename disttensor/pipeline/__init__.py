@@ -1,16 +1,20 @@
 """Pipeline parallelism: schedules as values, what carries them out, and pictures of what each rank
 did when."""
 
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.costs import Costs
 from disttensor.pipeline.plot import plot
 from disttensor.pipeline.recorder import Recorder, record
 from disttensor.pipeline.run import run
-from disttensor.pipeline.schedule import Action, Schedule, Tick
-from disttensor.pipeline.schedules import gpipe, interleaved_1f1b, named, one_f_one_b
+from disttensor.pipeline.schedule import Schedule, Tick
+from disttensor.pipeline.schedules import gpipe, interleaved_1f1b, named, one_f_one_b, visits
+from disttensor.pipeline.search import search
 from disttensor.pipeline.split import Split, split
 from disttensor.pipeline.timeline import Event, Timeline
+from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
 
 __all__ = [
-    "Action", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline", "gpipe",
-    "interleaved_1f1b", "named", "one_f_one_b", "plot",
-    "record", "run", "split",
+    "Action", "Costs", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline", "dualpipev",
+    "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "named", "one_f_one_b", "plot",
+    "record", "run", "search", "split", "visits", "zbv", "zero_bubble",
 ]  # fmt: skip

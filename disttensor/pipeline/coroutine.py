@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import copy_context
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+from disttensor.torch_private import dispatch_modes
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -31,16 +34,15 @@ class Coroutine:
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._started = self._given_up = False
         run, state = copy_context().run, _torch_state()
-        self._thread = threading.Thread(
-            target=lambda: run(self._run, fn, state), name="micro-batch", daemon=True
-        )
+        self._job = lambda: run(self._run, fn, state)
 
     def resume(self) -> bool:
         if self._started:
             self._go.release()
         else:
             self._started = True
-            self._thread.start()
+            _Worker.carry_out(self._job, self._back.release)
+            del self._job
         self._back.acquire()
         if self._error is not None:
             raise self._error
@@ -58,7 +60,7 @@ class Coroutine:
         if self._started and not self.ended:
             self._given_up = True
             self._go.release()
-            self._thread.join()
+            self._back.acquire()
 
     def _run(self, fn: Callable[[], Any], torch_state: Callable[[], ExitStack]) -> None:
         try:
@@ -69,7 +71,43 @@ class Coroutine:
         except BaseException as error:  # the owner raises it
             self._error = error
         self.ended = True
-        self._back.release()
+
+
+class _Worker(threading.Thread):
+    """A thread that carries out one function after another: what libraries keep for each thread,
+    as room to multiply matrices in, is made once."""
+
+    _idle: ClassVar[list[_Worker]] = []
+
+    def __init__(self) -> None:
+        super().__init__(name="micro-batch", daemon=True)
+        self._ready = threading.Semaphore(0)
+        self._job: tuple[Callable[[], None], Callable[[], None]] | None = None
+
+    @classmethod
+    def carry_out(cls, job: Callable[[], None], done: Callable[[], None]) -> None:
+        """Run ``job`` and, once the thread is free for another one, ``done``."""
+        try:
+            worker = cls._idle.pop()
+        except IndexError:
+            worker = cls()
+            worker.start()
+        worker._job = job, done
+        worker._ready.release()
+
+    def run(self) -> None:
+        while True:
+            self._ready.acquire()
+            assert self._job is not None
+            (job, done), self._job = self._job, None
+            job()
+            del job
+            self._idle.append(self)
+            done()
+
+
+if hasattr(os, "register_at_fork"):  # threads stay behind
+    os.register_at_fork(after_in_child=_Worker._idle.clear)
 
 
 def _torch_state() -> Callable[[], ExitStack]:
@@ -78,6 +116,7 @@ def _torch_state() -> Callable[[], ExitStack]:
     device = torch.get_default_device()
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
     autocast = [torch.autocast(d, torch.get_autocast_dtype(d)) for d in on]
+    modes = dispatch_modes()
 
     def enter() -> ExitStack:
         stack = ExitStack()
@@ -86,7 +125,7 @@ def _torch_state() -> Callable[[], ExitStack]:
         stack.enter_context(torch.set_grad_enabled(grad))
         if torch.get_default_device() != device:
             stack.enter_context(device)
-        for context in autocast:
+        for context in (*modes, *autocast):
             stack.enter_context(context)
         return stack
 

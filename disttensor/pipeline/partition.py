@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -82,13 +83,18 @@ def _check_layers(layers: Layers) -> None:
                 )
 
 
-def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None) -> list[int]:
-    """How many of ``count`` layers each stage gets; the first ones one more where that does not
-    divide.
+def deal(
+    layers: Layers,
+    stages: Sequence[ProcessMesh],
+    counts: Sequence[int] | None = None,
+    balance: Balance | None = None,
+) -> list[int]:
+    """How many of the layers each stage gets; the first ones one more where that does not divide.
 
-    >>> deal(5, [mesh, mesh], None)
+    >>> deal([(name, torch.nn.ReLU()) for name in "abcde"], [mesh, mesh])
     [3, 2]
     """
+    count = len(layers)
     for mesh in arguments.listed("pipeline.split: stages", stages, "a list of meshes"):
         if not isinstance(mesh, ProcessMesh):
             raise TypeError(
@@ -96,6 +102,8 @@ def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None
                 f"got {mesh!r}"
             )
     number = len(stages)
+    if balance is not None:
+        _check_balance(balance, counts, layers)
     if counts is not None:
         for n in arguments.listed("pipeline.split: counts", counts, "a list of whole numbers"):
             arguments.whole("pipeline.split: counts: entry", n)
@@ -110,7 +118,79 @@ def deal(count: int, stages: Sequence[ProcessMesh], counts: Sequence[int] | None
             f"pipeline.split: {count} layers on {number} stages: each stage needs one at least. "
             "Name smaller parts of the model, or give fewer stages"
         )
+    if balance is not None:
+        return balanced(layers, number, balance)
     return [count // number + (stage < count % number) for stage in range(number)]
+
+
+def balanced(layers: Layers, number: int, balance: Balance = "parameters") -> list[int]:
+    """How many layers each of ``number`` stages gets, so that the one that costs most costs as
+    little as can be: by "parameters" or "time", or by the cost of each layer.
+
+    >>> balanced([(str(n), torch.nn.Linear(4, n)) for n in (9, 1, 2, 3)], 2)
+    [1, 3]
+    >>> balanced([(str(n), torch.nn.ReLU()) for n in range(4)], 2, [1.0, 1.0, 0.5, 3.0])
+    [3, 1]
+    """
+    costs = BALANCES[balance](layers) if isinstance(balance, str) else balance
+    sums = [0.0, *itertools.accumulate(costs)]
+    # best[j]: (most of one stage, where the stages begin) of the first j layers
+    best: list[tuple[float, tuple[int, ...]]] = [(n, (0,)) for n in sums]
+    for stage in range(1, number):
+        best = [(0.0, ())] * (stage + 1) + [
+            min((max(best[i][0], sums[j] - sums[i]), (*best[i][1], i)) for i in range(stage, j))
+            for j in range(stage + 1, len(sums))
+        ]
+    ends = (*best[-1][1][1:], len(layers))
+    return [end - start for start, end in zip(best[-1][1], ends, strict=True)]
+
+
+def elements(layers: Layers) -> list[int]:
+    """Elements of the parameters of each layer. A tied parameter counts where it comes first."""
+    seen: set[int] = set()
+    costs = []
+    for _, layer in layers:
+        own = {id(p): p.numel() for p in layer.parameters() if id(p) not in seen}
+        seen |= own.keys()
+        costs.append(sum(own.values()))
+    return costs
+
+
+def products(layers: Layers) -> list[int]:
+    """Multiplications of each layer for one row of its input: the elements of the matrices in it,
+    without those in which rows are looked up. A tied parameter counts in each of its layers."""
+    return [
+        sum(
+            p.numel()
+            for part in layer.modules()
+            if not isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+            for p in part.parameters(recurse=False)
+            if p.ndim > 1
+        )
+        for _, layer in layers
+    ]
+
+
+Balance = str | Sequence[float]
+BALANCES: dict[str, Callable[[Layers], list[int]]] = {"parameters": elements, "time": products}
+
+
+def _check_balance(balance: Any, counts: Any, layers: Layers) -> None:
+    """Raises unless it is a name of BALANCES, or a cost of each layer."""
+    if isinstance(balance, str) or not isinstance(balance, Sequence):
+        if balance not in list(BALANCES) or counts is not None:
+            raise ValueError(
+                f"pipeline.split: balance={balance!r}: None, 'parameters', 'time' or a list with a "
+                "cost of each layer is expected, and not together with counts"
+            )
+        return
+    for cost in balance:
+        arguments.number("pipeline.split: balance: entry", cost)
+    if len(balance) != len(layers) or counts is not None or min(balance) < 0:
+        raise ValueError(
+            f"pipeline.split: balance={list(balance)}: one cost, not negative, for each of "
+            f"{len(layers)} layers is expected, and not together with counts"
+        )
 
 
 def check_tensors(slots: Iterable[Slot], home: Mapping[int, ProcessMesh]) -> None:

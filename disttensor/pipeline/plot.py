@@ -1,4 +1,4 @@
-"""A picture of a timeline: a row per rank, a colour for forwards, backwards and waits each."""
+"""A picture of a timeline: a row per rank, a colour each for forwards, backwards and waits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from disttensor.pipeline.timeline import Timeline, scale
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, ROW, BAR = 1000, 70, 20, 44, 44, 34, 28  # pixels
 _DIGIT = 7  # pixels
 _GREY = "#d9d9d9"
+_HUES = {"F": (0.59, 0.55), "B": (0.07, 0.85), "I": (0.07, 0.85), "W": (0.36, 0.4)}
 _LEGEND = (
-    "blue: forward, orange: backward, lighter: later chunks, grey: waiting for a peer; "
+    "blue: forward, orange: backward{}, lighter: later chunks, grey: waiting for a peer; "
     "number: micro-batch"
 )
+_SPLIT = " (of inputs; green: of weights)"
 _END, _MIDDLE = ' text-anchor="end"', ' text-anchor="middle"'
 
 
@@ -51,14 +53,14 @@ def _svg(timeline: Timeline, title: str) -> list[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        _text(LEFT, 26, title, ' font-size="15"'),
+        text(LEFT, 26, title, ' font-size="15"'),
     ]
     chunks = 1 + max(event.chunk for event in timeline.events)
     bars = []
     for row, rank in enumerate(timeline.ranks):
         y = TOP + ROW * row
         lines += [
-            _text(LEFT - 8, y + BAR / 2 + 4, f"rank {rank}", _END),
+            text(LEFT - 8, y + BAR / 2 + 4, f"rank {rank}", _END),
             f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{BAR}" '
             'fill="#f5f5f5"/>',
         ]
@@ -74,18 +76,19 @@ def _svg(timeline: Timeline, title: str) -> list[str]:
             number = "" if event.kind == "wait" else str(event.micro_batch)
             if number and width >= _DIGIT * len(number) + 4:
                 ink = f'{_MIDDLE} fill="{ink}" pointer-events="none"'
-                bars.append(_text(x + width / 2, y + BAR / 2 + 4, number, ink))
+                bars.append(text(x + width / 2, y + BAR / 2 + 4, number, ink))
     lines += bars
-    for mark in _marks(timeline.span / size):
+    for mark in marks(timeline.span / size):
         x = LEFT + mark * pixels
         lines.append(f'<path d="M{x:.2f} {foot}v5" stroke="#000"/>')
-        lines.append(_text(x, foot + 18, f"{mark:g}", _MIDDLE))
-    lines.append(_text(LEFT, foot + 36, _LEGEND, ' fill="#666"'))
-    lines.append(_text(WIDTH - RIGHT, foot + 36, f"time, {unit}", _END))
+        lines.append(text(x, foot + 18, f"{mark:g}", _MIDDLE))
+    split = any(event.kind == "W" for event in timeline.events)
+    lines.append(text(LEFT, foot + 36, _LEGEND.format(_SPLIT if split else ""), ' fill="#666"'))
+    lines.append(text(WIDTH - RIGHT, foot + 36, f"time, {unit}", _END))
     return [*lines, "</svg>", ""]
 
 
-def _text(x: float, y: float, content: str, more: str = "") -> str:
+def text(x: float, y: float, content: str, more: str = "") -> str:
     return f'<text x="{x:.6g}" y="{y:g}"{more}>{escape(content)}</text>'
 
 
@@ -94,12 +97,12 @@ def _colours(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
     if kind == "wait":
         return _GREY, _GREY
     light = 0.42 + 0.36 * chunk / max(chunks - 1, 1)
-    hue, full = (0.59, 0.55) if kind == "F" else (0.07, 0.85)
+    hue, full = _HUES[kind]
     rgb = (f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, full))
     return "#" + "".join(rgb), "#fff" if light < 0.6 else "#000"
 
 
-def _marks(span: float) -> list[float]:
+def marks(span: float) -> list[float]:
     """Four to ten round numbers from 0 to ``span``."""
     rough = span / 8
     power = 10.0 ** math.floor(math.log10(rough))

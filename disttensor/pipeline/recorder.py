@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 from disttensor.comm import collectives, objects
+from disttensor.mesh import ProcessMesh
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.timeline import Event, Timeline
 
 _open: ContextVar[tuple[Recorder, ...]] = ContextVar("recorders", default=())
@@ -31,6 +35,15 @@ class Recorder:
     def __exit__(self, *exc: object) -> None:
         _open.set(tuple(one for one in _open.get() if one is not self))
 
+    def begins(self, action: Action) -> None:
+        """A forward or a backward begins. Nothing to a Recorder, which hears of its end."""
+
+    def follows(self, order: Sequence[ProcessMesh], schedule: Schedule) -> None:
+        """The run under way visits these meshes, in these orders. Nothing to a Recorder."""
+
+    def ends(self) -> None:
+        """The run under way is over. Nothing to a Recorder."""
+
     def timeline(self) -> Timeline:
         """Of all ranks, which all make this call. The clock is one machine's."""
         everyone = objects.gather_objects(self.events, collectives.world_group())
@@ -46,6 +59,11 @@ def record() -> Recorder:
     []
     """
     return Recorder()
+
+
+def recorders() -> tuple[Recorder, ...]:
+    """Those that are open."""
+    return _open.get()
 
 
 def note(kind: str, stage: int, micro_batch: int, chunk: int, start: float) -> None:

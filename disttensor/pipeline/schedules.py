@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain, pairwise
 from typing import NamedTuple
 
 from disttensor import arguments
-from disttensor.pipeline.schedule import Action, Schedule
+from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.schedule import Schedule
+from disttensor.pipeline.steady import groups_of, mixed, sizes
+from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
 
 Maker = Callable[[int, int, int], Schedule]
 
@@ -20,7 +23,7 @@ def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     >>> pipeline.gpipe(2, 2)
     Schedule(['F0 F1 B0 B1', 'F0 F1 B0 B1'])
     """
-    _sizes(stages, micro_batches, chunks)
+    sizes(stages, micro_batches, chunks)
     forwards = [Action("F", m, c) for c in range(chunks) for m in range(micro_batches)]
     backwards = [Action("B", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)]
     return Schedule([[*forwards, *backwards]] * stages)
@@ -34,14 +37,14 @@ def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     >>> pipeline.one_f_one_b(2, 3)
     Schedule(['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2'])
     """
-    _sizes(stages, micro_batches, chunks)
+    sizes(stages, micro_batches, chunks)
     if chunks != 1:
         raise ValueError(
             f"'1f1b' visits each stage once, and chunks={chunks}: use 'interleaved_1f1b' or 'gpipe'"
         )
     forwards = [Action("F", m) for m in range(micro_batches)]
     backwards = [Action("B", m) for m in range(micro_batches)]
-    return Schedule([_mixed(forwards, backwards, stages - 1 - s) for s in range(stages)])
+    return Schedule([mixed(forwards, backwards, stages - 1 - s) for s in range(stages)])
 
 
 def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
@@ -56,27 +59,27 @@ def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
     >>> pipeline.interleaved_1f1b(2, 2, 2)
     Schedule(['F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1', 'F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1'])
     """
-    _sizes(stages, micro_batches, chunks)
+    sizes(stages, micro_batches, chunks)
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
-    number = max(1, micro_batches // stages)
-    cuts = [micro_batches * i // number for i in range(number + 1)]
-    groups = [range(start, end) for start, end in pairwise(cuts)]
+    groups = groups_of(stages, micro_batches)
     forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
     backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
     warm = (chunks - 1) * max(map(len, groups))
     return Schedule(
-        [_mixed(forwards, backwards, warm + 2 * (stages - 1 - s)) for s in range(stages)]
+        [mixed(forwards, backwards, warm + 2 * (stages - 1 - s)) for s in range(stages)]
     )
 
 
 class Builtin(NamedTuple):
     """needs_stages: it visits a mesh several times, so the order of visits has to be given.
-    may_return: the program may come back to an earlier mesh within a visit."""
+    may_return: the program may come back to an earlier mesh within a visit. shape: the way over
+    the meshes, see ``Schedule``."""
 
     make: Maker
     needs_stages: bool = False
     may_return: bool = False
+    shape: str = "loop"
 
 
 # All that there is to say about a schedule with a name is said here.
@@ -84,6 +87,10 @@ NAMES = {
     "gpipe": Builtin(gpipe, may_return=True),
     "1f1b": Builtin(one_f_one_b),
     "interleaved_1f1b": Builtin(interleaved_1f1b, needs_stages=True),
+    "zero_bubble": Builtin(zero_bubble),
+    "interleaved_zero_bubble": Builtin(interleaved_zero_bubble, needs_stages=True),
+    "zbv": Builtin(zbv, needs_stages=True, shape="v"),
+    "dualpipev": Builtin(dualpipev, needs_stages=True, shape="v"),
 }
 
 
@@ -99,8 +106,8 @@ def named(
     Raises ValueError for an unknown name, for other sizes than those asked for, and where ``check``
     does.
     """
-    _sizes(stages, micro_batches, chunks)
-    known = f"known: {', '.join(map(repr, NAMES))}; or a Schedule, or a function that makes one"
+    sizes(stages, micro_batches, chunks)
+    known = f"known: {_known()}; or a Schedule, or a function that makes one"
     if isinstance(schedule, str):
         if schedule not in NAMES:
             raise ValueError(f"no schedule {schedule!r}; {known}")
@@ -112,15 +119,42 @@ def named(
         if not isinstance(made, Schedule):
             raise ValueError(f"{schedule!r} is to make a Schedule, and gave {made!r}")
         schedule = made
-    sizes = (schedule.stages, schedule.micro_batches, schedule.chunks)
-    if sizes != (stages, micro_batches, chunks):
+    made_for = (schedule.stages, schedule.micro_batches, schedule.chunks)
+    if made_for != (stages, micro_batches, chunks):
         words = "{} stages, {} micro-batches, {} chunks"
         raise ValueError(
-            f"a schedule for {words.format(*sizes)}, where the program has "
+            f"a schedule for {words.format(*made_for)}, where the program has "
             f"{words.format(stages, micro_batches, chunks)}"
         )
     schedule.check()
     return schedule
+
+
+def visits(stages: Sequence[ProcessMesh], schedule: str, times: int = 2) -> list[ProcessMesh]:
+    """The meshes of ``stages`` in the order in which a schedule with a name visits them, for
+    ``split`` and ``run``: each once, several ``times`` in a loop, or there and back.
+
+    >>> pipeline.visits([mesh["dp"], mesh["tp"]], "zbv")
+    [ProcessMesh(dp=1), ProcessMesh(tp=1), ProcessMesh(tp=1), ProcessMesh(dp=1)]
+
+    Raises ValueError for an unknown name.
+    """
+    meshes: list[ProcessMesh] = list(
+        arguments.listed("pipeline.visits: stages", stages, "a list of meshes")
+    )
+    for mesh in meshes:
+        a_mesh("pipeline.visits: stages: entry", mesh)
+    arguments.whole("pipeline.visits: times", times, 1)
+    builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
+    if builtin is None:
+        raise ValueError(f"pipeline.visits: no schedule {schedule!r}; known: {_known()}")
+    if not builtin.needs_stages:
+        return meshes
+    return [*meshes, *reversed(meshes)] if builtin.shape == "v" else meshes * times
+
+
+def _known() -> str:
+    return ", ".join(map(repr, NAMES))
 
 
 @lru_cache(maxsize=64)
@@ -128,16 +162,3 @@ def _builtin(name: str, stages: int, micro_batches: int, chunks: int) -> Schedul
     schedule = NAMES[name].make(stages, micro_batches, chunks)
     schedule.check()
     return schedule
-
-
-def _mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
-    """``warm`` forwards, then a forward and a backward in turn, then the remaining backwards."""
-    warm = min(warm, len(forwards))
-    steady = len(forwards) - warm
-    turns = zip(forwards[warm:], backwards[:steady], strict=True)
-    return [*forwards[:warm], *chain.from_iterable(turns), *backwards[steady:]]
-
-
-def _sizes(stages: int, micro_batches: int, chunks: int) -> None:
-    for name, size in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
-        arguments.whole(f"a schedule: {name}", size, 1)

@@ -7,20 +7,25 @@ tied parameter that lies on an earlier stage is brought for the time of the laye
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from disttensor.autograd.activation_checkpoint import AROUND
 from disttensor.create import reshard
 from disttensor.mesh import ProcessMesh
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import Plan, check_plan, place
-from disttensor.pipeline.partition import check_tensors, chosen, deal
+from disttensor.pipeline.partition import Balance, check_tensors, chosen, deal
 from disttensor.placement import Partial, Placement, Replicate
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.reshard import TAPE
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -66,6 +71,7 @@ def split(
     *,
     of: nn.Module | None = None,
     counts: Sequence[int] | None = None,
+    balance: Balance | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> Split:
     """Place the layers of a model on the meshes of stages, in place. Says what lies where.
@@ -73,9 +79,12 @@ def split(
     ``modules``: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs
     them; with ``of=model`` they may be names, and globs in which ``*`` stands for one part of a
     name. ``stages``: meshes in the order of the visits; a mesh may come several times
-    (interleaved). Layers are dealt out in a row, ``counts[i]`` of them to stage i, without it as
-    evenly as possible. ``plan`` and ``init`` are those of ``shard_module``; names are full names in
-    ``of`` (in ``modules`` without it).
+    (interleaved). Layers are dealt out in a row, ``counts[i]`` of them to stage i; with
+    ``balance="parameters"`` so that the fullest stage has as few elements of parameters as can be;
+    with ``"time"`` the same of multiplications for one row of the input, by the shapes of matrices
+    (so an embedding costs nothing); with a list of numbers, of those costs of the layers; without
+    any by number, as evenly as possible. ``plan`` and ``init`` are those of
+    ``shard_module``; names are full names in ``of`` (in ``modules`` without it).
 
     No forward changes. What a layer is given comes to its mesh first, in the same placements
     (replicated, if the mesh has another number of axes); plain tensors stay as they are. The output
@@ -96,7 +105,7 @@ def split(
     """
     check_plan("pipeline.split", plan, init)
     root, layers = chosen(modules, of)
-    dealt = deal(len(layers), stages, counts)
+    dealt = deal(layers, stages, counts, balance)
     meshes = [mesh for mesh, count in zip(stages, dealt, strict=True) for _ in range(count)]
     placed = [(name, layer, mesh) for (name, layer), mesh in zip(layers, meshes, strict=True)]
     before = slots(root)
@@ -113,9 +122,12 @@ def split(
                 plan(inner, child, mesh)
         plan = None
     place(root, before, lambda value: home.get(id(value)), plan, init)
-    for _, layer, mesh in placed:
+    firsts = set(itertools.accumulate(dealt))  # layers with which a visit begins
+    for i, (_, layer, mesh) in enumerate(placed):
         borrowed = _Borrowed(layer, mesh)
-        layer.register_forward_pre_hook(_Bring(mesh, borrowed), with_kwargs=True, prepend=True)
+        turns = i in firsts and placed[i - 1][2] is mesh
+        bring = _Bring(mesh, borrowed, turns)
+        layer.register_forward_pre_hook(bring, with_kwargs=True, prepend=True)
         if borrowed.names:
             layer.register_forward_hook(borrowed.hide, always_call=True)
     return Split(tuple((name, mesh) for name, _, mesh in placed), tuple(stages), tuple(dealt))
@@ -138,21 +150,56 @@ class _Borrowed:
         """Until ``hide``, attributes hide the entries of ``_parameters`` and ``_buffers``."""
         owners = [(layer.get_submodule(name), key) for name, key in self.names]
         brought = [bring({**owner._parameters, **owner._buffers}[key]) for owner, key in owners]
-        for (owner, key), value in zip(owners, brought, strict=True):
-            owner.__dict__[key] = value
+        places = [(owner.__dict__, key) for owner, key in owners]
+        for (table, key), value in zip(places, brought, strict=True):
+            table[key] = value
+        AROUND[self] = partial(_shown_again, places, brought)
 
     def hide(self, layer: nn.Module, args: Any, output: Any) -> None:
+        AROUND.pop(self, None)
         for name, key in self.names:
             layer.get_submodule(name).__dict__.pop(key, None)
+
+
+@contextmanager
+def _shown_again(places: list[tuple[dict[str, Any], str]], brought: list[Any]) -> Iterator[None]:
+    """While the layer, or a region in it, is computed again."""
+    before = [table.pop(key, None) for table, key in places]
+    for (table, key), value in zip(places, brought, strict=True):
+        table[key] = value
+    try:
+        yield
+    finally:
+        for (table, key), value in zip(places, before, strict=True):
+            del table[key]
+            if value is not None:
+                table[key] = value
 
 
 class _Bring:
     """The forward pre-hook: DistTensors that a layer is given, and borrows, come to its mesh."""
 
-    def __init__(self, mesh: ProcessMesh, borrowed: _Borrowed) -> None:
-        self.mesh, self.borrowed = mesh, borrowed
+    def __init__(self, mesh: ProcessMesh, borrowed: _Borrowed, turns: bool) -> None:
+        self.mesh, self.borrowed, self.turns = mesh, borrowed, turns
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.turns:
+            return self._turn(*(self._bring(layer, args, kwargs) or (args, kwargs)))
+        return self._bring(layer, args, kwargs)
+
+    def _turn(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A visit begins on the mesh of the one before."""
+        tape = TAPE.get()
+        if tape is None or not tape.turns:
+            return args, kwargs
+        found = {id(x): x for x in flat((args, kwargs), []) if isinstance(x, DistTensor)}
+        if not found:
+            return args, kwargs
+        turned = dict(zip(found, tape.turn(list(found.values())), strict=True))
+        changed: tuple[Any, Any] = substitute((args, kwargs), lambda x: turned.get(id(x), x))
+        return changed
+
+    def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mesh = self.mesh
         if not kwargs and len(args) == 1 and not self.borrowed.names:  # most calls: nothing to do
             x = args[0]

@@ -11,88 +11,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd.joined_backward import one_backward
+from disttensor.autograd.split_backward import SplitBackward
 from disttensor.comm import p2p
 from disttensor.comm.work import Work
 from disttensor.errors import user_line
 from disttensor.mesh import ProcessMesh
+from disttensor.pipeline.transfer import Received, Sent, Transfer, Turn
 from disttensor.spec import DistSpec
-from disttensor.tensor.backward import run_backward, seed
+from disttensor.tensor.backward import run_engine, seed
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.reshard import TAPE, start_back
+from disttensor.tensor.reshard import TAPE
 from disttensor.torch_private import next_node, node_number
 
 Tensor = torch.Tensor
-
-
-class Transfer:
-    """A transfer between meshes that this rank takes part in and whose gradient comes back.
-
-    local     what this rank sent, in the graph of the visit that sent it; None if it only receives
-    upstream  the token of what it received without having sent it; None if nothing depends on it
-    sent_in, received_in  numbers of the visits, -1 for none
-    reached   a gradient has to come for what was sent
-    grad      the gradient of what arrived, None as long as there is none
-    """
-
-    __slots__ = (
-        "arrival", "dst", "grad", "local", "reached", "received_in", "sent_in", "src", "tag",
-        "upstream",
-    )  # fmt: skip
-
-    def __init__(self, src: DistSpec, dst: DistSpec, tag: int) -> None:
-        self.src, self.dst, self.tag = src, dst, tag
-        self.local: Tensor | None = None
-        self.upstream: Tensor | None = None
-        self.sent_in = self.received_in = -1
-        self.reached = False
-        self.grad: Tensor | None = None
-        self.arrival: Work[Tensor] | None = None
-
-    def start_back(self, grad: Tensor | None) -> Work[Tensor]:
-        """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
-        if grad is None:
-            grad = token.detached(self.dst.mesh.device, self.dst.dtype)
-        return start_back(grad, self.src, self.dst, self.tag)
-
-
-class _Received(torch.autograd.Function):
-    """What a transfer brought; its backward keeps the gradient, zeros too, as it is awaited."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        activation_checkpoint.join_region(
-            ctx
-        )  # as ``cross_mesh.Cross`` does when the region is computed again
-        return value[0].data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        activation_checkpoint.recompute_region(ctx)
-        earlier = ctx.transfer.grad
-        ctx.transfer.grad = grad if earlier is None else earlier + grad
-        return None, None, None
-
-
-class _Sent(torch.autograd.Function):
-    """The token of what was sent; its backward notes that a gradient will come."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        activation_checkpoint.join_region(ctx)
-        return torch.empty(0, dtype=transfer.src.dtype, device=anchor.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.transfer.reached = True
-        return None, None
 
 
 class Tape:
@@ -100,15 +38,17 @@ class Tape:
     first.
 
     ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how
-    long it took. ``visits``: how often the program may come to a mesh.
+    long it took. ``visits``: how often the program may come to a mesh. ``turns``: a visit may
+    follow another one of the same mesh, see ``turn``.
     """
 
     def __init__(
         self, pause: Callable[[], None], waiting: Callable[[Callable[[], Tensor]], Tensor],
-        visits: float = math.inf,
+        visits: float = math.inf, turns: bool = False,
     ) -> None:  # fmt: skip
         self.pause, self.waiting = pause, waiting
         self.visits, self._visits = visits, Counter[ProcessMesh]()
+        self.turns, self.turned = turns, False
         self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
         self._rests = False  # paused before the end of the program's way to the next visit
         self.transfers: list[Transfer] = []
@@ -117,14 +57,18 @@ class Tape:
         self.visit = 0
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
+        self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
+        self._weights: dict[int, SplitBackward] = {}  # of visits whose I is over, and not their W
 
     def __enter__(self) -> Tape:
         self._tokens = TAPE.set(self), p2p.BEFORE_HEARING.set(self._rest)
+        self._region_token = activation_checkpoint.REGIONS.set(self._regions)
         return self
 
     def __exit__(self, *exc: object) -> None:
         TAPE.reset(self._tokens[0])
         p2p.BEFORE_HEARING.reset(self._tokens[1])
+        activation_checkpoint.REGIONS.reset(self._region_token)
 
     def _rest(self) -> None:
         """What this rank is about to hear comes from a visit of another mesh, which may run later:
@@ -162,6 +106,24 @@ class Tape:
             self._sent = True
         return self.waiting(arrival.wait) if receives else arrival.wait()
 
+    def turn(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
+        """The next visit begins on the same mesh, with these tensors."""
+        if not xs[0].is_initialized:
+            return list(xs)
+        self.pause()
+        self.turned = True
+        self.visit, self._sent, self._rests = self.visit + 1, False, False
+        self._began.append(next_node())
+        return [self._turned(x) if x.requires_grad else x for x in xs]
+
+    def _turned(self, x: DistTensor) -> DistTensor:
+        transfer = Turn(x.spec, x.spec, -1)
+        transfer.local, transfer.sent_in = x.local, self._made_in(x.local, self.visit - 1)
+        transfer.received_in = self.visit
+        self.transfers.append(transfer)
+        value = x.local.detach()
+        return x.like(Received.apply(token.anchor(value.device), [value], transfer), x.spec)
+
     def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
         """The local (or token) of ``dst``, not joined in the graph to ``local``, that of src."""
         sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
@@ -173,9 +135,9 @@ class Tape:
             transfer.upstream = local
         anchor = token.anchor(value.device)
         if not receives:
-            return _Sent.apply(anchor, transfer)
+            return Sent.apply(anchor, transfer)
         transfer.received_in = self.visit
-        return _Received.apply(anchor, [value], transfer)
+        return Received.apply(anchor, [value], transfer)
 
     def _made_in(self, local: Tensor, now: int) -> int:
         """The visit whose graph holds ``local``: a skip connection is sent in a later one."""
@@ -186,8 +148,11 @@ class Tape:
 
     # Backward -------------------------------------------------------------------------------------
 
-    def backward(self, loss: DistTensor, first: int, last: int) -> None:
-        """The backward of visits ``last`` to ``first``; the very last begins with ``loss``."""
+    def backward(
+        self, loss: DistTensor, first: int, last: int, put_off_weights: bool = False
+    ) -> bool:
+        """The backward of visits ``last`` to ``first``; the very last begins with ``loss``. True
+        where gradients of weights were put off: they are for ``weights``."""
         for visit in range(last, first - 1, -1):
             roots: list[Tensor] = []
             grads: list[Tensor] = []
@@ -205,9 +170,34 @@ class Tape:
                 roots.append(t.local)
                 grads.append(self.waiting(t.arrival.wait))
             # What this visit read of an earlier one of the same mesh is in that one's graph.
-            if roots:
-                run_backward(roots, grads, retain_graph=visit > 0)
+            if roots and put_off_weights:
+                self._split(visit, roots, grads)
+            elif roots:
+                run_engine(roots, grads, visit > 0)
             self._answer(visit)
+        return any(visit in self._weights for visit in range(first, last + 1))
+
+    def _split(self, visit: int, roots: list[Tensor], grads: list[Tensor]) -> None:
+        begin = self._began[visit]
+
+        def own(node: Any) -> bool:
+            return node_number(node) >= begin
+
+        def whole(node: Any) -> bool:
+            number = node_number(node)
+            return number < begin or any(a <= number < b for a, b in self._regions)
+
+        split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_engine)
+        split.inputs(retain_graph=visit > 0)
+        if not split.is_whole:
+            self._weights[visit] = split
+
+    def weights(self, first: int, last: int) -> None:
+        """The gradients of weights that ``backward`` of these visits put off."""
+        with one_backward():
+            for visit in range(last, first - 1, -1):
+                if visit in self._weights:
+                    self._weights.pop(visit).weights()
 
     def _answer(self, visit: int) -> None:
         """Send the gradients of what this visit received; what it sent on gets its own later."""

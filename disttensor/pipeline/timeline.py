@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disttensor import arguments
-from disttensor.pipeline.schedule import Action, Schedule
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.schedule import Schedule
 
-KINDS = ("F", "B", "wait")
+KINDS = ("F", "B", "I", "W", "wait")
+_FILL = {"F": "=", "B": "#", "I": "-", "W": "+"}
 _COLUMNS = 72  # of the chart in text
 
 
 class Event(NamedTuple):
-    """A forward, a backward, or a wait for a peer inside one of them, on one rank; ``start`` and
-    ``end`` in seconds.
+    """A forward, a backward ("B", or "I" and "W"), or a wait for a peer inside one of them, on one
+    rank; ``start`` and ``end`` in seconds.
 
     A wait belongs to the forward or backward of the same micro-batch and chunk that it lies in.
 
@@ -90,9 +92,12 @@ class Timeline:
         object.__setattr__(self, "unit", unit)
 
     @classmethod
-    def of(cls, schedule: Schedule, forward: float = 1, backward: float = 2) -> Timeline:
+    def of(
+        cls, schedule: Schedule, forward: float = 1, backward: float = 2,
+        weights: float | None = None,
+    ) -> Timeline:  # fmt: skip
         """What a schedule does on ideal stages: a rank per stage, in ticks (``Schedule.ticks``)."""
-        rows = enumerate(schedule.ticks(forward, backward))
+        rows = enumerate(schedule.ticks(forward, backward, weights))
         return cls(
             [
                 Event(stage, stage, action.kind, action.micro_batch, action.chunk, start, end)
@@ -203,7 +208,8 @@ class Timeline:
         )
 
     def __str__(self) -> str:
-        """A line per rank: forwards as F0==, backwards as B0##, dots where the rank is idle."""
+        """A line per rank: forwards as F0==, backwards as B0## (in two parts as I0-- and W0++),
+        dots where the rank is idle."""
         if not self.span:
             return repr(self)
         size, unit = scale(self.span, self.unit)
@@ -215,8 +221,7 @@ class Timeline:
                 right = round((end - self.start) / self.span * _COLUMNS)
                 texts = (str(event.action), f"{event.kind}{event.micro_batch}", event.kind)
                 text = next((text for text in texts if len(text) <= right - left), "")
-                fill = "=" if event.kind == "F" else "#"
-                line[left:right] = text.ljust(right - left, fill)
+                line[left:right] = text.ljust(right - left, _FILL[event.kind])
             lines.append("".join(line))
         width = len(str(self.ranks[-1]))
         rows = zip(self.ranks, lines, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
 
 import pytest
@@ -46,6 +47,15 @@ def test_what_it_sets_stays_over_a_pause_and_is_not_seen_outside():
     assert not one.resume()
     assert (setting.get(), torch.is_grad_enabled()) == ("usual", True)
     assert one.resume() and one.result == 3 and seen == [("inside", False)]
+
+
+def test_one_thread_serves_one_after_another():
+    def name():
+        return threading.get_ident()
+
+    both = [Coroutine(name) for _ in range(2)]
+    assert all(one.resume() for one in both)
+    assert both[0].result == both[1].result != threading.get_ident()
 
 
 def test_an_error_is_raised_by_resume_and_an_abandoned_one_ends():

@@ -14,7 +14,7 @@ from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
 
-SCHEDULES = ["gpipe", "1f1b"]
+SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
 def batches(count, even=False):
@@ -156,7 +156,7 @@ def test_what_is_live_when(schedule):
 
     pipeline.run(step, batches(count, even=True), schedule)
     stage = next(s for s, mesh in enumerate(meshes) if mesh.coordinate is not None)
-    assert max(live) == (len(meshes) - stage if schedule == "1f1b" else count)
+    assert max(live) == (count if schedule == "gpipe" else len(meshes) - stage)
     assert live[-1] == 0
 
 

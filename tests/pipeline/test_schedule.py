@@ -32,33 +32,83 @@ def assert_obeys(made: Schedule) -> None:
     """Every start in the simulation comes after what it needs, written down once more from the
     definition."""
     p, last = made.stages, made.stages * made.chunks - 1
-    span = {}
-    for stage, row in enumerate(made.ticks(3, 5)):
+    way = [*range(p)] * made.chunks if made.shape == "loop" else [*range(p), *range(p - 1, -1, -1)]
+    costs = {"F": 3, "B": 5, "I": 3.5, "W": 1.5}
+    span, weights = {}, 0
+    for stage, row in enumerate(made.ticks(3, 5, 1.5)):
         for tick in row:
-            action = tick.action
-            span[action.kind, action.chunk * p + stage, action.micro_batch] = tick
-            assert tick.end - tick.start == (3 if action.kind == "F" else 5)
+            kind, m, chunk = tick.action
+            visit = [v for v, place in enumerate(way) if place == stage][chunk]
+            span[kind, visit, m] = tick
+            assert tick.end - tick.start == costs[kind]
         assert all(a.end <= b.start for a, b in pairwise(row))
     for v in range(last + 1):
         for m in range(made.micro_batches):
+            back = span.get(("B", v, m)) or span["I", v, m]
             assert v == 0 or span["F", v, m].start >= span["F", v - 1, m].end
-            assert span["B", v, m].start >= span["F", v, m].end
-            assert v == last or span["B", v, m].start >= span["B", v + 1, m].end
-    assert len(span) == 2 * (last + 1) * made.micro_batches
+            assert back.start >= span["F", v, m].end
+            after = span.get(("B", v + 1, m)) or span.get(("I", v + 1, m))
+            assert v == last or back.start >= after.end
+            if back.action.kind == "I":
+                assert span["W", v, m].start >= back.end
+                weights += 1
+    assert len(span) == 2 * (last + 1) * made.micro_batches + weights
+
+
+def chunks_of(name: str) -> range:
+    if name in ("zbv", "dualpipev"):
+        return range(2, 3)
+    return range(1, 2 if name in ("1f1b", "zero_bubble") else 5)
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
 @pytest.mark.parametrize("name", schedules.NAMES)
 def test_every_size_ends_and_adds_gradients_in_the_order_of_micro_batches(name, stages):
     for m in range(1, 13):
-        for chunks in range(1, (1 if name == "1f1b" else 4) + 1):
+        for chunks in chunks_of(name):
             made = named(name, stages, m, chunks)
             assert (made.stages, made.micro_batches, made.chunks) == (stages, m, chunks)
             assert_obeys(made)
             for order in made.orders:
                 for chunk in range(chunks):
-                    backwards = [a for a in order if a.kind == "B" and a.chunk == chunk]
-                    assert backwards == sorted(backwards)
+                    for kinds in ("BI", "BW"):
+                        backwards = [a for a in order if a.kind in kinds and a.chunk == chunk]
+                        assert backwards == sorted(backwards, key=lambda a: a.micro_batch)
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (3, 5, 2), (2, 3, 1)], ids=str)
+def test_zero_bubble_idles_as_theory_says_and_holds_no_more_than_1f1b(costs):
+    f, i, w = costs
+    for p in range(1, 7):
+        for m in range(p, 13):
+            made = pipeline.zero_bubble(p, m)
+            span = max(tick.end for row in made.ticks(f, i + w, w) for tick in row)
+            assert span == m * (f + i + w) + (p - 1) * (f + i - w)
+            assert max(map(made.peak, range(p))) == pipeline.one_f_one_b(p, m).peak(0)
+
+
+def test_zero_bubbles_of_several_visits():
+    """Where F, I and W take as long, p - 1 of them are idle: a third of interleaved 1f1b's."""
+    for name in ("interleaved_zero_bubble", "zbv", "dualpipev"):
+        for p in range(1, 7):
+            for m in range(2 * p, 13):
+                if name == "interleaved_zero_bubble" and m % p:
+                    continue
+                idle = 1 - 6 * m / (6 * m + p - 1)
+                assert named(name, p, m, 2).bubble(1, 2, 1) == pytest.approx(idle), (name, p, m)
+    for p in range(1, 7):  # and as much memory as 1f1b, of two halves each
+        assert max(map(pipeline.zbv(p, 12).peak, range(p))) == 2 * p
+
+
+def test_a_v_goes_there_and_back():
+    made = Schedule(["F0 F0.1 B0.1 B0", "F0 F0.1 B0.1 B0"], shape="v")
+    assert [(made.virtual(s, c)) for s in range(2) for c in range(2)] == [0, 3, 1, 2]
+    first, second = made.ticks()
+    assert [t.start for t in first] == [0, 3, 4, 10] and [t.start for t in second] == [1, 2, 6, 8]
+    assert made != Schedule(made.orders) and eval(repr(made), {"Schedule": Schedule}) == made
+    assert hash(made) != hash(Schedule(made.orders))
+    with pytest.raises(ValueError, match="shape='u': 'loop' or 'v' is expected"):
+        Schedule(["F0 B0"], shape="u")
 
 
 @pytest.mark.parametrize("cost", [(1, 2), (1, 1), (2.5, 4)], ids=str)
@@ -142,6 +192,13 @@ def test_a_schedule_is_a_value():
         (["F0 B0", "F0 B0 B0"], "stage 1 has B0 more than once"),
         (["F1 B0 F0 B1"], "stage 0 has B0 before its own forward"),
         (["F0 B0 F0"], "stage 0 has F0 more than once"),
+        (["F0 I0"], "stage 0 lacks W0"),
+        (["F0 W0"], "stage 0 lacks I0"),
+        (["F0 W0 I0"], "stage 0 has W0 before its own I, which is to come first"),
+        (["I0 F0 W0"], "stage 0 has I0 before its own forward"),
+        (["F0 B0 W0"], "stage 0 has B0 and also an I or a W of the same"),
+        (["F0 I0 W0 B0"], "a backward is B, or I and W"),
+        (["F0 I0 W0 W0"], "stage 0 has W0 more than once"),
     ],
     ids=str,
 )
@@ -164,6 +221,14 @@ def test_a_schedule_that_never_ends_says_who_waits_for_what():
     ]
 
 
+def test_who_waits_for_an_input_gradient():
+    """A stage with I serves one with B, and the other way round."""
+    Schedule(["F0 B0", "F0 I0 W0"]).check()
+    Schedule(["F0 I0 W0", "F0 B0"]).check()
+    with pytest.raises(ValueError, match=r"stage 0 at I0 .*: waits for I0 of stage 1"):
+        Schedule(["F0 I0 F1 I1 W0 W1", "F1 F0 I0 W0 I1 W1"]).check()
+
+
 def test_a_stage_can_wait_for_itself():
     with pytest.raises(
         ValueError, match=r"stage 0 at F0.1 \(its action 0\): waits for F0 of stage 0"
@@ -178,7 +243,7 @@ def test_a_stage_can_wait_for_itself():
         (["F0", "F-1"], "'F-1' in the order of stage 1"),
         (["F0.", "F1"], "'F0.' in the order of stage 0"),
         ([[("F", -1)]], "an Action is"),
-        ([[("W", 1)]], "an Action is"),
+        ([[("X", 1)]], "an Action is"),
         ([[("F", 1, 0, 0)]], "an Action is"),
         ([[3]], "an Action is"),
         ("F0 B0", r"\['F0 B0', ...\]"),
@@ -221,6 +286,8 @@ def test_a_new_name_is_one_line_of_the_table(monkeypatch):
     [
         ("1f2b", (2, 2), "no schedule '1f2b'; known: 'gpipe', '1f1b', 'interleaved_1f1b'"),
         ("1f1b", (2, 2, 2), "'1f1b' visits each stage once, and chunks=2"),
+        ("zero_bubble", (2, 2, 2), "'zero_bubble' visits each stage once, and chunks=2"),
+        ("zbv", (2, 2), r"'zbv' visits each stage twice.*stages=\[mesh0, mesh1, mesh1, mesh0\]"),
         (7, (2, 2), "7 is no schedule; known: 'gpipe'"),
         (
             pipeline.gpipe(2, 2),
@@ -251,6 +318,8 @@ def test_named_says_what_does_not_fit(schedule, sizes, says):
 def test_ticks_need_durations(cost):
     with pytest.raises(ValueError, match="no durations"):
         pipeline.gpipe(1, 1).ticks(*cost)
+    with pytest.raises(ValueError, match="weights are a part of backward"):
+        pipeline.gpipe(1, 1).ticks(1, 2, 3)
 
 
 def test_of_many_wrong_actions_four_are_named():
@@ -262,5 +331,7 @@ def test_of_many_wrong_actions_four_are_named():
 
 def test_what_is_said_of_the_schedules_with_a_name():
     said = schedules.NAMES.items()
-    assert [name for name, builtin in said if builtin.needs_stages] == ["interleaved_1f1b"]
+    assert [name for name, builtin in said if builtin.needs_stages] == [
+        "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev",
+    ]  # fmt: skip
     assert [name for name, builtin in said if builtin.may_return] == ["gpipe"]

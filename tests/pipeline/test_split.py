@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import itertools
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import pipeline
+from disttensor.pipeline.partition import balanced, products
 from tests.support.oracle import randn
 from tests.support.pool import fake_world, on_ranks
 from tests.support.stages import stage_meshes
@@ -414,9 +416,47 @@ def test_what_cannot_be_split():
 @on_ranks(1)
 def test_examples_run():
     mesh = dt.init_mesh((1, 1), ("dp", "tp"))
-    for thing in (pipeline.split, pipeline.Split):
+    for thing in (pipeline.split, pipeline.Split, pipeline.visits):
         names = {"torch": torch, "dt": dt, "pipeline": pipeline, "mesh": mesh}
         test = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
         report: list[str] = []
         doctest.DocTestRunner().run(test, out=report.append)
         assert test.examples and not report, "".join(report)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_balanced_stages_are_the_best_of_all_cuts(number: int) -> None:
+    sizes = 40, 3, 17, 17, 5, 29, 11
+    layers = [(str(i), nn.Linear(1, n, bias=False)) for i, n in enumerate(sizes)]
+    cuts = itertools.combinations(range(1, len(sizes)), number - 1)
+    every = [[j - i for i, j in itertools.pairwise((0, *cut, len(sizes)))] for cut in cuts]
+
+    def fullest(counts: list[int]) -> int:
+        left = iter(sizes)
+        return max(sum(itertools.islice(left, n)) for n in counts)
+
+    counts = balanced(layers, number)
+    assert counts in every and fullest(counts) == min(map(fullest, every))
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    first, middle, last = (nn.Linear(4, 4, bias=False) for _ in range(3))
+    last.weight = first.weight
+    named = [("0", first), ("1", middle), ("2", last)]
+    assert balanced(named, 2) == [1, 2]
+
+
+def test_stages_of_equal_time_and_of_given_costs() -> None:
+    """Rows of an embedding are looked up; the same matrix as a head is multiplied with."""
+    embedding, head = nn.Embedding(40, 4), nn.Linear(4, 40, bias=False)
+    head.weight = embedding.weight
+    blocks = [nn.Linear(4, 16) for _ in range(4)]
+    named = [(str(i), m) for i, m in enumerate([embedding, *blocks, head])]
+    assert products(named) == [0, 64, 64, 64, 64, 160]
+    assert balanced(named, 2, "time") == [4, 2] and balanced(named, 3, "time") == [3, 2, 1]
+    assert balanced(named, 2, "parameters") == [2, 4]
+    assert balanced(named, 2, [5, 1, 1, 1, 1, 1]) == [1, 5]
+    model = nn.Sequential(*(m for _, m in named))
+    with fake_world(2):
+        meshes = [dt.ProcessMesh([rank], ("dp",)) for rank in range(2)]
+        assert pipeline.split(model, meshes, balance="time").counts == (4, 2)

@@ -13,11 +13,12 @@ import pytest
 from disttensor import pipeline
 from disttensor.pipeline import Event, Timeline
 
-PURE = ("schedule", "schedules", "timeline", "plot")
+PURE = ("action", "costs", "search", "zero_bubble", "schedule", "schedules", "timeline", "plot")
 NAMES = [
     name
     for name in pipeline.__all__
     if getattr(pipeline, name).__module__.rpartition(".")[2] in PURE
+    and name != "visits"  # it needs meshes
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -109,7 +110,7 @@ def test_the_timeline_of_a_schedule_has_its_bubble(made, cost):
 @pytest.mark.parametrize(
     ("event", "says"),
     [
-        (Event(0, 0, "G", 0, 0, 0, 1), "the kind is one of F, B, wait"),
+        (Event(0, 0, "G", 0, 0, 0, 1), "the kind is one of F, B, I, W, wait"),
         (Event(0, 0, "F", 0, 0, 2, 1), "the end not before the start"),
         (Event(0, 0, "F", 0, 0, 0, float("nan")), "are times"),
         (Event(0, 0, "F", 0, 0, 0, float("inf")), "are times"),

@@ -1,0 +1,166 @@
+"""The graph below the roots of a backward, and the groups of weights that forks lead to."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from disttensor.torch_private import node_number
+
+Tensor = torch.Tensor
+Node = Any
+
+
+class Graph:
+    """The nodes below ``roots`` through which a leaf or one of ``anchors`` is reached.
+
+    children  of each node: those that lead there
+    order     all nodes, children before parents
+    way       the nodes that lead to an anchor. Where none is reached: those that lead to ``ends``,
+              the nodes nearest to the leaves that have several chains of nodes below them, each
+              with one leaf, or are such a chain that is used several times: those of the first
+              layer, and of a weight that is made of others
+    leaves    what collects the gradients of the leaves, anchors not among them
+    """
+
+    def __init__(self, roots: Sequence[Node], anchors: Sequence[Node]) -> None:
+        self.children, self.order = _below(roots)
+        of_anchors = set(anchors)
+        found = self.children
+        self.leaves = [n for n in self.order if not found[n] and n not in of_anchors]
+        self.anchors = [anchor for anchor in anchors if anchor in found]
+        self.ends: list[Node] = [] if self.anchors else self._ends()
+        self.way = {*self.anchors, *self.ends}
+        way = self.way
+        for node in self.order:
+            if not way.isdisjoint(found[node]):
+                way.add(node)
+
+    def _ends(self) -> list[Node]:
+        chains: set[Node] = set()
+        found = []
+        uses = Counter(child for below in self.children.values() for child in below)
+        for node in self.order:
+            below = self.children[node]
+            if chains.issuperset(below):
+                if len(below) > 1 or (below and uses[node] > 1):
+                    found.append(node)
+                else:
+                    chains.add(node)
+        return found
+
+
+class Group:
+    """Weights whose gradients are made together: the nodes off the way that hang together.
+
+    starts  forks and ends above them; none where they hang from roots alone
+    nodes   those off the way, the ``leaves`` among them
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[Node] = []
+        self.nodes: list[Node] = []
+        self.leaves: list[Node] = []
+        self.from_roots = False
+        self.roots: list[Any] = []
+        self.grads: list[Tensor] = []
+
+    def forget(self) -> None:
+        self.starts, self.nodes = [], []
+
+    def begin(
+        self, roots: Sequence[Tensor], edges: Sequence[Node], grads: Sequence[Tensor],
+        came: dict[Node, tuple[Tensor | None, ...]],
+    ) -> None:  # fmt: skip
+        """Keep what the second part begins with."""
+        if self.from_roots:
+            inside = set(self.nodes)
+            at = [i for i, edge in enumerate(edges) if edge in inside]
+            self.roots, self.grads = [roots[i] for i in at], [grads[i] for i in at]
+        for fork in self.starts:
+            for i, grad in enumerate(came.get(fork, ())):
+                if grad is not None:
+                    self.roots.append(GradientEdge(fork, i))
+                    self.grads.append(grad)
+
+    @property
+    def second(self) -> list[Node]:
+        """The nodes that the second part runs."""
+        return [*self.starts, *self.nodes]
+
+
+def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
+    """The groups, those of newer forks first. Those of several forks are among them."""
+    parent: dict[Node, Node] = {}
+
+    def root_of(node: Node) -> Node:
+        while parent.setdefault(node, node) is not node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    way = graph.way
+    off = []
+    forks = []
+    for node in graph.order:
+        if node in way:
+            below = [child for child in graph.children[node] if child not in way]
+            if not below:
+                continue
+            forks.append((node, below[0]))
+            together = below
+        else:
+            off.append(node)
+            together = [node, *graph.children[node]]
+        for child in together[1:]:
+            parent[root_of(child)] = root_of(together[0])
+    found: dict[Node, Group] = {}
+    for node in off:
+        found.setdefault(root_of(node), Group()).nodes.append(node)
+    leaves = set(graph.leaves)
+    for group in found.values():
+        group.leaves = [node for node in group.nodes if node in leaves]
+    for fork, child in forks:
+        found[root_of(child)].starts.append(fork)
+    for node in roots:
+        if node in graph.children and node not in graph.way:
+            found[root_of(node)].from_roots = True
+
+    def newest(group: Group) -> float:
+        return math.inf if group.from_roots else max(map(node_number, group.starts))
+
+    return sorted(found.values(), key=newest, reverse=True)
+
+
+def _below(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], list[Node]]:
+    """Each node that can be reached and leads to a leaf, with those of its children that do, and
+    these nodes, children before parents."""
+    children: dict[Node, list[Node]] = {}
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, list[Node], int]] = []
+
+    def enter(node: Node) -> None:
+        seen.add(node)
+        stack.append((node, [child for child, _ in node.next_functions if child is not None], 0))
+
+    for root in roots:
+        if root not in seen:
+            enter(root)
+        while stack:
+            node, below, at = stack.pop()
+            while at < len(below) and below[at] in seen:
+                at += 1
+            if at < len(below):
+                stack.append((node, below, at + 1))
+                enter(below[at])
+                continue
+            needed = [child for child in dict.fromkeys(below) if child in children]
+            if needed or hasattr(node, "variable"):
+                children[node] = needed
+                order.append(node)
+    return children, order

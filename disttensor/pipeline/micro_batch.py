@@ -1,0 +1,134 @@
+"""One micro-batch on this rank: its program, its tape, and what is done of it when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from disttensor.comm import p2p
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.coroutine import Coroutine
+from disttensor.pipeline.recorder import note, recorders
+from disttensor.pipeline.schedule import Schedule
+from disttensor.pipeline.tape import Tape
+from disttensor.tensor.dist_tensor import DistTensor
+
+Tensor = torch.Tensor
+Step = Callable[[Any], Any]
+
+
+class MicroBatch:
+    """One micro-batch on this rank: a forward, which may pause between visits, and a backward."""
+
+    def __init__(self, step: Step, batch: Any, number: int, chunks: int) -> None:
+        self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
+        self.stage = 0
+        self.loss: Any = None
+        visits = chunks if chunks > 1 else math.inf
+        self.tape = Tape(self._pause, self._waiting, visits, turns=chunks > 1)
+        self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
+        self.chunk = 0
+        self.put_off: set[int] = set()
+        self.next_to: set[int] = set()
+
+    def at(self, stage: int, plan: Schedule) -> None:
+        """This rank's stage; after ``next_to`` visits the program does not leave it."""
+        self.stage = stage
+        ways = [plan.virtual(stage, chunk) for chunk in range(plan.chunks)]
+        self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
+
+    def carry_out(self, action: Action) -> None:
+        for recorder in recorders():
+            recorder.begins(action)
+        start, kind = time.perf_counter(), action.kind
+        if kind == "F":
+            self.forward(action.chunk)
+        elif kind == "W":
+            if not self.weights(action.chunk):
+                return
+        elif not self.backward(action.chunk, put_off_weights=kind == "I"):
+            kind = "B"  # nothing could be put off
+        note(kind, self.stage, self.number, action.chunk, start)
+
+    def forward(self, chunk: int) -> None:
+        """Go on to the end of this visit, or of the step in the last visit of the schedule."""
+        self.chunk = chunk
+        if self.coroutine is None:
+            self._run_step()
+            return
+        last = chunk == self.chunks - 1
+        while not self.coroutine.ended:
+            self.coroutine.resume()
+            if not last:
+                return
+
+    def backward(self, chunk: int, put_off_weights: bool = False) -> bool:
+        """True where gradients of weights were put off."""
+        self.chunk = chunk
+        with p2p.channel(self.channel):
+            put_off = self.tape.backward(self.loss, *self._visits(chunk), put_off_weights)
+        if chunk == self.chunks - 1:
+            self.loss = self.loss.detach()  # frees the graph of the last visit
+        if put_off:
+            self.put_off.add(chunk)
+        return put_off
+
+    def weights(self, chunk: int) -> bool:
+        """The gradients that the backward of this visit has put off; False where there are none."""
+        if chunk not in self.put_off:
+            return False
+        self.chunk = chunk
+        self.put_off.discard(chunk)
+        with p2p.channel(self.channel):
+            self.tape.weights(*self._visits(chunk))
+        return True
+
+    def _visits(self, chunk: int) -> tuple[int, int]:
+        """The first and the last visit, as the tape counts them, of one of the schedule. Where the
+        program does not say that the next one begins, both are one, done with the later."""
+        joined = set() if self.tape.turned else self.next_to
+        if chunk in joined:
+            return 0, -1
+        first = sum(c not in joined for c in range(chunk))
+        return first, self.tape.visit if chunk == self.chunks - 1 else first
+
+    def close(self) -> None:
+        if self.coroutine is not None:
+            self.coroutine.abandon()
+        # It and its tape name each other: what it holds would wait for Python's garbage collection.
+        self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
+
+    @property
+    def channel(self) -> int:
+        return 1 + self.number % (p2p.CHANNELS - 1)
+
+    def _run_step(self) -> None:
+        with p2p.channel(self.channel), self.tape:
+            self.loss = self.step(self.batch)
+        loss = self.loss
+        if not isinstance(loss, DistTensor):
+            raise TypeError(
+                f"pipeline.run: the step gave {type(loss).__name__} for micro-batch {self.number}, "
+                "and must return its loss, a DistTensor of one element (return loss)"
+            )
+        if loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
+            raise TypeError(
+                f"pipeline.run: the step gave {loss.spec!r} for micro-batch {self.number}"
+                + ("" if loss.numel() != 1 else ", which does not require grad")
+                + ": the loss is one element that depends on parameters"
+            )
+
+    def _pause(self) -> None:
+        if self.coroutine is not None:
+            self.coroutine.pause()
+
+    def _waiting(self, wait: Callable[[], Tensor]) -> Tensor:
+        start = time.perf_counter()
+        value = wait()
+        note("wait", self.stage, self.number, self.chunk, start)
+        return value

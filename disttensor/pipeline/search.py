@@ -1,0 +1,190 @@
+"""A schedule for given costs, found by trying: what can start first, starts first.
+
+Each attempt goes through time once and gives a stage that is free what can start there soonest: an
+I, an F as long as there is room, and a W where nothing else could start before it would end.
+Attempts differ in what goes first of two that could start at once, and in the room that they use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from disttensor import arguments
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.costs import Costs
+from disttensor.pipeline.schedule import SHAPES, Schedule
+from disttensor.pipeline.schedules import NAMES
+from disttensor.pipeline.steady import sizes
+
+
+def search(
+    costs: Costs, memory: int | Sequence[int] | None = None, *,
+    stages: int, micro_batches: int, chunks: int = 1, shape: str = "loop",
+) -> Schedule:  # fmt: skip
+    """The schedule that takes least time by ``costs``, of those that were tried and those with a
+    name. It is no proof that there is none that takes less.
+
+    ``memory``: of how many visits a stage may hold something at once (``Schedule.peak``), for all
+    or for each stage; None: as many as the first stage of "1f1b" does, stages times chunks. A
+    schedule follows from the arguments alone, so all ranks find the same one.
+
+    >>> costs = pipeline.Costs(forward=1, inputs=1, weights=1)
+    >>> found = pipeline.search(costs, memory=3, stages=2, micro_batches=4)
+    >>> costs.span(found), costs.span(pipeline.zero_bubble(2, 4)), found.peak(0)
+    (13.0, 13.0, 2)
+
+    Raises ValueError for a memory in which nothing could go on.
+    """
+    arguments.of_type("search: costs", costs, Costs, "Costs")
+    sizes(stages, micro_batches, chunks)
+    if shape not in SHAPES:
+        raise ValueError(f"search: shape={shape!r}: 'loop' or 'v' is expected")
+    costs.check(stages * chunks)
+    room = _room(memory, stages, chunks)
+    found: dict[Schedule, None] = {}
+    for made in _with_names(stages, micro_batches, chunks, shape):
+        found[made] = None
+    for less, forward_first, late_first, patience in product(
+        (0, 1, stages // 2), (False, True), (False, True), (0.0, 0.5, 1.0)
+    ):
+        wish = _Wish(forward_first, late_first, patience)
+        smaller = [max(chunks, n - less) for n in room]
+        rows = _Attempt(costs, smaller, stages, micro_batches, chunks, shape).rows(wish)
+        if rows is not None:
+            found[Schedule(rows, shape)] = None
+    fits = [s for s in found if all(s.peak(i) <= n for i, n in enumerate(room))]
+    if not fits:
+        raise ValueError(f"search: memory={memory!r}: no schedule was found that needs no more")
+    return min(fits, key=lambda s: (costs.span(s), sum(map(s.peak, range(stages)))))
+
+
+class _Wish(NamedTuple):
+    forward_first: bool  # than an I that could start as early
+    late_first: bool  # the last visit first, of those that could start as early
+    patience: float  # how much of its time a W may hold up another action
+
+
+class _Attempt:
+    """One way through time. Finished[kind, virtual stage, micro-batch] is when; ``live`` counts the
+    visits of a stage that are held."""
+
+    def __init__(
+        self, costs: Costs, room: Sequence[int], stages: int, micro_batches: int, chunks: int,
+        shape: str,
+    ) -> None:  # fmt: skip
+        self.costs, self.room, self.micro_batches, self.chunks = costs, room, micro_batches, chunks
+        self.last = stages * chunks - 1
+        places = Schedule([[Action("F", 0)]] * stages, shape)
+        self.virtual = [[places.virtual(s, c) for c in range(chunks)] for s in range(stages)]
+        self.free = [0.0] * stages
+        self.live = [0] * stages
+        self.done = [{(kind, c): 0 for kind in "FI" for c in range(chunks)} for _ in range(stages)]
+        self.waiting: list[deque[Action]] = [deque() for _ in range(stages)]
+        self.finished: dict[tuple[str, int, int], float] = {}
+        self.made: list[list[Action]] = [[] for _ in range(stages)]
+
+    def rows(self, wish: _Wish) -> list[list[Action]] | None:
+        """The order of each stage; None where nothing can go on in this memory."""
+        for _ in range(3 * self.micro_batches * (self.last + 1)):
+            choices = [
+                (*found, stage)
+                for stage in range(len(self.free))
+                if (found := self._choice(stage, wish)) is not None
+            ]
+            if not choices:
+                return None
+            start, action, stage = min(choices, key=lambda choice: (choice[0], choice[2]))
+            self._do(stage, action, start)
+        return self.made
+
+    def _choice(self, stage: int, wish: _Wish) -> tuple[float, Action] | None:
+        ready = list(self._ready(stage))
+        best = None
+        if ready:
+            start, _, _, action = min(
+                (
+                    start,
+                    (action.kind == "F") is not wish.forward_first,
+                    -action.chunk if wish.late_first else action.chunk,
+                    action,
+                )
+                for start, action in ready
+            )
+            best = start, action
+        if self.waiting[stage]:
+            w = self.waiting[stage][0]
+            takes = self.costs.of_action(self.virtual[stage][w.chunk], "W")
+            if best is None or self.free[stage] + takes * (1 - wish.patience) < best[0]:
+                return self.free[stage], w
+        return best
+
+    def _ready(self, stage: int) -> Iterator[tuple[float, Action]]:
+        """What could come next but a W, and when it could start."""
+        for chunk, virtual in enumerate(self.virtual[stage]):
+            for kind, edge, step in (("F", 0, -1), ("I", self.last, 1)):
+                m = self.done[stage][kind, chunk]
+                if m == self.micro_batches:
+                    continue
+                if kind == "F":
+                    # a later visit of the same micro-batch needs room as well
+                    if self.live[stage] + self.chunks - 1 - chunk >= self.room[stage]:
+                        continue
+                elif m >= self.done[stage]["F", chunk]:
+                    continue
+                came = 0.0
+                if virtual != edge:
+                    end = self.finished.get((kind, virtual + step, m))
+                    if end is None:
+                        continue
+                    near = virtual + step in self.virtual[stage]
+                    came = end + (0.0 if near else self.costs.transfer)
+                yield max(came, self.free[stage]), Action(kind, m, chunk)
+
+    def _do(self, stage: int, action: Action, start: float) -> None:
+        kind, m, chunk = action
+        virtual = self.virtual[stage][chunk]
+        end = start + self.costs.of_action(virtual, kind)
+        self.free[stage] = end
+        self.made[stage].append(action)
+        if kind == "W":
+            self.waiting[stage].popleft()
+            self.live[stage] -= 1
+            return
+        self.finished[kind, virtual, m] = end
+        self.done[stage][kind, chunk] += 1
+        if kind == "I":
+            self.waiting[stage].append(action._replace(kind="W"))
+        else:
+            self.live[stage] += 1
+
+
+def _with_names(stages: int, micro_batches: int, chunks: int, shape: str) -> Iterator[Schedule]:
+    for builtin in NAMES.values():
+        try:
+            made = builtin.make(stages, micro_batches, chunks)
+        except ValueError:  # it visits a mesh more or less often
+            continue
+        if made.shape == shape or chunks == 1:
+            yield made
+
+
+def _room(memory: int | Sequence[int] | None, stages: int, chunks: int) -> list[int]:
+    if memory is None:
+        return [stages * chunks] * stages
+    if isinstance(memory, (list, tuple)):
+        room = [arguments.whole("search: memory: entry", n, 1) for n in memory]
+        if len(room) != stages:
+            raise ValueError(
+                f"search: memory={memory!r}: one number for each of {stages} stages, or one for all"
+            )
+    else:
+        room = [arguments.whole("search: memory", memory, 1)] * stages
+    if min(room) < chunks:
+        raise ValueError(
+            f"search: memory={memory!r}: a micro-batch visits a stage {chunks} times before its "
+            f"first backward, so {chunks} visits are the least"
+        )
+    return room

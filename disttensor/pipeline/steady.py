@@ -1,0 +1,29 @@
+"""What schedules share: the steady turn of forwards and backwards, groups of micro-batches."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+from disttensor import arguments
+from disttensor.pipeline.action import Action
+
+
+def mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
+    """``warm`` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    warm = min(warm, len(forwards))
+    steady = len(forwards) - warm
+    turns = zip(forwards[warm:], backwards[:steady], strict=True)
+    return [*forwards[:warm], *chain.from_iterable(turns), *backwards[steady:]]
+
+
+def groups_of(stages: int, micro_batches: int) -> list[range]:
+    """Micro-batches in groups of ``stages``; where that does not divide their number, in nearly
+    equal groups of more: smaller ones would idle longer."""
+    number = max(1, micro_batches // stages)
+    cuts = [micro_batches * i // number for i in range(number + 1)]
+    return [range(start, end) for start, end in pairwise(cuts)]
+
+
+def sizes(stages: int, micro_batches: int, chunks: int) -> None:
+    for name, size in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
+        arguments.whole(f"a schedule: {name}", size, 1)

@@ -1,0 +1,162 @@
+"""The schedules in which the gradients of weights fill the bubble. A backward is I, which the stage
+before waits for, and W, which nobody waits for.
+
+From Qi et al., Zero Bubble Pipeline Parallelism (2023; ZB-H1, ZB-V), and the DualPipe of DeepSeek
+cut in half, DualPipeV (2025).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.schedule import Schedule
+from disttensor.pipeline.steady import groups_of, mixed, sizes
+
+
+def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """ZB-H1: "1f1b" with the W of stage s put off by s micro-batches. It holds no more than stage 0
+    of "1f1b", and idles (p - 1) (F + I - W), a third of that where F, I and W take as long.
+
+    >>> pipeline.zero_bubble(2, 3)
+    Schedule(['F0 F1 I0 W0 F2 I1 W1 I2 W2', 'F0 I0 F1 I1 W0 F2 I2 W1 W2'])
+
+    Raises ValueError for several visits.
+    """
+    sizes(stages, micro_batches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"'zero_bubble' visits each stage once, and chunks={chunks}: use "
+            "'interleaved_zero_bubble', 'zbv' or 'dualpipev'"
+        )
+    forwards = [Action("F", m) for m in range(micro_batches)]
+    backwards = [Action("B", m) for m in range(micro_batches)]
+    return Schedule(
+        [_put_off(mixed(forwards, backwards, stages - 1 - s), s) for s in range(stages)]
+    )
+
+
+def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """ "interleaved_1f1b" in which W is put off: a shorter way down, as an I is as long as an F.
+
+    >>> pipeline.interleaved_zero_bubble(1, 1, 2)
+    Schedule(['F0 F0.1 I0.1 W0.1 I0 W0'])
+    """
+    sizes(stages, micro_batches, chunks)
+    if chunks == 1:
+        return zero_bubble(stages, micro_batches)
+    groups = groups_of(stages, micro_batches)
+    forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
+    backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
+    warm = (chunks - 1) * max(map(len, groups))
+    return Schedule(
+        [_put_off(mixed(forwards, backwards, warm + stages - 1 - s), s) for s in range(stages)]
+    )
+
+
+def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """ZB-V: every mesh is visited on the way there and on the way back, so that the first one has
+    the loss. It holds as much as "1f1b" and, where F, I and W take as long and there are 2 p - 1
+    micro-batches or more, idles p - 1 of them only.
+
+    >>> pipeline.zbv(1, 1)
+    Schedule(['F0 F0.1 I0.1 W0.1 I0 W0'], shape='v')
+    """
+    _two("zbv", stages, micro_batches, chunks)
+    m = max(micro_batches, 2 * stages - 1)
+    rows = []
+    for s in range(stages):
+        row = _Row()
+        row.add("F.0", 2 * (stages - s) - 1)
+        row.add("F.1 F.0", s)
+        row.add("F.1 I.1 W.1", stages - s)
+        while row.count["F.1"] < m:
+            row.add("F.0" if row.count["F.0"] < m else "")
+            row.add("I.0 W.0 F.1 I.1 W.1")
+        row.add("I.0 I.1", s)
+        row.add("I.0 W.0", stages - s)
+        row.add("W.1", m - row.count["W.1"])
+        row.add("W.0", m - row.count["W.0"])
+        rows.append(row.actions)
+    return _without(rows, micro_batches)
+
+
+def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """DualPipeV: as "zbv", with whole backwards, in turn with forwards of the other direction,
+    where nobody waits for them.
+
+    >>> pipeline.dualpipev(1, 2)
+    Schedule(['F0 F0.1 F1 B0.1 F1.1 B0 B1.1 I1 W1'], shape='v')
+    """
+    _two("dualpipev", stages, micro_batches, chunks)
+    m = max(micro_batches, 2 * stages)
+    rows = []
+    for s in range(stages):
+        row, after = _Row(), stages - 1 - s
+        row.add("F.0", 2 * after)
+        row.add("F.0 F.1", s + 1)
+        row.add("I.1 W F.1", after)
+        row.add("F.0 B.1 F.1 B.0", m - 2 * stages + s + 1)
+        row.add("B.1 F.1 B.0", after)
+        halves = 2 * (s + 1)
+        whole = 2 * ((s + 1) // 2) + (s % 2 == 0)
+        for i in range(halves):
+            row.add(("B" if i < whole else "I") + (".1", ".0")[i % 2])
+        row.add("W I.0", after)
+        row.add("W", len(row.put_off))
+        rows.append(row.actions)
+    return _without(rows, micro_batches)
+
+
+class _Row:
+    """The order of one stage: ``add("F.0 I.1")`` takes the next micro-batch of each; a W without a
+    chunk is that of the oldest I that has none."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.count: Counter[str] = Counter()
+        self.put_off: deque[Action] = deque()
+
+    def add(self, what: str, times: int = 1) -> None:
+        for item in what.split() * times:
+            kind, _, chunk = item.partition(".")
+            if not chunk:
+                action = self.put_off.popleft()._replace(kind="W") if self.put_off else None
+            else:
+                step = "I" if kind == "B" else kind  # both take the next gradient
+                action = Action(kind, self.count[f"{step}.{chunk}"], int(chunk))
+                self.count[f"{step}.{chunk}"] += 1
+                if kind == "I":
+                    self.put_off.append(action)
+            if action is not None:
+                self.actions.append(action)
+
+
+def _put_off(order: Iterable[Action], by: int) -> list[Action]:
+    """B as I, and as W after the I of ``by`` more micro-batches."""
+    made: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in order:
+        if action.kind != "B":
+            made.append(action)
+            continue
+        made.append(action._replace(kind="I"))
+        waiting.append(action._replace(kind="W"))
+        if len(waiting) > by:
+            made.append(waiting.popleft())
+    return [*made, *waiting]
+
+
+def _without(rows: list[list[Action]], micro_batches: int) -> Schedule:
+    """The first micro-batches alone: a schedule for more of them is one for fewer."""
+    return Schedule([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
+
+
+def _two(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    sizes(stages, micro_batches, chunks)
+    if chunks != 2:
+        raise ValueError(
+            f"{name!r} visits each stage twice, there and back, and chunks={chunks}: give "
+            "stages=[mesh0, mesh1, mesh1, mesh0]"
+        )

@@ -1,0 +1,133 @@
+"""Schedules with I and W carried out: bit for bit the gradients of 1f1b, whatever the layers are;
+what was put off, and what is kept until then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import disttensor as dt
+from disttensor import pipeline
+from tests.support.pool import on_ranks
+from tests.support.stages import stage_meshes
+
+
+class Block(nn.Module):
+    """[rows, 6] -> the same: a norm, two products, a residual, a leaf that is used twice."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.again = again
+
+    def body(self, x):
+        h = torch.softmax(self.up(self.norm(x)), -1)
+        return self.scale * (x + self.down(h)) * self.scale
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int, again: bool = False, tie: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block(again and i % 2 == 0) for i in range(depth))
+        self.head = nn.Linear(6, 11, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trained(schedule, visits, count=5, plan=None, autocast=False, **how):
+    """(losses, gradients by name, recorded events) of one step."""
+    torch.manual_seed(0)
+    depth = max(2, len(visits) - 2)
+    model = Model(depth, **how).double()
+    layers = ["embed", "blocks.*", "head"]
+    pipeline.split(layers, visits, plan, of=model)
+    tokens = torch.randint(11, (3 * count + 2, 5), generator=torch.Generator().manual_seed(1))
+
+    def step(batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(dt.shard_tensor(batch, visits[0]))
+            return y.double().square().sum() / 10
+
+    several = len(set(visits)) < len(visits)
+    with pipeline.record() as recorded:
+        losses = pipeline.run(
+            step, tokens.tensor_split(count), schedule, stages=visits if several else None
+        )
+    grads = {
+        name: None if p.grad is None else p.grad.full_tensor()
+        for name, p in model.named_parameters()
+    }
+    values = [dt.broadcast_value(loss) for loss in losses]
+    return values, grads, [e for e in recorded.events if e.kind != "wait"]
+
+
+def visits_of(meshes, schedule):
+    if schedule in ("zbv", "dualpipev"):
+        return [*meshes, *reversed(meshes)]
+    return meshes * 2 if schedule.startswith("interleaved") else meshes
+
+
+def like(schedule, visits):
+    """A schedule without W over the same visits, which adds gradients up in the same order."""
+    if schedule == "zero_bubble":
+        return "1f1b"
+    made = pipeline.named(schedule, len(set(visits)), 5, 2)
+    rows = [[a._replace(kind="B" if a.kind == "I" else a.kind) for a in row if a.kind != "W"]
+            for row in made.orders]  # fmt: skip
+    return pipeline.Schedule(rows, made.shape)
+
+
+def check(schedule, meshes, **how):
+    visits = visits_of(meshes, schedule)
+    losses, grads, events = trained(schedule, visits, **how)
+    want, expected, _ = trained(like(schedule, visits), visits, **how)
+    assert all(map(torch.equal, losses, want))
+    for name, grad in expected.items():
+        assert (grads[name] is None) is (grad is None), name
+        assert grad is None or torch.equal(grads[name], grad), name
+    row = pipeline.named(schedule, len(meshes), 5, len(visits) // len(meshes)).orders
+    done = [e.action for e in events]
+    if "again" in how or "tie" in how:  # a visit may have nothing to put off
+        done, row = (
+            [a for a in done if a.kind == "F"],
+            [[a for a in r if a.kind == "F"] for r in row],
+        )
+    assert done == list(row[events[-1].stage])
+    return events
+
+
+SCHEDULES = ["zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"]
+HOW = [{}, {"tie": True}, {"again": True}, {"autocast": True}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_bit_for_bit(schedule, how):
+    check(schedule, stage_meshes(), **how)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_bit_for_bit_on_four_stages(schedule):
+    check(schedule, stage_meshes(1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_split_over_the_ranks_of_a_stage(schedule):
+    plan = {"*.up.*": [dt.Shard(0)], "*.down.weight": [dt.Shard(1)], "*.norm.*": [dt.Shard(0)]}
+    check(schedule, stage_meshes(), plan=plan, tie=True)
