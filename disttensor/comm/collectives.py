@@ -10,6 +10,7 @@ group with a lane of its own (see ``new_group``), in the same order on all membe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, overload
@@ -21,13 +22,13 @@ from torch.distributed import distributed_c10d as c10d
 from disttensor.comm import desync, failures, log, wire
 from disttensor.comm.groups import Group as Group
 from disttensor.comm.groups import world_group as world_group
+from disttensor.comm.process_group import backend_name
 from disttensor.comm.process_group import world as world
 from disttensor.comm.work import Work, finished
 from disttensor.errors import CommError as CommError
 from disttensor.torch_private import (
     all_gather_single,
     all_to_all_single,
-    backend_of,
     reduce_scatter_single,
 )
 
@@ -219,7 +220,7 @@ def reduce_scatter(
     if out is None:
         out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
     total, share = out, (n - 1) / n
-    if async_op and op in ("sum", "avg") and backend_of(group.pg, x.device).name() == "gloo":
+    if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
         # gloo's own works in the calling thread, at two to three times the cost of an exchange.
         rows = torch.empty_like(buffer).view(n, -1)
         fn: Any = all_to_all_single
@@ -246,21 +247,65 @@ def reduce_scatter(
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)
 
 
-def all_to_all(pieces: Sequence[Tensor], numels: Sequence[int], group: Group) -> list[Tensor]:
+@overload
+def all_to_all(
+    pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *,
+    async_op: Literal[False] = ...,
+) -> list[Tensor]: ...  # fmt: skip
+@overload
+def all_to_all(
+    pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *, async_op: Literal[True]
+) -> Work[list[Tensor]]: ...
+def all_to_all(
+    pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *, async_op: bool = False
+) -> Any:
     """Sends ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]``
     elements."""
     if group.size == 1:
-        return [pieces[0].detach().reshape(-1)]
+        alone = [pieces[0].detach().reshape(-1)]
+        return finished(alone) if async_op else alone
     share = 1 - pieces[group.index].numel() / max(1, sum(p.numel() for p in pieces))
     pieces, numels = group.to_backend(pieces), group.to_backend(numels)
-    send = wire.dense(torch.cat([p.reshape(-1) for p in pieces]))
+    full = [p for p in pieces if p.numel()]
+    send = full[0].reshape(-1) if len(full) == 1 else torch.cat([p.reshape(-1) for p in pieces])
+    send = wire.dense(send)
     out = send.new_empty(sum(numels))
     given, target = wire.sendable(send), wire.sendable(out)
     scale = 1 if given is send else send.itemsize
     sizes = [n * scale for n in numels], [p.numel() * scale for p in pieces]
+
+    def finish() -> list[Tensor]:
+        return list(group.to_members(out.split(list(numels))))
+
+    args = group.pg, target, given, *sizes, _options("AllToAllOptions", async_op)
+    go = start if async_op else run
+    return go("all_to_all", group, send, share, all_to_all_single, args, finish)
+
+
+def all_to_all_rows(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
+) -> Tensor:
+    """[sum(sent), *s] to [sum(received), *s]: the first ``sent[0]`` rows go to member 0, and so on;
+    ``received[i]`` rows come from member i, in order."""
+    x = wire.dense(x)
+    if group.size == 1:
+        return x
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    share = 1 - sent[group.index] / max(1, sum(sent))
+    if not group.in_rank_order:
+        x = torch.cat(group.to_backend(x.split(list(sent))))
+    given, target = wire.sendable(x), wire.sendable(out)
+    scale = 1 if given is x else x.itemsize * math.prod(x.shape[1:])
+    there, back = group.to_backend(sent), group.to_backend(received)
+    sizes = [n * scale for n in back], [n * scale for n in there]
+
+    def finish() -> Tensor:
+        if group.in_rank_order:
+            return out
+        return torch.cat(group.to_members(out.split(list(back))))
+
     args = group.pg, target, given, *sizes, _options("AllToAllOptions", False)
-    whole = run("all_to_all", group, send, share, all_to_all_single, args, lambda: out)
-    return list(group.to_members(whole.split(list(numels))))
+    return run("all_to_all", group, x, share, all_to_all_single, args, finish)
 
 
 def all_to_all_even(x: Tensor, group: Group) -> Tensor:

@@ -4,7 +4,7 @@ program."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,14 @@ class CommLog:
 
     def __getitem__(self, i: int) -> CommRecord:
         return self.records[i]
+
+    def transfer(self, label: object, sources: Sequence[int]) -> None:
+        """Messages of one transfer are posted on this rank: ``label`` is its plan, or says what it
+        is; ``sources`` are the ranks that it comes from. Nothing to a log."""
+
+    def traced(self, mesh: Any, calls: Sequence[Any]) -> None:
+        """A module on ``mesh``, which this rank is not in, makes these calls whenever it is called.
+        Nothing to a log."""
 
     @property
     def total_bytes(self) -> int:

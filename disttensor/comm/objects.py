@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from disttensor.comm import collectives, p2p
 from disttensor.comm.groups import Group
-from disttensor.comm.process_group import world
+from disttensor.comm.process_group import is_fake, world
 
 Tensor = torch.Tensor
 
@@ -27,9 +27,21 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
         return [value]
     out: list[Any] = [None] * group.size
     unknown = torch.empty(0)  # how much is sent differs between ranks, and is not counted
+    fn: Any = dist.all_gather_object
+    if is_fake():
+        out, fn = [value] * group.size, _nothing
     args = out, value, group.pg
-    fn = dist.all_gather_object
     return collectives.run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))
+
+
+def _nothing(*_: Any) -> None:
+    """A collective of a fake process group."""
+
+
+def told(numbers: Tensor, mine: Sequence[float]) -> list[float]:
+    """What ranks have told each other, for Python. ``mine``: what this rank said, which is all that
+    there is in a fake process group."""
+    return list(mine) if is_fake() else numbers.tolist()
 
 
 def others(ranks: Sequence[int]) -> list[int]:
@@ -49,9 +61,8 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
         return
     payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(payload)], device=device)
-    for rank in rest:
-        for part in (size, payload):
-            p2p.send(part, rank, tag, f"an object of ranks {list(ranks)}")
+    for part in (size, payload):
+        p2p.send(part, rest, tag, f"an object of ranks {list(ranks)}")
 
 
 def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
@@ -82,8 +93,7 @@ def broadcast_value(
     if value is None:
         return p2p.receive(shape, dtype, device, ranks[0], tag, label).wait()
     if world()[0] == ranks[0]:
-        for rank in rest:
-            p2p.send(value.detach(), rank, tag, label)
+        p2p.send(value.detach(), rest, tag, label)
     return value
 
 

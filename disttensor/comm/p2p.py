@@ -29,7 +29,7 @@ from disttensor import runtime
 from disttensor.comm import failures, log
 from disttensor.comm.outbox import OUTBOX, check_delivered, failed
 from disttensor.comm.outbox import flush as flush
-from disttensor.comm.process_group import world
+from disttensor.comm.process_group import is_fake, world
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
@@ -123,10 +123,12 @@ class Message(Work[Tensor]):
                 OUTBOX.put(work, out, what)
 
 
-def send(x: Tensor, to: int, tag: int, label: object = "") -> None:
-    """A copy of ``x`` goes to the global rank ``to``. Returns at once; x may be changed after."""
-    flat = dense(x).reshape(-1)
-    _exchange([(to, flat.clone())], [], tag, label)
+def send(x: Tensor, to: int | Sequence[int], tag: int, label: object = "") -> None:
+    """A copy of ``x`` goes to the global rank ``to``, or to each of several. Returns at once; x may
+    be changed after."""
+    copy = dense(x).reshape(-1).clone()
+    ranks = (to,) if isinstance(to, int) else to
+    _exchange([(rank, copy) for rank in ranks], [], tag, label)
 
 
 def receive(
@@ -172,9 +174,11 @@ def _exchange(
     if log.active:
         for to, x in sends:
             log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
-    on_cpu = all(x.is_cpu for _, x in (*sends, *receives))
+        for each in log.active:
+            each.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
+    slips = not is_fake() and all(x.is_cpu for _, x in (*sends, *receives))
     try:
-        works, sent = (_post if on_cpu else _post_batch)(sends, receives, tag)
+        works, sent = (_post if slips else _post_batch)(sends, receives, tag)
     except RuntimeError as error:
         OUTBOX.flush(10.0)  # an earlier message that failed is being put into words
         check_delivered()
@@ -230,7 +234,7 @@ class _Slip(NamedTuple):
     def wait(self) -> None:
         self.work.wait()
         size, _, line = bytes(self.slip.tolist()).decode(errors="replace").partition(" ")
-        if size.isdigit() and int(size) != self.nbytes:  # a fake process group brings nothing
+        if int(size) != self.nbytes:
             raise MismatchError(
                 f"{size} bytes were sent at {line.strip()}, and {self.nbytes} are expected at "
                 f"{user_line()}: these two ranks do not run the same program on the same shapes"
@@ -256,9 +260,11 @@ def _post_batch(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
 ) -> Posted:
     """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each
-    other."""
+    other. A fake process group, which brings no slips, is served the same way."""
     ops = [dist.P2POp(dist.irecv, as_bytes(x), r, tag=tag) for r, x in receives]
-    ops += [dist.P2POp(dist.isend, as_bytes(x), r, tag=tag) for r, x in sends]
+    sent = {id(x): x for _, x in sends}
+    raw = {key: as_bytes(x) for key, x in sent.items()}
+    ops += [dist.P2POp(dist.isend, raw[id(x)], r, tag=tag) for r, x in sends]
     works = dist.batch_isend_irecv(ops) if ops else []
     if len(works) != len(ops):  # one Work for all
         return [list(works) for _ in receives], [works[-1] for _ in sends]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disttensor import runtime
 from disttensor.errors import CommError
-from disttensor.torch_private import default_store
+from disttensor.torch_private import backend_of, default_store
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,6 +21,19 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def world() -> tuple[int, int]:
     """(rank, size) of this process; (0, 1) where no process group was started."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_fake() -> bool:
+    """Is the world PyTorch's ``fake`` process group? There one rank runs alone: others send it
+    nothing, and what ranks tell each other is what this one says."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """The backend of a group, by whose ways collectives are made: of a fake one, the one that it
+    stands for."""
+    name = backend_of(group, device).name()
+    return runtime.current().stands_for if name == "fake" else name
 
 
 def attempt() -> str:

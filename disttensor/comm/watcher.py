@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from disttensor.comm.process_group import attempt, keeps_store, world
+from disttensor.comm.process_group import attempt, is_fake, keeps_store, world
 from disttensor.errors import user_line
 from disttensor.runtime import Runtime
 from disttensor.torch_private import default_store
@@ -148,7 +148,7 @@ def of(now: Runtime) -> Watcher | None:
     """The watcher of this world, started if there is none yet; None where nobody else is there."""
     if now.watcher is None and now.default is not None:
         now.watcher = False
-        if world()[1] > 1 and dist.get_backend() != "fake":
+        if world()[1] > 1 and not is_fake():
             with contextlib.suppress(RuntimeError, AttributeError):  # a store of another kind
                 now.watcher = Watcher(now)
     return now.watcher or None

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from disttensor.comm.groups import Group
+from disttensor.comm.process_group import backend_name
 from disttensor.errors import CommError
-from disttensor.torch_private import backend_of
 
 Tensor = torch.Tensor
 
@@ -116,7 +116,7 @@ def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
 def scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
     """The backend's reduction for ``op``, and the factors before and after it."""
     if op == "avg" and wire.dtype != torch.float16:
-        if backend_of(group.pg, wire.device).name() in AVERAGES:
+        if backend_name(group.pg, wire.device) in AVERAGES:
             return "avg", 1.0, 1.0
     elif op != "avg" and (op != "sum" or wire.dtype != torch.float16):
         return op, 1.0, 1.0

@@ -10,8 +10,9 @@ What is not complete when the backward ends is reduced then.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from disttensor.comm.work import Work
@@ -34,7 +35,8 @@ class Backward:
         self.entered: dict[Segment, dict[SegmentForward, None]] = {}
         self.came: dict[Segment, set[int]] = {}  # leaves that have their gradient
         self.waiting: dict[Segment, set[int]] = {}  # leaves that had one last time, and not yet now
-        self.awaited: dict[Segment, None] = {}  # of segments without copies: those that come too
+        self.together: set[int] = set()  # ``companions`` that are in ``order``, by identity
+        self.order: list[tuple[int, int, Segment]] = []  # a heap: what is to be started next
         self.ready: set[Segment] = set()
         self.launched: set[Segment] = set()
         self.late: set[Segment] = set()
@@ -60,7 +62,16 @@ class Backward:
             self.entered[segment] = {}
             self.came[segment] = set()
             self.waiting[segment] = set(segment.expected)
-            self.awaited |= segment.companions
+            companions = segment.companions
+            if id(companions) not in self.together:
+                self.together.add(id(companions))
+                self._await(companions)
+            if segment not in companions:
+                self._await([segment])
+
+    def _await(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            heapq.heappush(self.order, (-segment.position, segment.index, segment))
 
     def arrived(self, segment: Segment, leaf: int) -> list[Segment]:
         """A leaf has its gradient. The segments whose reduction has started now."""
@@ -96,12 +107,14 @@ class Backward:
     def launch(self) -> list[Segment]:
         """Start what is ready, in order."""
         started = []
-        while rest := [s for s in {**self.entered, **self.awaited} if s not in self.launched]:
-            segment = max(rest, key=lambda s: s.position)
-            if segment not in self.ready:
-                break
-            self.start(segment)
-            started.append(segment)
+        while self.order:
+            segment = self.order[0][-1]
+            if segment not in self.launched:
+                if segment not in self.ready:
+                    break
+                self.start(segment)
+                started.append(segment)
+            heapq.heappop(self.order)
         return started
 
     def start(self, segment: Segment) -> None:
@@ -125,7 +138,7 @@ class Backward:
 
     def finish(self) -> None:
         """At the end of the backward: start the rest, and wait for everything."""
-        last_first = sorted(self.entered, key=lambda s: -s.position)
+        last_first = sorted(self.entered, key=lambda s: (-s.position, s.index))
         for segment in last_first:
             if segment not in self.launched:
                 self.start(segment)
@@ -137,7 +150,8 @@ class Backward:
         while self.running:
             self._resume()
         for segment, came in self.came.items():
-            segment.expected = frozenset(came)
+            if came:  # else its gradients may have been put off to a backward of their own
+                segment.expected = frozenset(came)
             segment.ever |= came
         together = dict.fromkeys(s for s, came in self.came.items() if came and not s.copied)
         for segment in together:

@@ -10,7 +10,8 @@ Which segment is next is what the last forward did.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,18 @@ import torch
 from torch import nn
 
 from disttensor.autograd.accumulation import ONLY, BackwardContext, current_context
+from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor.autograd.joined_backward import this_backward, when_over
+from disttensor.autograd.split_backward import at_once
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import SegmentForward
-from disttensor.fsdp.param import cast_inputs
+from disttensor.fsdp.param import cast_inputs, shared
 from disttensor.fsdp.reduce import Steps, make_groups, reductions
-from disttensor.fsdp.segment import Segment, segments_around, share_attributes
+from disttensor.fsdp.segment import Segment, share_attributes
 from disttensor.tensor.backward import AFTER_FAILURE
 from disttensor.tensor.grad_sync import BEFORE_SYNC
-from disttensor.torch_private import after_backward, current_backward
+from disttensor.torch_private import current_backward
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -61,15 +65,18 @@ class Engine:
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
             segment.position = position
-        self.around = segments_around(self.segments)
-        root.register_forward_pre_hook(self._root_begins, prepend=True)
+        for index, segment in enumerate(self.segments):
+            segment.index = index
         for segment in [s for s in self.segments if s.copied]:
             for module in segment.modules:
-                begins, ends = (
-                    partial(f, segment) for f in (self._module_begins, self._module_ends)
+                is_read = shared(segment.copied, module)
+                if is_read:
+                    module.register_forward_pre_hook(partial(self._is_read, segment), prepend=True)
+                module.register_forward_pre_hook(
+                    partial(self._module_begins, segment, is_read), with_kwargs=True
                 )
-                module.register_forward_pre_hook(begins, with_kwargs=True)
-                module.register_forward_hook(ends, always_call=True)
+                module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
+        root.register_forward_pre_hook(self._root_begins, prepend=True)
         root.register_forward_hook(self._root_ends, always_call=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -88,18 +95,13 @@ class Engine:
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
 
-    def _module_begins(self, segment: Segment, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _module_begins(
+        self, segment: Segment, is_read: bool, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         is_recompute = current_backward() != -1  # of a checkpointed region
-        if is_recompute:
-            self._show_around(segment)
-        if not segment.shown:
-            if not is_recompute:
-                self._note_position(segment)
-            segment.gather()
-            segment.show()
-            if not is_recompute:
-                self._prefetch(segment, self.last_order)
-        segment.running += 1
+        if not is_read:
+            self._show(segment, is_recompute)
+            self._runs(segment)
         if not is_recompute and torch.is_grad_enabled():
             if segment.forward is None:
                 segment.forward = self._forward_of(segment, segment.forwards)
@@ -107,8 +109,31 @@ class Engine:
                 segment.forward.add_inputs(flat((args, kwargs), []))
         return cast_inputs(args, kwargs, self.param_dtype)
 
+    def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
+        """The forward begins here, ahead of what brings parameters to the mesh of another stage:
+        they are brought unsharded always. Each rank has a moment of its own at which the forwards
+        of a segment are over, as its schedule goes from one micro-batch to another, also while this
+        one waits for what it is given."""
+        self._show(segment, current_backward() != -1)
+        self._runs(segment)
+
+    def _runs(self, segment: Segment) -> None:
+        segment.running += 1
+        AROUND[segment] = partial(self._shown_again, segment)
+
+    def _show(self, segment: Segment, is_recompute: bool) -> None:
+        if not segment.shown:
+            if not is_recompute:
+                self._note_position(segment)
+            segment.gather()
+            segment.show()
+            if not is_recompute:
+                self._prefetch(segment, self.last_order)
+
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
         segment.running -= 1
+        if not segment.running:
+            AROUND.pop(segment, None)
         if current_backward() != -1:
             if segment.free_after_forward and not segment.running and self.backward is not None:
                 self.backward.recomputed(segment)
@@ -185,6 +210,8 @@ class Engine:
             if new:
                 make_groups([param], scatter=self.scatter)
             for leaf in new:
+                if segment.copied:  # gathered for one backward, and freed at its end
+                    at_once(leaf)
                 at = len(segment.leaves)
                 segment.leaves.append(param.name)
                 # Weak: a hook of autograd is no part of what the garbage collector sees.
@@ -195,12 +222,12 @@ class Engine:
 
     def _present(self) -> Backward:
         """The backward that runs now."""
-        id = current_backward()
+        id = this_backward()
         if self.backward is None or self.backward.id != id:
             self.clean_up()
             context = self.context if self.context.same_params else current_context()
             self.backward = Backward(id, partial(self._reduce, context), bounded=self.scatter)
-            after_backward(partial(self._finish, self.backward, context))
+            when_over(partial(self._finish, self.backward, context))
         return self.backward
 
     def _enter(self, forward: SegmentForward) -> None:
@@ -210,18 +237,19 @@ class Engine:
         if backward.enter(forward) and segment.buffers:
             segment.gather()
             segment.show()
-            self._show_around(segment)
             order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
             if first:  # often the root's, whose forward began first
                 order = [segment, *[s for s in order if s is not segment]]
             self._prefetch(segment, order)
 
-    def _show_around(self, segment: Segment) -> None:
-        """For a region of its modules that is computed again; hidden as the backward ends."""
-        for other in self.around.get(segment, ()):
-            self._present()
-            other.gather()
-            other.show()
+    @contextmanager
+    def _shown_again(self, segment: Segment) -> Iterator[None]:
+        """For a region inside its modules that is computed again: the backward may not have come to
+        the segment, as its results are on another stage. Hidden as the backward ends."""
+        self._present()
+        segment.gather()
+        segment.show()
+        yield
 
     def _leave(self, forward: SegmentForward) -> None:
         backward = self._present()

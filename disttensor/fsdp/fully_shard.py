@@ -23,6 +23,7 @@ from disttensor.fsdp.segment_policy import SegmentBySize, Segments, segments_of
 from disttensor.layout import Layout
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
+from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.shard_module import a_module, shard_module
 from disttensor.placement import Replicate, Shard
@@ -46,8 +47,8 @@ def shard_data_parallel(
 
     Every parameter becomes a DistTensor split along dim 0 over the axis (beside what tensor
     parallelism splits), which the optimizer, built after this call, and ``state_dict`` see. While a
-    forward or backward of its segment runs, the module holds it unsharded. Values come from the
-    first rank of the mesh.
+    forward or backward of its segment runs, the module holds it unsharded. Experts that the axis
+    splits already stay as they lie. Values come from the first rank of the mesh.
 
     ``stage`` 1: the optimizer's state is sharded; unsharded parameters are kept, gradients
     all-reduced. 2: gradients too (reduce-scattered, half the bytes). 3: parameters too: gathered
@@ -82,6 +83,7 @@ def shard_data_parallel(
             "accelerators are not built; on a CPU mesh they are there already"
         )
     names = {id(p): name for name, p in module.named_parameters()}
+    split = {names[id(p)] for p in module.parameters() if _split_by(p, shard_axis)}
     if mesh is not None:
         _place(module, mesh, shard_axis)
     before = slots(module)
@@ -95,9 +97,12 @@ def shard_data_parallel(
         params = []
         for value in spec.params:
             p = sharded[names[id(value)]]
-            axis = None if shard_axis is None else p.spec.mesh.axis(shard_axis)
+            name = names[id(value)]
+            axis = None
+            if shard_axis is not None and name not in split:
+                axis = p.spec.mesh.axis(shard_axis)
             low = param_dtype if p.dtype.is_floating_point else None
-            params.append(FSDPParam(names[id(value)], p, places[id(p)], axis, low or p.dtype))
+            params.append(FSDPParam(name, p, places[id(p)], axis, low or p.dtype))
         if not params[0].sharded_param.is_initialized:
             off_mesh = OffMeshSegment(spec.modules, params, param_dtype)
             module.register_forward_hook(off_mesh.root_ends, always_call=True)
@@ -152,15 +157,16 @@ def _checked(
         for axis in (shard_axis, replicate_axis):
             if axis is not None:
                 m.axis(axis)
+    experts = expert_tensors(module)
     for name, p in params.items():
         if p.grad is not None:
             raise ValueError(f"{who}: parameter {name!r} has a gradient: zero_grad() first")
         if not isinstance(p, DistTensor):
             continue
-        split = p.spec.layout.varies()
-        if shard_axis is not None and p.spec.mesh.axis(shard_axis) in split:
+        if _split_by(p, shard_axis) and name not in experts:
             raise ValueError(
-                f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already"
+                f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already, which "
+                "it may do to experts alone"
             )
         if p.spec.layout.own:
             raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")
@@ -174,6 +180,13 @@ def check_dtypes(who: str, **dtypes: Any) -> None:
         if dtype is not None and not (known and dtype.is_floating_point):
             kind = ValueError if known else TypeError
             raise arguments.wrong(f"{who}: {name}", dtype, "a floating dtype of torch", kind)
+
+
+def _split_by(p: nn.Parameter, axis: str | None) -> bool:
+    """Does the plan of the model split ``p`` over the axis? Then it stays so."""
+    if axis is None or not isinstance(p, DistTensor):
+        return False
+    return p.spec.mesh.axis(axis) in p.spec.layout.varies()
 
 
 def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:

@@ -7,13 +7,15 @@ module that is skipped whole stays so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from disttensor.fsdp.param import FSDPParam, cast_inputs
+from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor.fsdp.param import FSDPParam, cast_inputs, shared
 from disttensor.meta import execute
 
 
@@ -31,16 +33,44 @@ class OffMeshSegment:
         for param in self.copied:
             param.set_unsharded(execute.stand_in(param.spec, param.sharded_param.requires_grad))
         self.running = 0
+        self.shown = False
         self.ran: set[nn.Module] = set()
         for module in self.modules if self.copied else ():
-            module.register_forward_pre_hook(_Begins(self), with_kwargs=True)
+            is_read = shared(self.copied, module)
+            if is_read:
+                module.register_forward_pre_hook(_IsRead(self), prepend=True)
+            module.register_forward_pre_hook(_Begins(self, is_read), with_kwargs=True)
             module.register_forward_hook(_Ends(self), always_call=True)
 
+    def begin(self) -> None:
+        """A forward of one of its modules: they show the unsharded parameters."""
+        self.running += 1
+        AROUND[self] = self._shown_again
+        self.show()
+
+    def end(self) -> None:
+        self.running -= 1
+        if not self.running:
+            AROUND.pop(self, None)
+
+    @contextmanager
+    def _shown_again(self) -> Iterator[None]:
+        """While a region inside its modules is computed again."""
+        was_shown = self.shown
+        self.show()
+        try:
+            yield
+        finally:
+            if not was_shown:
+                self.hide()
+
     def show(self) -> None:
+        self.shown = True
         for param in self.copied:
             param.show_unsharded()
 
     def hide(self) -> None:
+        self.shown = False
         self.ran.clear()
         for param in self.copied:
             param.show_sharded()
@@ -58,17 +88,28 @@ class _Hook:
         self.segment = segment
 
 
+class _IsRead(_Hook):
+    """See ``Engine._is_read``."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.segment.begin()
+
+
 class _Begins(_Hook):
+    def __init__(self, segment: OffMeshSegment, is_read: bool) -> None:
+        super().__init__(segment)
+        self.is_read = is_read
+
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.segment.show()
-        self.segment.running += 1
+        if not self.is_read:
+            self.segment.begin()
         return cast_inputs(args, kwargs, self.segment.dtype)
 
 
 class _Ends(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         segment = self.segment
-        segment.running -= 1
+        segment.end()
         segment.ran.add(module)
         if not segment.running and len(segment.ran) == len(segment.modules):
             segment.hide()

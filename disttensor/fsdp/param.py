@@ -10,12 +10,14 @@ them is added to the gradient of ``sharded_param``. If nothing is split or cast,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
+from disttensor.autograd import token
 from disttensor.fsdp.bucket import chunk_of
 from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
@@ -69,6 +71,7 @@ class FSDPParam:
 
     def set_unsharded(self, param: DistTensor) -> None:
         self.unsharded_param = as_parameter(param)
+        token.replaced[0] += 1  # modules will show another tensor
 
     def use_memory(self, memory: Tensor) -> None:
         """``memory`` is the local of ``unsharded_param`` from now on."""
@@ -130,8 +133,7 @@ class FSDPParam:
     def divisible(self) -> bool:
         """Do all ranks have locals of one size? Others get a bucket of their own: the order in
         which a backend sums depends on the offset, and replicas must get the same bits."""
-        first = self.spec.box_at((0,) * self.spec.mesh.ndim)[1]
-        return first == self.spec.box_at(tuple(n - 1 for n in self.spec.mesh.shape))[1]
+        return self.spec.is_even()
 
     def has_grads(self) -> bool:
         return self._sum is not None or any(leaf.grad is not None for _, leaf in self.grad_leaves())
@@ -270,6 +272,12 @@ class FSDPParam:
 def _add(total: Tensor, grad: Tensor, kept: tuple[Axes, Tensor] | None) -> Tensor:
     """The sum of both; in place in what was ``kept`` for that."""
     return total.add_(grad) if kept is not None and total is kept[1] else total + grad
+
+
+def shared(params: Iterable[FSDPParam], module: nn.Module) -> bool:
+    """Is one of these parameters that several modules have read by the hooks of ``module``, ahead
+    of its forward? One that lies on the mesh of another stage is brought so."""
+    return bool(module._forward_pre_hooks) and any(len(p.slots) > 1 for p in params)
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any] | None:

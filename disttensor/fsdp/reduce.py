@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives
+from disttensor.comm import collectives, objects
+from disttensor.comm.sums import Slot, sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout, pack
@@ -142,6 +143,7 @@ class _Bucket:
                 if earlier is not None:
                     pieces[i].add_(earlier, alpha=self.prescale)
                     counts[i] += 1
+                    self.present[i] = 1.0
             yield collectives.all_reduce(row, "sum", self.replicas, inplace=True, async_op=True)
             rest = ()
         if self.postscale != 1:
@@ -194,18 +196,12 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
     """Over all axes at once."""
     mesh = params[0].spec.mesh
     grads, present = _pop_grads(params)
-    flat = [g.reshape(-1) for g in grads]
-    row = torch.empty(len(params) + sum(map(len, flat)), dtype=dtype, device=grads[0].device)
-    *parts, counts = row.split([*map(len, flat), len(params)])
-    torch._foreach_copy_(parts, flat)
-    counts.copy_(torch.tensor(present))
-    shapes = [g.shape for g in grads]
-    del grads, flat
-    yield collectives.all_reduce(
-        row, "sum", mesh.group(axes, "reduce"), inplace=True, async_op=True
-    )
-    totals = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    pieces = [param.own_piece(total) for param, total in zip(params, totals, strict=True)]
+    slots = [Slot(grad.numel(), param.divisible) for param, grad in zip(params, grads, strict=True)]
+    grads.append(grads[0].new_tensor(present, dtype=dtype))
+    slots.append(Slot(len(params), False))
+    yield from sums(grads, slots, mesh.group(axes, "reduce"), dtype)
+    counts = grads.pop()
+    pieces = [param.own_piece(total) for param, total in zip(params, grads, strict=True)]
     _accumulate(params, pieces, (), present, counts)
 
 
@@ -216,7 +212,7 @@ def _accumulate(
     present: Sequence[float],
     counts: Tensor,
 ) -> None:
-    found = present if all(present) else counts.tolist()
+    found = present if all(present) else objects.told(counts, present)
     for param, piece, count in zip(params, pieces, found, strict=True):
         if count:
             param.accumulate_grad(piece, axes)

@@ -49,6 +49,7 @@ class Segment:
             self.buffers.append(AllGatherBuffer(members, dtype, group))
         # module -> attributes of it and of the modules inside it
         self.attributes: dict[nn.Module, list[dict[str, Any]]] = {}
+        self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # the forward of the root in which it has its position
         self.running = 0  # forwards of its modules that are on the stack
@@ -142,18 +143,3 @@ def share_attributes(segments: Sequence[Segment]) -> None:
         owner.update(dict.fromkeys(members, around))
     for inner, (segment, module) in owner.items():
         segment.attributes.setdefault(module, []).append(inner.__dict__)
-
-
-def segments_around(segments: Sequence[Segment]) -> dict[Segment, list[Segment]]:
-    """The segments that hold parameters of a segment's modules, as others share those, though their
-    own modules are not inside. Where a backward computes a region again, it may not have come to
-    them."""
-    found: dict[Segment, list[Segment]] = {}
-    copied = [s for s in segments if s.copied]
-    for segment in copied:
-        inside = {inner for module in segment.modules for inner in module.modules()}
-        for other in copied:
-            shared = any(slot.owner in inside for p in other.copied for slot in p.slots)
-            if shared and inside.isdisjoint(other.modules):
-                found.setdefault(segment, []).append(other)
-    return found

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from disttensor import arguments
-from disttensor.comm import collectives
+from disttensor.comm import collectives, objects
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.optim.step_hooks import check_fresh
@@ -141,7 +141,7 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
         )
         found, told = found.split([len(found) - len(flags), len(flags)])
         if None in shares or not everywhere(meshes):  # else each rank knows
-            flags = told.tolist()
+            flags = objects.told(told, flags)
     dtype = _dtype(shares, flags)
     return _total(found, order).to(dtype) if dtype else torch.tensor(0.0, device=device)
 

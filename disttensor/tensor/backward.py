@@ -50,10 +50,18 @@ def run_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """torch.autograd.backward on locals. If it ends with an error, whoever follows backwards puts
-    things in order."""
+    """torch.autograd.backward on locals, ``inputs`` may be DistTensors."""
+    run_engine(roots, grads, retain_graph, create_graph, _leaves_of(inputs))
+
+
+def run_engine(
+    roots: Any, grads: Any, retain_graph: bool | None, create_graph: bool = False,
+    inputs: Any = None,
+) -> None:  # fmt: skip
+    """torch.autograd.backward. If it ends with an error, whoever follows backwards puts things in
+    order."""
     try:
-        torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=_leaves_of(inputs))
+        torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=inputs)
     except BaseException:
         for run in AFTER_FAILURE:
             run()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -216,7 +216,16 @@ def has_grads(x: MeshTensor) -> bool:
 
 def drop_grads(x: MeshTensor) -> None:
     """Nothing has been collected."""
-    for _, leaf in grad_leaves(x):
+    x.local.grad = None
+    state = x._grad_state
+    if state is None:
+        return
+    if state.origin is None and not state.former:  # most leaves, and quickly
+        for alias, made_at, _ in state.aliases.values() if state.aliases is not None else ():
+            if made_at < 0:
+                alias.grad = None
+        return
+    for _, leaf in grad_leaves(x)[1:]:
         leaf.grad = None
 
 
@@ -234,6 +243,19 @@ def set_origin(x: MeshTensor, origin: Callable[[Axes], Tensor] | None) -> None:
     if origin is not None or x._grad_state is not None:
         state = grad_state(x)
         state.aliases, state.origin = None, origin
+
+
+def given_uses(
+    x: MeshTensor,
+    origin: Callable[[Axes], Tensor] | None,
+    aliases: Sequence[tuple[Axes, Tensor]],
+) -> None:
+    """The uses of a new tensor: how aliases of it are made, and those that were made by now."""
+    state = grad_state(x)
+    state.origin = origin
+    if aliases:
+        now = x.local._version + UNCOUNTED[0], region()
+        state.aliases = {axes: (alias, *now) for axes, alias in aliases}
 
 
 def forget_hooked_aliases(x: MeshTensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -124,10 +125,11 @@ _COPIES = (
 
 
 def carry_out_with(dispatch: Callable[..., Any]) -> None:
-    """Every torch function of a DistTensor is ``dispatch(cls, func, types, args, kwargs)``: the one
-    write to the class, by ``disttensor.dispatch``, which is built on it. A slot to look up would
-    cost each call."""
-    DistTensor.__torch_function__ = classmethod(dispatch)
+    """Every torch function of a DistTensor is ``dispatch(cls, func, types, args, kwargs)``, without
+    the class if it is a builtin: the one write to the class, by ``disttensor.dispatch``, which is
+    built on it. A slot to look up would cost each call."""
+    builtin = isinstance(dispatch, BuiltinFunctionType)
+    DistTensor.__torch_function__ = dispatch if builtin else classmethod(dispatch)
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:

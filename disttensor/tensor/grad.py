@@ -167,6 +167,12 @@ def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
 def set_grad(x: MeshTensor, value: Any) -> None:
     """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain,
     global tensor."""
+    state = x._grad_state
+    if value is None and (state is None or state.collector is None):  # in each step: quickly
+        drop_grads(x)
+        if state is not None:
+            state.grad = None
+        return
     collector = collector_of(x)
     if collector is not None:
         if value is not None and value is collector.waiting():

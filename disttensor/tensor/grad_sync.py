@@ -1,5 +1,6 @@
-"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: flat
-collectives, each for all that wait on the same axes, in buckets of at most BUCKET_BYTES."""
+"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: large
+ones where they lie, the others in flat collectives, each for all that wait on the same axes, in
+buckets of at most BUCKET_BYTES."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor import arguments
-from disttensor.comm import collectives, desync
+from disttensor.comm import desync
+from disttensor.comm.sums import Slot, sums
+from disttensor.comm.work import Work
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.tensor.dist_tensor import DistTensor
@@ -27,21 +30,21 @@ BEFORE_SYNC: list[Callable[[list[Any]], None]] = []
 
 class Pending(NamedTuple):
     """A parameter (its number in the call), its gradient that waits to be reduced, and how many
-    elements that takes of a flat tensor: those of the largest piece of any rank. So all ranks lay
-    out their flat tensors alike, and replicas are summed in one order, whatever else lies beside
-    them."""
+    elements that takes of a flat tensor. So all ranks lay out their flat tensors alike, and
+    replicas are summed in one order, whatever else lies beside them."""
 
     number: int
     param: DistTensor
     grad: DistTensor
-    slot: int
+    slot: Slot
 
 
 def sync_gradients(*params: Any) -> None:
     """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
 
-    One flat all-reduce for each bucket of gradients that wait on the same mesh axes; nothing is
-    sent where nothing is pending, so a second call costs nothing. Plain tensors are passed by.
+    One flat all-reduce for each bucket of gradients that wait on the same mesh axes, and one for
+    each gradient of a megabyte, in its own memory where nobody else can see that. Nothing is sent
+    where nothing is pending, so a second call costs nothing. Plain tensors are passed by.
     Optimizers, ``clip_grad_norm_`` and GradScaler do this themselves.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
@@ -53,8 +56,12 @@ def sync_gradients(*params: Any) -> None:
     given = [p for some in params for p in tensors_of(some)]
     for run in BEFORE_SYNC:
         run(given)
-    for members in buckets(given):
-        _reduce(members)
+    started = [(members, *_start(members)) for members in buckets(given)]
+    for members, totals, works in started:
+        for work in works:
+            work.wait()
+        for m, total in zip(members, totals, strict=True):
+            set_reduced(m.param, m.grad, total)
 
 
 def tensors_of(params: Any) -> Iterable[Any]:
@@ -79,7 +86,7 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         if grad is not None and grad.spec.layout.partial:
             spec = grad.spec
             busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-            slot = math.prod(spec.box_at((0,) * spec.mesh.ndim)[1])
+            slot = Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
             waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(
                 Pending(number, p, grad, slot)
             )
@@ -87,7 +94,7 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         bucket: list[Pending] = []
         size = 0
         for member in members:
-            bytes_here = member.slot * dtype.itemsize
+            bytes_here = member.slot.numel * dtype.itemsize
             if bucket and size + bytes_here > BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
@@ -96,27 +103,18 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         yield bucket
 
 
-def _reduce(members: list[Pending]) -> None:
-    """One all-reduce of all members' gradients, over the axes that they all wait on."""
+def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
+    """The totals of all members' gradients over the axes that they all wait on, once the works are
+    done."""
     spec = members[0].grad.spec
     busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-    totals = [m.grad.local.detach() for m in members]
-    if busy:
-        if desync.enabled:  # flat tensors of other gradients may have one size
-            names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
-            desync.compare(spec.mesh.group(busy), f"sync_gradients of {names}")
-        flat = collectives.all_reduce(_flat(totals, members), "sum", spec.mesh.group(busy))
-        slots = flat.split([m.slot for m in members])
-        totals = [s[: t.numel()].view(t.shape) for s, t in zip(slots, totals, strict=True)]
-    for m, total in zip(members, totals, strict=True):
-        set_reduced(m.param, m.grad, total)
-
-
-def _flat(pieces: list[Tensor], members: list[Pending]) -> Tensor:
-    """All pieces, each in its slot."""
-    parts: list[Tensor] = []
-    for piece, member in zip(pieces, members, strict=True):
-        parts.append(piece.reshape(-1))
-        if piece.numel() < member.slot:
-            parts.append(piece.new_zeros(member.slot - piece.numel()))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    totals = [m.grad.local for m in members]
+    if not busy:
+        return [t.detach() for t in totals], []
+    group = spec.mesh.group(busy)
+    if desync.enabled:  # flat tensors of other gradients may have one size
+        names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
+        desync.compare(group, f"sync_gradients of {names}")
+    # ``m.grad.local`` is one reference
+    works = sums(totals, [m.slot for m in members], group, spec.dtype, held=1, is_grad=True)
+    return totals, works

@@ -11,11 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 import reshard
 from disttensor.autograd.grad_types import Typed, dual
+from disttensor.autograd.joined_backward import when_over
+from disttensor.autograd.split_backward import watched
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, collector_of, freeze_leaves, grad_leaves
 from disttensor.tensor.reshard import resharded
-from disttensor.torch_private import after_backward
 
 Tensor = torch.Tensor
 
@@ -51,9 +52,10 @@ class Hooks(MeshTensor):
                 "the parameter has its gradient; to change it, change p.grad there"
             )
         freeze_leaves(self, hooked=self.local.is_leaf)
-        return Handles(
-            [t.register_hook(_on_local(self, hook, axes)) for axes, t in grad_leaves(self)]
-        )
+        found = grad_leaves(self)
+        for _, t in found:
+            watched(t.grad_fn)
+        return Handles([t.register_hook(_on_local(self, hook, axes)) for axes, t in found])
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
         """The hook is called with this leaf once per backward, when all its uses have their
@@ -79,7 +81,7 @@ class Hooks(MeshTensor):
         def on(_: Tensor) -> None:
             if not waiting:
                 waiting.append(True)
-                after_backward(done)
+                when_over(done)
 
         return Handles(
             [leaf.register_post_accumulate_grad_hook(on) for _, leaf in grad_leaves(self)]
@@ -91,6 +93,7 @@ class Hooks(MeshTensor):
         elif self.is_initialized:
             freeze_leaves(self)
             for _, t in grad_leaves(self):
+                watched(t.grad_fn)
                 t.retain_grad()
 
 

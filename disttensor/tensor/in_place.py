@@ -46,6 +46,7 @@ class InPlace(MeshTensor):
             if requires_grad is not self.local.requires_grad:
                 _replace_token(self, requires_grad)
             return self
+        token.replaced[0] += requires_grad is not self.local.requires_grad
         for _, t in grad_leaves(self) if leaf else [((), self.local)]:
             t.requires_grad_(requires_grad)
         if requires_grad:
@@ -100,6 +101,7 @@ class InPlace(MeshTensor):
                     "it is sharded"
                 )
             collector.renew()
+        token.replaced[0] += 1
         if not self.is_initialized:
             _replace_token(self, self.local.requires_grad)
         elif value.is_initialized:

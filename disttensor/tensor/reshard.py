@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -77,19 +78,26 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
     if fresh and storage_id(moved.untyped_storage()) == storage_id(x.local.untyped_storage()):
         moved = moved.clone()
     if moved.requires_grad:
-        known, made_at = moved.detach(), version(moved)
-
-        def alias(axes: Axes) -> Tensor:
-            # written to since, perhaps through a view: it is no longer x's value
-            if version(moved) != made_at:
-                return move(moved, Typed(dst), Typed(dst, axes), None)
-            read = through(x, dst, axes)
-            return move(x.local_for(read), Typed(x.spec, read), Typed(dst, axes), [known])
-
+        alias = partial(again, x, dst, moved, moved.detach(), version(moved))
         out = x.like(moved, dst)
         set_origin(out, alias)
         return out
     return x.like(moved, dst)
+
+
+def again(
+    x: MeshTensor, dst: DistSpec, moved: Tensor, known: Tensor, made_at: int, axes: Axes
+) -> Tensor:
+    """The origin of the result of a reshard: ``x`` moved to ``dst`` for a use that varies, of which
+    the value is ``known``."""
+    # written to since, perhaps through a view: it is no longer x's value
+    if version(moved) != made_at:
+        source, src, held = moved, Typed(dst), None
+    else:
+        read = through(x, dst, axes)
+        source, src, held = x.local_for(read), Typed(x.spec, read), [known]
+    out: Tensor = move(source, src, Typed(dst, axes), held)
+    return out
 
 
 _targets: Cache[Any, DistSpec] = Cache(4096)

@@ -17,7 +17,8 @@ import torch
 
 from disttensor.errors import name_of
 from disttensor.tensor.versions import count
-from disttensor.torch_private import storage_id
+from disttensor.torch_private import make_subclass, storage_id
+from disttensor.tree import flat
 
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
 # storages of copies whose write is being brought back: they are up to date
@@ -45,21 +46,18 @@ class ViewState:
 # Copies -------------------------------------------------------------------------------------------
 
 
-class StaleView:
-    """In place of the local of a copy whose source was written to."""
+class StaleView(torch.Tensor):
+    """In place of the local of a copy whose source was written to. A tensor, since methods of
+    tensors take nothing else, and would not come to ask it."""
 
-    def __init__(self, message: str) -> None:
-        object.__setattr__(self, "message", message)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(object.__getattribute__(self, "message"))
+    message: str
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        found = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, StaleView))
-        raise RuntimeError(object.__getattribute__(found, "message"))
+        found = next(a for a in flat((args, kwargs), []) if isinstance(a, StaleView))
+        raise RuntimeError(found.message)
 
 
 def enter(
@@ -132,7 +130,8 @@ def invalidate(written: torch.Tensor) -> None:
             or storage_id(copy.local.untyped_storage()) in _current
         ):
             continue
-        copy.local = StaleView(
+        copy.local = stale = make_subclass(StaleView, copy.spec.meta_tensor)
+        stale.message = (
             f"{copy.spec!r} came from {copy._view_state.name}, which had to move data and gave a "
             "copy; the tensor that it was taken from has been written to since, which a view "
             "would show. Take it again for the new values, or clone() it before the write to keep "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.deaths import PROGRAMS
-from tests.opinfo.test_opinfo import commit
+from tests.support.part import part
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = 4  # of all, for each commit
@@ -43,7 +42,7 @@ def worlds(names):
 @pytest.mark.limit(400)
 def test_the_rank_that_died_is_named_by_all():
     """Killed, ended early or by an error of its own; in stages, steps and while groups are made."""
-    names = random.Random(commit()).sample(ALL, SOME)
+    names = part(ALL, SOME)
     for name, ranks in worlds(dict.fromkeys([*ALWAYS, *names])):
         where, how, dying = name.split("-")
         for rank, (status, seconds, text) in enumerate(ranks):

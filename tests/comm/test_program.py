@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import disttensor as dt
 from disttensor import runtime
@@ -61,6 +62,9 @@ def train(mesh, stage, rows, change, quiet=False, folder=None):
         y = model(x)
         if last and change == "forward":
             y = y * 2
+        if change.startswith("policy"):
+            with dt.attention_policy("gather" if last and change == "policy gather" else "auto"):
+                y = F.scaled_dot_product_attention(y, y, y)
         y.square().mean().backward()
         if last and change == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -110,6 +114,17 @@ def test_the_rank_that_left_the_program_is_named_at_the_next_step():
             late = "late" if change == "forward" and dist.get_rank() == 3 else ""
             train(mesh, stage, length, change if odd else late)
         assert "ranks [0, 2, 3]" in str(raised.value) and "test_program.py" in str(raised.value)
+    start_anew()
+
+
+@on_ranks(2, timeout=120)
+def test_ranks_under_two_attention_policies_are_found_at_the_next_step():
+    """Of one head "auto" gathers too, so that nobody waits for nobody."""
+    start_anew()
+    mesh = dt.init_mesh((2,), ("dp",))
+    odd = dist.get_rank() == 1
+    with pytest.raises(dt.MismatchError, match=r"rank 1: .*attention.*, 'gather'"):
+        train(mesh, 0, lambda last: 6, "policy gather" if odd else "policy")
     start_anew()
 
 

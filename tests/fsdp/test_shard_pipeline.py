@@ -3,6 +3,8 @@ reduced once per step."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,9 @@ def stages_of(kind):
     return [ProcessMesh(torch.tensor(ranks).reshape(shape), names) for ranks in ([0, 1], [2, 3])]
 
 
+SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv"]
+
+
 def whole(x):
     return dt.broadcast_value(x.detach())
 
@@ -69,7 +74,11 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
     torch.manual_seed(0)
     model = Model(**how).double()
     meshes = stages_of(kind)
-    order = meshes * 2 if schedule == "interleaved_1f1b" else meshes
+    order = meshes
+    if schedule in ("zbv", "dualpipev"):
+        order = [*meshes, *reversed(meshes)]
+    elif schedule.startswith("interleaved"):
+        order = meshes * 2
     pipeline.split([model.first, *model.blocks, model.last], order, of=model)
     dt.shard_data_parallel(model, segments=list(segments), **ways(stage))
     opt, ref = sgd(model.parameters()), sgd(plain.parameters())
@@ -86,7 +95,7 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
             got = pipeline.run(
                 lambda x: model(dt.shard_tensor(x, meshes[0], split)).square().sum(), data,
                 schedule,
-                stages=order if schedule == "interleaved_1f1b" else None,
+                stages=order if order is not meshes else None,
             )  # fmt: skip
             dt.sync_gradients(model)
         logs.append(log)
@@ -105,14 +114,18 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
     return logs[-1]
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "stage", "kind"),
+    [
+        *itertools.product(SCHEDULES[:3], STAGES, SHAPES),
+        *itertools.product(SCHEDULES[3:], STAGES, ["dp x fsdp"]),
+    ],
+)
 @on_ranks(4)
 def test_schedules(schedule, stage, kind):
     log = check(stage, schedule, kind)
     over = [r.axis for r in log if r.kind in ("all_reduce", "reduce_scatter")]
-    if kind == "dp x fsdp" and schedule != "interleaved_1f1b":
+    if kind == "dp x fsdp" and schedule in ("1f1b", "gpipe", "zero_bubble"):
         # replicas: one reduction for each segment of the stage, of all five micro-batches
         assert over == ["dp"] * 3, str(log)
 
@@ -125,6 +138,12 @@ def test_schedules(schedule, stage, kind):
 @on_ranks(4)
 def test_tied_and_recomputed(schedule, stage, how):
     check(stage, schedule, **how)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_a_v_tied_and_recomputed(stage):
+    check(stage, "zbv", tie=True, again=True)
 
 
 @pytest.mark.parametrize("stage", STAGES)
