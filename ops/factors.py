@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disttensor.layout import Layout, layout_of
+from disttensor.layout import Axes, Layout, layout_of
 from disttensor.placement import Placement
 
 Letter = Hashable
@@ -97,6 +97,8 @@ class Factors:
     moves            the call only moves elements: a Partial of any reduction passes through
     shapes           global shapes of the outputs, where letters do not tell
     local            made once per plan: ``local(call)`` gives the function that runs on the locals
+    independent      letters along which ``local`` treats each index by itself, wherever its rows
+                     lie in the whole (``Balanced``); without ``local`` all that may be split are
     view             the result shares memory with the first argument
     rematerialize    cheap to compute twice: if the result is used as varying, it is recomputed from
                      varying inputs instead of all-reducing its gradient
@@ -110,6 +112,9 @@ class Factors:
     halo             letters whose split dims need more than the piece: letter -> the bytes that a
                      rank receives where the letter is split in n. They stay split where a gather
                      would cost as much or more.
+    beside           letters that axes split although they split another letter too: letter -> such
+                     axes. What has the letter stays as it lies there. The local function brings
+                     the two together.
     """
 
     inputs: tuple[Dims, ...]
@@ -122,6 +127,7 @@ class Factors:
     moves: bool = False
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: LocalMaker | None = None
+    independent: frozenset[Letter] = frozenset()
     view: bool = False
     rematerialize: bool = False
     metadata_only: frozenset[int] = frozenset()
@@ -129,6 +135,7 @@ class Factors:
     written: frozenset[int] = frozenset()
     per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
+    beside: Mapping[Letter, Axes] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> Factors:
         """A copy with some fields changed."""

@@ -11,17 +11,35 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from disttensor.layout import Axes, Box
+from disttensor.layout import Axes, Box, Layout
 from ops.factors import Letter
 
 
 class Piece(Protocol):
     """A tensor of the call on this rank: global shape and layout, and this rank's box."""
 
-    shape: Any
-    layout: Any
-    local_shape: tuple[int, ...]
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def layout(self) -> Any: ...
+    @property
+    def local_shape(self) -> tuple[int, ...]: ...
+    @property
+    def local_box(self) -> Box: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPiece:
+    """A ``Piece`` made of its parts: of no tensor of the call, or of one in another layout."""
+
+    shape: tuple[int, ...]
+    layout: Layout
     local_box: Box
+    dtype: Any = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.local_box.shape
 
 
 class Part(NamedTuple):
@@ -80,6 +98,25 @@ class Collectives(Protocol):
         each of which holds its ``have[i]``; these cover all that is wanted, once. Differentiable to
         every order."""
 
+    def exchange(self, pieces: Sequence[Any], numels: Sequence[int], axes: Axes) -> Any:
+        """``pieces[i]`` goes to member i, ``numels[i]`` elements come from it, all of one dtype:
+        begins, and ``wait()`` of what it gives has them, flat, by member. Not differentiable."""
+
+    def exchange_rows(
+        self, rows: Any, sent: Sequence[int], received: Sequence[int], axes: Axes
+    ) -> Any:
+        """The first ``sent[0]`` rows go to member 0, the next ``sent[1]`` to member 1, and so on;
+        ``received[i]`` rows come from member i, in order. Not differentiable."""
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives; where a checkpointed region is computed again, what it gave in the
+        forward."""
+
+    def reshard(self, x: Any, shape: Sequence[int], have: Layout, want: Layout, axes: Axes) -> Any:
+        """The piece in ``have`` of a tensor of the global shape as its piece in ``want``; where it
+        is replicated over ``axes`` it is used together with what varies there. Differentiable to
+        every order."""
+
     def draw(self, default: str, generator: Any = None) -> Draw:
         """Random numbers for the call that now runs: once in each, on all ranks. ``default``:
         "invariant" or "fast"."""
@@ -104,6 +141,13 @@ class LocalCall:
 
     def count(self, axes: Axes) -> int:
         return math.prod(self.mesh_shape[a] for a in axes)
+
+    def member(self, axes: Axes) -> int:
+        """This rank's number among the members of the axes (major first)."""
+        number = 0
+        for a in axes:
+            number = number * self.mesh_shape[a] + self.coordinate[a]
+        return number
 
     def first(self, axes: Axes) -> bool:
         """Is this rank the first one of the axes?"""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,8 @@ def assign(
         layout = arg.layout
         for d, axes in enumerate(layout.dims):
             for a in axes:
-                shards[a].append((t, majors[t][d]))
+                if a not in f.beside.get(majors[t][d], ()):
+                    shards[a].append((t, majors[t][d]))
         if t not in f.metadata_only:
             for a, op in layout.partial:
                 pending[a].append((t, op))
@@ -115,7 +116,7 @@ def _cheapest(
         (choice, split)
         for choice in itertools.product(*options)
         if _even(f, choice, mesh_shape)
-        for split in _splits(choice, args, majors, firm)
+        for split in _splits(choice, args, majors, firm, f.beside)
     )
     alone = all(len(some) == 1 for some in options)
     for choice, split in every:
@@ -301,12 +302,12 @@ def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
 
 def _splits(
     choice: Sequence[Any], args: Sequence[Arg], majors: list[tuple[Letter, ...]],
-    firm: Collection[int],
+    firm: Collection[int], beside: Mapping[Letter, Axes],
 ) -> Iterator[dict[Letter, Axes]]:  # fmt: skip
     """Letter -> axes that split it, major first: with several axes on a letter in each order, that
     of an argument which has to stay as it lies (``firm``), or of the largest that has most of them,
     comes first."""
-    split: dict[Letter, Axes] = {}
+    split: dict[Letter, Axes] = dict(beside)
     for a, picked in enumerate(choice):
         if picked is not None and not isinstance(picked, Flow):
             split[picked] = (*split.get(picked, ()), a)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from disttensor.layout import Layout
 from ops.factors import Arg, Factors, LocalMaker, letters
 
 Function = Callable[..., Any]
+Setting = Callable[[], Any]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -23,6 +25,8 @@ class Rule:
     numbers    "type": numbers among the arguments do not change the rule (a scalar operand);
                "value": they do (a dim)
     floats     so do the values of floats (the order of a norm), which else count by type
+    setting    given the layouts of the tensors it gives a function of what the user has set around
+               the call, whose value changes the rule; None where that has no say
     """
 
     name: str
@@ -31,6 +35,7 @@ class Rule:
     numbers: str = "value"
     floats: bool = False
     pattern: str = ""
+    setting: Callable[[Sequence[Layout]], Setting | None] | None = None
 
 
 RULES: dict[Function, Rule] = {}
@@ -98,8 +103,9 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
                     )
                 continue
             RULES[found] = Rule(
-                rule.name, rule.factors, inplace, rule.numbers, rule.floats, rule.pattern
-            )
+                rule.name, rule.factors, inplace, rule.numbers, rule.floats, rule.pattern,
+                rule.setting,
+            )  # fmt: skip
 
 
 def rule(
@@ -108,6 +114,7 @@ def rule(
     exact: bool = False,
     numbers: str = "value",
     floats: bool = False,
+    setting: Callable[[Sequence[Layout]], Setting | None] | None = None,
     **options: Any,
 ) -> Any:
     """Register a rule. Two forms:
@@ -128,7 +135,7 @@ def rule(
             return letters(pattern, *tensors, local=local, **options)
 
         register(
-            Rule(functions[0].__name__, factors, False, numbers, floats, pattern),
+            Rule(functions[0].__name__, factors, False, numbers, floats, pattern, setting),
             *functions,
             exact=exact,
         )
@@ -136,10 +143,13 @@ def rule(
 
     def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
         register(
-            Rule(make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0]),
+            Rule(
+                make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0],
+                setting,
+            ),
             *funcs,
             exact=exact,
-        )
+        )  # fmt: skip
         return make
 
     return enter

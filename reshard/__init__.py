@@ -7,7 +7,8 @@ What is registered, by the placement of an axis before and after (one file per k
     Shard         all_gather    all_to_all        to_partial
     Partial(op)   all_reduce    reduce_scatter    (none)
 
-Two reductions have no shortcut between them, so P(sum) -> P(max) goes through Replicate.
+``Balanced`` has the moves of ``Shard``, on rows in another order (``balanced``). Two reductions
+have no shortcut between them, so P(sum) -> P(max) goes through Replicate.
 ``exchange`` is not bound to a pair: it takes several axes from any S and R to any other at once,
 a change of the order of axes on one dim included. ``choose`` finds the cheapest sequence of steps
 and ``run`` takes it. Between two meshes pieces are sent from rank to rank (``cross_mesh``).

@@ -88,8 +88,9 @@ class Graph:
         mine = frozenset(a for a, _ in state.own) | self.placements.keys()
         if state.partial:
             yield from self.reductions(state, mine)
-        if state.dims != self.dims:
+        if state.dims != self.dims or state.own != self.goal.own:
             yield from self.gathers(state, mine)
+        if state.dims != self.dims:
             yield from self.all_to_alls(state, mine)
             yield from self.slices(state, mine)
             yield from self.exchanges(state, mine)
@@ -121,8 +122,11 @@ class Graph:
     def gathers(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
         """S -> R, for every set of axes that are the minor ones of their dims and not in place."""
         choices = []
+        other = {a for a, _ in {*state.own} ^ {*self.goal.own}}
         for now, then in zip(state.dims, self.dims, strict=True):
-            lowest = max([common(now, then), *(i + 1 for i, a in enumerate(now) if a in mine)])
+            changing = [i for i, a in enumerate(now) if a in other]
+            in_place = min([common(now, then), *changing])
+            lowest = max([in_place, *(i + 1 for i, a in enumerate(now) if a in mine)])
             choices.append([now[:i] for i in range(lowest, len(now) + 1)])
         for after in itertools.product(*choices):
             if after != state.dims:

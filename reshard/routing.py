@@ -8,8 +8,10 @@ itself. Every other part comes from one rank that holds the cell: the ``nearest`
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from disttensor.cache import cached
@@ -134,16 +136,18 @@ def _keys(spec: DistSpec, kept: Axes, once: Axes) -> Iterator[tuple[int, Key]]:
 
 
 def _grid(boxes: set[Box]) -> list[list[tuple[int, int]]]:
-    """Of each dim the intervals (start, length). Every product of them is one of the boxes."""
+    """Of each dim the intervals (start, length) in order; none overlap. Every product of them is
+    one of the boxes."""
     dims = zip(*(zip(*box, strict=True) for box in boxes), strict=True)
     return [sorted(set(intervals)) for intervals in dims]
 
 
 def _overlapping(grid: list[list[tuple[int, int]]], target: Box) -> Iterator[Box]:
     """The boxes of the grid that have elements in ``target``, in order."""
-    hits = [
-        [(a, n) for a, n in intervals if a < start + size and start < a + n]
-        for intervals, start, size in zip(grid, *target, strict=True)
-    ]
+    hits = []
+    for intervals, start, size in zip(grid, *target, strict=True):
+        first = bisect_right(intervals, start, key=sum)  # ends after start
+        until = bisect_left(intervals, start + size, key=itemgetter(0))
+        hits.append(intervals[first:until])
     for cell in itertools.product(*hits):
         yield Box(tuple(a for a, _ in cell), tuple(n for _, n in cell))

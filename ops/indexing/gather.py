@@ -16,7 +16,8 @@ from ops.dims import FIRST, front, letters_of, moved, named
 from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned
 from ops.infer import NoRule
-from ops.registry import rule
+from ops.registry import Rule, register, rule
+from ops.shape.copied import copied
 
 Tensor = torch.Tensor
 
@@ -42,7 +43,7 @@ def select(input: Arg, dim: int, index: int) -> Factors:
     return moved(input, (*dims[:at], *dims[at + 1 :]), view=True)
 
 
-@rule(*named("narrow", "narrow_copy"), exact=True)
+@rule(*named("narrow"), exact=True)
 def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
     """the dim is whole, unless all of it is taken"""
     at = front(dim, input.ndim)
@@ -59,6 +60,10 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
         raise NoRule("narrow by a tensor")
     dims: tuple[Letter, ...] = letters_of(input)
     return moved(input, (*dims[:at], "taken", *dims[at + 1 :]), {"taken": length}, view=True)
+
+
+_copy = Rule("narrow_copy", copied(narrow), pattern="as narrow")
+register(_copy, *named("narrow_copy"), exact=True)
 
 
 @rule(*named("index_select"), exact=True)

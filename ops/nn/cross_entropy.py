@@ -72,7 +72,9 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
         )
         return _local(call.func, options)
 
-    return Factors(tuple(ins), (out,), sizes, reduced, shapes=None, local=local)
+    return Factors(
+        tuple(ins), (out,), sizes, reduced, local=local, independent=frozenset(dims)
+    )  # fmt: skip
 
 
 @rule(F.cross_entropy, exact=True)

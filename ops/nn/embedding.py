@@ -74,6 +74,7 @@ def embedding(
     terms = (frozenset({weight.index}),)
     return Factors(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
+        independent=frozenset(ids),
         # else the gradient of the result is the smaller one to sum
         rematerialize=math.prod(input.shape) >= v,
     )  # fmt: skip

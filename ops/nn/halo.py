@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, box_at, chunk
+from disttensor.layout import Axes, Range, box_at, chunk
 from ops.local import LocalCall
-
-Range = tuple[int, int]  # start and stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +64,22 @@ class Halo:
     zeros: tuple[int, int]
 
 
-def halo(call: LocalCall, dim: int, axes: Axes, window: Window) -> Halo:
-    """The plan for ``dim`` (of the first input and the first result) that ``axes`` split."""
+def ranges_of(call: LocalCall, size: int, axes: Axes) -> tuple[Range, ...]:
+    """What each member of ``axes`` (major first) holds of a dim that they split."""
 
-    def cut(size: int, place: tuple[int, ...]) -> Range:
+    def cut(place: tuple[int, ...]) -> Range:
         at = dict(zip(axes, place, strict=True))
         coordinate = tuple(at.get(a, 0) for a in range(len(call.mesh_shape)))
         (offset,), (length,) = box_at((size,), (axes,), call.mesh_shape, coordinate)
-        return offset, length
+        return offset, offset + length
 
-    places = list(itertools.product(*(range(call.mesh_shape[a]) for a in axes)))
-    have = tuple((o, o + n) for o, n in (cut(window.size, p) for p in places))
-    reads = [window.reads(*cut(window.made, p)) for p in places]
+    return tuple(map(cut, itertools.product(*(range(call.mesh_shape[a]) for a in axes))))
+
+
+def halo(call: LocalCall, dim: int, axes: Axes, window: Window) -> Halo:
+    """The plan for ``dim`` (of the first input and the first result) that ``axes`` split."""
+    have = ranges_of(call, window.size, axes)
+    reads = [window.reads(a, b - a) for a, b in ranges_of(call, window.made, axes)]
     want = tuple(window.within(r) for r in reads)
-    mine = reads[places.index(tuple(call.coordinate[a] for a in axes))]
+    mine = reads[call.member(axes)]
     return Halo(lambda x: call.collectives.fetch(x, dim, have, want, axes), window.padding(mine))

@@ -108,14 +108,21 @@ def ctc_loss(
     log_probs: Arg, targets: Arg, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: int = 1, zero_infinity: bool = False,
 ) -> Factors:  # fmt: skip
-    """t n c, n s, n, n -> n: the batch passes through; mean and sum: P(sum)"""
-    if log_probs.ndim != 3 or targets.ndim != 2:
-        raise NoRule("ctc_loss of one sequence, or with targets one behind the other")
+    """t n c, n s, n, n -> n: the batch passes through; mean and sum: P(sum)
+
+    Targets that stand one behind the other, [sum of target_lengths], are whole on each rank, and so
+    are their lengths, which say where the targets of its sequences begin.
+    """
+    if log_probs.ndim != 3:
+        raise NoRule("ctc_loss of one sequence")
     n, lengths = log_probs.shape[1], (input_lengths, target_lengths)
     for name, given in zip(("input_lengths", "target_lengths"), lengths, strict=True):
         if (given.numel() if isinstance(given, Arg) else len(given)) != n:
             raise RuntimeError(f"ctc_loss: {name} must have one number for each of {n} sequences")
-    ins = ((None, "n", None), ("n", None), *(("n",) for _ in tensors_in(*lengths)))
+    rows = targets.ndim == 2
+    ins: tuple[Any, ...] = (None, "n", None), ("n", None) if rows else (None,)
+    for given, letter in zip(lengths, ("n", "n" if rows else None), strict=True):
+        ins += ((letter,),) if isinstance(given, Arg) else ()
     f = Factors(ins, (("n",),), {"n": n}, local=_ctc_local)
     return f if not reduction else f.replace(outputs=((),), reduced={"n": "sum"})
 
@@ -124,18 +131,24 @@ def _ctc_local(call: Any) -> Callable[..., Tensor]:
     """The losses of this rank's sequences; an empty piece is given one, which is cut off again."""
     if not call.split:
         return call.func
-    (start, _), (count, _) = call.inputs[1].local_box
-    n = call.inputs[1].shape[0]
+    (_, start, _), (_, count, _) = call.inputs[0].local_box
+    n = call.inputs[0].shape[1]
+    own = slice(start, start + count)
 
     def ctc_loss(
         log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any,
         blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
     ) -> Tensor:  # fmt: skip
-        times, sizes = (
-            grown(x if isinstance(x, Tensor) else torch.tensor(x[start : start + count]).long())
-            for x in (input_lengths, target_lengths)
-        )
-        given = grown(log_probs), grown(targets), times, sizes
+        lengths = [
+            x if isinstance(x, Tensor) else torch.tensor(x).long()[slice(None) if behind else own]
+            for x, behind in ((input_lengths, False), (target_lengths, targets.ndim == 1))
+        ]
+        if targets.ndim == 1:
+            first = int(lengths[1][:start].sum())
+            lengths[1] = lengths[1][own]
+            targets = targets[first : first + int(lengths[1].sum())]
+        times, sizes = map(grown, lengths)
+        given = grown(log_probs), targets if count else grown(targets), times, sizes
         losses = torch.ctc_loss(*given, blank, 0, zero_infinity)[:count]
         if reduction == 1:
             losses = losses / sizes[:count].clamp(min=1).to(losses)

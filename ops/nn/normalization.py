@@ -4,6 +4,8 @@ ranks inside."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +90,8 @@ def instance_norm(
     """batch and channels pass through; what follows stays whole"""
     if running_mean is not None or running_var is not None or input.ndim < 3:
         raise NoRule("instance_norm with running statistics, or of a single image")
-    f = pointwise_factors([input], whole=frozenset(range(2, input.ndim)), local=padded_if_empty)
+    local = partial(_of_a_dense_gradient, padded_if_empty)
+    f = pointwise_factors([input], whole=frozenset(range(2, input.ndim)), local=local)
     return f.replace(inputs=(*f.inputs, *((1,) for _ in tensors_in(weight, bias))))
 
 
@@ -105,7 +108,7 @@ def batch_norm(
     mixed = len({o.dtype for o in rest}) > 1
     whole_batch = _of_one_dtype if mixed else padded_if_empty
     if not training:
-        return Factors(inputs, (dims,), sizes, local=whole_batch)
+        return Factors(inputs, (dims,), sizes, local=partial(_of_a_dense_gradient, whole_batch))
     if math.prod(input.shape[d] for d in dims if d != 1) == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
@@ -122,6 +125,23 @@ def batch_norm(
         return _batch_norm(call, gone, axes) if axes or is_empty(call) else whole_batch(call)
 
     return Factors(inputs, (dims,), sizes, written=written, local=local)
+
+
+def _of_a_dense_gradient(make: Callable[[LocalCall], Any], call: LocalCall) -> Any:
+    """What ``make`` gives; the gradient of its result comes dense. torch (up to 2.15, on CPU) takes
+    one of other strides, as of a transpose, for another memory format where the batch is one image,
+    and gives wrong gradients: a piece may be one, and instance_norm makes one of all images."""
+    run = make(call)
+    if call.func is F.batch_norm and call.inputs[0].local_shape[0] != 1:
+        return run
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        if out.requires_grad:
+            out.register_hook(Tensor.contiguous)
+        return out
+
+    return dense
 
 
 def _of_one_dtype(call: LocalCall) -> Any:

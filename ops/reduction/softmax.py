@@ -51,7 +51,8 @@ def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
 
             return softmax
 
-        return pointwise_factors([input], local=inner(gone, make))
+        others = frozenset(d for d in range(input.ndim) if d not in gone)
+        return pointwise_factors([input], local=inner(gone, make), independent=others)
 
     factors.__name__, factors.__doc__ = name, "pass-through; the named dim by inner reductions"
     rule(*funcs)(factors)

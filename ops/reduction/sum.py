@@ -52,6 +52,7 @@ def reduction(
         kept = tuple(None if d in gone else d for d in dims)
     reduced: dict[Letter, str] = {} if kind is None else dict.fromkeys(gone, kind)
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
+    options.setdefault("independent", frozenset(d for d in dims if d not in gone))
     return Factors((dims,), (kept,) * results, sizes, reduced=reduced, **options)
 
 
@@ -101,8 +102,9 @@ def mean(
         return mean
 
     return reduction(
-        input, dim, keepdim, "sum", terms=linear_in(input, dtype), local=inner(gone, make)
-    )
+        input, dim, keepdim, "sum", terms=linear_in(input, dtype), local=inner(gone, make),
+        independent=frozenset(range(input.ndim)),
+    )  # fmt: skip
 
 
 @rule(torch.nanmean)

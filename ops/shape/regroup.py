@@ -82,5 +82,13 @@ def regrouped(input: Arg, sizes: Sequence[int], **options: Any) -> Factors:
     shape = resolve(input.shape, sizes)
     ins, outs, known, even = regroup(input.shape, shape)
     return Factors(
-        (ins,), (outs,), known, even=even, moves=True, shapes=(shape,), view=True, **options
+        (ins,),
+        (outs,),
+        known,
+        even=even,
+        moves=True,
+        shapes=(shape,),
+        view=True,
+        independent=frozenset(known),
+        **options,
     )

@@ -189,7 +189,8 @@ def contiguous(input: Arg, memory_format: Any = torch.contiguous_format) -> Fact
         plain = memory_format is torch.contiguous_format
         return apart(call, call.func, always=True) if plain else call.func
 
-    return moved(input, letters_of(input), view=True, local=local)
+    letters = letters_of(input)
+    return moved(input, letters, view=True, local=local, independent=frozenset(letters))
 
 
 @rule(*named("detach", "alias"), exact=True)

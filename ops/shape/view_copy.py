@@ -10,35 +10,12 @@ import torch
 from ops.dims import moved, named
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import LocalCall
 from ops.registry import RULES, Function, Rule, register, rule
 from ops.shape import permute, view
 from ops.shape.concat import at_least
+from ops.shape.copied import copied
 
 VIEWS = "expand diagonal permute split_with_sizes unbind unfold squeeze unsqueeze transpose t"
-
-
-def _copied(seen: Callable[..., Factors]) -> Callable[..., Factors]:
-    """Factors of the copy of what ``seen`` describes."""
-
-    def factors(*args: Any, **kwargs: Any) -> Factors:
-        f = seen(*args, **kwargs)
-        inner = f.local
-
-        def local(call: LocalCall) -> Any:
-            run = call.func if inner is None else inner(call)
-            return lambda *args, **kwargs: _own(run(*args, **kwargs))
-
-        return f.replace(view=False, local=local)
-
-    return factors
-
-
-def _own(value: Any) -> Any:
-    """Tensors in memory of their own."""
-    if isinstance(value, torch.Tensor):
-        return value.clone(memory_format=torch.contiguous_format)
-    return type(value)(map(_own, value))
 
 
 def _of(name: str) -> Function:
@@ -48,9 +25,9 @@ def _of(name: str) -> Function:
 
 
 for _name in VIEWS.split():
-    _rule = Rule(_name + "_copy", _copied(RULES[_of(_name)].factors), pattern=f"as {_name}")
+    _rule = Rule(_name + "_copy", copied(RULES[_of(_name)].factors), pattern=f"as {_name}")
     register(_rule, *named(_name + "_copy"), exact=True)
-register(Rule("alias_copy", _copied(view.same), pattern="as detach"), torch.alias_copy, exact=True)
+register(Rule("alias_copy", copied(view.same), pattern="as detach"), torch.alias_copy, exact=True)
 
 
 def _at_least(n: int) -> Callable[..., Factors]:

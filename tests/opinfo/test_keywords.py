@@ -20,12 +20,10 @@ from ops.signatures import by_position, chosen
 from tests.opinfo.kept import KILLS
 from tests.opinfo.opinfo_call import close, seed
 from tests.opinfo.opinfo_check import OPS, UNSET, common_methods_invocations, unseeded
-from tests.opinfo.test_opinfo import commit
 from tests.support.oracle import fallbacks, mesh_of_world, replace_tensors, tensors_in
+from tests.support.part import part
 from tests.support.pool import on_ranks
 
-# A commit runs one function in twelve.
-PART = slice(int(commit()[-2:] or "0", 16) % 12, None, 12)
 # What draws numbers has other ones in each call.
 DRAWS = "bernoulli cauchy exponential geometric log_normal normal uniform random dropout rrelu rand"
 
@@ -98,7 +96,7 @@ def test_every_rule_takes_its_arguments_by_keyword_in_any_order():
         fallbacks(),
     ):
         warnings.simplefilter("ignore")
-        for name, op in sorted(OPS.items())[PART]:
+        for name, op in part(sorted(OPS.items()), len(OPS) // 12):
             if name in KILLS or torch.float32 not in op.supported_dtypes("cpu"):
                 continue
             for func, call in calls_of(op):

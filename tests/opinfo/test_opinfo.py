@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
-import subprocess
 import time
 
 import pytest
 
 from tests.opinfo import opinfo, opinfo_check
 from tests.support import pool
+from tests.support.part import part
 
-PARTS = 6  # a commit runs one of six on two ranks, one of twelve on four
+PARTS = 8  # a commit runs one of eight on two ranks, one of sixteen on four
 PIECES = 2  # tests that this part comes in, so that they run side by side
 ROOT = pool.ROOT
-
-
-def commit() -> str:
-    """The hash of the checked-out commit; "" where there is none."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
-def part_of(jobs, world):
-    """The jobs that this commit runs in this world."""
-    shuffled = sorted(jobs)
-    random.Random(f"{commit()} {world}").shuffle(shuffled)
-    return shuffled[:: PARTS * world // 2]
 
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("piece", range(PIECES))
 @pytest.mark.parametrize("world", [2, 4])
 def test_functions_of_this_commits_part_match_plain_torch(world, piece):
-    jobs = part_of(opinfo.jobs_of(opinfo.OPS, ["float32"]), world)[piece::PIECES]
+    jobs = sorted(opinfo.jobs_of(opinfo.OPS, ["float32"]))
+    jobs = part(jobs, len(jobs) * 2 // (PARTS * world), salt=world)[piece::PIECES]
     results = opinfo.measure(jobs, most=3, world=world)
     failed = [r for r in results if r.failures and r.name not in opinfo.KNOWN]
     assert not failed, "\n" + opinfo.table(failed, verbose=False)

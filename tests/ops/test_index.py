@@ -195,6 +195,12 @@ def test_a_source_larger_than_the_index_matches_plain() -> None:
     check_rule(torch.scatter, C, 0, W, C.clone(), grad=False)
 
 
+@pytest.mark.parametrize("func", [torch.index_add, torch.index_copy], ids=lambda f: f.__name__)
+def test_a_number_for_a_source_is_torchs_error(func: Any) -> None:
+    with pytest.raises(TypeError, match="'source'"):
+        simulate(func, C, 0, ids(1), 2.0, layouts=[[S(0)], [R]], mesh_shape=(2,))
+
+
 TABLE = randn(7, 4)
 
 

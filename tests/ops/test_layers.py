@@ -12,7 +12,7 @@ import disttensor as dt
 from disttensor.layout import box_at
 from disttensor.placement import Partial, Replicate, Shard
 from ops import Arg, infer
-from tests.support.oracle import fallbacks
+from tests.support.oracle import fallbacks, line, place
 from tests.support.pool import on_ranks
 from tests.support.simulate import check_rule
 
@@ -53,6 +53,19 @@ def test_normalizations(case: Any) -> None:
 @pytest.mark.parametrize("shape", [(5, 6, 3), (5, 6), (5, 6, 2, 3)], ids=str)
 def test_batch_norm_in_training_uses_the_whole_batch(shape: Any) -> None:
     check(F.batch_norm, t(*shape), None, None, t(6), t(6) + 1, True)
+
+
+@on_ranks(2)
+def test_gradients_of_a_piece_of_one_image_that_come_transposed():
+    full, w, m, v = t(3, 4, 2, 2), t(3, 4, 4), t(4), t(4).exp()
+    for norm in (lambda x: F.batch_norm(x, m, v), F.instance_norm):
+        leaf = full.clone().requires_grad_()
+        y = norm(leaf)
+        y.register_hook(lambda g: g.contiguous())  # without it torch is wrong, too
+        (y.flatten(2).transpose(1, 2) * w).sum().backward()
+        x = place(full, line(), [S0]).requires_grad_()
+        (norm(x).flatten(2).transpose(1, 2) * w).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("x", [[R, R], [S0, S1], [S1, S0], [S1, S1], [S2, S0], [R, S2]], ids=str)

@@ -69,13 +69,16 @@ LOSSES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("behind", [True, False], ids=["one behind the other", "rows"])
 @pytest.mark.parametrize("listed", [True, False])
-def test_sequences_of_a_split_batch(listed: bool, reduction: int) -> None:
+def test_sequences_of_a_split_batch(listed: bool, behind: bool, reduction: int) -> None:
     times, sizes = torch.full((5,), 6), torch.tensor([2, 1, 2, 0, 2])
     if listed:
         times, sizes = tuple(times.tolist()), tuple(sizes.tolist())
     probs = torch.log_softmax(randn(6, 5, 4), 2)
     targets = torch.tensor([[1, 2], [3, 1], [2, 2], [1, 1], [3, 2]])
+    if behind:
+        targets = torch.tensor([1, 2, 3, 2, 2, 3, 2])
     for mesh in ((2, 2), (4,)):  # of five sequences the last rank has none
         assert check_rule(
             torch.ctc_loss, probs, targets, times, sizes, 0, reduction, mesh_shape=mesh, tries=8

@@ -506,6 +506,16 @@ def test_writing_to_a_view_that_had_to_be_copied_is_an_error():
         raise RuntimeError("no copy was needed")
 
 
+@on_ranks(2)
+def test_writing_to_a_copy_leaves_the_tensor():
+    for args in ((0, 0, 5), (0, 1, 2), (1, 0, 3)):
+        for layout in ([R], [S0], [S1]):
+            x = place(randn(5, 3), line(), layout)
+            for y in (x.narrow_copy(*args), torch.t_copy(x), torch.squeeze_copy(x)):
+                y.fill_(7.0)
+            assert torch.equal(x.full_tensor(), randn(5, 3))
+
+
 # Halves of a split dim ----------------------------------------------------------------------------
 
 

@@ -17,10 +17,9 @@ from disttensor.layout import box_at
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
 from ops.infer import NoRule
-from ops.local import LocalCall
+from ops.local import LocalCall, LocalPiece
 from ops.registry import RULES
 from tests.support.simulate import (
-    Piece,
     SimulatedCollectives,
     World,
     assemble,
@@ -73,7 +72,7 @@ def written(
 
     def rank(c: Any) -> None:
         inputs = [
-            Piece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
+            LocalPiece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
             for t, w in zip(found, decision.input_layouts, strict=True)
         ]
         collectives = SimulatedCollectives(world, c)

@@ -98,9 +98,17 @@ def test_placements_of_reductions(func: Any, args: Any, out: Any) -> None:
     assert infer(func, *args).outputs == (out,)
 
 
+def test_the_names_of_numpy_are_torchs() -> None:
+    x = Arg((5, 6), [S0, S1])
+    assert infer(torch.sum, x, axis=1, keepdims=True) == infer(torch.sum, x, 1, True)
+    assert infer(torch.sum, a=x, axis=0) == infer(torch.sum, x, 0)
+    assert infer(torch.add, x1=x, x2=x) == infer(torch.add, x, x)
+
+
 def test_histograms_between_bounds_are_pending_counts() -> None:
     x = randn(5, 6)
     assert check_rule(torch.histc, x, 4, -1.0, 1.0, grad=False, partial=())
+    assert check_rule(torch.histc, x, min=-1.0, max=1.0, grad=False, partial=(), tries=4)
     assert infer(torch.histc, Arg((5, 6), [S0, S1]), 4, 0, 3).outputs == ((P, P),)
     with pytest.raises(NoRule, match="bounds"):
         check_rule(torch.histc, x, 4, grad=False)

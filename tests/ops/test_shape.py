@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import ops
 from disttensor.placement import Partial, Replicate, Shard
 from ops import Arg
-from tests.support.simulate import check_rule
+from tests.support.simulate import check_rule, plan
+from tests.support.structure import tensors_in
 
 R, P = Replicate(), Partial()
 S = Shard
@@ -172,6 +173,7 @@ JOINS: list[tuple[Any, ...]] = [
     (T.tensor_split, C, (1, 3), 1),
     (T.tensor_split, C, [2, -1]),
     (T.hsplit, C, 2),
+    (torch.hsplit, randn(6), 2),
     (torch.vsplit, X, 2),
     (torch.dsplit, X, [1]),
     (torch.unbind, C),
@@ -214,6 +216,43 @@ JOINS: list[tuple[Any, ...]] = [
 def test_joins_match_plain(case: tuple[Any, ...], mesh_shape: Any) -> None:
     for kind in ("sum", "max"):
         check_rule(*case, mesh_shape=mesh_shape, partial=(kind,), tries=12)
+
+
+OTHERS: list[tuple[Any, ...]] = [
+    (torch.select, X, 1, 2),
+    (T.narrow, X, 1, 2, 3),
+    (torch.narrow_copy, X, 1, 2, 3),
+    (T.__getitem__, X, (slice(None), 2)),
+    (T.__getitem__, X, ([0, 1], 2)),
+    (torch.view_as_real, torch.complex(C, C)),
+    (torch.view_as_complex, randn(5, 3, 2)),
+    (torch.real, torch.complex(C, C)),
+    (torch.imag, torch.complex(C, C)),
+]
+
+
+@pytest.mark.parametrize("case", [*VIEWS, *JOINS, *OTHERS], ids=ids)
+def test_what_shares_memory_is_a_view(case: tuple[Any, ...]) -> None:
+    first, result = tensors_in(case)[0], tensors_in([case[0](*case[1:])])[0]
+    shares = first.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+    _, factors, _, inplace = plan(*case[:1], case[1:], {}, [[R]] * len(tensors_in(case)), (2,))
+    assert factors.view == (shares and not inplace) or not result.numel()
+
+
+# These look at another tensor, at bits, or bring numbers of their own.
+COMPUTE = {
+    "view_as", "reshape_as", "expand_as", "glu", "view (5, 6) torch.int64",
+    "pad (4, 6, 2) (1, 0) constant 2.5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*VIEWS, *JOINS], ids=ids)
+def test_what_only_moves_elements_leaves_a_maximum_pending(case: tuple[Any, ...]) -> None:
+    given = [[Partial("max")]] * len(tensors_in(case))
+    _, _, decision, _ = plan(*case[:1], case[1:], {}, given, (2,))
+    assert decision is not None
+    passes = all(out.partial_axes for out in decision.output_layouts)
+    assert passes != bool({ids(case), case[0].__name__} & COMPUTE)
 
 
 def test_meshgrid_and_one_hot_match_plain() -> None:

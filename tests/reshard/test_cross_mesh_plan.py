@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import reshard
+from disttensor.comm import p2p
+from disttensor.comm.work import finished
 from disttensor.mesh import ProcessMesh
-from reshard.cross_mesh import fill, plan_between
+from reshard.cross_mesh import fill, plan_between, start
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, layouts, locals_of, spec, value, value_of, window
 
@@ -255,3 +257,28 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     for left, right in ((P("avg"), R), (R, P("avg")), (P("avg"), S(0))):
         with pytest.raises(TypeError, match="average of"):
             plan_between(spec(a, [left], (4,), torch.int64), spec(b, [right], (4,), torch.int64))
+
+
+def test_a_local_of_another_shape_is_refused():
+    here, there = mesh([WORLD - 1]), mesh([0])
+    with pytest.raises(ValueError, match=r"has shape \(3,\).*nothing was moved"):
+        start(torch.ones(3), spec(here, [R], (4,)), spec(there, [R], (4,)), tag=0)
+
+
+# What arrives ------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_the_whole_piece_is_not_copied(monkeypatch):
+    whole, messages = value((4, 6)), []
+    monkeypatch.setattr(p2p, "transfer", lambda *_: [finished(m) for m in messages])
+    here, there, both = mesh([WORLD - 1]), mesh([0]), mesh([0, WORLD - 1])
+    dst = spec(here, [R], (4, 6))
+
+    messages = [whole.clone().view(-1)]
+    src = spec(there, [R], (4, 6))
+    got = start(torch.empty(src.local_shape), src, dst, tag=0).wait()
+    assert torch.equal(got, whole) and got.data_ptr() == messages[0].data_ptr()
+
+    messages = [whole[:2].clone().view(-1)]
+    got = start(whole[2:].clone(), spec(both, [S(0)], (4, 6)), dst, tag=0).wait()
+    assert torch.equal(got, whole)

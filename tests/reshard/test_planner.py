@@ -15,6 +15,7 @@ import reshard
 from disttensor.comm import collectives
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Replicate, Shard
+from reshard.exchange import concerned
 from reshard.registry import moves
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, Threads, layouts, spec, value
@@ -127,6 +128,7 @@ def test_axes_of_size_one_are_free():
     assert kinds(m, [S(1), S(0)], [R, R]) == [("all_gather", "tp")]
     assert kinds(mesh(1, 1), [P(), S(1)], [S(0), R]) == [("local", "dp+tp")]
     assert reshard.cost(spec(m, [P(), R], (4,)), spec(m, [S(0), S(0)], (4,))) == 0
+    assert reshard.cost(spec(m, [P(), R], (4,)), spec(m, [R, R], (4,))) == 0
 
 
 def test_nothing_to_do():
@@ -183,6 +185,13 @@ def test_a_shape_is_not_changed():
     a = spec(mesh(4), [S(0)], (8,))
     with pytest.raises(ValueError, match="cannot change the shape"):
         reshard.choose(a, spec(mesh(4), [R], (9,)))
+
+
+def test_a_local_of_another_shape_is_refused():
+    m = mesh(4, 4)
+    src, dst = (spec(m, [p, R], (8, 6)) for p in (S(0), R))
+    with pytest.raises(ValueError, match=r"has shape \(3, 6\).*nothing was moved"):
+        reshard.run(torch.ones(3, 6), src, dst)
 
 
 # The registry ------------------------------------------------------------------------------------
@@ -270,6 +279,11 @@ def test_placements_of_users_go_through_their_functions(cyclic, monkeypatch):
     assert torch.equal(reshard.run(x, spec(mesh(2, 2), (R, R), (8, 6)), s), x[::2])
 
 
+def test_axes_come_in_order():
+    assert concerned(((8, 1),), ((),)) == (1, 8)  # of a set that has the 8 first
+    assert concerned(((0, 3), (2,)), ((0,), (2, 1))) == (1, 3)
+
+
 def test_a_placement_without_functions_is_an_error(cyclic):
     @dataclass(frozen=True)
     class Odd(Shard):
@@ -283,4 +297,4 @@ def test_a_file_of_the_package_needs_no_other_to_be_found():
     files = Path(reshard.__file__).parent.glob("*.py")
     registering = {f"reshard.{f.stem}" for f in files if "\n@register(" in f.read_text()}
     assert registering == {move.fn.__module__ for move in moves.values()}
-    assert len(registering) == 6
+    assert len(registering) == 7

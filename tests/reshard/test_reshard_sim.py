@@ -96,6 +96,11 @@ def test_bool(op, monkeypatch):
     run_pairs(Threads((4,), monkeypatch), pairs, (5, 3), torch.bool)
 
 
+def test_bools_of_two_kinds_keep_their_order(monkeypatch):
+    pairs = list(itertools.product(layouts(1, 2, ("any", "all")), repeat=2))
+    run_pairs(Threads((2, 2), monkeypatch), pairs, (23,), torch.bool)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16, torch.float64])
 def test_dtypes(dtype, monkeypatch):
     ops = ("max", "min") if dtype == torch.uint8 else ("sum", "max", "min", "prod")
