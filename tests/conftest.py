@@ -54,12 +54,16 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise TimeoutError(f"{item.nodeid} ran longer than {limit:g} s; here is where it was")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
+    in_world = torch.distributed.is_initialized()
     signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         return (yield)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if torch.distributed.is_initialized() and not in_world:
+            torch.distributed.destroy_process_group()
+            raise AssertionError("the test leaves a process group: use fake_world, or @on_ranks")
 
 
 def _limit(item: pytest.Item) -> float:

@@ -69,6 +69,8 @@ def run(torch: str, python: str, options: list[str]) -> Result:
     """pytest on the checkout, in the environment of this torch and Python."""
     interpreter = environment(torch, python)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # the C code, where this Python has a compiler; each has a file of its own
+    subprocess.run([str(interpreter), "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

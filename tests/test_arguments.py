@@ -25,6 +25,7 @@ TABLE = {
     f"init_mesh: shape=.*{SIZES.replace('0', '1')}": """
         dt.init_mesh((-1, -2)) dt.init_mesh((0,)) dt.init_mesh(4) dt.init_mesh("4")
         dt.init_mesh((4.0,)) dt.init_mesh((True,)) dt.init_mesh(None)""",
+    "replay: target.*a module, or a function": "dt.replay(None) dt.replay(3) dt.replay(x)",
     "init_mesh: dim_names=.*different names": """
         dt.init_mesh((2,2),"dp") dt.init_mesh((4,),(0,)) dt.init_mesh((4,),4)""",
     "device_type=.*a type of device that torch has": """
@@ -40,6 +41,7 @@ TABLE = {
     "index .* of ProcessMesh": "grid()[9] grid()[None] grid()[0.5] grid()['dp',0]",
     "has no axis": "grid().axis(2) grid().axis(None) grid().axis('x') grid()['x']",
     "Shard: dim=.*a whole number": "Shard(None) Shard(True) Shard(1.0) Shard('0')",
+    "Balanced: dim=.*a whole number": "dt.Balanced(None) dt.Balanced(True) dt.Balanced('0')",
     "Shard: order=.*from 0 up": "Shard(0,order='a') Shard(0,order=-1) Shard(0,order=True)",
     "Partial.*no such reduction": "Partial(None) Partial(3) Partial('mean') Partial(['sum'])",
     f"mesh=.*{A_MESH}": """
@@ -133,9 +135,21 @@ TABLE = {
         dt.rand(4,mesh=grid(),dtype=torch.int64) dt.randn(4,mesh=grid(),dtype=torch.bool)""",
     "fill_value=.*a number": """
         dt.full((2,),'a',mesh=grid()) dt.full((2,),None,mesh=grid()) dt.full((2,),x,mesh=grid())""",
+    "simulate: .*(a function that|a number|list of ranks|dt.devices.(Device|Network)) ": """
+        dt.simulate(3,8) dt.simulate(None,8) dt.simulate(step,0) dt.simulate(step,"8")
+        dt.simulate(step,8,ranks=[8]) dt.simulate(step,8,ranks=3) dt.simulate(step,8,ranks=["0"])
+        dt.simulate(step,8,device="h100") dt.simulate(step,8,network=8)
+        dt.simulate(step,8,values="x")""",
+    "plan_strategy: .*(a function of|a number of|a list of strategies|one strategy at least)": """
+        dt.plan_strategy(3,8) dt.plan_strategy(step,0) dt.plan_strategy(step,8,3)
+        dt.plan_strategy(step,8,[3]) dt.plan_strategy(step,8,[])
+        dt.plan_strategy(step,8,memory=-1)""",
     "seed=.*a whole number": """
         dt.manual_seed('a') dt.manual_seed(1.5) dt.manual_seed(None) dt.manual_seed(True)""",
-    "the policies are": "dt.rng('x') dt.rng(None)",
+    "the policies are": """
+        dt.rng('x') dt.rng(None) dt.attention_policy('x') dt.attention_policy(None)
+        dt.attention_policy(['ring'])""",
+    "Strategy: attention=.*it is one of": "dt.Strategy(attention='x') dt.Strategy(attention=None)",
     "seconds=.*a positive number": "dt.debug(seconds='x') dt.debug(seconds=-1)",
     "a torch DataLoader|(mesh|placements)=.*one for all tensors": """
         dt.shard_loader(3,grid(),(S0,R)) dt.shard_loader(LOADER,None,(S0,R))
@@ -151,7 +165,15 @@ TABLE = {
         dt.local_map(torch.sin) dt.local_map(torch.sin,out_placements=3)
         dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
         dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
+    "(tokens|indices|weights)=.*a tensor|num_experts=.*from 1 up|dispatched=.*dispatch_tokens": """
+        dt.dispatch_tokens(3,t,2) dt.dispatch_tokens(t,None,2) dt.dispatch_tokens(t,t.long(),0)
+        dt.dispatch_tokens(t,t.long(),"2") dt.combine_tokens(t,t)
+        dt.combine_tokens(dt.dispatch_tokens(t,t.long(),2),3)""",
+    "plans.experts: (mesh_axis=.*|the axis is given by its name|no module of this)": """
+        dt.plans.experts(lin(),0) dt.plans.experts(lin(),"ep") dt.plans.experts(lin(),None)
+        dt.plans.experts(lin(),-1)""",
     A_MODULE: """
+        dt.expert_load(3) dt.plans.experts(3,0)
         dt.save_pretrained(3,"a") dt.load_pretrained(3,"a") dt.never_skip(3)
         dt.plans.megatron(3,0) dt.shard_module(3,grid())
         dt.shard_data_parallel(3,grid())
@@ -201,6 +223,12 @@ TABLE = {
         pipeline.split(3,[grid()]) pipeline.split([lin()],grid()) pipeline.split([lin()],None)
         pipeline.split([lin()],[3]) pipeline.split([lin()],[grid()],counts=3)
         pipeline.run(step,[1.0],stages=3) pipeline.run(step,[1.0],stages=grid())""",
+    "balance=.*one cost, not negative, for each of 1 layers": """
+        pipeline.split([lin()],[grid()],balance=[1.0, 2.0])
+        pipeline.split([lin()],[grid()],balance=[-1.0])""",
+    "balance=.*'parameters', 'time' or a list": """
+        pipeline.split([lin()],[grid()],balance="x")
+        pipeline.split([lin()],[grid()],balance="parameters",counts=[1])""",
     "stages: entry=.*a ProcessMesh": "pipeline.run(step,[1.0],stages=[3])",
     "step=.*a function|micro_batches=.*an iterable|no schedule|is no schedule": """
         pipeline.run(3,[1.0]) pipeline.run(step,3) pipeline.run(step,None)
@@ -208,7 +236,18 @@ TABLE = {
         pipeline.run(step,[1.0],schedule=None)""",
     "a schedule: (stages|micro_batches|chunks)=.*from 1 up": """
         pipeline.gpipe(0,1) pipeline.gpipe(1,0) pipeline.gpipe(1.5,1) pipeline.gpipe(True,1)
-        pipeline.one_f_one_b(-1,1) pipeline.interleaved_1f1b(1,1,0)""",
+        pipeline.one_f_one_b(-1,1) pipeline.interleaved_1f1b(1,1,0) pipeline.zero_bubble(0,1)
+        pipeline.interleaved_zero_bubble(1,0,2) pipeline.zbv("2",1) pipeline.dualpipev(1,True)
+        pipeline.search(pipeline.Costs(1,1,1),stages=0,micro_batches=1)""",
+    "no schedule 'x'|visits: stages.*a list of meshes|times=.*from 1 up": """
+        pipeline.visits([grid()],"x") pipeline.visits(3,"zbv") pipeline.visits(None,"1f1b")
+        pipeline.visits([grid()],"zbv",0)""",
+    "Costs: (forward|transfer)=.*a number|Costs.of: timeline=.*a Timeline|costs=.*Costs": """
+        pipeline.Costs("a",1,1) pipeline.Costs(None,1,1) pipeline.Costs(1,1,1,"x")
+        pipeline.Costs.of(3) pipeline.search(3,stages=1,micro_batches=1)""",
+    "memory=.*a whole number": """
+        pipeline.search(pipeline.Costs(1,1,1),0,stages=1,micro_batches=1)
+        pipeline.search(pipeline.Costs(1,1,1),"a",stages=1,micro_batches=1)""",
     "orders=.*an order for each stage|order of stage 0=.*actions": """
         pipeline.Schedule(3) pipeline.Schedule([3])""",
 }  # fmt: skip
@@ -222,7 +261,7 @@ CALLS = [
 # Types of results, values that take no arguments, and what takes everything.
 OTHERS = {
     "Action", "CommLog", "CommRecord", "Event", "Explanation", "Group", "Layout", "Placement",
-    "Recorder", "Replicate", "Split", "Tick", "broadcast_value", "empty", "named", "record",
+    "Recorder", "Replicate", "Split", "Tick", "broadcast_value", "empty", "info", "named", "record",
     "record_comms", "strict", "values_everywhere",
 }  # fmt: skip
 

@@ -123,6 +123,10 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     run(str(ROOT / "docs" / "floor_plan.py"), "--check")
 
 
+def test_the_picture_of_the_ring_is_that_of_its_schedule() -> None:
+    run(str(ROOT / "docs" / "ring.py"), "--check")
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p != "docs/operators.md"])
 def test_prose_has_one_width(page: str) -> None:
     """100 columns, as in code; not tables, pictures and what stands as it was printed."""

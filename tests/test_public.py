@@ -17,19 +17,20 @@ from disttensor import placement
 from tests.support.pool import on_ranks
 
 NAMES = [
-    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec",
-    "DistTensor",
+    "Balanced", "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError",
+    "DistSpec", "DistTensor",
     "Explanation", "FallbackWarning", "Group",
     "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
-    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug",
-    "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "load_pretrained", "local_map",
-    "manual_seed", "never_skip", "ones",
+    "StrictError", "accumulate", "attention_policy", "broadcast_value", "check_replicas",
+    "clip_grad_norm_", "combine_tokens", "debug", "dispatch_tokens",
+    "empty", "expert_load", "explain", "from_dtensor",
+    "from_fn", "from_local", "full", "info", "init_mesh", "load_pretrained", "local_map",
+    "manual_seed", "never_skip", "ones", "plan_strategy",
     "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "save_pretrained", "shard_data_parallel", "shard_loader",
-    "shard_module",
-    "shard_scaler", "shard_tensor", "strict", "sync_gradients",
+    "record_comms", "replay", "reshard", "rng", "save_pretrained", "shard_data_parallel",
+    "shard_loader", "shard_module",
+    "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip
 

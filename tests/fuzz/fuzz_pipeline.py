@@ -83,6 +83,8 @@ def schedule_of(draw: random.Random, stages: int, batches: int, chunks: int) -> 
     """Any order that can be carried out: whatever is possible next, by chance."""
     orders: list[list[Action]] = [[] for _ in range(stages)]
     visits, done = stages * chunks, set()
+    waiting: list[list[Action]] = [[] for _ in range(stages)]
+    parts = draw.choice((0.0, 0.5, 1.0))  # of the backwards are I and W
     while len(done) < 2 * visits * batches:
         ready = [
             (kind, v, m)
@@ -94,10 +96,20 @@ def schedule_of(draw: random.Random, stages: int, batches: int, chunks: int) -> 
             )
             if (kind, v, m) not in done and all(n in done for n in needs)
         ]
+        put_off = [(stage, a) for stage, row in enumerate(waiting) for a in row]
+        if put_off and draw.random() < 0.3:
+            stage, action = draw.choice(put_off)
+            waiting[stage].remove(action)
+            orders[stage].append(action)
+            continue
         kind, v, m = draw.choice(ready)
         done.add((kind, v, m))
-        orders[v % stages].append(Action(kind, m, v // stages))
-    return Schedule(orders)
+        action = Action(kind, m, v // stages)
+        if kind == "B" and draw.random() < parts:
+            action = action._replace(kind="I")
+            waiting[v % stages].append(action._replace(kind="W"))
+        orders[v % stages].append(action)
+    return Schedule([[*row, *late] for row, late in zip(orders, waiting, strict=True)])
 
 
 def make(seed: int, world: int) -> Chain:
@@ -108,7 +120,8 @@ def make(seed: int, world: int) -> Chain:
     visits = stages * chunks
     pairs = [(a, b) for a in range(visits) for b in range(a + 1, visits)]
     skips = draw.sample(pairs, min(len(pairs), draw.randint(0, 2)))
-    names = ["gpipe", "1f1b" if chunks == 1 else "interleaved_1f1b"]
+    names = ["gpipe", *(("1f1b", "zero_bubble") if chunks == 1 else
+                        ("interleaved_1f1b", "interleaved_zero_bubble"))]  # fmt: skip
     return Chain(
         kind,
         stages,

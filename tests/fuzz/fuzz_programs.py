@@ -12,7 +12,7 @@ then the shape of the mesh), the failures made smaller::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from disttensor import DistTensor, ProcessMesh
+from disttensor.dispatch import native
 from tests.fuzz.fuzz_world import KINDS, TOLERANCE, Program, World, execute, steady
 from tests.fuzz.fuzz_writer import make
 from tests.support import oracle, pool
@@ -62,6 +63,45 @@ def problems(program: Program, mesh: ProcessMesh) -> list[str]:
     except oracle.Problem as problem:
         found.append(str(problem))
     return everyone(found)
+
+
+def differing_codes(program: Program, mesh: ProcessMesh) -> list[str]:
+    """What differs in any bit between the code in C and that in Python; collective. C runs it
+    twice: the first call of a kind is Python's."""
+    answers: list[Any] = []
+    for in_c in (False, True, True):
+        with native.using(in_c), oracle.fallbacks():
+            try:
+                values, grads = execute(program, World(mesh))
+            except Exception as error:
+                answers.append({"error": f"{type(error).__name__}: {error}"})
+                continue
+        answers.append({
+            k: (repr(v.spec), v.local.detach(), v.requires_grad, v.is_leaf)
+            if isinstance(v, DistTensor) else v
+            for k, v in [*values.items(), *grads.items()]
+        })  # fmt: skip
+    python, *others = answers
+    found = [
+        f"{k}: in C {other.get(k)}, in Python {python.get(k)}"
+        for other in others
+        for k in {**python, **other}
+        if not same_bits(python.get(k), other.get(k))
+    ]
+    return everyone(found)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        return alike and bits(a) == bits(b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return all(map(same_bits, a, b))
+    return bool(a == b)
+
+
+def bits(x: Tensor) -> bytes:
+    return x.detach().contiguous().numpy().tobytes()
 
 
 def whole(x: Any) -> Any:
@@ -127,8 +167,9 @@ def mesh_for(shape: Sequence[int]) -> ProcessMesh:
 
 
 def run(
-    programs: Sequence[Program], shape: Sequence[int], most: int = 1000, shrink: bool = False
-) -> list[str]:
+    programs: Sequence[Program], shape: Sequence[int], most: int = 1000, shrink: bool = False,
+    problems: Callable[[Program, ProcessMesh], list[str]] = problems,
+) -> list[str]:  # fmt: skip
     """Reports of the programs that fail; runs on every rank."""
     mesh = mesh_for(shape)
     reports: list[str] = []

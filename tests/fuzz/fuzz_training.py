@@ -22,7 +22,7 @@ from disttensor import pipeline
 from disttensor.parallel.rematerialize import recompute
 from disttensor.parallel.strategy import AMP
 from tests.fuzz.command_line import each_on_ranks, fuzz, tell
-from tests.fuzz.training_setups import OPTIMIZERS, PLANS, Setup, batch, make, model_of
+from tests.fuzz.training_setups import OPTIMIZERS, PLANS, Setup, batch, make, model_of, recomputed
 from tests.support.training import full
 
 STEPS = 3
@@ -45,7 +45,7 @@ class Run:
         if on_ranks:
             self._place()
         elif setup.recompute:
-            recompute(self.model, [self.model[1], self.model[3]])
+            recompute(self.model, [self.model.get_submodule(n) for n in recomputed(setup)])
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(self.params, **options)
         if setup.hooks:
@@ -58,15 +58,15 @@ class Run:
             self.scaler = self.strategy.scaler(**scale)
 
     def _place(self) -> None:
-        setup, visits = self.setup, 2 if self.setup.schedule == "interleaved_1f1b" else 1
+        setup = self.setup
         pp, dp, sharding, cp, tp = setup.degrees
         self.strategy = dt.Strategy(
             pp=pp, dp=dp, sharding=sharding, cp=cp, tp=tp, zero_stage=setup.stage, amp=setup.amp,
-            accumulate_steps=setup.parts, recompute=["1", "3"] if setup.recompute else (),
+            accumulate_steps=setup.parts, recompute=recomputed(setup),
             segments=dt.SegmentBySize(setup.segment_mb) if setup.segment_mb else None,
         )  # fmt: skip
-        self.stages = self.strategy.stages() * visits
-        self.strategy.apply(self.model, plan=PLANS[setup.kind], visits=visits)
+        self.stages = pipeline.visits(self.strategy.stages(), setup.schedule or "1f1b")
+        self.strategy.apply(self.model, plan=PLANS[setup.kind], visits=self.stages)
 
     def loss(self, x: Any, y: Any) -> Any:
         out = self.model(x)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
+from disttensor import Balanced, DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
 from tests.support import oracle
 
 TOLERANCE = 1e-9
@@ -55,6 +55,7 @@ KINDS = {
     "S1": Shard(1),
     "S2": Shard(2),
     "S3": Shard(3),
+    **{f"B{d}": Balanced(d) for d in range(4)},
 }
 
 

@@ -74,6 +74,8 @@ class Writer:
 
     def where(self, ndim: int, grad: bool = True, partial: bool = True) -> str:
         kinds = ["R", "R", *(f"S{d}" for d in range(ndim)), *(f"S{d}" for d in range(ndim))]
+        if self.chance(0.2):
+            kinds += [f"B{d}" for d in range(ndim)]
         if partial:
             kinds += ["P", "P", "Pavg"] if self.chance(0.5) else ["P"]
         words = [self.one(*kinds) for _ in range(self.axes)]

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from tests.fuzz import fuzz_programs
+from disttensor.dispatch import native
+from tests.fuzz import fuzz_programs, fuzz_replay
 from tests.support import pool
 
 PART = 50  # programs in one test
@@ -25,6 +26,17 @@ def test_programs_match_plain_torch(shape, first):
     assert not reports, "\n" + "\n".join(reports)
 
 
+@pytest.mark.skipif(native.module is None, reason=f"no C code: {native.why}")
+@pytest.mark.parametrize("shape", [(2, 2), (2,)])
+def test_c_and_python_give_the_same_bits(shape):
+    programs = [fuzz_programs.make(seed, len(shape)) for seed in range(500, 500 + PART // 2)]
+    reports = pool.run_on_ranks(
+        math.prod(shape), fuzz_programs.run, programs, shape, 1000, False,
+        fuzz_programs.differing_codes, timeout=110.0,
+    )[0]  # fmt: skip
+    assert not reports, "\n" + "\n".join(reports)
+
+
 def test_a_wrong_number_is_found():
     program = fuzz_programs.make(0, 1)
     reports = pool.run_on_ranks(2, broken, program)
@@ -39,3 +51,13 @@ def broken(program):
         return "\n".join(fuzz_programs.run([program], (2,)))
     finally:
         fuzz_programs.oracle.place = place
+
+
+@pytest.mark.parametrize(("shape", "first"), [((2, 2), 700), ((2,), 800)])
+def test_replay_gives_the_bits_of_the_calls(shape, first):
+    programs = [fuzz_programs.make(seed, len(shape)) for seed in range(first, first + PART // 2)]
+    reports, count = pool.run_on_ranks(
+        math.prod(shape), fuzz_replay.run, programs, shape, timeout=110.0
+    )[0]
+    assert not reports, "\n" + "\n".join(reports)
+    assert count[0] > len(programs), count

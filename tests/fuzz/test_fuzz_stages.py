@@ -58,6 +58,9 @@ WRONG_ONCE = [
     # the number in a 0-d index was asked for where it is not
     program(APART, "v1 = leaf(1, (5, 3), '0: R')", "v2 = v1[:, index(2, (), 3, '0: R')]",
         "losses = [v2.sum()]"),
+    # a mask without dims was asked for its number where it is not
+    program(APART, "v1 = leaf(1, (), '0: R')", "v2 = move(v1, '1: R')", "v3 = v2[v2 < 9].exp()",
+        "v4 = move(v3, '0: R')", "losses = [v4.sum()]"),
     # a function that gives its argument back, but reduces it first
     program(APART, "v1 = leaf(1, (4,), '0: P')",
         "v2 = move(F.alpha_dropout(v1, 0.0, True), '1: R')", "losses = [v2.sum()]"),

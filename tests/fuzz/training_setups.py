@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import disttensor as dt
+from disttensor.pipeline.schedules import NAMES
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": {"lr": 0.05}, "SGD momentum": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
@@ -67,10 +68,10 @@ def make(seed: int, world: int) -> Setup:
     pp, _, sharding, _, _ = degrees
     amp = draw.choice([None, None, None, "bf16", "fp16"])
     parts = draw.choice([1, 1, 2, 3]) if pp == 1 else draw.choice([2, 3, 4])
-    schedule = draw.choice(["gpipe", "1f1b", "interleaved_1f1b"]) if pp > 1 else ""
-    if schedule == "interleaved_1f1b" and (kind, pp) == ("gpt", 4):
-        schedule = "1f1b"  # it has 6 layers, for 8 visits
-    elif schedule == "interleaved_1f1b":
+    schedule = draw.choice([*NAMES]) if pp > 1 else ""
+    if pp > 1 and NAMES[schedule].needs_stages and (kind, pp) == ("gpt", 4):
+        schedule = "zero_bubble"  # it has 6 layers, for 8 visits
+    elif schedule.startswith("interleaved"):
         parts = 2 * pp
     # of rounding, most optimizers make steps as large as any
     optimizer = draw.choice([*OPTIMIZERS][: 2 if amp else None])
@@ -82,10 +83,10 @@ def make(seed: int, world: int) -> Setup:
     return Setup(
         seed, tuple(degrees), kind, optimizer, draw.choice([5, 6, 7, 8]) if parts < 4 else 9, parts,
         schedule, stage,
-        segment_mb=draw.choice([0.0, 0.0, 0.001]) if sharding > 1 else 0.0,
-        tied=often(0.3), frozen=often(0.3), unused=often(0.3),
+        segment_mb=draw.choice([0.0, 0.001]) if sharding > 1 else 0.0,
+        tied=often(0.5 if pp > 1 else 0.3), frozen=often(0.3), unused=often(0.3),
         # statistics are written again in a backward, which comes later in a schedule
-        recompute=often(0.3) and not (kind == "conv" and pp > 1),
+        recompute=often(0.4) and not (kind == "conv" and pp > 1),
         hooks=often(0.3), edits=often(0.2), evaluates=often(0.3), set_to_none=often(0.7),
         lists=draw.choice([None, None, True, False]),
         fused=often(0.3) and optimizer in ("Adam", "AdamW", "SGD", "SGD momentum", "Adagrad"),
@@ -160,6 +161,13 @@ def conv(setup: Setup) -> list[nn.Module]:
 
 # Kind -> layers, and which of them has the weight of which if they are tied
 KINDS: dict[str, Any] = {"mlp": (mlp, 6, 3), "gpt": (gpt, 5, 0), "conv": (conv, 6, 3)}
+
+
+def recomputed(setup: Setup) -> list[str]:
+    """Names of the layers that are computed again, one with the weight of another among them."""
+    if not setup.recompute:
+        return []
+    return ["1", "3", str(KINDS[setup.kind][1])] if setup.tied else ["1", "3"]
 
 
 def model_of(setup: Setup) -> nn.Sequential:

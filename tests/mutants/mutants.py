@@ -7,8 +7,8 @@ reshards, the table of gradient types, schedules.
 
 Each runs in a fork of this process, which has torch in memory and nothing of ours, on the tests
 that came by the changed line, the shortest first. One that no test notices is printed as the lines
-that differ: it wants a test, or shows code that is not needed. Which test comes by which line is
-found once, and again when a file changes (``out/mutants.json``).
+that differ, and how many tests ran: it wants a test, or shows code that is not needed. Which test
+comes by which line is found once, and again when a test's file changes (``out/mutants.json``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARTS: dict[str, str] = {
     "schedules": "disttensor/pipeline/schedule*.py",
 }
 LIMIT = 120  # seconds for one
-MOST_TIME = 60.0  # seconds that the tests of one may take together, as measured before
+MOST_TIME = 60.0  # seconds of a processor that the tests of one may take, as measured before
 
 
 class Pure:
@@ -58,6 +58,24 @@ class Pure:
         self.lines: dict[str, dict[int, list[str]]] = collections.defaultdict(dict)
         self.times: dict[str, float] = {}
         self.failed: set[str] = set()
+        self.seen: set[tuple[str, int]] = set()  # of the test that runs
+        if self.watched:
+            threading.settrace(self.trace)  # once: the threads of simulated ranks are kept
+
+    def trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in self.watched:
+            return None
+        self.seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return self.trace
+
+    def forget(self) -> None:
+        """What a watched file remembers of an earlier test."""
+        for module in list(sys.modules.values()):
+            if getattr(module, "__file__", None) in self.watched:
+                for value in vars(module).values():
+                    getattr(value, "cache_clear", int)()
+                    if type(value).__module__ == "disttensor.cache":
+                        value.clear()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -74,24 +92,16 @@ class Pure:
     def pytest_runtest_protocol(self, item: Any) -> Any:
         if not self.watched:
             return (yield)
-        seen: set[tuple[str, int]] = set()
-
-        def trace(frame: FrameType, event: str, arg: Any) -> Any:
-            if frame.f_code.co_filename not in self.watched:
-                return None
-            seen.add((frame.f_code.co_filename, frame.f_lineno))
-            return trace
-
-        start = time.monotonic()
-        threading.settrace(trace)
-        sys.settrace(trace)
+        self.forget()
+        self.seen.clear()
+        start = time.process_time()
+        sys.settrace(self.trace)
         try:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-            self.times[item.nodeid] = time.monotonic() - start
-            for file, line in seen:
+            self.times[item.nodeid] = time.process_time() - start
+            for file, line in self.seen:
                 self.lines[str(Path(file).relative_to(ROOT))].setdefault(line, []).append(
                     item.nodeid
                 )
@@ -168,9 +178,11 @@ def who_comes_by(files: Sequence[Path]) -> dict[str, Any]:
     if not changed:
         return known
     print(f"which test of {len(changed)} files comes by which line?", flush=True)
+    kept = tests.keys() - set(changed)
+    known["times"] = {t: s for t, s in known["times"].items() if t.partition("::")[0] in kept}
     for lines in known["lines"].values():
         for line, names in lines.items():
-            lines[line] = [test for test in names if test.partition("::")[0] not in changed]
+            lines[line] = [test for test in names if test in known["times"]]
 
     def work() -> int:
         plugin = Pure(str(f) for f in files)
@@ -182,7 +194,8 @@ def who_comes_by(files: Sequence[Path]) -> dict[str, Any]:
         known["times"].update(plugin.times)
         known["failed"] = sorted(plugin.failed)
         known["tests"] = tests
-        known["sources"] = {str(f.relative_to(ROOT)): digest(f) for f in files}
+        old = known["sources"] if len(changed) < len(tests) else {}  # whose lines others still say
+        known["sources"] = {str(f.relative_to(ROOT)): digest(f) for f in files} | old
         KEPT.parent.mkdir(exist_ok=True)
         KEPT.write_text(json.dumps(known))
         return status
@@ -196,32 +209,32 @@ def who_comes_by(files: Sequence[Path]) -> dict[str, Any]:
     return known
 
 
-def tests_of(mutant: Mutant, known: dict[str, Any]) -> list[str]:
-    """Those that come by its lines, the shortest first; where none does (a table that is made at
-    import), or the file changed since, those that come by its file."""
+def tests_of(mutant: Mutant, known: dict[str, Any]) -> tuple[list[str], int]:
+    """Those that come by its lines, the shortest first, as many as MOST_TIME allows; and of how
+    many. Where none does (a table that is made at import), or the file changed since, those that
+    come by its file; where none does that either (what others call at import), all."""
     file = str(mutant.path)
     lines = known["lines"].get(file, {})
     current = known["sources"].get(file) == digest(ROOT / file)
     at = [str(line) for line in mutant.lines] if current else []
     found = {test for line in at for test in lines.get(line, [])}
     found = found or {test for tests in lines.values() for test in tests}
+    found = found or known["times"].keys() - set(known["failed"])
     total, chosen = 0.0, []
     for test in sorted(found, key=lambda test: (known["times"][test], test)):
         total += known["times"][test]
         if chosen and total > MOST_TIME:
             break
         chosen.append(test)
-    return chosen
+    return chosen, len(found)
 
 
-def survives(mutant: Mutant, known: dict[str, Any]) -> bool:
-    tests = tests_of(mutant, known)
-
+def survives(mutant: Mutant, tests: Sequence[str]) -> bool:
     def work() -> int:
         sys.meta_path.insert(0, Changed(mutant))
         return run_tests(tests, Pure(), "-x")
 
-    return not tests or in_fork(work, LIMIT) == 0
+    return in_fork(work, LIMIT) == 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -242,9 +255,11 @@ def main(argv: Sequence[str]) -> int:
     known = who_comes_by(every)
     left = []
     for i, mutant in enumerate(found):
-        if survives(mutant, known):
+        tests, count = tests_of(mutant, known)
+        if survives(mutant, tests):
             left.append(mutant)
-            print(f"\n{i + 1}/{len(found)} {mutant}", flush=True)
+            of = "" if len(tests) == count else f" of {count}"
+            print(f"\n{i + 1}/{len(found)} {mutant}\n  {len(tests)}{of} tests", flush=True)
         else:
             print(end=".", flush=True)
     print(f"\n{len(found)} mutants, {len(found) - len(left)} killed, {len(left)} survive")

@@ -18,6 +18,7 @@ import pytest
 
 import disttensor as dt
 from tests.support.examples import example, printed_by
+from tests.support.part import part
 from tests.support.pool import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,30 +90,33 @@ EXACT = "--dtype=float64 --batch=8"
 INEXACT = {"bf16": 1e-3, "fp16": 2e-4, "float32": 1e-5}
 
 
+STRATEGIES = [
+    ("--dp=4 --accumulate=2 --segment-mb=0.02 --recompute", "--dtype=float64 --batch=6"),
+    ("--dp=2 --tp=2", "--dtype=float32 --batch=8"),
+    ("--sharding=4 --zero=1", EXACT),
+    ("--sharding=4 --zero=3 --accumulate=2", EXACT),
+    ("--sharding=4 --zero=2 --segment-mb=0.02 --accumulate=2", EXACT),
+    ("--sharding=4 --anchors blocks.1 norm --accumulate=2", "--dtype=float64 --batch=6"),
+    ("--sharding=2 --dp=2 --accumulate=2 --segment-mb=0.02", EXACT),
+    ("--sharding=2 --tp=2 --zero=3 --recompute", f"{EXACT} --tie"),
+    ("--sharding=2 --cp=2 --zero=2 --attention=ring", EXACT),
+    ("--sharding=2 --tp=2 --recompute", f"{EXACT} --experts=5"),
+    ("--pp=2 --dp=2 --accumulate=2", f"{EXACT} --experts=4"),
+    ("--pp=4", EXACT),
+    ("--pp=2 --dp=2 --schedule=gpipe --accumulate=2", EXACT),
+    ("--pp=2 --dp=2 --schedule=zero_bubble", f"{EXACT} --tie"),
+    ("--pp=2 --tp=2 --recompute", f"{EXACT} --tie"),
+    ("--pp=2 --sharding=2", f"{EXACT} --tie"),
+    ("--pp=2 --sharding=2 --zero=1 --segment-mb=0.01", EXACT),
+    ("--pp=2 --sharding=2 --zero=2 --schedule=interleaved_1f1b --recompute", EXACT),
+    ("--dp=2 --sharding=2 --accumulate=2", "--amp=bf16 --batch=8"),
+    ("--sharding=2 --tp=2 --zero=2", "--amp=fp16 --batch=8"),
+    ("--pp=2 --sharding=2 --recompute", "--amp=fp16 --batch=8"),
+]
+
+
 @pytest.mark.limit(240)
-@pytest.mark.parametrize(
-    ("mesh", "model"),
-    [
-        ("--dp=4 --accumulate=2 --segment-mb=0.02 --recompute", "--dtype=float64 --batch=6"),
-        ("--dp=2 --tp=2", "--dtype=float32 --batch=8"),
-        ("--sharding=4 --zero=1", EXACT),
-        ("--sharding=4 --zero=3 --accumulate=2", EXACT),
-        ("--sharding=4 --zero=2 --segment-mb=0.02 --accumulate=2", EXACT),
-        ("--sharding=4 --anchors blocks.1 norm --accumulate=2", "--dtype=float64 --batch=6"),
-        ("--sharding=2 --dp=2 --accumulate=2 --segment-mb=0.02", EXACT),
-        ("--sharding=2 --tp=2 --zero=3 --recompute", f"{EXACT} --tie"),
-        ("--sharding=2 --cp=2 --zero=2", EXACT),
-        ("--pp=4", EXACT),
-        ("--pp=2 --dp=2 --schedule=gpipe --accumulate=2", EXACT),
-        ("--pp=2 --tp=2 --recompute", f"{EXACT} --tie"),
-        ("--pp=2 --sharding=2", f"{EXACT} --tie"),
-        ("--pp=2 --sharding=2 --zero=1 --segment-mb=0.01", EXACT),
-        ("--pp=2 --sharding=2 --zero=2 --schedule=interleaved_1f1b --recompute", EXACT),
-        ("--dp=2 --sharding=2 --accumulate=2", "--amp=bf16 --batch=8"),
-        ("--sharding=2 --tp=2 --zero=2", "--amp=fp16 --batch=8"),
-        ("--pp=2 --sharding=2 --recompute", "--amp=fp16 --batch=8"),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "model"), part(STRATEGIES, 7))
 def test_any_strategy_has_the_losses_of_one_process(mesh: str, model: str, folder: str) -> None:
     expected, its_text = short_run_of_one(model, folder)
     ranks = run_on_ranks(4, short_run, f"{mesh} {model}", folder, timeout=PATIENCE)
@@ -240,13 +244,14 @@ def test_options_that_do_not_fit(options: str, words: str, monkeypatch: pytest.M
 
 def test_options_are_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "--pp=2 --dp=3 --sharding=4 --cp=1 --tp=2 --zero=2 --segment-mb=8 --amp=bf16 --recompute"
+    said += " --attention=heads"
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *said.split()])
     monkeypatch.setenv("WORLD_SIZE", "48")
     args = example("options").parse_args()
     assert (args.accumulate, args.visits) == (4, 1)
     assert args.strategy == dt.Strategy(
         pp=2, dp=3, sharding=4, cp=1, tp=2, zero_stage=2, segments=dt.SegmentBySize(8.0),
-        accumulate_steps=4, amp="bf16", recompute=["blocks.*"],
+        accumulate_steps=4, attention="heads", amp="bf16", recompute=["blocks.*"],
     )  # fmt: skip
     other = "--anchors blocks.1 norm --accumulate=2"
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *other.split()])

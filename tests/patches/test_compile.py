@@ -3,11 +3,13 @@ or an error that says so where a whole graph is asked for."""
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 import disttensor as dt
@@ -136,3 +138,44 @@ def test_an_exported_model_runs_on_other_values() -> None:
     for layout in LAYOUTS[1::2]:
         program = torch.export.export(ours, (place(a, line(), layout),)).module()
         same(program(place(a.cos(), line(), layout)), plain(a.cos()))
+
+
+def fused(x: Tensor, gate: Tensor) -> Tensor:
+    return (x * gate.sigmoid()).square().mean(-1, keepdim=True) + x
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules of torch, as they load
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@on_ranks(2, timeout=240)
+def test_the_locals_of_local_map_compile_with_inductor() -> None:
+    """Forward and backward, on pieces of 3 and 2 rows, in one graph each."""
+    torch._dynamo.reset()
+    counters.clear()
+    run = dt.local_map(torch.compile(fused), [[Shard(0)]] * 2, [Shard(0)])
+    values = [f32(5, 3), f32(5, 3).flip(0)]
+    ours = [place(t, line(), [Shard(0)]).requires_grad_() for t in values]
+    plain = [t.clone().requires_grad_() for t in values]
+    out, expected = run(*ours), fused(*plain)
+    same(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    for t, p in zip(ours, plain, strict=True):
+        same(t.grad, p.grad)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+@on_ranks(2)
+def test_a_graph_that_breaks_at_every_call_is_made_once() -> None:
+    """No frame of a model of DistTensors is looked at again."""
+    torch._dynamo.reset()
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    dt.shard_module(net, line(), {})
+    run, x = torch.compile(net, backend="eager"), place(f32(5, 3), line(), [Shard(0)])
+    run(x)
+    counters.clear()
+    for _ in range(3):
+        same(run(x), net(x).full_tensor())
+    assert not counters["stats"] and not counters["graph_break"], dict(counters)
+    torch._dynamo.reset()

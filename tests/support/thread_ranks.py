@@ -3,14 +3,20 @@ an error, not a hang."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from disttensor.comm.work import finished
+from disttensor.layout import box_at
+from disttensor.random.state import Draw, Note
 
 Coordinate = tuple[int, ...]
 PATIENCE = 10.0  # seconds that a rank waits for the others
@@ -24,6 +30,7 @@ class World:
         self.mesh_shape = mesh_shape
         self.all = list(itertools.product(*(range(n) for n in mesh_shape)))
         self.lock = threading.Lock()
+        self.drawing = threading.Lock()  # torch's generator is one for all threads
         self.boards: dict[Any, tuple[threading.Barrier, list[Any]]] = {}
 
     def run(self, body: Callable[[Coordinate], Any]) -> dict[Coordinate, Any]:
@@ -102,8 +109,24 @@ def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
     return stack.amax(0) if op == "max" else stack.amin(0)
 
 
+class SimulatedDraw(Draw):
+    """ops.local.Draw: the numbers of one call, whichever it is."""
+
+    def __init__(self, world: World, me: Coordinate, invariant: bool) -> None:
+        mesh: Any = SimpleNamespace(coordinate=me, shape=world.mesh_shape, ndim=len(me))
+        super().__init__(Note(seed=1, call=2, invariant=invariant), mesh)
+        self.alone = world.drawing
+
+    @contextlib.contextmanager
+    def seeded(self, axes: Any, device: Any) -> Iterator[None]:  # type: ignore[override]
+        with self.alone, super().seeded(axes, device):
+            yield
+
+
 class SimulatedCollectives:
     """ops.local.Collectives among threads."""
+
+    policy = ""  # of random numbers: "invariant", "fast", or as the function has it
 
     def __init__(self, world: World, me: Coordinate) -> None:
         self.world = world
@@ -139,6 +162,69 @@ class SimulatedCollectives:
     def fetch(self, x: Tensor, dim: int, have: Any, want: Any, axes: tuple[int, ...]) -> Tensor:
         """By way of the whole: right, and of nothing but the definition."""
         return _Ranges.apply(x, self, dim, have, want, axes)
+
+    def exchange(self, pieces: Sequence[Tensor], numels: Sequence[int], axes: Any) -> Any:
+        self.log.append(("exchange", tuple(axes), sum(p.numel() for p in pieces)))
+        tag = ("exchange", tuple(axes), len(pieces), pieces[0].dtype)
+        everybody = self.world.swap(
+            range(len(self.world.mesh_shape)), self.me, (tag, [p.detach().clone() for p in pieces])
+        )
+        assert all(t[:3] == tag[:3] for t, _ in everybody), "the ranks disagree about an exchange"
+        given = dict(zip(self.world.all, [p for _, p in everybody], strict=True))
+        mine = self.number(axes)
+        got = [given[c][mine].reshape(-1) for c in self.world.members(axes, self.me)]
+        assert [x.numel() for x in got] == list(numels), "what comes is not what was sent"
+        return finished(got)
+
+    def exchange_rows(self, rows: Tensor, sent: Any, received: Any, axes: Any) -> Tensor:
+        width = torch.Size(rows.shape[1:]).numel()
+        got = self.exchange(rows.split(list(sent)), [n * width for n in received], axes).wait()
+        return torch.cat(got).view(-1, *rows.shape[1:])
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def draw(self, default: str, generator: Any = None) -> SimulatedDraw:
+        return SimulatedDraw(self.world, self.me, (self.policy or default) == "invariant")
+
+    def reshard(self, x: Tensor, shape: Any, have: Any, want: Any, axes: Any) -> Tensor:
+        """By way of the whole: right, and of nothing but the definition."""
+        return _Moved.apply(x, self, tuple(shape), have, want, tuple(axes))
+
+
+class _Moved(torch.autograd.Function):
+    """The piece of a tensor in another layout; of a backward what is replicated is pending."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ranks: SimulatedCollectives, shape: Any, have: Any, want: Any,
+        axes: Any, backward: bool = False,
+    ) -> Tensor:  # fmt: skip
+        ctx.with_ = ranks, shape, have, want, axes, backward
+        world, everywhere = ranks.world, range(len(ranks.world.mesh_shape))
+        took = [a for a in axes if any(a in dim for dim in (*have.dims, *want.dims))]
+        ranks.log.append(("reshard", tuple(axes), x.numel()))
+        everybody = world.swap(everywhere, ranks.me, x.detach().clone())
+        pieces = dict(zip(world.all, everybody, strict=True))
+        whole = x.new_zeros(shape)
+
+        def split(layout: Any) -> list[int]:
+            return [a for a in took if any(a in dim for dim in layout.dims)]
+
+        for c in world.members(took, ranks.me):
+            if backward and any(c[a] != ranks.me[a] for a in took if a not in split(want)):
+                continue  # the gradient of a replica is a contribution
+            if not backward and any(c[a] for a in took if a not in split(have)):
+                continue  # a replica
+            at = box_at(shape, have.dims, world.mesh_shape, c)
+            assert tuple(pieces[c].shape) == at.shape
+            whole[at.slices] += pieces[c]
+        return whole[box_at(shape, want.dims, world.mesh_shape, ranks.me).slices].clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ranks, shape, have, want, axes, turned = ctx.with_
+        return _Moved.apply(g, ranks, shape, want, have, axes, not turned), *(None,) * 6
 
 
 class _Ranges(torch.autograd.Function):

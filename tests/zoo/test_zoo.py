@@ -4,13 +4,12 @@ for each commit. ``make zoo`` runs them all."""
 from __future__ import annotations
 
 import importlib.util
-import random
 from pathlib import Path
 
 import pytest
 
-from tests.opinfo.test_opinfo import commit
 from tests.support import pool
+from tests.support.part import part
 from tests.zoo import table
 from tests.zoo.zoo import Ranks, measure
 
@@ -30,7 +29,7 @@ def test_networks_of_this_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # models iterate over sets, as all ranks then do alike
     monkeypatch.setattr(pool, "warning_filters", ["ignore"])  # those of transformers
     right = table.right_ones(PAGE)
-    names = random.Random(commit()).sample(right, min(COUNT, len(right)))
+    names = part(right, COUNT)
     assert names, "the page names no network that is right: make zoo"
     one, two = Ranks(1), Ranks(2)
     try:

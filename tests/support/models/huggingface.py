@@ -80,6 +80,51 @@ def mixtral(experts: str = "eager") -> torch.nn.Module:
     )  # fmt: skip
 
 
+def qwen2_moe() -> torch.nn.Module:
+    return hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=12, moe_intermediate_size=6,
+            shared_expert_intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_experts=5, num_experts_per_tok=3, max_position_embeddings=16,
+            output_router_logits=True, experts_implementation="eager",
+        )
+    )  # fmt: skip
+
+
+def qwen3_moe() -> torch.nn.Module:
+    return hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=12, moe_intermediate_size=6,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+            num_experts=6, num_experts_per_tok=2, max_position_embeddings=16,
+            output_router_logits=True, experts_implementation="batched_mm",
+        )
+    )  # fmt: skip
+
+
+def deepseek_v3() -> torch.nn.Module:
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=12, moe_intermediate_size=6,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
+            n_group=4, topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1,
+            n_shared_experts=1, kv_lora_rank=4, q_lora_rank=6, qk_rope_head_dim=4, v_head_dim=4,
+            qk_nope_head_dim=4, max_position_embeddings=16, experts_implementation="eager",
+        )
+    )  # fmt: skip
+
+
+def gpt_oss() -> torch.nn.Module:
+    return hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=6, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_local_experts=4,
+            num_experts_per_tok=2, max_position_embeddings=16, sliding_window=4,
+            output_router_logits=True, experts_implementation="eager",
+        )
+    )  # fmt: skip
+
+
 def vit() -> torch.nn.Module:
     return hf.ViTForImageClassification(
         hf.ViTConfig(
@@ -166,6 +211,12 @@ GROUPED = Case(
     2e-5,
     dtype=torch.float32,
 )
+MIXTURES = [
+    Case("qwen2_moe", qwen2_moe, language, own_loss, {}, SINGLE),
+    Case("qwen3_moe", qwen3_moe, language, own_loss, {}, SINGLE),
+    Case("deepseek_v3", deepseek_v3, language, own_loss, {}, SINGLE),
+    Case("gpt_oss", gpt_oss, language, own_loss, {}, SINGLE),
+]
 # Three heads, 23 words, 21 hidden units and 5 sequences, over two ranks.
 UNEVEN = Case(
     "uneven llama", lambda: llama(3, 3, 23, 21), lambda: language(5), own_loss, LLAMA, SINGLE
