@@ -1,7 +1,7 @@
 # make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
 # make test    set up .venv and run all tests
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
-#              timeline of its collectives, what a rank holds and sends, checkpoints against DCP on FSDP2; writes
+#              timeline of its collectives, what a rank, a tensor and a plan hold, checkpoints against DCP on FSDP2, torch.compile; writes
 #              docs/performance.md, docs/overlap.svg and
 #              the table in docs/parallel.md
 # make square  a run saved under each strategy and resumed under each, and processes killed at each moment of a save
@@ -14,6 +14,11 @@
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
 # make newest  import, examples and a part of the tests on the newest torch, where it can be installed
+# make native  compile the warm path (disttensor/dispatch/native.c); train, test and bench do so too. Without a compiler all works,
+#              in Python, and so it does with DISTTENSOR_PYTHON=1
+# make python  a part of the tests without what was compiled, another part for each commit
+# make asan    the tests of the C code under AddressSanitizer, with gcc
+# make leaks   a million calls of the C code leave nothing behind
 # make lint    ruff and mypy
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 #                           make train ARGS="--save out/run": stopped and started again, it goes on from its newest checkpoint
@@ -21,24 +26,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+BUILD := $(BIN)/python setup.py -q build_ext --inplace
 ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench square coverage operators zoo mutants matrix newest lint clean
+.PHONY: train test bench square coverage operators zoo mutants matrix newest native python asan leaks lint clean
 
-train: .venv/.installed
+train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
 
-test: .venv/.installed
+test: .venv/.native
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-bench: .venv/.installed
+bench: .venv/.native
 	$(BIN)/python benchmarks/overhead.py --markdown docs/performance.md $(ARGS)
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/data_parallel.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/overlap.py --svg docs/overlap.svg
 	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
+	$(BIN)/python benchmarks/footprint.py --markdown docs/performance.md
+	$(BIN)/python benchmarks/compile.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/checkpoint.py --markdown docs/performance.md
 
 square: .venv/.installed
@@ -65,18 +73,40 @@ matrix:
 newest:
 	$(PYTHON) -m tests.matrix --torch newest --quick --if-possible $(ARGS)
 
+native: .venv/.native
+
+python: .venv/.installed
+	DISTTENSOR_PYTHON=1 $(BIN)/python -m pytest -n 2 $$($(BIN)/python -m tests.support.part 16) $(ARGS)
+
+# Both libraries come before Python's own, or exceptions of C++ are not seen.
+ASAN = -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1
+ASAN_LIBRARIES = $$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)
+
+asan: .venv/.installed
+	CFLAGS="$(ASAN)" LDFLAGS="$(ASAN)" $(BUILD) --force
+	LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest -q -p no:xdist \
+	  tests/dispatch/test_native.py tests/dispatch/test_dispatch.py $(ARGS); failed=$$?; $(BUILD) --force; exit $$failed
+
+leaks: .venv/.native
+	$(BIN)/python -m tests.dispatch.leaks $(ARGS)
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build *.egg-info disttensor/dispatch/_native.*.so
 
 # Installed once, and again when the requirements change.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable '.[test,plot,examples]'
+	touch $@
+
+# No compiler is no error: setup.py says that it is optional.
+.venv/.native: .venv/.installed setup.py disttensor/dispatch/native.c
+	$(BUILD)
 	touch $@
 
 .venv/.installed-dev: .venv/.installed

@@ -42,6 +42,7 @@ class Row:
     target: Target | None = None
     same: tuple[str, ...] = ()
     grad: bool = True  # built, checked and timed in grad mode
+    replay: bool = False  # is there a forward to record?
 
 
 def add(side: Plain) -> Call:
@@ -56,7 +57,7 @@ def linear_relu_sum(side: Plain) -> Call:
     x = side.place(torch.randn(8 * side.mesh_shape[0], 8), 0)
     weight = nn.Parameter(side.place(torch.randn(8, 8), None))
     bias = nn.Parameter(side.place(torch.randn(8), None))
-    return _step(lambda: F.linear(x, weight, bias).relu().sum(), [weight, bias])
+    return _step(side, lambda: F.linear(x, weight, bias).relu().sum(), [weight, bias])
 
 
 def gpt(side: Plain) -> Call:
@@ -64,7 +65,7 @@ def gpt(side: Plain) -> Call:
     model = side.replicate(GPT())
     batch = BATCH * side.mesh_shape[0]
     ids, targets = (side.place(torch.randint(VOCAB, (batch, SEQ)), 0) for _ in range(2))
-    return _step(lambda: model(ids, targets), list(model.parameters()))
+    return _step(side, lambda: model(ids, targets), list(model.parameters()))
 
 
 def block(side: Plain) -> Call:
@@ -75,7 +76,7 @@ def block(side: Plain) -> Call:
         model = MegatronBlock(full, WORLD, dist.group.WORLD)
     else:
         model = side.shard(full, TP_PLAN)
-    return _step(lambda: model(x).sum(), [x, *model.parameters()])
+    return _step(side, lambda: model(x).sum(), [x, *model.parameters()])
 
 
 def block_by_hooks(side: Plain) -> Call:
@@ -86,7 +87,7 @@ def block_by_hooks(side: Plain) -> Call:
     styles |= {name: RowwiseParallel() for name in ("o", "down")}
     model = parallelize_module(Block(), side.mesh, styles)
     x = torch.randn(BATCH, SEQ, BLOCK_WIDTH).requires_grad_()
-    return _step(lambda: model(x).sum(), [x, *model.parameters()])
+    return _step(side, lambda: model(x).sum(), [x, *model.parameters()])
 
 
 def add_miss(side: Plain) -> Call | None:
@@ -126,8 +127,9 @@ def adamw(**options: bool) -> Callable[[Plain], Call]:
     return build
 
 
-def _step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Call:
+def _step(side: Plain, forward: Callable[[], Tensor], leaves: list[Tensor]) -> Call:
     """Forward, backward and forgetting the gradients, as in a training step."""
+    loss = side.forward(forward)
 
     def call() -> Tensor:
         for leaf in leaves:
@@ -167,15 +169,16 @@ def _never_twice() -> Iterable[tuple[int, int]]:
 
 ONE, EIGHT, GRID = (1,), (WORLD,), (2, WORLD // 2)
 EVERYONE = (OURS, THEIRS)
+STEP = Target(1.4, "x")
 
 ROWS = [
     Row("`add` 8x8, warm; mesh of 1", ONE, add, Target(3.0, "x"), EVERYONE, grad=False),
     Row("`add` 8x8, warm; S(0) over 8", EIGHT, add, Target(3.0, "x"), EVERYONE, grad=False),
-    Row("linear+relu+sum, fwd+bwd; mesh of 1", ONE, linear_relu_sum, Target(1.4, "x"), EVERYONE),
-    Row("linear+relu+sum, fwd+bwd; S(0) over 8", EIGHT, linear_relu_sum, Target(1.4, "x")),
-    Row("GPT (4 layers, width 32), fwd+bwd; mesh of 1", ONE, gpt, Target(1.4, "x"), EVERYONE),
-    Row("GPT (4 layers, width 32), fwd+bwd; S(0) batch over 8", EIGHT, gpt, Target(1.4, "x")),
-    Row("TP-8 transformer block, fwd+bwd", EIGHT, block, Target(1.5, "x"), (OURS,)),
+    Row("linear+relu+sum, fwd+bwd; mesh of 1", ONE, linear_relu_sum, STEP, EVERYONE, replay=True),
+    Row("linear+relu+sum, fwd+bwd; S(0) over 8", EIGHT, linear_relu_sum, STEP, replay=True),
+    Row("GPT (4 layers, width 32), fwd+bwd; mesh of 1", ONE, gpt, STEP, EVERYONE, replay=True),
+    Row("GPT (4 layers, width 32), fwd+bwd; S(0) batch over 8", EIGHT, gpt, STEP, replay=True),
+    Row("TP-8 transformer block, fwd+bwd", EIGHT, block, Target(1.5, "x"), (OURS,), replay=True),
     Row("the same; DTensor by `parallelize_module`", EIGHT, block_by_hooks, Target(1.5, "x")),
     Row("new shape: `add` on 2 x 4", GRID, add_miss, Target(0.25, "ms"), grad=False),
     Row("new shape: `matmul` on 2 x 4", GRID, matmul_miss, Target(0.25, "ms"), grad=False),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import ROWS, Row
 from table import DOCUMENT, OTHERS, Result, machine, render
-from timing import FULL, QUICK, Effort, best_times
+from timing import FULL, QUICK, Effort, Fresh, best_times
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     rows = [row for row in [*ROWS, *stages.ROWS] if args.only.lower() in row.name.lower()]
     warnings.filterwarnings("ignore", module="torch")
     if sides.dt is None:
-        print("disttensor cannot be imported: its column stays blank", file=sys.stderr)
+        print("disttensor cannot be imported: its columns stay blank", file=sys.stderr)
     sides.start_fake_world()
     try:
         results = [measure(row, effort, f"[{i}/{len(rows)}]") for i, row in enumerate(rows, 1)]
@@ -59,24 +59,28 @@ def measure(row: Row, effort: Effort, progress: str) -> Result:
     print(f"{progress} {row.name} ...", end=" ", file=sys.stderr, flush=True)
     result = Result(row)
     calls, first = {}, {}
-    contestants = [sides.Plain, *([sides.Ours] if sides.dt else []), sides.Theirs]
+    contestants = [k for k in sides.contestants() if row.replay or k is not sides.Replayed]
     for kind in contestants:
         try:
             torch.manual_seed(0)
             side = kind(row.mesh_shape)
-            call = row.build(side)
-            if call is None:
-                continue
-            calls[kind.name] = call
-            with torch.set_grad_enabled(row.grad):
+            with kind.around(), torch.set_grad_enabled(row.grad):
+                call = row.build(side)
+                if call is None or (kind is sides.InC and isinstance(call, Fresh)):
+                    continue  # C takes no part in a call of a new kind
+                calls[kind.name] = call
                 first[kind.name] = calls[kind.name]()
-            if kind.name in row.same:
+            same = kind.name in row.same or (
+                sides.OURS in row.same and issubclass(kind, sides.Ours)
+            )
+            if same:
                 torch.testing.assert_close(side.to_local(first[kind.name]), first[sides.PLAIN])
         except Exception as error:  # the other sides are still worth their numbers
             calls.pop(kind.name, None)
             result.errors[kind.name] = f"{type(error).__name__}: {error}"
     with torch.set_grad_enabled(row.grad):
-        result.seconds = best_times(calls, effort)
+        around = {kind.name: kind.around for kind in contestants}
+        result.seconds = best_times(calls, effort, around)
     print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
     for name, error in result.errors.items():
         print(f"    {name} failed: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The three sides of the comparison, behind one small interface, so that a case is written once.
+"""The sides of the comparison, behind one small interface, so that a case is written once.
 
 A side sits on a mesh of fake ranks (PyTorch's ``fake`` process group: this process is rank 0 and
 every collective returns at once) and places tensors there. ``layout`` has an entry per mesh axis:
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 try:
     import disttensor as dt
-except ImportError:  # its column stays blank
-    dt = None
+    from disttensor.dispatch import native
+except ImportError:  # its columns stay blank
+    dt = native = None
 
 WORLD = 8
 PLAIN, OURS, THEIRS = "plain", "disttensor", "DTensor"
+IN_C = "disttensor (C)"
+REPLAYED = "disttensor (replay)"
 
 Layout = Sequence[int | None]
 
@@ -52,6 +56,11 @@ class Plain:
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         self.mesh_shape = mesh_shape
 
+    @staticmethod
+    def around() -> AbstractContextManager[None]:
+        """What the calls of this side run in."""
+        return nullcontext()
+
     def place(self, full: Tensor, *layout: int | None) -> Tensor:
         return first_piece(full, self.mesh_shape, layout)
 
@@ -61,6 +70,10 @@ class Plain:
     def shard(self, module: nn.Module, plan: Mapping[str, int]) -> nn.Module:
         raise NotImplementedError("the hand-written module stands in for this")
 
+    def forward(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The forward of a step, as this side runs it."""
+        return function
+
     def gather(self, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
         return lambda x: _Gather.apply(x, group, math.prod(self.mesh_shape))
 
@@ -69,9 +82,13 @@ class Plain:
 
 
 class Ours(Plain):
-    """disttensor."""
+    """disttensor, in Python alone."""
 
     name = OURS
+
+    @staticmethod
+    def around() -> AbstractContextManager[None]:
+        return native.using(False)
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(mesh_shape)
@@ -97,6 +114,33 @@ class Ours(Plain):
 
     def _placements(self, layout: Layout) -> list[Any]:
         return [dt.Replicate() if dim is None else dt.Shard(dim) for dim in layout]
+
+
+class InC(Ours):
+    """disttensor with its C code."""
+
+    name = IN_C
+
+    @staticmethod
+    def around() -> AbstractContextManager[None]:
+        return native.using(True)
+
+
+class Replayed(InC):
+    """The same, its forward recorded and run as straight-line code."""
+
+    name = REPLAYED
+
+    def forward(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return dt.replay(function)
+
+
+def contestants() -> list[type[Plain]]:
+    """All sides that can run here."""
+    ours = (
+        [] if dt is None else [Ours, Replayed] if native.module is None else [Ours, InC, Replayed]
+    )
+    return [Plain, *ours, Theirs]
 
 
 class Theirs(Plain):

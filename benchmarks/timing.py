@@ -7,6 +7,7 @@ what other processes take away on a busy machine is not its cost.
 import gc
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ class Fresh:
 
 
 Call = Callable[[], Any] | Fresh
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,28 @@ FULL = Effort(repeats=15, slice_s=0.04, fresh=24)
 QUICK = Effort(repeats=5, slice_s=0.01, fresh=8)
 
 
-def best_times(calls: Mapping[str, Call], effort: Effort) -> dict[str, float]:
+def best_times(
+    calls: Mapping[str, Call], effort: Effort, around: Mapping[str, Around] | None = None
+) -> dict[str, float]:
     """CPU seconds per call of each contestant: the best of ``effort.repeats`` interleaved slices.
 
     Every call is warmed up first, and a slice holds as many calls as fill ``effort.slice_s``.
-    The garbage collector runs between slices, never inside one.
+    The garbage collector runs between slices, never inside one. ``around``: what the slices of a
+    contestant run in.
     """
     best = dict.fromkeys(calls, float("inf"))
+    inside = {name: (around or {}).get(name, nullcontext) for name in calls}
     gc.collect()
     gc.freeze()  # what exists by now is not looked at again: the collections below are short
     try:
-        counts = {name: _calls_per_slice(call, effort) for name, call in calls.items()}
+        counts = {}
+        for name, call in calls.items():
+            with inside[name]():
+                counts[name] = _calls_per_slice(call, effort)
         for _ in range(effort.repeats):
             for name, call in calls.items():
-                best[name] = min(best[name], _slice(call, counts[name]) / counts[name])
+                with inside[name]():
+                    best[name] = min(best[name], _slice(call, counts[name]) / counts[name])
     finally:
         gc.unfreeze()
     return best

@@ -12,7 +12,7 @@ with _versions.importing():
     from disttensor.errors import (
         CommError, CustomFunctionError, FallbackWarning, MismatchError, StrictError,
     )  # fmt: skip
-    from disttensor.placement import Partial, Placement, Replicate, Shard
+    from disttensor.placement import Balanced, Partial, Placement, Replicate, Shard
     from disttensor.layout import Layout
     from disttensor.comm.groups import Group
     from disttensor.comm.desync import debug
@@ -20,14 +20,15 @@ with _versions.importing():
     from disttensor.mesh import ProcessMesh, init_mesh
     from disttensor.spec import DistSpec
     import ops as _ops  # noqa: F401
+    from ops.nn.attention_policy import attention_policy
     import reshard as _reshard  # noqa: F401
     from disttensor.random.state import manual_seed, rng
     from disttensor.tensor.dist_tensor import DistTensor
     from disttensor.tensor.grad_sync import sync_gradients
     from disttensor.tensor.values import broadcast_value, values_everywhere
     from disttensor.meta.skip import never_skip
-    import disttensor.dispatch.dispatch
-    import disttensor.dispatch.handlers  # noqa: F401  (the two complete DistTensor)
+    import disttensor.dispatch.handlers
+    import disttensor.dispatch.native  # noqa: F401  (the two complete DistTensor)
     from disttensor.dispatch.explain import Explanation, explain
     from disttensor.dispatch.strict import strict
     from disttensor.optim.clip_grad import clip_grad_norm_
@@ -38,8 +39,11 @@ with _versions.importing():
     from disttensor.from_local import from_local
     from disttensor.interop import from_dtensor, to_dtensor
     from disttensor.local_map import local_map
+    from disttensor.replay.replay import replay
     from disttensor.data.shard_loader import shard_loader
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
+    from disttensor.nn.expert_load import expert_load
+    from disttensor.nn.experts import combine_tokens, dispatch_tokens
     from disttensor.nn.shard_module import shard_module
     from disttensor.checkpoint.checkpointer import Checkpointer
     from disttensor.checkpoint.load_pretrained import load_pretrained
@@ -48,6 +52,10 @@ with _versions.importing():
     from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
     from disttensor.parallel.strategy import Strategy
+    from disttensor.info import info
+    from disttensor.simulate import devices  # noqa: F401
+    from disttensor.simulate.plan_strategy import plan_strategy
+    from disttensor.simulate.run import simulate
     from disttensor import patches
 
     patches.install()
@@ -55,18 +63,19 @@ with _versions.importing():
 __version__ = _versions.__version__
 
 __all__ = [
-    "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError", "DistSpec",
-    "DistTensor",
+    "Balanced", "Checkpointer", "CommError", "CommLog", "CommRecord", "CustomFunctionError",
+    "DistSpec", "DistTensor",
     "Explanation", "FallbackWarning", "Group",
     "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
-    "StrictError", "accumulate", "broadcast_value", "check_replicas", "clip_grad_norm_", "debug",
-    "empty", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "init_mesh", "load_pretrained", "local_map",
-    "manual_seed", "never_skip", "ones",
+    "StrictError", "accumulate", "attention_policy", "broadcast_value", "check_replicas",
+    "clip_grad_norm_", "combine_tokens", "debug", "dispatch_tokens",
+    "empty", "expert_load", "explain", "from_dtensor",
+    "from_fn", "from_local", "full", "info", "init_mesh", "load_pretrained", "local_map",
+    "manual_seed", "never_skip", "ones", "plan_strategy",
     "rand", "randn", "randperm",
-    "record_comms", "reshard", "rng", "save_pretrained", "shard_data_parallel", "shard_loader",
-    "shard_module",
-    "shard_scaler", "shard_tensor", "strict", "sync_gradients",
+    "record_comms", "replay", "reshard", "rng", "save_pretrained", "shard_data_parallel",
+    "shard_loader", "shard_module",
+    "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip

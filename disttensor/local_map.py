@@ -9,7 +9,7 @@ import torch
 
 from disttensor import arguments
 from disttensor.autograd.grad_types import Typed, dual, move
-from disttensor.autograd.graph import nodes_of
+from disttensor.autograd.tie import tied
 from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch.key import Uncacheable, key_of
@@ -121,7 +121,7 @@ def local_map(
             if o is not None:
                 arguments.plain_tensor(f"local_map: result {i} of fn", p)
         if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
-            pieces = _tied(pieces, given)
+            pieces = tied(pieces, given)
         dressed = [
             p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
             for p, o, s in zip(pieces, outs, shapes, strict=True)
@@ -176,44 +176,6 @@ def _nested(placements: Any) -> bool:
         and len(placements) > 0
         and (placements[0] is None or isinstance(placements[0], (list, tuple)))
     )
-
-
-class _Tie(torch.autograd.Function):
-    """The results as they are. Backward: where one has a gradient all have, and so have ``more``:
-    zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
-        ctx.more = [(t.shape, t.dtype, t.device) for t in tensors[count:]]
-        return tuple([t.view_as(t) for t in tensors[:count]])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        zeros = [torch.zeros(shape, dtype=dtype, device=d) for shape, dtype, d in ctx.more]
-        return None, *grads, *zeros
-
-
-def _tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
-    """Results whose backward comes by the same arguments on every rank, whatever fn did with its
-    piece on this one: what is communicated for an argument's gradient must not depend on the data.
-    What fn did not use gets zeros."""
-    places = [
-        i
-        for i, p in enumerate(pieces)
-        if isinstance(p, torch.Tensor) and (p.is_floating_point() or p.is_complex())
-    ]
-    wanting = [x for x in given if x.requires_grad]
-    if not places or not wanting:
-        return pieces
-    nodes = [torch.autograd.graph.get_gradient_edge(x).node for x in wanting]
-    found = nodes_of([pieces[i] for i in places], set(nodes))
-    apart = [x for x, node in zip(wanting, nodes, strict=True) if node not in found]
-    if not apart and len(places) == 1:
-        return pieces
-    tied = _Tie.apply(len(places), *[pieces[i] for i in places], *apart)
-    for i, p in zip(places, tied, strict=True):
-        pieces[i] = p
-    return pieces
 
 
 class _Regrad(torch.autograd.Function):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -36,12 +38,27 @@ class Runtime:
     watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
     steps: Any = None  # disttensor.comm.program
     number: int = 0  # of the worlds of this process
+    stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one
 
 
 # Without a process group: a world of one, whose meshes are there whenever there is none.
 _alone = Runtime(None)
 _current = _alone
 _numbers = itertools.count(1)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """The world of now is put aside while others come and go, and is there again afterwards, with
+    its meshes and groups. Its process group is the caller's to keep."""
+    global _current
+    kept = current()
+    cache.clear()
+    try:
+        yield
+    finally:
+        cache.clear()
+        _current = kept
 
 
 def here() -> Runtime:

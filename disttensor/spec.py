@@ -20,7 +20,7 @@ from disttensor.layout import (
 )
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.placement import Placement
-from disttensor.torch_private import refuse_memory
+from disttensor.torch_private import no_dispatch, refuse_memory
 
 
 @lru_cache(maxsize=256)
@@ -89,7 +89,8 @@ class DistSpec:
         else:
             self.local_box = Box((0,) * len(shape), (0,))
         self.local_shape = self.local_box.shape
-        self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
+        with no_dispatch():  # wrappers are made of it under any mode, and after
+            self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         mesh.specs[key] = self
         return self
@@ -106,6 +107,12 @@ class DistSpec:
     def box_at(self, coordinate: tuple[int, ...]) -> Box:
         """The local of any coordinate, from the spec alone."""
         return box_at(self.shape, self.layout.dims, self.mesh.shape, coordinate)
+
+    def is_even(self) -> bool:
+        """Do all ranks have locals of one size? The first rank has the largest, the last one the
+        smallest."""
+        first = self.box_at((0,) * self.mesh.ndim).shape
+        return first == self.box_at(tuple(n - 1 for n in self.mesh.shape)).shape
 
     def with_dtype(self, dtype: torch.dtype) -> DistSpec:
         spec = self._derived.get(dtype)

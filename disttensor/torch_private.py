@@ -7,6 +7,8 @@ functions that rules are registered for by name (``torch._foreach_add``); they a
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,24 +22,28 @@ from torch._functorch import vmap as vmap_module
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as as_meta
+from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fakes
 from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "STORAGE_ID",
-    "DataDependentOutput", "DynamicOutputShape", "TorchDispatchMode", "after_backward",
-    "all_gather_single", "all_to_all_single", "autocast_is_on", "backend_of",
-    "count_function_modes", "current_backward", "default_store",
-    "direct_apply", "fake_mode", "foreach_types", "global_module_hooks", "group_name", "is_view",
-    "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_torch_function",
-    "node_number", "outside_transforms", "reduce_scatter_single", "refuse_memory",
-    "schemas_named", "schemas_of", "set_timeout", "set_versions", "storage_id", "timeout_of",
-    "top_saved_tensors_hooks", "transform_ends",
+    "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
+    "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
+    "autocast_is_on", "backend_of", "count_function_modes", "current_backward", "default_store",
+    "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
+    "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
+    "is_view", "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_dispatch",
+    "no_function_mode", "no_torch_function", "node_number", "outside_transforms",
+    "process_groups_aside", "reduce_scatter_single", "refuse_memory", "schemas_named",
+    "schemas_of", "set_timeout", "set_versions", "start_fake_world", "storage_id",
+    "storage_users", "tensor_users", "timeout_of", "top_saved_tensors_hooks", "transform_ends",
+    "unboxed_group", "without_fakes",
 ]  # fmt: skip
 
 
@@ -88,6 +94,9 @@ no_torch_function: Any = need(
     "to reach the C++ tensor of a wrapper", torch._C, "DisableTorchFunctionSubclass"
 )
 
+# Inside, neither subclasses nor function modes see a call.
+no_function_mode: Any = need("to compare states within a mode", torch._C, "DisableTorchFunction")
+
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` in C++, without what torch and ``disttensor.patches`` put before it."""
@@ -107,6 +116,25 @@ is_view: Callable[[torch.Tensor], bool] = need(
 STORAGE_ID = "_cdata"
 storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
+# How many in C++ hold a tensor, and its memory: views of it, and what other programs read.
+tensor_users: Callable[[Any], int] = methodcaller(
+    need("to write where nobody looks", torch.Tensor, "_use_count").__name__
+)
+_storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use_Count")
+
+
+def storage_users(x: Any) -> int:
+    storage = x.untyped_storage()
+    return int(_storage_use_count(storage._cdata)) + sys.getrefcount(storage)
+
+
+_has_kernel = need("to see what is composite", torch._C, "_dispatch_has_kernel_for_dispatch_key")
+
+
+def is_composite(func: Any) -> bool:
+    """Is this overload of an operator made of others, its gradient included?"""
+    return bool(_has_kernel(func.name(), "CompositeImplicitAutograd"))
+
 
 def schemas_of(func: Any) -> list[Any]:
     """The schemas of an operator of ``torch.ops``, of all overloads where none was chosen; none of
@@ -125,6 +153,11 @@ def schemas_named(name: str) -> list[Any]:
     return [s for s in _schemas(f"aten::{name}") if not any(a.is_out for a in s.arguments)]
 
 
+# Attention that gives the log-sum-exp of its scores too, and its backward; None: not there.
+_flash = "_scaled_dot_product_flash_attention_for_cpu"
+flash_on_cpu: Any = getattr(torch.ops.aten, _flash, None)
+flash_on_cpu_backward: Any = getattr(torch.ops.aten, f"{_flash}_backward", None)
+
 # Modes --------------------------------------------------------------------------------------------
 
 autocast_is_on: Callable[[], bool] = need(
@@ -133,6 +166,35 @@ autocast_is_on: Callable[[], bool] = need(
 count_function_modes: Callable[[], int] = need(
     "to see modes that record calls", torch._C, "_len_torch_function_stack"
 )
+
+# Inside, nobody's dispatch mode sees what is made: for tensors of the engine's own.
+no_dispatch: Any = need("for stand-ins under any mode", torch._C, "_DisableTorchDispatch")
+# The modes of this thread that see every operator, the outermost first.
+dispatch_modes: Callable[[], list[Any]] = need(
+    "to take modes into another thread", _python_dispatch, "_get_current_dispatch_mode_stack"
+)
+_mode_of = need("to see a FakeTensorMode", torch._C, "_get_dispatch_mode")
+_FAKE = need("to see a FakeTensorMode", torch._C, "_TorchDispatchModeKey").FAKE
+
+
+def fakes() -> Any:
+    """The FakeTensorMode that new tensors are made in, without data; None: they are real."""
+    return _mode_of(_FAKE)
+
+
+_warns = need("to make fakes", torch._C, "_set_warn_deprecated_on_mutable_data_ptr")
+
+
+def fake_like(like: FakeTensor, bare: torch.Tensor) -> FakeTensor:
+    """``bare``, of the meta device, as a FakeTensor of the mode and device of ``like``, which is an
+    unused one. Its constructor takes five times as long."""
+    fake: FakeTensor = make_subclass(
+        FakeTensor, bare, dispatch_device=True, device_for_backend_keys=like.fake_device
+    )
+    _warns(fake)
+    fake.__dict__.update(like.__dict__)
+    return fake
+
 
 _modes = threading.local()
 
@@ -218,6 +280,49 @@ def group_name(name: str) -> Iterator[None]:
             yield
         finally:
             c10d._process_group_name = usual
+
+
+# The group that an operator of ``torch.ops.c10d`` is for.
+unboxed_group: Callable[[Any], Any] = need("to read collectives", dist.ProcessGroup, "unbox")
+_default_set = need("to put the process group aside", c10d, "_update_default_pg")
+_register = need("to bring process groups back", c10d, "_register_process_group")
+_unregister_all = need("to put process groups aside", c10d, "_unregister_all_process_groups")
+
+
+@contextmanager
+def process_groups_aside() -> Iterator[None]:
+    """Inside there is no process group until one is made, and none that is made stays; afterwards
+    those of before are there again."""
+    world = c10d._world
+    tables: Any = (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
+        world.tags_to_pg, world.pg_to_tag,
+    )  # fmt: skip
+    kept = [dict(table) for table in tables]
+    default, count, hook = world.default_pg, world.group_count, sys.excepthook
+    for table in tables:
+        table.clear()
+    _unregister_all()
+    _default_set(None)
+    world.group_count = 0
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
+        for group, name in world.pg_names.items():
+            _register(name, group)
+        _default_set(default)
+        world.group_count, sys.excepthook = count, hook
+
+
+def start_fake_world(rank: int, size: int) -> None:
+    """PyTorch's fake process group of ``size`` ranks, which brings nothing from one to another."""
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=size)
 
 
 # Modules, optimizers, gradients -------------------------------------------------------------------

@@ -10,7 +10,11 @@ from typing import NoReturn
 
 import disttensor as dt
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = {  # how often each stage is visited
+    "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1, "interleaved_zero_bubble": 2,
+    "zbv": 2, "dualpipev": 2,
+}  # fmt: skip
+ATTENTION = ("auto", "gather", "ring", "heads")
 
 
 def parse_args() -> argparse.Namespace:
@@ -42,6 +46,8 @@ def parse_args() -> argparse.Namespace:
     parts = "parts of the batch, one after the other, whose gradients add up (with --pp: 4, else 1)"
     ways.add_argument("--accumulate", "--micro-batches", type=_count, metavar="K", help=parts)
     ways.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the stages (1f1b)")
+    policy = "how parts of the sequence (--cp) come together (auto)"
+    ways.add_argument("--attention", choices=ATTENTION, default="auto", help=policy)
     ways.add_argument("--amp", choices=("bf16", "fp16"), help="compute in half precision")
     again = "compute the blocks again in the backward, in place of keeping what they made"
     ways.add_argument("--recompute", action="store_true", help=again)
@@ -51,6 +57,8 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--width", type=_count, default=256, help="(256)")
     model.add_argument("--heads", type=_count, default=8, help="(8)")
     model.add_argument("--context", type=_count, default=256, help="bytes seen at once (256)")
+    experts = "a mixture of so many in place of each MLP, split over all ranks of a stage"
+    model.add_argument("--experts", type=_count, default=0, metavar="N", help=experts)
     model.add_argument("--tie", action="store_true", help="one matrix as embedding and head")
     dtypes = ("float32", "float64")
     model.add_argument("--dtype", choices=dtypes, default="float32", help="(float32)")
@@ -78,7 +86,7 @@ def parse_args() -> argparse.Namespace:
     after.add_argument("--losses", metavar="JSON", help="write all losses there")
 
     args = parser.parse_args()
-    args.visits = 2 if args.schedule == "interleaved_1f1b" else 1  # of each stage
+    args.visits = SCHEDULES[args.schedule]
     if args.accumulate is None:
         args.accumulate = math.gcd(4, args.batch) if args.pp > 1 else 1
     if args.batch % args.accumulate:
@@ -97,9 +105,12 @@ def parse_args() -> argparse.Namespace:
             _refuse(f"--anchors {anchor}: the layers are {', '.join(layers)}")
     try:
         args.strategy = strategy_of(args)
-        args.strategy.degrees(int(os.environ.get("WORLD_SIZE", 1)))
+        degrees = args.strategy.degrees(int(os.environ.get("WORLD_SIZE", 1)))
     except ValueError as error:
         _refuse(str(error))
+    stage = math.prod(degrees) // degrees.pp
+    if args.experts and args.experts < stage:
+        _refuse(f"--experts {args.experts} are fewer than the {stage} ranks that hold them")
     return args
 
 
@@ -120,6 +131,7 @@ def strategy_of(args: argparse.Namespace) -> dt.Strategy:
         zero_stage=args.zero,
         segments=segments,
         accumulate_steps=args.accumulate,
+        attention=args.attention,
         amp=args.amp,
         recompute=["blocks.*"] if args.recompute else [],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,11 @@ def read_text(files: Sequence[str | Path] = (), limit: int | None = None) -> Ten
 def standard_library() -> list[Path]:
     """Python's own source files, in an order that depends on their names only."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
-    return [root / path for path in sorted(files) if not _SKIPPED.intersection(path.parts)]
+    files: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _SKIPPED]
+        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    return [root / path for path in sorted(files)]
 
 
 def split(text: Tensor, context: int, share: float = 0.05) -> tuple[Tensor, Tensor]:

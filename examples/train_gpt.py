@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --tp 2           # four, in two stages
     torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --zero 3   # each holds a quarter
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_gpt.py --save out/run   # goes on
+    torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --experts 8    # two on each rank
     python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2           # with shorter errors
 
 The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on processes is a
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from errors import run
 from gpt import GPT, GPTConfig, generate, init_weights
+from mixture import Mixture
 from options import parse_args
 from progress import Progress, save_curve
 from text import read_text, sample_batch, split
@@ -48,6 +50,10 @@ PLAN = {
     "blocks.*.mlp.down.weight": ROW,
     "head.weight": COLUMN,
 }
+EXPERTS = {  # each on one rank of its stage: tokens that the ranks share go there
+    f"blocks.*.mlp.{name}": dict.fromkeys(("dp", "sharding", "cp", "tp"), dt.Shard(0))
+    for name in ("up", "down")
+}
 
 FIRST = os.environ.get("RANK", "0") == "0"  # the rank that prints and writes files
 
@@ -58,14 +64,20 @@ def main() -> None:
     text, held_out = split(read_text(args.data, args.bytes), args.context)
 
     strategy = args.strategy
-    stages = strategy.stages() * args.visits
+    stages = pipeline.visits(strategy.stages(), args.schedule)
     dt.manual_seed(args.seed)
     with torch.device("meta"):  # no memory yet: a rank makes what its stage holds
         model = GPT(GPTConfig(256, args.layers, args.width, args.heads, args.context, args.tie))
-    strategy.apply(model, plan=PLAN, layers=LAYERS, visits=args.visits)
+        for block in model.blocks if args.experts else ():
+            block.mlp = Mixture(args.width, args.experts)
+    plan = PLAN
+    if args.experts:
+        plan = {name: PLAN[name] for name in PLAN if ".mlp." not in name} | EXPERTS
+    strategy.apply(model, plan=plan, layers=LAYERS, visits=stages)
     init_weights(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     say(f"{size:,} parameters on {strategy.degrees()}, {len(text):,} bytes of text")
+    say(f"calls are carried out in {dt.info()['dispatch']}")
 
     def loss_on(batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs = dt.shard_tensor(batch[0], stages[0], strategy.batch())
@@ -121,6 +133,8 @@ def main() -> None:
     if checks:
         nats = sum(checks) / len(checks)
         say(f"validation loss {nats:.4f} ({nats / math.log(2):.3f} bits per byte)")
+    if args.experts:
+        say(f"{' experts in the last forward ':-^80}\n{dt.expert_load(model)}")
     if args.sample:
         prompt = held_out[: min(args.context, 128)].long().unsqueeze(0)
         with dt.values_everywhere():

@@ -15,7 +15,7 @@ from disttensor.comm.program import Call, note
 from disttensor.dispatch import execute, fallback, foreach
 from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
 from disttensor.dispatch.resolve import HANDLERS, resolve
-from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
+from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tree import flat
 from ops.registry import RULES
 from ops.signatures import restated
@@ -71,6 +71,18 @@ def dispatch(
     return run(args, kwargs)
 
 
+def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, Runner | None]:
+    """A call of a kind that the C code does not know: its result, and what carries out the next
+    ones; None where nothing was kept."""
+    try:
+        key: Any = (func, *[key_of(a) for a in args])
+        if kwargs:
+            key = (key, *kwargs, *[key_of(v) for v in kwargs.values()])
+    except Uncacheable:
+        return dispatch(DistTensor, func, (), args, kwargs), None
+    return dispatch(DistTensor, func, (), args, kwargs), _known(key)
+
+
 def _keep(key: Any, call: Call | None, run: Any) -> Runner:
     """``run`` carries out calls of this key, from now on. ``call``: what it is to other ranks."""
     run.call = call
@@ -97,9 +109,14 @@ def runner_of(
     rule = RULES.get(func)
     if rule is not None and restated(func, args, kwargs):
         return partial(again, func)
-    floats = rule is not None and rule.floats and not valued
-    if floats and any(type(a) is float for a in (*args, *kwargs.values())):
-        return partial(by_value, func)
+    if rule is not None and not valued:
+        floats = rule.floats and any(type(a) is float for a in (*args, *kwargs.values()))
+        setting = None
+        if rule.setting is not None:
+            tensors = [t for t in flat((args, kwargs), []) if type(t) is DistTensor]
+            setting = rule.setting([t.spec.layout for t in tensors])
+        if floats or setting is not None:
+            return partial(by_value, func, setting)
     found = resolve(func, args, kwargs)
     if found.plan is not None:
         return execute.runner_of(found.plan, args, kwargs, keep)
@@ -125,14 +142,21 @@ def again(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
     return func(*args, **kwargs)  # only the number was one
 
 
-def by_value(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
-    """A call of a function whose rule depends on the value of a float."""
+def by_value(
+    func: Function, setting: Callable[[], Any] | None, args: Sequence[Any], kwargs: Any
+) -> Any:
+    """A call of a function whose rule depends on the value of a float, or on a setting."""
     kwargs = kwargs or {}
     key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
-    run = PLANS.get(key)
-    if run is None:
-        keep = partial(_keep, key, None)  # the call without values was noted
+    if setting is not None:
+        key = (*key, setting())
+    run: Any = PLANS.get(key)
+    if run is None:  # the call without values was noted
+        call = None if setting is None else _call(func, key)
+        keep = partial(_keep, key, call)
         run = keep(runner_of(func, args, kwargs, keep, valued=True))
+    if run.call is not None:
+        note(run)
     return run(args, kwargs)
 
 
@@ -140,6 +164,3 @@ def without_out(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
     """A call with ``out=None``, which torch's own Python functions spell out."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
     return dispatch(DistTensor, func, (), args, rest)
-
-
-carry_out_with(dispatch)

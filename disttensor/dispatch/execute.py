@@ -23,6 +23,7 @@ from disttensor.dispatch.resolve import Plan
 from disttensor.layout import Axes
 from disttensor.meta import execute as meta
 from disttensor.meta import infer
+from disttensor.recipe import NESTED, Recipe, Use, outputs_of, recipe_of, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import from_origin, origin_of, set_origin
@@ -87,8 +88,10 @@ def runner_of(
         out = call(args, kwargs)
         one = type(out) is DistTensor  # not a tuple, as of a split into one piece
         new = one and not any(out is a for a in args)
-        quick = simple and (inplace or new or (view and one))
-        run = direct(plan, local_fn, args, kwargs or {}, free) if quick else call
+        if simple and (inplace or new or (view and one)):
+            run = direct(plan, local_fn, args, kwargs or {}, free)
+        else:
+            run = with_recipe(call, general_recipe(plan, local_fn, args, kwargs or {}))
         if keep is not None:
             keep(complete(run))
         return out
@@ -110,10 +113,12 @@ def direct(
     uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]
     named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]
     constants = not any(u is not None for u in named)
+    recipe = Recipe(local_fn, (*uses, *named), tuple(kwargs), outputs_of([spec]))
     if plan.factors.view:
-        return viewing(plan, local_fn, free)
+        return viewing(plan, local_fn, free, recipe)
 
     if plan.rule.inplace:
+        recipe = recipe._replace(targets=(0,))
 
         def run(args: Sequence[Any], kwargs: Any) -> Any:
             x = args[0]
@@ -186,10 +191,10 @@ def direct(
             new.spec = spec
             return new
 
-    return run
+    return with_recipe(run, recipe)
 
 
-def viewing(plan: Plan, local_fn: Function, free: bool) -> Runner:
+def viewing(plan: Plan, local_fn: Function, free: bool, recipe: Recipe) -> Runner:
     """A view of the first argument, the one tensor of the call; it may be that argument itself, as
     of ``x.contiguous()``."""
     spec = plan.output_specs[0]
@@ -207,10 +212,15 @@ def viewing(plan: Plan, local_fn: Function, free: bool) -> Runner:
         if x._view_state is not None:
             views.inherit(new, x)
         if free and out.requires_grad and _grad():
-            new._grad_state = from_origin(partial(replay, local_fn, x, args[1:], kwargs or {}))
+            after(args, kwargs, new)
         return new
 
-    return run
+    def after(args: Sequence[Any], kwargs: Any, new: Any) -> None:
+        origin = partial(replay, local_fn, args[0], args[1:], kwargs or {})
+        new._grad_state = from_origin(origin)
+
+    recipe = recipe._replace(itself=True, views=True, after=after if free else None)
+    return with_recipe(run, recipe)
 
 
 def replay(
@@ -241,6 +251,7 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
     )  # fmt: skip
     numbers = iter(range(len(specs)))
     given = (shallow[0], shallow[1].values()) if shallow else ((), ())
+    slotted = bool(shallow)  # the runner stays, and must not hold the tensors of the first call
     slots, named = (
         [next(numbers) if isinstance(a, Tensor) else -1 for a in part] for part in given
     )
@@ -262,7 +273,7 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
     def read(args: Sequence[Any], kwargs: Any) -> Any:
         if untouched:
             return [_local_of(a) for a in args], {k: _local_of(v) for k, v in kwargs.items()}
-        if shallow:
+        if slotted:
             return [a if i < 0 else at(a, i) for a, i in zip(args, slots, strict=True)], {
                 k: v if i < 0 else at(v, i) for (k, v), i in zip(kwargs.items(), named, strict=True)
             }
@@ -308,6 +319,35 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
         return result
 
     return run
+
+
+def general_recipe(
+    plan: Plan, local_fn: Function, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Recipe | None:
+    """What ``general`` does in calls like this one, where nothing is moved."""
+    view, inplace = plan.factors.view, plan.rule.inplace
+    if plan.redistributes or (view and len(plan.output_specs) == 1) or (inplace and not args):
+        return None
+    uses: list[Use] = []
+    axes_of = iter(plan.varying_axes)
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, (list, tuple)) and flat(a, []):
+            if plan.any_varying:
+                return None
+            uses.append(NESTED)
+        elif isinstance(a, Tensor):
+            axes = next(axes_of, ())
+            if axes and type(a) is not DistTensor:
+                return None
+            uses.append(axes if type(a) is DistTensor else None)
+        else:
+            uses.append(None)
+    outputs = () if inplace else outputs_of(plan.output_specs)
+    targets = plan.factors.targets if inplace else None
+    return Recipe(
+        local_fn, tuple(uses), tuple(kwargs), outputs, not inplace, view,
+        None if targets is None else tuple(targets),
+    )  # fmt: skip
 
 
 def reduce_pending(args: Sequence[Any], kwargs: Any, reduced: Sequence[bool]) -> bool:
@@ -433,32 +473,49 @@ def rematerializing(local_fn: Function, run: Runner) -> Runner:
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         out = run(args, kwargs)
-        if out.local.requires_grad and _grad() and origin_of(out) is None:
-            words = kwargs or {}
-            made = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
-            versions = [_version(t) for t in made]
-            value, made_at, spec = out.local, out.local._version + UNCOUNTED[0], out.spec
-
-            def varying(a: Any, axes: Axes) -> Any:
-                return a.local_for(axes) if type(a) is DistTensor else a
-
-            def again(axes: Axes) -> Tensor:
-                now = value._version + UNCOUNTED[0]
-                if now != made_at or versions != [_version(t) for t in made]:
-                    return move(value, Typed(spec), Typed(spec, axes), None)
-                return local_fn(
-                    *[varying(a, axes) for a in args],
-                    **{k: varying(v, axes) for k, v in words.items()},
-                )
-
-            set_origin(out, again)
+        if out.local.requires_grad and _grad():
+            after(args, kwargs, out)
         return out
 
-    return call
+    def after(args: Sequence[Any], kwargs: Any, out: Any) -> None:
+        if origin_of(out) is not None:
+            return
+        words = kwargs or {}
+        made = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
+        value = out.local
+        parts = local_fn, tuple(args), words, made, value, writes_to(value), out.spec
+        set_origin(out, partial(once_more, *parts))
+
+    recipe = recipe_of(run)
+    single = recipe is not None and len(recipe.outputs) == 1 and recipe.after is None
+    return with_recipe(call, recipe._replace(after=after) if recipe and single else None)
 
 
-def _version(t: Tensor) -> int:
-    return (t.local if type(t) is DistTensor else t)._version
+def once_more(
+    local_fn: Function, args: Sequence[Any], words: dict[str, Any], made: list[int],
+    value: Tensor, made_at: int, spec: DistSpec, axes: Axes,
+) -> Tensor:  # fmt: skip
+    """The origin of a cheap result: the call again, of uses that vary. ``made``, ``made_at``: the
+    versions of its arguments and of its ``value`` when it was made."""
+    now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
+    if writes_to(value) != made_at or now != made:
+        out: Tensor = move(value, Typed(spec), Typed(spec, axes), None)
+        return out
+    varying = [_varying(a, axes) for a in args]
+    again: Tensor = local_fn(*varying, **{k: _varying(v, axes) for k, v in words.items()})
+    return again
+
+
+def _varying(a: Any, axes: Axes) -> Any:
+    return a.local_for(axes) if type(a) is DistTensor else a
+
+
+def writes_to(value: Tensor) -> int:
+    return value._version + UNCOUNTED[0]
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [(t.local if type(t) is DistTensor else t)._version for t in tensors]
 
 
 def telling(mesh: Any, run: Runner) -> Runner:

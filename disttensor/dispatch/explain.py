@@ -28,7 +28,8 @@ class Explanation:
     """What ``explain`` found; ``str`` gives the text that it printed.
 
     way      "rule", "body" (its Python body runs, each inner call dispatched), "gather" or "direct"
-    bytes    what a rank sends before the call runs; None where that is not known (a body)
+    bytes    what a rank sends before the call runs, or in attention; None where that is not known
+             (a body)
     gives    specs of the results; () where they are not known
 
     >>> found = dt.explain(torch.relu, dt.ones(4, 4, mesh=mesh))
@@ -115,11 +116,14 @@ def _by_rule(plan: Plan, asks: Sequence[bool], written: bool) -> Explanation:
     local_fn = plan.local_fn()
     if local_fn is not plan.func:
         lines.append(f"  runs {_said(local_fn)} in place of the function, on the local pieces")
+    sends = getattr(local_fn, "sends", 0)
+    if sends:
+        lines.append(f"    {getattr(local_fn, 'why', '')}; it sends {sends:,} bytes itself")
     if written:
         lines.append("  then the result is brought to the placement of out=, and copied there")
     if total:
         lines.append(f"  sends {total:,} bytes per rank before it runs")
-    return Explanation("\n".join(lines), "rule", total, tuple(plan.output_specs))
+    return Explanation("\n".join(lines), "rule", total + sends, tuple(plan.output_specs))
 
 
 def _said(local: Function) -> str:

@@ -151,18 +151,28 @@ def run_replicated(
         first: Any = next(iter((*args, *kwargs.values())), None)
         if writing and any(type(t) is DistTensor for t in flat(first, [])):
             return first if isinstance(out, (Tensor, list, tuple)) else out
+        if any(t.layout is torch.strided and _memory(t) is None for t in flat(out, [])):
+            return out  # of a transform around this call, which follows plain tensors only
         result = wrap_full(out, mesh, given)
         moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
-        sources = {storage_id(full.untyped_storage()): x for x, full in moved}
-        for t in flat(result, []):
-            if type(t) is DistTensor and storage_id(t.local.untyped_storage()) in sources:
-                source = sources[storage_id(t.local.untyped_storage())]  # a view, in one process
+        sources = {memory: x for x, full in moved if (memory := _memory(full)) is not None}
+        for t in flat(result, []) if sources else ():
+            source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
+            if source is not None:  # a view, in one process
                 views.enter(t, source, errors.name_of(func))
         if objects.others(mesh.ranks) and infer.dynamic(func, args, kwargs):
             objects.send_object(described(result), mesh.ranks, mesh.device)
         return result
 
     return run
+
+
+def _memory(x: Tensor) -> Any:
+    """What names the memory of x; None inside a transform (vmap), which has none of its own."""
+    try:
+        return storage_id(x.untyped_storage())
+    except NotImplementedError:
+        return None
 
 
 def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None:

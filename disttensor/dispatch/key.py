@@ -14,6 +14,7 @@ import torch
 
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
 
@@ -40,13 +41,11 @@ def key_of(value: Any, floats: bool = False) -> Any:
     if kind is list or kind is tuple or kind is torch.Size:
         if value and type(value[0]) is float and not floats and set(map(type, value)) == _FLOAT:
             return kind, len(value)
-        try:
-            return kind, tuple([v.spec for v in value])
-        except AttributeError:
-            return kind, tuple([v.spec if hasattr(v, "spec") else key_of(v, floats) for v in value])
+        return kind, tuple([v.spec if type(v) is DistTensor else key_of(v, floats) for v in value])
     if isinstance(value, Tensor):
-        spec = getattr(value, "spec", None)
-        return spec if spec is not None else (Tensor, value.shape, value.dtype)
+        if isinstance(value, DistTensor):
+            return value.spec
+        return Tensor, value.shape, value.dtype
     if kind is slice:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
     if kind is dict:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from disttensor.autograd import functional, halo_exchange
+from disttensor.autograd import activation_checkpoint, functional, halo_exchange
+from disttensor.autograd.grad_types import Typed, move
 from disttensor.comm import collectives
-from disttensor.layout import Axes
+from disttensor.comm.work import finished
+from disttensor.layout import Axes, Layout
 from disttensor.random import state
+from disttensor.spec import DistSpec
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class MeshCollectives:
@@ -50,6 +55,37 @@ class MeshCollectives:
         axes: Axes,
     ) -> Tensor:
         return halo_exchange.fetch(x, dim, have, want, self._group(axes))
+
+    def exchange(self, pieces: Sequence[Tensor], numels: Sequence[int], axes: Axes) -> Any:
+        group = self._group(axes)
+        if group is None:
+            return finished([pieces[0].reshape(-1)])
+        return collectives.all_to_all(pieces, numels, group, async_op=True)
+
+    def exchange_rows(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes
+    ) -> Tensor:
+        group = self._group(axes)
+        return rows if group is None else collectives.all_to_all_rows(rows, sent, received, group)
+
+    def once(self, make: Callable[[], T]) -> T:
+        run = activation_checkpoint.current_run()
+        if run is None:
+            return make()
+        kept: T | None = activation_checkpoint.replayed(run)
+        made = make() if kept is None else kept
+        activation_checkpoint.note(run, made)
+        return made
+
+    def reshard(
+        self, x: Tensor, shape: Sequence[int], have: Layout, want: Layout, axes: Axes
+    ) -> Tensor:
+        ends = []
+        for layout in (have, want):
+            varying = tuple(sorted(set(axes) - layout.varies()))
+            ends.append(Typed(DistSpec(self.mesh, layout, shape, x.dtype), varying))
+        out: Tensor = move(x, *ends, None)
+        return out
 
     def draw(self, default: str, generator: torch.Generator | None = None) -> state.Draw:
         return state.draw(self.mesh, default, generator)

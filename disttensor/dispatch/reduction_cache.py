@@ -18,6 +18,7 @@ from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import strict
 from disttensor.dispatch.resolve import Plan
 from disttensor.layout import Layout
+from disttensor.recipe import recipe_of, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
@@ -112,4 +113,5 @@ def reusing(plan: Plan, run: Runner) -> Runner:
                 return t
         return out
 
-    return call
+    recipe = None if reduces else recipe_of(run)
+    return with_recipe(call, recipe._replace(pending=True) if recipe else None)

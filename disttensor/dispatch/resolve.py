@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from disttensor import errors
-from disttensor.dispatch import foreach
+from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
 from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.layout import Axes, Layout, replicated
@@ -154,15 +154,17 @@ def resolve(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Reso
     if foreach.meshes_of(func, args) > 1:
         return Resolution("each_mesh")
     specs = specs_of(func, flat((args, kwargs), []))
-    if any(s.layout.own for s in specs):
+    layouts = [s.layout for s in specs]
+    if not all(map(balanced.is_known, layouts)):
         why = "rules know Shard, Replicate and Partial; a placement of another type is gathered"
         return Resolution("gather", why)
     given: list[Arg] = []
+    bare = [balanced.bare(layout) for layout in layouts]
 
     def arg(t: Tensor) -> Arg:
         i, grad = len(given), t.requires_grad
         s = specs[i]
-        given.append(Arg(s.shape, dtype=s.dtype, layout=s.layout, index=i, requires_grad=grad))
+        given.append(Arg(s.shape, dtype=s.dtype, layout=bare[i], index=i, requires_grad=grad))
         return given[-1]
 
     asked = substitute(args, arg)
@@ -172,6 +174,8 @@ def resolve(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Reso
         rule, factors, decision = decide(func, asked, named, given, mesh.shape)
     except NoRule as reason:
         return _without_rule(func, str(reason))
+    if decision is not None and bare != layouts:
+        decision = balanced.keep(factors, decision, layouts, writes=rule.inplace)
     if decision is None:
         why = (
             "the rule cannot keep the placement of the tensor that is written, which gets its "

@@ -18,6 +18,7 @@ from disttensor.layout import Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import infer
 from disttensor.random import state
+from disttensor.recipe import Recipe, outputs_of, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -143,6 +144,14 @@ def quick(
     several = None if single else list(zip(specs, viewed, strict=True))
     meta_tensor, draws, kind = spec.meta_tensor, found.draws, type(found.result)
     nothing, orphan = token.detached(mesh.device), token.orphan(mesh.device)
+    recipe = None
+    if not draws and kind in (infer.Out, tuple, list) and (shallow or read is _with_keywords):
+        uses = [() if isinstance(a, Tensor) else None for a in (*args, *(kwargs or {}).values())]
+        recipe = Recipe(
+            None, tuple(uses), tuple(kwargs or ()), outputs_of(specs[: len(viewed)]),
+            sources=sources, nothing=nothing, orphan=orphan, shared=tuple(viewed),
+            kind=None if single else kind,
+        )  # fmt: skip
 
     def simple(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on() and cast is not None:
@@ -160,7 +169,7 @@ def quick(
 
     if single and shallow and not draws and base is None and 0 < len(sources) < 3:
         first, last = sources[0], sources[-1]
-        return simple
+        return with_recipe(simple, recipe)
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         if autocast_is_on() and cast is not None:
@@ -189,7 +198,7 @@ def quick(
             views.share(new, args[base])
         return new
 
-    return run
+    return with_recipe(run, recipe)
 
 
 def _join(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, orphan: Tensor) -> Tensor:
@@ -215,7 +224,7 @@ def _reader(args: Sequence[Any], kwargs: Any) -> Reader:
     if sum(isinstance(a, Tensor) for a in args) == n:
         return _positional
     if sum(isinstance(a, Tensor) for a in (*args, *kwargs.values())) == n:
-        return lambda args, kwargs: (*args, *kwargs.values())
+        return _with_keywords
     if isinstance(args[0], (list, tuple)) and sum(isinstance(a, Tensor) for a in args[0]) == n:
         return lambda args, kwargs: args[0]
     return lambda args, kwargs: flat((args, kwargs), [])
@@ -223,6 +232,10 @@ def _reader(args: Sequence[Any], kwargs: Any) -> Reader:
 
 def _positional(args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
     return args
+
+
+def _with_keywords(args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
+    return (*args, *kwargs.values())
 
 
 def general(

@@ -110,6 +110,11 @@ def _hooks_of(m: nn.Module) -> list[Any]:
     return [m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks]
 
 
+def has_hooks(m: nn.Module) -> bool:
+    """Are there hooks on ``m`` itself that run in each call?"""
+    return _any(_hooks_of(m))
+
+
 def _any(tables: list[Any]) -> bool:
     """Is there a hook that has to run in each call? One that says it is harmless need not."""
     return any(not getattr(hook, "harmless", False) for t in tables for hook in t.values())

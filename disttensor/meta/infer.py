@@ -77,13 +77,71 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     and device).
 
     Raises Dynamic where the shape depends on data, and what the function raises for such arguments.
+    What it is for torch's own functions is remembered: each mesh asks for the same.
     """
+    try:
+        key = func, _key(args), _key(kwargs), *_around()
+    except _NoKey:
+        return _find(func, args, kwargs)
+    known = _known.get(key) if _is_torch(func) else None
+    if known is None:
+        known = _find(func, args, kwargs)
+        if _is_torch(func):
+            while len(_known) >= _MOST:
+                del _known[next(iter(_known))]
+            _known[key] = known
+    return known
+
+
+class _NoKey(Exception):
+    """An argument whose value may matter in other ways."""
+
+
+_known: dict[Any, Found] = {}  # there is no mesh in it
+_MOST = 4096
+_CONSTANTS = frozenset({
+    int, float, complex, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+})  # fmt: skip
+
+
+def _key(x: Any) -> Any:
+    kind = type(x)
+    if kind in _CONSTANTS:
+        return kind, x
+    if isinstance(x, Tensor):
+        return Tensor, tuple(x.shape), x.dtype, x.device
+    if kind in (list, tuple, torch.Size):
+        return kind, tuple([_key(e) for e in x])
+    if kind is slice:
+        return kind, _key((x.start, x.stop, x.step))
+    if kind is dict:
+        return kind, tuple([(k, _key(v)) for k, v in x.items()])
+    raise _NoKey
+
+
+def _is_torch(func: Any) -> bool:
+    """No function of ours, which may know a mesh."""
+    module = getattr(func, "__module__", None)
+    return module is None or module.partition(".")[0] == "torch"
+
+
+def _around() -> tuple[Any, ...]:
+    """What else dtypes depend on."""
+    casts = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    ]
+    return torch.get_default_dtype(), *casts
+
+
+def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
     tensors = flat((tuple(args), kwargs), [])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     try:
         return _run(func, args, kwargs, every)
     except DataDependent:
-        if named_dynamic(func):  # asks for the data to know the shape, as one_hot does
+        if named_dynamic(func) or by_mask(func, args):  # asks for it to know the shape, as one_hot
             raise Dynamic(name_of(func)) from None
         raise
     except Dynamic:
@@ -169,12 +227,16 @@ def named_dynamic(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "").strip("_").startswith(_DYNAMIC)
 
 
+def by_mask(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Does it take what a mask shows?"""
+    name = getattr(func, "__name__", "").strip("_")
+    return name == "getitem" and any(t.dtype in _MASKS for t in flat(args[1:], []))
+
+
 def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
     """Does the shape of the result depend on data? Only functions of such names are asked: a run
     costs time."""
-    name = getattr(func, "__name__", "").strip("_")
-    masks = name == "getitem" and any(t.dtype in _MASKS for t in flat(args[1:], []))
-    if not masks and not named_dynamic(func):
+    if not by_mask(func, args) and not named_dynamic(func):
         return False
     try:
         found(func, args, kwargs or {})

@@ -21,6 +21,7 @@ from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import ASSIGNS, CONSTANTS, Case, trace
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
+from ops.nn.attention_policy import current as attention_policy
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _grad: Any = torch.is_grad_enabled
@@ -186,7 +187,7 @@ class Skip(InstanceForward):
         subtree: Any = self._subtree
         for attributes, name in subtree.attached:
             parts.append(_part(attributes.get(name), inputs))
-        parts += (subtree.flags(), _grad(), torch.get_default_dtype())
+        parts += (subtree.flags(), _grad(), torch.get_default_dtype(), attention_policy())
         if autocast_is_on():
             device = inputs[0].device.type if inputs else "cpu"
             parts += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

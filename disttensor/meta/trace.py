@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from disttensor import runtime
 from disttensor.autograd import token
 from disttensor.autograd.graph import nodes_of
+from disttensor.comm import log
+from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.meta.guards import Subtree
 from disttensor.random import state
@@ -84,6 +86,8 @@ def trace(
                 x.local = local
             elif x.local is not local:
                 touched = True
+    for each in log.active:
+        each.traced(specs[0].mesh, calls.made)
     try:
         if calls.why:
             raise Unfit(calls.why)
@@ -162,9 +166,12 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.known = known
         self.why = ""
+        self.made: list[Any] = []  # what is called with what, for a log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if log.active:
+            self.made.append((name_of(func), _words(args), _words(kwargs)))
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             self.why = "it draws from a generator"
         for t in flat((args, kwargs), []):
@@ -176,6 +183,18 @@ class _Calls(TorchFunctionMode):
         for t in flat(out, []):
             self.known[id(t)] = t
         return out
+
+
+def _words(x: Any) -> Any:
+    """What an argument is, on whatever mesh."""
+    kind = type(x)
+    if kind is DistTensor:
+        return x.spec.shape, x.spec.layout, x.spec.dtype
+    if kind in (list, tuple):
+        return tuple([_words(e) for e in x])
+    if kind is dict:
+        return tuple([(k, _words(v)) for k, v in x.items()])
+    return x if kind in CONSTANTS else kind
 
 
 def _world() -> tuple[Any, ...]:

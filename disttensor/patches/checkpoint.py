@@ -13,10 +13,13 @@ in no graph: brought back, it would no longer require grad. It gets the local in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
-from disttensor.autograd.activation_checkpoint import Run
+from disttensor.autograd.activation_checkpoint import AROUND, Run
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from ops.nn.attention_policy import attention_policy
+from ops.nn.attention_policy import current as attention_policy_now
 
 Generator = Callable[..., Iterator[None]]
 
@@ -37,11 +40,16 @@ def for_dist_tensors(original: Generator) -> Generator:
         notes: list[Any] = []
         apart = bool(given) and isinstance(given[0], tuple)  # since torch 2.14; before: at the end
         pairs = [_saved(x) for x in (given[0] if apart else given)]
+        policy, around = attention_policy_now(), [*AROUND.values()]
         kept, remakes = tuple(k for k, _ in pairs), [r for _, r in pairs]
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             ours = remakes[len(remakes) - len(args) :]
-            with Run(notes, is_recompute=True):
+            with ExitStack() as stack:
+                for set_up in around:
+                    stack.enter_context(set_up())
+                stack.enter_context(attention_policy(policy))
+                stack.enter_context(Run(notes, is_recompute=True))
                 return fn(
                     *[a if r is None else r(a) for a, r in zip(args, ours, strict=True)], **kwargs
                 )

@@ -341,9 +341,13 @@ TABLE = (
     ),
     Change(
         "torch.compile",
-        "Dynamo compiles our frames and takes one closure for another: wrong numbers",
+        "Dynamo compiles our frames and takes one closure for another: wrong numbers; and it warns "
+        "that it cannot trace our C code, where it shall not",
         "torch.compiler.disable, which costs each call",
-        tracers.run_by_python,
+        together(
+            tracers.run_by_python,
+            replaced_in("torch._dynamo.utils", tracers.silent_on_ours, "warn_once"),
+        ),
     ),
     Change(
         "sys.excepthook",

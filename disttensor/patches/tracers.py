@@ -15,6 +15,7 @@ from typing import Any
 
 from disttensor.dispatch.dispatch import dispatch
 from disttensor.dispatch.fallback import writes
+from disttensor.dispatch.native import carrier
 from disttensor.errors import name_of, user_line
 from disttensor.patches.imports import Undo, once_imported
 from disttensor.tensor.dist_tensor import TRACERS, WAY_OUT, DistTensor, carry_out_with
@@ -44,7 +45,7 @@ def _leave() -> None:
     TRACERS.names = TRACERS.names[:-1]
     _count[0] -= 1
     if not _count[0]:
-        carry_out_with(dispatch)
+        carry_out_with(carrier())
 
 
 def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +62,7 @@ def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any =
             f"plain tensors only. {WAY_OUT}"
         )
 
-    carry_out_with(dispatch)
+    carry_out_with(carrier())
     try:
         with outside_transforms():
             wholes = {id(t): t.full_tensor() for t in dist}
@@ -109,6 +110,17 @@ def within(name: str) -> Function:
         return trace
 
     return around
+
+
+def silent_on_ours(original: Function) -> Function:
+    """Of Dynamo's warnings, which are each given once."""
+
+    def warn_once(msg: str, *args: Any, **kwargs: Any) -> Any:
+        if "`disttensor.dispatch._native." in msg:
+            return None
+        return original(msg, *args, **kwargs)
+
+    return warn_once
 
 
 def run_by_python(what: str) -> Undo:

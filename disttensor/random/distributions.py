@@ -15,6 +15,7 @@ from torch import Tensor
 from disttensor.layout import Box
 from disttensor.random.philox import M32, Device, Source
 from disttensor.random.reproducible_math import log, normal_quantile, sin_half_pi
+from disttensor.torch_private import no_dispatch
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -27,9 +28,10 @@ def uniform(source: Source, dtype: torch.dtype, low: float = 0.0, high: float = 
     if dtype.is_complex:
         return torch.view_as_complex(uniform(source.pairs(), _part(dtype), low, high))
     _need_floating("uniform", dtype)
-    edges = torch.tensor([low, high], dtype=torch.float64, device="cpu").to(dtype)
-    top = torch.nextafter(edges[1], edges[0]).item()
-    first, last = edges.tolist()
+    with no_dispatch():
+        edges = torch.tensor([low, high], dtype=torch.float64, device="cpu").to(dtype)
+        top = torch.nextafter(edges[1], edges[0]).item()
+        first, last = edges.tolist()
     if not (first <= last and math.isfinite(last - first)):
         raise ValueError(
             f"uniform: low={low}, high={high} in {dtype}: need low <= high, both finite"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from disttensor.layout import Box
+from disttensor.torch_private import fakes
 
 Device = torch.device | str
 Span = tuple[int, int, int]  # (global size, offset, local size) of one dim
@@ -81,9 +82,10 @@ class Source(NamedTuple):
         return self._replace(shape=(*self.shape, 2), box=box)
 
     def lanes(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """(where in the flat local tensor, its four lanes), by chunks; nothing on ``meta``."""
+        """(where in the flat local tensor, its four lanes), by chunks; nothing where there is no
+        data, on ``meta`` and in a FakeTensorMode."""
         spans = _spans(self.shape, self.box)
-        if torch.device(self.device).type != "meta":
+        if torch.device(self.device).type != "meta" and fakes() is None:
             for where, index in _chunks(spans, _chunk(self.device), self.device):
                 yield where, bits(self.seed, self.call, index)
 
