@@ -66,14 +66,13 @@ def group_norm(
     inputs = (dims, *((("g", "c"),) for o in (weight, bias) if isinstance(o, Arg)))
 
     def local(call: LocalCall) -> Any:
-        if is_empty(call):
-            return padded_if_empty(call)
-        parts = call.count(call.axes("g"))
+        run, parts = padded_if_empty(call), call.count(call.axes("g"))
         if parts == 1:
-            return call.func
+            return run
 
         def group_norm(x: Tensor, groups: int, *args: Any, **kwargs: Any) -> Tensor:
-            return call.func(x, groups // parts, *args, **kwargs)
+            out: Tensor = run(x, groups // parts, *args, **kwargs)
+            return out
 
         return group_norm
 

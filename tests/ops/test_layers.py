@@ -50,6 +50,13 @@ def test_normalizations(case: Any) -> None:
     check(*case, frozen=(1, 2) if case[0] is F.batch_norm else ())
 
 
+@pytest.mark.parametrize("second", [S1, R])
+def test_a_rank_with_some_of_the_groups_and_no_row_of_them(second: Any) -> None:
+    layouts = [[S0, second], [R, S0], [R, S0]]
+    assert check_rule(F.group_norm, t(1, 6, 3), 2, t(6), t(6) + 1, layouts=layouts)
+    assert check_rule(F.conv1d, t(1, 6, 3), t(6, 3, 1), t(6), groups=2, layouts=layouts)
+
+
 @pytest.mark.parametrize("shape", [(5, 6, 3), (5, 6), (5, 6, 2, 3)], ids=str)
 def test_batch_norm_in_training_uses_the_whole_batch(shape: Any) -> None:
     check(F.batch_norm, t(*shape), None, None, t(6), t(6) + 1, True)
