@@ -47,6 +47,7 @@ class DistSpec:
         "__weakref__",
         "_derived",
         "dtype",
+        "idle",
         "layout",
         "local_box",
         "local_shape",
@@ -66,6 +67,7 @@ class DistSpec:
     local_box: Box
     varies: frozenset[int]  # mesh axes over which locals differ
     meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it
+    idle: list[Any] | None  # wrappers that wait for another use: dispatch/native.c
     _derived: dict[Any, DistSpec]
 
     def __new__(
@@ -91,7 +93,7 @@ class DistSpec:
         self.local_shape = self.local_box.shape
         with no_dispatch():  # wrappers are made of it under any mode, and after
             self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
-        self._derived = {}
+        self._derived, self.idle = {}, None
         mesh.specs[key] = self
         return self
 

@@ -38,12 +38,12 @@ __all__ = [
     "autocast_is_on", "backend_of", "count_function_modes", "current_backward", "default_store",
     "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
     "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
-    "is_view", "jit_tracers", "make_subclass", "need", "next_node", "nn_functions", "no_dispatch",
-    "no_function_mode", "no_torch_function", "node_number", "outside_transforms",
-    "process_groups_aside", "reduce_scatter_single", "refuse_memory", "schemas_named",
-    "schemas_of", "set_timeout", "set_versions", "start_fake_world", "storage_id",
-    "storage_users", "tensor_users", "timeout_of", "top_saved_tensors_hooks", "transform_ends",
-    "unboxed_group", "without_fakes",
+    "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need", "next_node",
+    "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function", "node_number",
+    "outside_transforms", "process_groups_aside", "reduce_scatter_single", "refuse_memory",
+    "schemas_named", "schemas_of", "set_timeout", "set_versions", "start_fake_world", "storage_id",
+    "storage_users", "tensor_users", "timeout_of", "top_saved_tensors_hooks",
+    "torch_functions_are_seen", "transform_ends", "unboxed_group", "use_count", "without_fakes",
 ]  # fmt: skip
 
 
@@ -117,9 +117,8 @@ STORAGE_ID = "_cdata"
 storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
 # How many in C++ hold a tensor, and its memory: views of it, and what other programs read.
-tensor_users: Callable[[Any], int] = methodcaller(
-    need("to write where nobody looks", torch.Tensor, "_use_count").__name__
-)
+use_count: Callable[[Any], int] = need("to see who holds it", torch.Tensor, "_use_count")
+tensor_users: Callable[[Any], int] = methodcaller("_use_count")
 _storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use_Count")
 
 
@@ -162,6 +161,12 @@ flash_on_cpu_backward: Any = getattr(torch.ops.aten, f"{_flash}_backward", None)
 
 autocast_is_on: Callable[[], bool] = need(
     "to see autocast of any device", torch._C, "_is_any_autocast_enabled"
+)
+torch_functions_are_seen: Callable[[], bool] = need(
+    "to see DisableTorchFunction", torch._C, "_is_torch_function_enabled"
+)
+modes_see_functions: Callable[[], bool] = need(
+    "to see modes that record calls", torch._C, "_is_torch_function_mode_enabled"
 )
 count_function_modes: Callable[[], int] = need(
     "to see modes that record calls", torch._C, "_len_torch_function_stack"

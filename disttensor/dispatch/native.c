@@ -11,6 +11,10 @@
  *     an argument that the recipe does
  *     not take for granted             the runner, before anything has been run
  *
+ * Methods and operators that calls are often made of come here without torch's parser of arguments
+ * between, if a call of the same words is known (METHODS). A wrapper that dies is the next result
+ * of its spec (keep_idle).
+ *
  * Two calls with the same words have the same key in Python (dispatch/key.py). Words that are
  * addresses are those of objects that the entry keeps alive, so that no other object can have
  * them.
@@ -42,14 +46,17 @@
 #define MOST_WORDS 65536
 #define MOST_NESTED 200 /* calls within calls; deeper ones are Python's, which counts its frames */
 #define SHORT 192 /* words that need no allocation */
+#define MOST_IDLE 32 /* dead wrappers that are kept, of one spec and of all */
+#define MOST_IDLE_OF_ALL 4096
 
 /* What Python gives by configure(), by the same names. */
 #define REFERENCES(X) \
     X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) X(GradState) \
-    X(local) X(spec) /* descriptors of DistTensor */ \
+    X(local) X(spec) X(idle) /* descriptors of DistTensor, and of DistSpec */ \
     X(shape) X(dtype) X(requires_grad) X(grad_fn) /* descriptors of Tensor */ \
-    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) /* functions of torch */ \
+    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(use_count) /* functions of torch */ \
+    X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
     X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
 
@@ -57,8 +64,39 @@
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe)
 
+/* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
+ * called by them. */
+#define METHODS(X) \
+    X(view, view) X(reshape, reshape) X(transpose, transpose) X(permute, permute) X(t, t) \
+    X(flatten, flatten) X(expand, expand) X(expand_as, expand_as) X(squeeze, squeeze) \
+    X(unsqueeze, unsqueeze) X(select, select) X(narrow, narrow) X(chunk, chunk) \
+    X(unbind, unbind) X(contiguous, contiguous) X(clone, clone) X(to, to) X(float, float) \
+    X(type_as, type_as) X(add, add) X(sub, sub) X(mul, mul) X(div, div) X(matmul, matmul) \
+    X(mm, mm) X(bmm, bmm) X(pow, pow) X(neg, neg) X(abs, abs) X(exp, exp) X(log, log) \
+    X(sqrt, sqrt) X(rsqrt, rsqrt) X(square, square) X(sin, sin) X(cos, cos) X(tanh, tanh) \
+    X(sigmoid, sigmoid) X(relu, relu) X(clamp, clamp) X(masked_fill, masked_fill) \
+    X(sum, sum) X(mean, mean) X(var, var) X(max, max) X(argmax, argmax) X(cumsum, cumsum) \
+    X(softmax, softmax) X(log_softmax, log_softmax) X(gather, gather) X(add_, add_) \
+    X(sub_, sub_) X(mul_, mul_) X(div_, div_) X(addcmul_, addcmul_) X(addcdiv_, addcdiv_) \
+    X(lerp_, lerp_) X(sqrt_, sqrt_) X(zero_, zero_) X(copy_, copy_) X(fill_, fill_) \
+    X(__add__, add) X(__radd__, add) X(__sub__, sub) X(__mul__, mul) X(__rmul__, mul) \
+    X(__truediv__, div) X(__matmul__, matmul) X(__neg__, neg) X(__iadd__, add_) \
+    X(__isub__, sub_) X(__imul__, mul_)
+
+enum {
+#define NUMBER(name, asked) METHOD_##name,
+    METHODS(NUMBER)
+#undef NUMBER
+    N_METHODS
+};
+
+typedef struct {
+    PyObject *plain, *asked; /* torch.Tensor's own, and what torch says was called; NULL: none */
+} Method;
+
 typedef struct {
     PyObject *spec, *dtype, *making; /* of one result; borrowed of the recipe */
+    PyObject *idle; /* owned: the spec's list of wrappers that wait for another use */
 } Output;
 
 typedef enum { CONSTANT, LOCAL, VARYING, NESTED } How;
@@ -91,11 +129,20 @@ typedef struct {
     REFERENCES(FIELD)
     struct { NAMES(FIELD) } str;
 #undef FIELD
+    Method methods[N_METHODS];
+    int shortcuts; /* do methods look for known calls? Not while a tracer runs */
+    Py_ssize_t idle_wrappers;
     Entry **table; /* open addressing; its size is a power of two */
     size_t mask, used;
     int nested; /* how many calls run, on all threads */
-    long long hits, recipes, unsure, misses; /* calls so far: for tests and for people */
+    long long hits, recipes, unsure, misses, past, reused; /* so far: for tests and for people */
 } State;
+
+/* Methods and destructors are given no module: that of the one that is configured. */
+static State *configured;
+static destructor destroy; /* DistTensor's own, which goes by tp_dealloc of the class */
+static int destroying;     /* how many are on their way in it */
+static int counted;        /* may C++ hold a tensor whose object dies? As torch was up to 2.9 */
 
 typedef struct {
     uint64_t *at;
@@ -104,7 +151,8 @@ typedef struct {
 } Words;
 
 typedef struct {
-    PyObject *func, *args, *kwargs; /* a tuple; a dict or NULL */
+    PyObject *func, *args, *kwargs; /* a tuple; a dict or NULL: for Python, see as_python */
+    PyObject *const *first; /* of args; a method's are not in a tuple */
     Py_ssize_t nargs, nnamed;
     PyObject *names[MOST_ARGUMENTS], *values[MOST_ARGUMENTS]; /* of kwargs, owned */
 } Call;
@@ -112,7 +160,29 @@ typedef struct {
 static inline PyObject *
 argument(const Call *call, Py_ssize_t i)
 {
-    return i < call->nargs ? PyTuple_GET_ITEM(call->args, i) : call->values[i - call->nargs];
+    return i < call->nargs ? call->first[i] : call->values[i - call->nargs];
+}
+
+/* Make what Python is called with. 0: an error. */
+static int
+as_python(Call *call)
+{
+    if (!call->args) {
+        call->args = PyTuple_New(call->nargs);
+        for (Py_ssize_t i = 0; call->args && i < call->nargs; i++) {
+            PyTuple_SET_ITEM(call->args, i, Py_NewRef(call->first[i]));
+        }
+    }
+    if (call->args && !call->kwargs && call->nnamed) {
+        call->kwargs = PyDict_New();
+        for (Py_ssize_t i = 0; call->kwargs && i < call->nnamed; i++) {
+            if (PyDict_SetItem(call->kwargs, call->names[i], call->values[i]) < 0) {
+                Py_CLEAR(call->kwargs);
+            }
+        }
+        return call->kwargs != NULL;
+    }
+    return call->args != NULL;
 }
 
 /* Entries ------------------------------------------------------------------------------------- */
@@ -125,6 +195,9 @@ release(Entry *entry)
     }
     PyMem_Free(entry->words);
     PyMem_Free(entry->uses);
+    for (Py_ssize_t i = 0; entry->outputs && i < entry->noutputs; i++) {
+        Py_XDECREF(entry->outputs[i].idle);
+    }
     PyMem_Free(entry->outputs);
     PyMem_Free(entry->targets);
     PyMem_Free(entry->sources);
@@ -235,9 +308,30 @@ numbers_of(PyObject *tuple, Py_ssize_t *count)
     return numbers;
 }
 
+static inline PyObject *get(PyObject *, PyObject *);
+static inline int set(PyObject *, PyObject *, PyObject *);
+
+/* The list of wrappers of a spec that wait for another use; NULL: an error. */
+static PyObject *
+idle_of(State *state, PyObject *spec)
+{
+    PyObject *idle = get(state->idle, spec);
+    if (idle == Py_None) {
+        Py_SETREF(idle, PyList_New(0));
+        if (idle && set(state->idle, spec, idle) < 0) {
+            Py_CLEAR(idle);
+        }
+    }
+    if (idle && !PyList_CheckExact(idle)) {
+        PyErr_SetString(PyExc_SystemError, "DistSpec.idle is a list, or None");
+        Py_CLEAR(idle);
+    }
+    return idle;
+}
+
 /* Take a Recipe in. 0: it is not as expected, and the runner is called instead. */
 static int
-follow(Entry *entry, PyObject *recipe)
+follow(State *state, Entry *entry, PyObject *recipe)
 {
     PyObject *uses, *outputs, *targets, *sources, *shared;
     Py_ssize_t nshared;
@@ -294,7 +388,8 @@ follow(Entry *entry, PyObject *recipe)
         PyObject *given = PyTuple_GET_ITEM(outputs, i);
         if (!PyTuple_CheckExact(given)
             || !PyArg_ParseTuple(given, "OOO!", &output->spec, &output->dtype, &PyTuple_Type,
-                                 &output->making)) {
+                                 &output->making)
+            || !(output->idle = idle_of(state, output->spec))) {
             return 0;
         }
         PyTuple_SET_ITEM(entry->specs, i, Py_NewRef(output->spec));
@@ -332,7 +427,7 @@ new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObj
     PyObject *recipe = PyObject_GetAttr(run, state->str.recipe);
     if (recipe && recipe != Py_None) {
         entry->recipe = recipe;
-        if (!follow(entry, recipe)) {
+        if (!follow(state, entry, recipe)) {
             PyErr_Clear();
             Py_CLEAR(entry->recipe);
         }
@@ -568,13 +663,119 @@ hash_of(const Words *words)
 
 /* Results ------------------------------------------------------------------------------------- */
 
+/* Let go of all wrappers that wait: there are many, of specs that come no more. */
+static void
+drop_idle(State *state)
+{
+    for (size_t i = 0; state->table && i <= state->mask; i++) {
+        Entry *entry = state->table[i];
+        for (Py_ssize_t k = 0; entry && entry->recipe && k < entry->noutputs; k++) {
+            PyObject *idle = entry->outputs[k].idle;
+            if (PyList_SetSlice(idle, 0, PyList_GET_SIZE(idle), NULL) < 0) {
+                PyErr_Clear();
+            }
+        }
+    }
+    state->idle_wrappers = 0;
+}
+
+/* Keep a wrapper that dies for the next result of its spec, as it was when it was made: without a
+ * local, a spec and a __dict__, and unseen by weak references and the garbage collector. 0: it
+ * cannot be kept, and nothing has been done to it. Making one and letting it die costs as much as
+ * all the rest here, so these lists are what free lists are to Python's own classes. */
+static int
+keep_idle(State *state, PyObject *self)
+{
+    Py_SET_REFCNT(self, 1); /* nothing that is called here lets it die again, or keeps it */
+    PyObject *spec = get(state->spec, self), *idle = NULL, *users = NULL, *dict = NULL;
+    if (!spec) {
+        state->idle_wrappers -= state->idle_wrappers > 0; /* one that was kept */
+        goto end;
+    }
+    idle = get(state->idle, spec);
+    if (!idle || !PyList_CheckExact(idle) || PyList_GET_SIZE(idle) >= MOST_IDLE) {
+        goto end;
+    }
+    if (counted) {
+        users = PyObject_CallOneArg(state->use_count, self);
+        if (!users || !PyLong_CheckExact(users) || PyLong_AsLong(users) != 1) {
+            goto end;
+        }
+    }
+    dict = PyObject_GenericGetDict(self, NULL);
+end:
+    Py_XDECREF(users);
+    if (!dict || Py_REFCNT(dict) != 2) { /* somebody else has it */
+        PyErr_Clear();
+        Py_XDECREF(dict);
+        Py_XDECREF(idle);
+        Py_XDECREF(spec);
+        Py_SET_REFCNT(self, 0);
+        return 0;
+    }
+    Py_SET_REFCNT(self, 0);
+    PyObject_GC_UnTrack(self);
+    PyObject_ClearWeakRefs(self);
+    Py_SET_REFCNT(self, 1);
+    PyDict_Clear(dict);
+    Py_DECREF(dict);
+    if (set(state->local, self, NULL) == 0 && set(state->spec, self, NULL) == 0
+        && PyList_Append(idle, self) == 0) {
+        state->idle_wrappers++;
+    }
+    PyErr_Clear();
+    Py_DECREF(self); /* the list has it; if not, it dies now */
+    Py_DECREF(idle);
+    Py_DECREF(spec);
+    if (state->idle_wrappers > MOST_IDLE_OF_ALL) {
+        drop_idle(state);
+    }
+    return 1;
+}
+
+/* The destructor of DistTensor. That of classes which are written in Python looks for the first
+ * base whose destructor is another one, so it must find itself in the class while it runs. */
+static void
+end_of_life(PyObject *self)
+{
+    State *state = configured;
+    PyTypeObject *type = state ? (PyTypeObject *)state->DistTensor : NULL;
+    if (type && Py_TYPE(self) == type && !PyErr_Occurred() && keep_idle(state, self)) {
+        return;
+    }
+    if (type) {
+        type->tp_dealloc = destroy;
+    }
+    destroying++;
+    destroy(self);
+    destroying--;
+    if (configured && !destroying) { /* what ran meanwhile may have ended the module */
+        ((PyTypeObject *)configured->DistTensor)->tp_dealloc = end_of_life;
+    }
+}
+
 /* A DistTensor of what this rank computed. Steals local. */
 static PyObject *
 wrap(State *state, const Output *output, PyObject *local)
 {
-    PyObject *new = PyObject_Call(state->make_subclass, output->making, NULL);
+    Py_ssize_t n = PyList_GET_SIZE(output->idle);
+    PyObject *new;
+    if (n) {
+        new = Py_NewRef(PyList_GET_ITEM(output->idle, n - 1));
+        state->idle_wrappers -= state->idle_wrappers > 0;
+        state->reused++;
+        if (PyList_SetSlice(output->idle, n - 1, n, NULL) < 0) {
+            Py_CLEAR(new);
+        }
+    }
+    else {
+        new = PyObject_Call(state->make_subclass, output->making, NULL);
+    }
     if (new && (set(state->local, new, local) < 0 || set(state->spec, new, output->spec) < 0)) {
         Py_CLEAR(new);
+    }
+    if (new && n) {
+        PyObject_GC_Track(new);
     }
     Py_DECREF(local);
     return new;
@@ -645,8 +846,11 @@ wrap_outputs(State *state, Entry *entry, PyObject *out)
 /* Runners ------------------------------------------------------------------------------------- */
 
 static PyObject *
-call_runner(Entry *entry, const Call *call)
+call_runner(Entry *entry, Call *call)
 {
+    if (!as_python(call)) {
+        return NULL;
+    }
     PyObject *args[] = {call->args, call->kwargs ? call->kwargs : Py_None};
     return PyObject_Vectorcall(entry->run, args, 2, NULL);
 }
@@ -859,7 +1063,7 @@ in_graph(State *state, PyObject *local)
 
 /* Read the locals, call the function on them, wrap the results. */
 static PyObject *
-direct(State *state, Entry *entry, const Call *call)
+direct(State *state, Entry *entry, Call *call)
 {
     PyObject *aims = NULL, *result = NULL, *out = NULL;
     /* the first is for who is called: see PY_VECTORCALL_ARGUMENTS_OFFSET */
@@ -923,9 +1127,9 @@ direct(State *state, Entry *entry, const Call *call)
     }
     result = wrap_outputs(state, entry, out);
     if (result && graph) {
-        PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-        PyObject *args[] = {call->args, kwargs, result};
-        PyObject *done = PyObject_Vectorcall(entry->after, args, 3, NULL);
+        int made = as_python(call);
+        PyObject *args[] = {call->args, call->kwargs ? call->kwargs : Py_None, result};
+        PyObject *done = made ? PyObject_Vectorcall(entry->after, args, 3, NULL) : NULL;
         if (!done) {
             Py_CLEAR(result);
         }
@@ -992,7 +1196,7 @@ join(State *state, Entry *entry, const Call *call)
 
 /* A call on a rank outside the mesh: a new wrapper for each result, and no kernel. */
 static PyObject *
-quick(State *state, Entry *entry, const Call *call)
+quick(State *state, Entry *entry, Call *call)
 {
     int cast = is_true(PyObject_CallNoArgs(state->autocast_is_on));
     if (cast < 0) {
@@ -1038,7 +1242,7 @@ quick(State *state, Entry *entry, const Call *call)
 
 /* The first call of a kind: Python carries it out, and what it chose is entered. */
 static PyObject *
-first_call(State *state, const Call *call, uint64_t hash, const Words *words, PyObject *kept)
+first_call(State *state, Call *call, uint64_t hash, const Words *words, PyObject *kept)
 {
     state->misses++;
     PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
@@ -1066,7 +1270,7 @@ first_call(State *state, const Call *call, uint64_t hash, const Words *words, Py
 
 /* Python carries the call out. */
 static PyObject *
-call_python(State *state, const Call *call)
+call_python(State *state, Call *call)
 {
     state->unsure++;
     PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
@@ -1074,8 +1278,26 @@ call_python(State *state, const Call *call)
                                         call->args, kwargs, NULL);
 }
 
+/* A call that is known. */
 static PyObject *
-carry_out(State *state, const Call *call)
+run(State *state, Entry *entry, Call *call)
+{
+    PyObject *result = NULL;
+    entry->references++;
+    state->hits++;
+    PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
+    if (done || !entry->noted) {
+        result = !entry->recipe    ? call_runner(entry, call)
+                 : entry->outside ? quick(state, entry, call)
+                                  : direct(state, entry, call);
+    }
+    Py_XDECREF(done);
+    release(entry);
+    return result;
+}
+
+static PyObject *
+carry_out(State *state, Call *call)
 {
     Words words; /* most of it is left as it is */
     words.at = words.here;
@@ -1088,16 +1310,7 @@ carry_out(State *state, const Call *call)
     uint64_t hash = hash_of(&words);
     Entry *entry = known(state, &words, hash);
     if (entry) {
-        entry->references++;
-        state->hits++;
-        PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
-        if (done || !entry->noted) {
-            result = !entry->recipe    ? call_runner(entry, call)
-                     : entry->outside ? quick(state, entry, call)
-                                      : direct(state, entry, call);
-        }
-        Py_XDECREF(done);
-        release(entry);
+        result = run(state, entry, call);
     }
     else {
         Py_ssize_t length = words.length;
@@ -1126,6 +1339,105 @@ unsure:
     return call_python(state, call);
 }
 
+/* Does torch bring calls of methods to __torch_function__ of the class, and to nobody before? */
+static int
+calls_are_ours(State *state)
+{
+    int seen = is_true(PyObject_CallNoArgs(state->functions_are_seen));
+    int modes = seen > 0 ? is_true(PyObject_CallNoArgs(state->modes_see_functions)) : 0;
+    if (seen < 0 || modes < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    return seen && !modes;
+}
+
+/* A method of a DistTensor. A call whose words are known is carried out at once: torch has checked
+ * the arguments of one like it. All others go torch's way, which ends in dispatch. */
+static PyObject *
+method(int number, PyObject *self, PyObject *const *given, Py_ssize_t n, PyObject *keywords)
+{
+    State *state = configured;
+    if (!state) {
+        PyErr_SetString(PyExc_RuntimeError, "a call of a DistTensor while Python ends");
+        return NULL;
+    }
+    PyObject *result = NULL, *stack[MOST_ARGUMENTS + 1];
+    Py_ssize_t named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+    const Method *of = &state->methods[number];
+    if (n + named >= MOST_ARGUMENTS) {
+        PyObject *bound = PyObject_CallMethod(of->plain, "__get__", "O", self);
+        result = bound ? PyObject_Vectorcall(bound, given, (size_t)n, keywords) : NULL;
+        Py_XDECREF(bound);
+        return result;
+    }
+    stack[0] = self;
+    memcpy(stack + 1, given, (size_t)(n + named) * sizeof(PyObject *));
+    if (state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
+        && state->nested < MOST_NESTED && calls_are_ours(state)) {
+        Call call; /* most of it is left as it is */
+        call.func = of->asked;
+        call.args = call.kwargs = NULL;
+        call.first = stack;
+        call.nargs = n + 1;
+        call.nnamed = named;
+        for (Py_ssize_t i = 0; i < named; i++) {
+            call.names[i] = PyTuple_GET_ITEM(keywords, i);
+            call.values[i] = given[n + i];
+        }
+        Words words; /* most of it is left as it is */
+        words.at = words.here;
+        words.length = 0;
+        words.room = SHORT;
+        Entry *entry = NULL;
+        if (add_call(state, &words, &call, NULL)) {
+            entry = known(state, &words, hash_of(&words));
+        }
+        if (words.at != words.here) {
+            PyMem_Free(words.at);
+        }
+        if (entry) {
+            state->past++;
+            state->nested++;
+            result = run(state, entry, &call);
+            state->nested--;
+            Py_XDECREF(call.args);
+            Py_XDECREF(call.kwargs);
+            return result;
+        }
+        if (PyErr_Occurred()) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+                return NULL;
+            }
+            PyErr_Clear();
+        }
+    }
+    return PyObject_Vectorcall(of->plain, stack, (size_t)n + 1, keywords);
+}
+
+#define DEFINE(name, asked) \
+    static PyObject *method_##name(PyObject *self, PyObject *const *given, Py_ssize_t n, \
+                                   PyObject *keywords) \
+    { \
+        return method(METHOD_##name, self, given, n, keywords); \
+    }
+METHODS(DEFINE)
+#undef DEFINE
+
+static PyMethodDef definitions[] = {
+#define DEFINITION(name, asked) \
+    {#name, (PyCFunction)(void (*)(void))method_##name, METH_FASTCALL | METH_KEYWORDS, \
+     "As torch.Tensor." #name "."},
+    METHODS(DEFINITION)
+#undef DEFINITION
+};
+
+static const char *const asked_names[] = {
+#define ASKED(name, asked) #asked,
+    METHODS(ASKED)
+#undef ASKED
+};
+
 PyDoc_STRVAR(dispatch_doc, "dispatch(func, types, args=(), kwargs=None)\n--\n\n"
 "DistTensor.__torch_function__. As a builtin it is no method, and torch gets it unbound.");
 
@@ -1139,6 +1451,7 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
     }
     Call call; /* most of it is left as it is */
     call.func = call.args = call.kwargs = NULL;
+    call.first = NULL;
     call.nnamed = 0;
     if (!keywords && n >= 3 && n <= 4) {
         call.func = given[0];
@@ -1161,6 +1474,7 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
         return PyObject_Vectorcall(state->dispatch, stack, (size_t)n + 1, keywords);
     }
     call.nargs = PyTuple_GET_SIZE(call.args);
+    call.first = &PyTuple_GET_ITEM(call.args, 0);
     PyObject *name, *value, *result = NULL;
     Py_ssize_t at = 0;
     while (call.kwargs && PyDict_Next(call.kwargs, &at, &name, &value)) {
@@ -1204,6 +1518,7 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     DESCRIPTOR(local)
     DESCRIPTOR(spec)
+    DESCRIPTOR(idle)
     DESCRIPTOR(shape)
     DESCRIPTOR(dtype)
     DESCRIPTOR(requires_grad)
@@ -1222,6 +1537,54 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_XSETREF(state->name, Py_NewRef(value));
     REFERENCES(TAKE)
 #undef TAKE
+    PyTypeObject *type = (PyTypeObject *)state->DistTensor;
+    configured = state;
+#if PY_VERSION_HEX < 0x030F0000 /* later ones have not been tried */
+    destroy = type->tp_dealloc;
+    counted = destroy != ((PyTypeObject *)state->GradState)->tp_dealloc; /* one of torch's own */
+    type->tp_dealloc = end_of_life;
+#endif
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(methods_doc, "methods()\n--\n\n"
+"The methods that DistTensor gets, by their names: those that are torch.Tensor's own in C.");
+
+static PyObject *
+methods_of(PyObject *module, PyObject *Py_UNUSED(none))
+{
+    State *state = PyModule_GetState(module);
+    if (!state->Tensor) {
+        PyErr_SetString(PyExc_RuntimeError, "configure comes first");
+        return NULL;
+    }
+    PyObject *made = PyDict_New();
+    for (int i = 0; made && i < N_METHODS; i++) {
+        Method *of = &state->methods[i];
+        Py_XSETREF(of->plain, PyObject_GetAttrString(state->Tensor, definitions[i].ml_name));
+        Py_XSETREF(of->asked, PyObject_GetAttrString(state->Tensor, asked_names[i]));
+        if (!of->plain || !of->asked || Py_TYPE(of->plain) != &PyMethodDescr_Type) {
+            PyErr_Clear();
+            continue;
+        }
+        PyTypeObject *type = (PyTypeObject *)state->DistTensor;
+        PyObject *descriptor = PyDescr_NewMethod(type, &definitions[i]);
+        if (!descriptor || PyDict_SetItemString(made, definitions[i].ml_name, descriptor) < 0) {
+            Py_CLEAR(made);
+        }
+        Py_XDECREF(descriptor);
+    }
+    return made;
+}
+
+PyDoc_STRVAR(shortcuts_doc, "shortcuts(on)\n--\n\n"
+"Do methods look for known calls from now on, or go torch's way?");
+
+static PyObject *
+shortcuts(PyObject *module, PyObject *on)
+{
+    State *state = PyModule_GetState(module);
+    state->shortcuts = on == Py_True;
     Py_RETURN_NONE;
 }
 
@@ -1236,15 +1599,16 @@ clear(PyObject *module, PyObject *Py_UNUSED(none))
 
 PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
 "Calls so far: known ones, those of them that were carried out in C, first ones of their kind, and\n"
-"those without a sure key; and how many kinds are known.");
+"those without a sure key; known ones that came past torch's parser; wrappers that were used again;\n"
+"and how many kinds of calls are known.");
 
 static PyObject *
 counts(PyObject *module, PyObject *Py_UNUSED(none))
 {
     State *state = PyModule_GetState(module);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:n}", "known", state->hits, "in_c", state->recipes,
-                         "first", state->misses, "unsure", state->unsure, "kinds",
-                         (Py_ssize_t)state->used);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:n}", "known", state->hits, "in_c",
+                         state->recipes, "first", state->misses, "unsure", state->unsure, "past",
+                         state->past, "reused", state->reused, "kinds", (Py_ssize_t)state->used);
 }
 
 static int
@@ -1272,6 +1636,10 @@ traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT(name) Py_VISIT(state->name);
     REFERENCES(VISIT)
 #undef VISIT
+    for (int i = 0; i < N_METHODS; i++) {
+        Py_VISIT(state->methods[i].plain);
+        Py_VISIT(state->methods[i].asked);
+    }
     for (size_t i = 0; state->table && i <= state->mask; i++) {
         Entry *entry = state->table[i];
         if (entry && entry->references == 1) { /* else a call holds it, too */
@@ -1288,7 +1656,17 @@ static int
 forget(PyObject *module)
 {
     State *state = PyModule_GetState(module);
+    if (configured == state) {
+        configured = NULL;
+        if (destroy) {
+            ((PyTypeObject *)state->DistTensor)->tp_dealloc = destroy;
+        }
+    }
     clear_table(state);
+    for (int i = 0; i < N_METHODS; i++) {
+        Py_CLEAR(state->methods[i].plain);
+        Py_CLEAR(state->methods[i].asked);
+    }
 #define CLEAR(name) Py_CLEAR(state->name);
     REFERENCES(CLEAR)
 #undef CLEAR
@@ -1314,6 +1692,8 @@ static PyMethodDef methods[] = {
      configure_doc},
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
+    {"methods", methods_of, METH_NOARGS, methods_doc},
+    {"shortcuts", shortcuts, METH_O, shortcuts_doc},
     {NULL},
 };
 

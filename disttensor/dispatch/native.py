@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,17 @@ import torch
 from disttensor import cache
 from disttensor.comm import program
 from disttensor.dispatch import dispatch, execute
+from disttensor.spec import DistSpec
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import GradState
-from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
-from disttensor.torch_private import autocast_is_on, make_subclass
+from disttensor.tensor.dist_tensor import SHORTCUTS, DistTensor, carry_out_with
+from disttensor.torch_private import (
+    autocast_is_on,
+    make_subclass,
+    modes_see_functions,
+    torch_functions_are_seen,
+    use_count,
+)
 
 Tensor = torch.Tensor
 
@@ -54,15 +62,21 @@ def _configure(module: Any) -> None:
         dtype_class=torch.dtype, memory_format=torch.memory_format, layout=torch.layout,
         GradState=GradState,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
+        idle=DistSpec.__dict__["idle"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
         grad_fn=Tensor.grad_fn,
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
-        autocast_is_on=autocast_is_on,
+        autocast_is_on=autocast_is_on, use_count=use_count,
+        functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
         wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
     )  # fmt: skip
     cache.also_clear(module.clear)
+    for name, method in module.methods().items():
+        if getattr_static(DistTensor, name) is getattr_static(Tensor, name):  # none of our own
+            setattr(DistTensor, name, method)
+    SHORTCUTS.append(module.shortcuts)
 
 
 module, why = _compiled()

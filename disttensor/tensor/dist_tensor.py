@@ -124,12 +124,18 @@ _COPIES = (
 )  # fmt: skip
 
 
+# Told whether methods may carry out calls themselves, where they are C code.
+SHORTCUTS: list[Callable[[bool], None]] = []
+
+
 def carry_out_with(dispatch: Callable[..., Any]) -> None:
     """Every torch function of a DistTensor is ``dispatch(cls, func, types, args, kwargs)``, without
-    the class if it is a builtin: the one write to the class, by ``disttensor.dispatch``, which is
-    built on it. A slot to look up would cost each call."""
+    the class if it is a builtin: a write to the class, by ``disttensor.dispatch``, which is built
+    on it. A slot to look up would cost each call."""
     builtin = isinstance(dispatch, BuiltinFunctionType)
     DistTensor.__torch_function__ = dispatch if builtin else classmethod(dispatch)
+    for tell in SHORTCUTS:
+        tell(builtin)
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:

@@ -591,6 +591,121 @@ def test_wrappers_die_and_are_found_by_the_collector(mesh: dt.ProcessMesh) -> No
     assert [ref() for ref in refs] == [None] * 3
 
 
+def test_a_wrapper_that_died_is_the_next_result_and_nobody_sees_it_meanwhile(
+    mesh: dt.ProcessMesh,
+) -> None:
+    x = tensor(mesh)
+    for name in ("_grad_state", "mine", None):
+        (x + x) + x  # a known call, twice
+        y = x + x
+        ended, known = [], weakref.ref(y, lambda _: ended.append(1))
+        if name:
+            setattr(y, name, object())
+        local = weakref.ref(y.local)
+        del y
+        assert known() is local() is None and ended == [1]
+        assert not any(o is w for o in gc.get_objects() for w in x.spec.idle)
+        z, counts = counted(lambda: x + x)
+        assert counts["reused"] == 1 and vars(z) == {} and known() is None
+        assert parts(z) == parts(x + x) and gc.is_tracked(z) and z._grad_state is None
+
+
+def test_a_wrapper_that_somebody_has_a_hold_of_is_not_used_again(mesh: dt.ProcessMesh) -> None:
+    """Its __dict__, or itself from C++, or the collector that takes a cycle apart."""
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, plain: Tensor, dist: Any) -> Tensor:
+            ctx.save_for_backward(dist)
+            return plain * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            (dist,) = ctx.saved_tensors
+            return g * dist.mine, None
+
+    x = tensor(mesh)
+    expected = parts(x + x)
+    y = x + x
+    y.mine = 3.0  # type: ignore[attr-defined]
+    theirs = vars(y)
+    del y
+    z = x + x
+    assert theirs == {"mine": 3.0} and vars(z) == {}
+    saved, plain = x + x, torch.ones(2, requires_grad=True)
+    saved.mine = 3.0  # type: ignore[attr-defined]
+    out = super(torch.autograd.Function, Saving).apply(plain, saved)  # type: ignore[misc]
+    del saved
+    made = [x + x for _ in range(50)]
+    out.sum().backward()
+    assert plain.grad is not None and plain.grad.tolist() == [3.0, 3.0]
+    assert all(parts(m) == expected and vars(m) == {} for m in made)
+    for _ in range(3):
+        cycle = [x + x for _ in range(40)]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        cycle[0].myself = cycle  # type: ignore[attr-defined]
+        del cycle
+        gc.collect()
+        made = [x + x for _ in range(80)]
+        assert all(parts(m) == expected for m in made)
+
+
+def test_of_many_specs_few_wrappers_wait(mesh: dt.ProcessMesh) -> None:
+    for n in range(1, 300):
+        x = dt.zeros(8, n, mesh=mesh)
+        for _ in range(2):
+            del [x + x for _ in range(40)][:]
+        assert len((x + x).spec.idle or ()) <= 32
+    kept = sum(len(s.idle or ()) for s in mesh.specs.values())
+    assert 0 < kept < 300 * 32 / 2
+
+
+def test_methods_of_known_calls_come_past_the_parser_of_torch(mesh: dt.ProcessMesh) -> None:
+    x, y = tensor(mesh, grad=True), tensor(mesh)
+    calls: list[Callable[[], Any]] = [
+        lambda: x.view(8, 2, 3), lambda: x.view((8, 2, 3)), lambda: x.sum(dim=1, keepdim=True),
+        lambda: x + y, lambda: 2 * x, lambda: x - 1.5, lambda: x / y, lambda: x @ y.t(), lambda: -x,
+        lambda: y.clone().add_(x, alpha=2), lambda: x.transpose(0, 1), lambda: x.chunk(2, dim=1),
+        lambda: y.clone().__iadd__(2), lambda: x.max(dim=1).values, lambda: x.to(torch.float64),
+    ]  # fmt: skip
+    for call in calls:
+        with native.using(False):
+            expected, counts = counted(lambda: parts(call()))
+            assert counts["past"] == 0
+        call()
+        got, counts = counted(lambda: parts(call()))
+        assert got == expected and counts["past"] >= 1 and counts["first"] == 0
+
+
+def test_methods_go_the_way_of_torch_where_somebody_else_is_asked_first(
+    mesh: dt.ProcessMesh,
+) -> None:
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Other:
+        def __radd__(self, other: Any) -> str:
+            return "theirs"
+
+    x, seen = tensor(mesh), []
+    x.add(x)
+    x + x
+    with Seeing():
+        x.add(x)
+        x + x
+    assert seen == [Tensor.add, Tensor.add]
+    assert x + Other() == "theirs"
+    for wrong in (lambda: x.view("a"), lambda: x.add(), lambda: x.add(x, gamma=1)):
+        with pytest.raises(TypeError):
+            wrong()
+    assert x.view(*[1] * 30, 48).ndim == 31
+    assert dt.DistTensor.add(x, x).spec is Tensor.add(x, x).spec is x.add(x).spec
+
+
 def test_what_is_known_is_seen_by_the_collector(mesh: dt.ProcessMesh) -> None:
     x = tensor(mesh)
     native.module.clear()
@@ -704,11 +819,12 @@ def test_calls_leave_nothing_behind(mesh: dt.ProcessMesh) -> None:
         kinds = [dt.DistTensor, Tensor, tuple, list, dict]
         return [*map(sys.getrefcount, watched), *(sum(type(o) is k for o in alive) for k in kinds)]
 
-    counts()
-    before = counts()
+    for _ in range(40):  # until as many wrappers wait as may
+        before = counts()
     for _ in range(10):
         after = counts()
-    assert all(n - b < 8 for b, n in zip(before, after, strict=True)), (before, after)
+    grown = [n - b for b, n in zip(before, after, strict=True)]
+    assert max(grown) < 8, str(grown)
 
 
 def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
