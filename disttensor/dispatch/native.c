@@ -54,7 +54,8 @@
     X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) X(GradState) \
     X(local) X(spec) X(idle) /* descriptors of DistTensor, and of DistSpec */ \
-    X(shape) X(dtype) X(requires_grad) X(grad_fn) /* descriptors of Tensor */ \
+    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) /* descriptors of Tensor */ \
+    X(dist_grad) /* DistTensor's, in Python */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(use_count) /* functions of torch */ \
     X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
@@ -62,7 +63,8 @@
 
 /* Names of attributes. */
 #define NAMES(X) \
-    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe)
+    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
+    X(collector) X(origin) X(former) X(grad)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -1238,6 +1240,79 @@ quick(State *state, Entry *entry, Call *call)
     return results;
 }
 
+/* Gradients ----------------------------------------------------------------------------------- */
+
+/* x.grad = None, which each step says of each parameter: on the local and on the aliases of a leaf.
+ * 0: there is more to it, and nothing was done. -1: an error. */
+static int
+drop_grads(State *state, PyObject *x)
+{
+    PyObject *local = get(state->local, x), *aliases = NULL, *made_of = NULL, *former = NULL;
+    PyObject *grad_state = local ? PyObject_GetAttr(x, state->str._grad_state) : NULL;
+    int done = grad_state ? 1 : -1;
+    if (done > 0 && grad_state != Py_None) {
+        done = is_none(grad_state, state->str.collector);
+        done = done > 0 ? is_none(grad_state, state->str.origin) : done;
+        former = done > 0 ? PyObject_GetAttr(grad_state, state->str.former) : NULL;
+        aliases = former ? PyObject_GetAttr(grad_state, state->str.aliases) : NULL;
+        done = done > 0 && !aliases ? -1 : done;
+        if (done > 0) {
+            int fine = PyTuple_CheckExact(former) && !PyTuple_GET_SIZE(former)
+                       && (aliases == Py_None || PyDict_CheckExact(aliases));
+            made_of = !fine || aliases == Py_None ? NULL : PyDict_Values(aliases);
+            done = fine && (made_of || aliases == Py_None);
+        }
+        for (Py_ssize_t i = 0; done > 0 && made_of && i < PyList_GET_SIZE(made_of); i++) {
+            PyObject *hit = PyList_GET_ITEM(made_of, i); /* (alias, made at, region) */
+            done = PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3;
+            long made_at = done ? PyLong_AsLong(PyTuple_GET_ITEM(hit, 1)) : 0;
+            if (made_at < 0) {
+                done = PyErr_Occurred() || set(state->grad, PyTuple_GET_ITEM(hit, 0), Py_None) < 0
+                           ? -1
+                           : 1;
+            }
+        }
+        if (done > 0 && PyObject_SetAttr(grad_state, state->str.grad, Py_None) < 0) {
+            done = -1;
+        }
+    }
+    if (done > 0 && set(state->grad, local, Py_None) < 0) {
+        done = -1;
+    }
+    Py_XDECREF(made_of);
+    Py_XDECREF(aliases);
+    Py_XDECREF(former);
+    Py_XDECREF(grad_state);
+    Py_XDECREF(local);
+    return done;
+}
+
+static int
+set_grad(PyObject *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    State *state = configured;
+    if (!state) {
+        PyErr_SetString(PyExc_RuntimeError, "a gradient of a DistTensor while Python ends");
+        return -1;
+    }
+    int done = value == Py_None && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
+                   ? drop_grads(state, self)
+                   : 0;
+    return done < 0 ? -1 : done ? 0 : set(state->dist_grad, self, value);
+}
+
+static PyObject *
+get_grad(PyObject *self, void *Py_UNUSED(closure))
+{
+    if (!configured) {
+        PyErr_SetString(PyExc_RuntimeError, "a gradient of a DistTensor while Python ends");
+        return NULL;
+    }
+    return get(configured->dist_grad, self);
+}
+
+static PyGetSetDef grad_definition = {"grad", get_grad, set_grad, "As torch.Tensor.grad.", NULL};
+
 /* Dispatch ------------------------------------------------------------------------------------ */
 
 /* The first call of a kind: Python carries it out, and what it chose is entered. */
@@ -1523,6 +1598,8 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     DESCRIPTOR(dtype)
     DESCRIPTOR(requires_grad)
     DESCRIPTOR(grad_fn)
+    DESCRIPTOR(grad)
+    DESCRIPTOR(dist_grad)
 #undef DESCRIPTOR
     if (!PyDict_CheckExact(PyDict_GetItemString(kwargs, "LIVE"))
         || !PyList_CheckExact(PyDict_GetItemString(kwargs, "INFERENCE"))) {
@@ -1548,7 +1625,7 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 PyDoc_STRVAR(methods_doc, "methods()\n--\n\n"
-"The methods that DistTensor gets, by their names: those that are torch.Tensor's own in C.");
+"The methods that DistTensor gets, by their names: those that are torch.Tensor's own in C. And grad.");
 
 static PyObject *
 methods_of(PyObject *module, PyObject *Py_UNUSED(none))
@@ -1574,6 +1651,12 @@ methods_of(PyObject *module, PyObject *Py_UNUSED(none))
         }
         Py_XDECREF(descriptor);
     }
+    PyTypeObject *type = (PyTypeObject *)state->DistTensor;
+    PyObject *grad = made ? PyDescr_NewGetSet(type, &grad_definition) : NULL;
+    if (made && (!grad || PyDict_SetItemString(made, "grad", grad) < 0)) {
+        Py_CLEAR(made);
+    }
+    Py_XDECREF(grad);
     return made;
 }
 

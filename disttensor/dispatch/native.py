@@ -64,7 +64,7 @@ def _configure(module: Any) -> None:
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
         idle=DistSpec.__dict__["idle"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
-        grad_fn=Tensor.grad_fn,
+        grad_fn=Tensor.grad_fn, grad=Tensor.grad, dist_grad=DistTensor.grad,
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
         autocast_is_on=autocast_is_on, use_count=use_count,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
@@ -74,7 +74,8 @@ def _configure(module: Any) -> None:
     )  # fmt: skip
     cache.also_clear(module.clear)
     for name, method in module.methods().items():
-        if getattr_static(DistTensor, name) is getattr_static(Tensor, name):  # none of our own
+        own = getattr_static(DistTensor, name) is not getattr_static(Tensor, name)
+        if not own or name == "grad":
             setattr(DistTensor, name, method)
     SHORTCUTS.append(module.shortcuts)
 

@@ -706,6 +706,36 @@ def test_methods_go_the_way_of_torch_where_somebody_else_is_asked_first(
     assert dt.DistTensor.add(x, x).spec is Tensor.add(x, x).spec is x.add(x).spec
 
 
+def test_gradients_are_dropped_as_in_python(mesh: dt.ProcessMesh) -> None:
+    """Of leaves that were used in one way or in several, that have hooks, and outside the mesh."""
+    elsewhere = dt.ProcessMesh([1, 2], ("x",))
+    for hooked in (False, True):
+        for in_c in (False, True):
+            with native.using(in_c):
+                w = dt.shard_tensor(torch.ones(6), mesh, [R, R], requires_grad=True)
+                if hooked:
+                    w.register_hook(lambda g: g * 2)
+                w.grad = None
+                for _ in range(2):
+                    (tensor(mesh, S0, R) * 0 + w).sum().backward()
+                    w.sum().backward()
+                    assert w.grad is not None
+                    assert w._grad_state.grad is not None
+                    w.grad = None
+                    assert w.grad is None and w.local.grad is None
+                    state = w._grad_state
+                    assert state.grad is None
+                    leaves = [a for a, at, _ in (state.aliases or {}).values() if at < 0]
+                    assert all(alias.grad is None for alias in leaves)
+                    assert bool(leaves) is not hooked
+                with pytest.raises(TypeError, match="a tensor or None"):
+                    w.grad = 3  # type: ignore[assignment]
+                del w.grad
+    outside = dt.zeros(4, mesh=elsewhere, requires_grad=True)
+    outside.grad = None
+    assert outside.grad is None
+
+
 def test_what_is_known_is_seen_by_the_collector(mesh: dt.ProcessMesh) -> None:
     x = tensor(mesh)
     native.module.clear()
