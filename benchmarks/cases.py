@@ -169,21 +169,46 @@ def _never_twice() -> Iterable[tuple[int, int]]:
 
 ONE, EIGHT, GRID = (1,), (WORLD,), (2, WORLD // 2)
 EVERYONE = (OURS, THEIRS)
-STEP = Target(1.4, "x")
 
 ROWS = [
-    Row("`add` 8x8, warm; mesh of 1", ONE, add, Target(3.0, "x"), EVERYONE, grad=False),
-    Row("`add` 8x8, warm; S(0) over 8", EIGHT, add, Target(3.0, "x"), EVERYONE, grad=False),
-    Row("linear+relu+sum, fwd+bwd; mesh of 1", ONE, linear_relu_sum, STEP, EVERYONE, replay=True),
-    Row("linear+relu+sum, fwd+bwd; S(0) over 8", EIGHT, linear_relu_sum, STEP, replay=True),
-    Row("GPT (4 layers, width 32), fwd+bwd; mesh of 1", ONE, gpt, STEP, EVERYONE, replay=True),
-    Row("GPT (4 layers, width 32), fwd+bwd; S(0) batch over 8", EIGHT, gpt, STEP, replay=True),
-    Row("TP-8 transformer block, fwd+bwd", EIGHT, block, Target(1.5, "x"), (OURS,), replay=True),
-    Row("the same; DTensor by `parallelize_module`", EIGHT, block_by_hooks, Target(1.5, "x")),
+    Row("`add` 8x8, warm; mesh of 1", ONE, add, Target(1.9, "x"), EVERYONE, grad=False),
+    Row("`add` 8x8, warm; S(0) over 8", EIGHT, add, Target(1.9, "x"), EVERYONE, grad=False),
+    Row(
+        "linear+relu+sum, fwd+bwd; mesh of 1",
+        ONE,
+        linear_relu_sum,
+        Target(1.1, "x"),
+        EVERYONE,
+        replay=True,
+    ),
+    Row(
+        "linear+relu+sum, fwd+bwd; S(0) over 8",
+        EIGHT,
+        linear_relu_sum,
+        Target(1.12, "x"),
+        replay=True,
+    ),
+    Row(
+        "GPT (4 layers, width 32), fwd+bwd; mesh of 1",
+        ONE,
+        gpt,
+        Target(1.1, "x"),
+        EVERYONE,
+        replay=True,
+    ),
+    Row(
+        "GPT (4 layers, width 32), fwd+bwd; S(0) batch over 8",
+        EIGHT,
+        gpt,
+        Target(1.18, "x"),
+        replay=True,
+    ),
+    Row("TP-8 transformer block, fwd+bwd", EIGHT, block, Target(1.18, "x"), (OURS,), replay=True),
+    Row("the same; DTensor by `parallelize_module`", EIGHT, block_by_hooks, Target(1.18, "x")),
     Row("new shape: `add` on 2 x 4", GRID, add_miss, Target(0.25, "ms"), grad=False),
     Row("new shape: `matmul` on 2 x 4", GRID, matmul_miss, Target(0.25, "ms"), grad=False),
     Row("launch S(0)→R over 8, no wire", EIGHT, gather, Target(20, "µs")),
-    Row("AdamW for-loop, 100 x 8x8", EIGHT, adamw(foreach=False), Target(2.5, "x"), EVERYONE),
-    Row("AdamW foreach, 100 x 8x8", EIGHT, adamw(foreach=True), Target(1.7, "x"), EVERYONE),
-    Row("AdamW fused, 100 x 8x8", EIGHT, adamw(fused=True), Target(3.0, "x"), EVERYONE),
+    Row("AdamW for-loop, 100 x 8x8", EIGHT, adamw(foreach=False), Target(1.5, "x"), EVERYONE),
+    Row("AdamW foreach, 100 x 8x8", EIGHT, adamw(foreach=True), Target(1.3, "x"), EVERYONE),
+    Row("AdamW fused, 100 x 8x8", EIGHT, adamw(fused=True), Target(1.5, "x"), EVERYONE),
 ]

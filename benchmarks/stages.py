@@ -118,18 +118,18 @@ def _row(name: str, build: Any, limit: float | None) -> Row:
 
 _8, _IMAGE = (8, 8), (2, 4, 8, 8)
 ROWS = [
-    _row("outside: `add` / plain `add`", outside(torch.add, _8, _8), 2.0),
-    _row("outside: `add` with gradients / plain `add`", outside(torch.add, _8, _8, leaves=1), 2.0),
-    _row("outside: `relu` / plain `add`", outside(torch.relu, _8), 2.0),
+    _row("outside: `add` / plain `add`", outside(torch.add, _8, _8), 1.2),
+    _row("outside: `add` with gradients / plain `add`", outside(torch.add, _8, _8, leaves=1), 1.2),
+    _row("outside: `relu` / plain `add`", outside(torch.relu, _8), 1.2),
     _row(
         "outside: `linear` with gradients / plain `add`",
         outside(F.linear, _8, _8, (8,), leaves=2),
-        2.0,
+        1.2,
     ),
-    _row("outside: `view` / plain `add`", outside(lambda x: x.view(64), _8), 2.0),
-    _row("outside: attention / plain `add`", outside(_attention, _IMAGE, _IMAGE, _IMAGE), 2.0),
-    _row("outside: `reshard` to another stage / plain `add`", reshard_elsewhere, 2.0),
+    _row("outside: `view` / plain `add`", outside(lambda x: x.view(64), _8), 1.2),
+    _row("outside: attention / plain `add`", outside(_attention, _IMAGE, _IMAGE, _IMAGE), 1.2),
+    _row("outside: `reshard` to another stage / plain `add`", reshard_elsewhere, 1.2),
     _row("outside: a transformer block / plain `add`", module, None),
-    _row("96 layers, 8 stages, fwd+bwd / own 12 layers", model(by_layer=False), 1.15),
-    _row("the same by `pipeline.split` / own 12 layers", model(by_layer=True), 1.15),
+    _row("96 layers, 8 stages, fwd+bwd / own 12 layers", model(by_layer=False), 1.05),
+    _row("the same by `pipeline.split` / own 12 layers", model(by_layer=True), 1.05),
 ]
