@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ _OURS = tuple(str(_ROOT / name) + "/" for name in ("disttensor", "ops", "reshard
 _TORCH = str(Path(torch.__file__).parent) + "/"
 
 
+@cache
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_OURS, _TORCH, "<"))
+
+
 def user_line(frame: Any = None) -> str:
     """``file.py:12`` of the innermost frame that is neither ours nor torch's; of the caller, or of
     the stack that ``frame`` ends."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_OURS) and not name.startswith(_TORCH) and not name.startswith("<"):
+        if _is_users(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "(autograd thread)"

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+_GLOB = re.compile(r"[*?\[]")
+
 
 def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
@@ -46,7 +48,7 @@ def find_modules(root: nn.Module, pattern: str, where: str) -> list[tuple[str, n
 def covers(pattern: str | re.Pattern[str], name: str, modules: Collection[str]) -> bool:
     """Does an entry of a plan mean the tensor ``name``, by its own name or that of a module around
     it? A regex has to match all of a name; ``*`` in a glob stands for any number of parts."""
-    if isinstance(pattern, str) and pattern and pattern in modules:
+    if isinstance(pattern, str) and (not _GLOB.search(pattern) or pattern in modules):
         return name == pattern or name.startswith(pattern + ".")
     parts = name.split(".")
     around = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]

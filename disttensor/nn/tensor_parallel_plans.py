@@ -92,6 +92,13 @@ class _Proposer:
             layer for layer in map(_linear, *zip(*model.named_modules(), strict=True)) if layer
         ]
         self.taken: set[str] = set()
+        # module -> (name from there, layer) of those that lie one or two levels down
+        self.below: dict[str, list[tuple[str, Linear]]] = {}
+        for layer in self.linears:
+            parts = layer.name.split(".")
+            for up in range(1, min(2, len(parts)) + 1):
+                around, rest = ".".join(parts[:-up]), ".".join(parts[-up:])
+                self.below.setdefault(around, []).append((rest, layer))
 
     def proposal(self) -> Proposal:
         for name, module in self.model.named_modules():
@@ -134,15 +141,10 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """(name from here, layer) of the layers without a role, at most ``depth`` levels down."""
-        prefix = f"{name}." if name else ""
-        for layer in self.linears:
-            rest = layer.name.removeprefix(prefix)
-            if (
-                layer.name.startswith(prefix)
-                and layer.name not in self.taken
-                and rest.count(".") < depth
-            ):
+        """(name from here, layer) of the layers without a role, at most ``depth`` levels down, which
+        is 1 or 2."""
+        for rest, layer in self.below.get(name, ()):
+            if layer.name not in self.taken and rest.count(".") < depth:
                 yield rest, layer
 
     def _attention(self, name: str, module: nn.Module) -> None:

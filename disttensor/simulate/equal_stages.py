@@ -4,7 +4,8 @@ Stages with the same parameters, whose modules make the same calls, do the same 
 in the order that the schedule says. What is not the same are numbers of ranks and of messages, and
 those differ by as much from each stage to the next. So what a stage between two does follows from
 the two. As a check the last follows from the first in the same way: where its run says otherwise,
-in any event or in its peak of memory, all are run.
+in any event or in its peak of memory, one of the two is by itself, as a stage at an end often is,
+and those between are tried without it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ Label = tuple[int, Any]
 @dataclass(frozen=True)
 class Follower:
     """``rank`` of stage number ``stage`` does what ``first`` and ``last`` do, at the same places of
-    the stages ``ends``."""
+    the stages ``ends``. ``suspect``: the end that is by itself if the two are not alike."""
 
     rank: int
     stage: int
     first: int
     last: int
     ends: tuple[int, int]
+    suspect: int = 0
 
     def at(self, a: int, b: int) -> int:
         """What is here where the first stage has ``a`` and the last ``b``. Raises ValueError if
@@ -62,24 +64,27 @@ def followers(
         found = {t[0] for t in there if t is not None}
         if len(found) == 1 and None not in there:
             at[found.pop(), frozenset(t[1] for t in there if t is not None)] = ranks[0]
-    alike: list[list[int]] = []
+    same: list[list[int]] = []
     for s in range(1, len(grids) - 1):
-        known = None if s in odd else work.get(grids[s].ranks)
-        for group in alike:
+        known = work.get(grids[s].ranks)
+        for group in same:
             other = grids[group[0]]
             if known and other.shape == grids[s].shape and work.get(other.ranks) == known:
                 group.append(s)
                 break
         else:
-            alike.append([s])
+            same.append([s])
     out = []
-    for group in alike:
-        first, last = group[0], group[-1]
-        for s in group[1:-1]:
+    for group in same:
+        left = [s for s in group if s not in odd]
+        for s in left[1:-1]:
+            # the last one first, which sends to another stage, then in turn
+            first, last = left[0], left[-1]
+            suspect = first if (len(group) - len(left)) % 2 else last
             for (stage, places), rank in at.items():
                 if stage == s and (first, places) in at and (last, places) in at:
                     ends = at[first, places], at[last, places]
-                    out.append(Follower(rank, s, *ends, (first, last)))
+                    out.append(Follower(rank, s, *ends, (first, last), suspect))
     return out
 
 
@@ -133,7 +138,7 @@ def followed(first: RankRun, last: RankRun, follower: Follower) -> RankRun:
         for x, y in zip(_cut(first.events, a, 0), _cut(last.events, b, 0), strict=True):
             events.append(_event(x, y, follower, count))
         for step in _cut(first.changes, a, 1):
-            changes.append(step._replace(clock=step.clock + shift) if shift else step)
+            changes.append(step._replace(event=step.event + shift) if shift else step)
         for one, other in zip(_cut(first.comms, a, 2), _cut(last.comms, b, 2), strict=True):
             comms.append(_record(one, other, follower))
         end = Mark(len(events), len(changes), len(comms))

@@ -10,14 +10,13 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Op(NamedTuple):
-    """One operator on locals. ``nbytes``: what it reads and writes; ``flops`` by torch's formulas;
-    ``dtype`` of what it computes in; ``views``: it computes nothing."""
+    """One operator on locals that computes something, so no view. ``nbytes``: what it reads and
+    writes; ``flops`` by torch's formulas; ``dtype`` of what it computes in."""
 
     name: str
     flops: int
     nbytes: int
     dtype: torch.dtype
-    views: bool
     phase: str
     where: str
 

@@ -194,7 +194,7 @@ def representatives(
             one = follow[rank]
             ends = results[one.first], results[one.last]
             if (one.first, one.last) not in compared and not alike(*ends, one):
-                odd.add(one.ends[len(odd) % 2 - 1])  # the last one, mostly: it sends to another
+                odd.add(one.suspect)
                 break
             compared.add((one.first, one.last))
             results[rank] = followed(*ends, one)

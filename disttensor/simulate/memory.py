@@ -37,7 +37,7 @@ _DEPTH = 12  # frames that are looked at
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """The memory of one storage. ``born``, ``died``: numbers of events; ``where``: the line that
+    """The memory of one storage. ``born``, ``died``: numbers of operators; ``where``: the line that
     made it; ``nbytes``: what it has now."""
 
     number: int
@@ -52,9 +52,9 @@ class Block:
 
 class Step(NamedTuple):
     """The memory number ``block``, which ``made`` made, has so many bytes more, or less, in event
-    number ``clock`` of the step."""
+    number ``event`` of the step."""
 
-    clock: int
+    event: int
     category: str
     nbytes: int
     where: str
@@ -66,9 +66,9 @@ Held = dict[str, int]  # bytes by category
 
 
 class _Change(NamedTuple):
-    """``block`` has so many bytes more, or less, since event number ``clock``."""
+    """``block`` has so many bytes more, or less, since event number ``event``."""
 
-    clock: int
+    event: int
     block: Block
     nbytes: int
     where: str
@@ -96,7 +96,8 @@ class MemoryLog:
         self.count = 0  # of blocks
         self.changes: list[_Change] = []  # in the order in which they came
         self.live: dict[int, Block] = {}
-        self.clock = 0  # the number of the event that runs
+        self.clock = 0  # of operators, views too
+        self.event = 0  # the number of the event that is recorded
         self.marked: dict[int, str] = {}  # what is known of a block, by its number
         self.backwards: list[int] = []  # clocks at which backwards began and ended, in turn
 
@@ -113,7 +114,7 @@ class MemoryLog:
         block.ref = weakref.ref(storage, lambda _: self._gone(key, block))
 
     def _has(self, block: Block, nbytes: int, where: str = "") -> None:
-        self.changes.append(_Change(self.clock, block, nbytes - block.nbytes, where))
+        self.changes.append(_Change(self.event, block, nbytes - block.nbytes, where))
         block.nbytes = nbytes
 
     def _gone(self, key: int, block: Block) -> None:
@@ -170,9 +171,9 @@ class MemoryLog:
         end = self.backwards[begun] if begun < len(self.backwards) else self.clock
         return block.died is None or block.died > end
 
-    def between(self, first: int, last: int, clock: int) -> tuple[Held, list[Step]]:
+    def between(self, first: int, last: int) -> tuple[Held, list[Step]]:
         """What is held at the change number ``first``, by category, and the changes from there up
-        to number ``last``, in events since ``clock``."""
+        to number ``last``."""
         held: Held = dict.fromkeys(CATEGORIES, 0)
         names: dict[int, str] = {}
         steps: list[Step] = []
@@ -185,7 +186,7 @@ class MemoryLog:
                 held[name] += change.nbytes
             else:
                 steps.append(Step(
-                    change.clock - clock, name, change.nbytes, change.where, block.number,
+                    change.event, name, change.nbytes, change.where, block.number,
                     block.where,
                 ))  # fmt: skip
         return held, steps
@@ -201,8 +202,8 @@ def summary(held: Held, steps: Sequence[Step]) -> Memory:
         total += step.nbytes
         if total > peak:
             peak, at_peak, where, until = total, dict(now), step.where, i + 1
-        if i + 1 == len(steps) or steps[i + 1].clock != step.clock:
-            curve.append((step.clock, dict(now)))
+        if i + 1 == len(steps) or steps[i + 1].event != step.event:
+            curve.append((step.event, dict(now)))
     return Memory(max(peak, 0), where, at_peak, *_tensors(steps[:until]), curve)
 
 

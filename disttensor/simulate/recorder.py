@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.recording = self._collects = False
         self.visits = Visits(self._mark)
         self.last = Mark(0, 0, 0)
-        self._first = self._clock = 0  # of the memory's changes and events, at ``start``
+        self._first = 0  # of the memory's changes, at ``start``
         self.comms = Listener()
         self._said = 0
         self._optimizing = 0
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         gc.collect()
         self._collects = gc.isenabled()
         gc.disable()
-        self.events, self.recording, self._clock = [], True, self.memory.clock
+        self.events, self.recording, self.memory.event = [], True, 0
         self._first = len(self.memory.changes)
         self.comms.records.clear()
         self._said = 0
@@ -123,12 +123,13 @@ class Recorder(TorchDispatchMode):
 
     def memory_of_step(self) -> tuple[Held, list[Step]]:
         """What the rank held when the step began, and the changes since."""
-        return self.memory.between(self._first, self._first + self.last.changes, self._clock)
+        return self.memory.between(self._first, self._first + self.last.changes)
 
     def _note(self, event: Event) -> None:
         self.memory.clock += 1
         if self.recording:
             self.events.append(event)
+            self.memory.event = len(self.events)
 
     def phase(self) -> str:
         if self._optimizing:
@@ -198,10 +199,12 @@ class Recorder(TorchDispatchMode):
         if not cost.views:
             for t in [out] if isinstance(out, Tensor) else flat(out, []):
                 self.memory.see(t, phase)
-        if not self.recording:
-            self.memory.clock += 1
-            return
-        self._note(Op(func._overloadpacket.__name__, *cost, phase, user_line()))
+            if self.recording:
+                name = func._overloadpacket.__name__
+                line = user_line()
+                self._note(Op(name, cost.flops, cost.nbytes, cost.dtype, phase, line))
+                return
+        self.memory.clock += 1
 
     def _communicates(self, func: Any, args: Any, kwargs: Any) -> Any:
         said = self.comms.records

@@ -17,6 +17,7 @@ from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.report import Report
 from disttensor.simulate.timeline import timelines
+from disttensor.simulate.world import frozen_garbage
 
 
 def simulate(
@@ -86,12 +87,14 @@ def simulate_program(
             raise arguments.wrong("simulate: ranks: entry", rank, expected, ValueError)
 
     def run(rank: int) -> tuple[RankRun, Differences]:
+        set_aside()
         return run_rank(program, rank, world, values, network.ranks_per_node, device.backend)
 
-    found = representatives(world, wanted, run)
-    members, first, result = found[0]
-    if len(members) > 1:
-        compare(result, run(next(r for r in reversed(members) if r != first))[0])
+    with frozen_garbage() as set_aside:
+        found = representatives(world, wanted, run)
+        members, first, result = found[0]
+        if len(members) > 1:
+            compare(result, run(next(r for r in reversed(members) if r != first))[0])
     rows = timelines([(members, rank, one.events) for members, rank, one in found], device, network)
     kinds = [
         Kind(tuple(members), rank, CommLog(one.comms), one.memory, one.events, row, one.stage)

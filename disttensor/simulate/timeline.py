@@ -117,8 +117,6 @@ class _Simulation:
         return True
 
     def _compute(self, one: _Rank, op: Op) -> None:
-        if op.views:
-            return
         one.host += self.device.launch
         if not self.device.asynchronous:
             one.device = max(one.device, one.host)

@@ -31,7 +31,7 @@ NET = Network(ranks_per_node=2, within=Link(1e9, 1e-3), between=Link(1e8, 1e-2))
 
 
 def op(seconds):
-    return Op("mm", round(seconds * 1e9), 0, F32, False, "forward", "a.py:1")
+    return Op("mm", round(seconds * 1e9), 0, F32, "forward", "a.py:1")
 
 
 def reduce_(ranks, number, work, nbytes=0):
@@ -107,7 +107,7 @@ def test_memory_is_of_a_category_by_what_becomes_of_it():
     log.see(grad, "backward")
     log.backwards.append(5)
     log.clock = 6
-    memory = summary(*log.between(2, len(log.changes), clock=1))
+    memory = summary(*log.between(2, len(log.changes)))
     assert memory.peak == 150 and memory.where.startswith(__file__)
     held = {name: n for name, n in memory.at_peak.items() if n}
     assert held == {"parameters": 100, "activations": 40, "other": 10}

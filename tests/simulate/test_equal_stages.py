@@ -97,3 +97,33 @@ def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
     assert 2 not in ran and 3 not in ran
     with pytest.raises(ValueError, match="3 stages later"):
         kinds.followed.__globals__["Follower"](2, 2, 1, 4, (1, 4)).at(5, 7)
+
+
+def unlike_ends():
+    """Eight equal layers, of which the second and the last are called on lines of their own. In
+    between each rank takes a view of a plain tensor for each layer, its own or not."""
+    stages = dt.Strategy(pp=8).stages()
+    model = nn.Sequential(*[Layer(False) for _ in range(8)])
+    dt.pipeline.split(model, stages)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def loss(x):
+        x = model[0](dt.shard_tensor(x, stages[0]))
+        x = model[1](x)
+        table = torch.ones(4)
+        for layer in model[2:-1]:
+            table.unsqueeze(0)
+            x = layer(x)
+        return model[-1](x).sum()
+
+    def step():
+        dt.pipeline.run(loss, torch.ones(8, 4).chunk(2), stages=stages)
+        optimizer.step()
+
+    return step
+
+
+def test_stages_between_two_that_are_by_themselves_follow(ran, monkeypatch) -> None:
+    report = dt.simulate(unlike_ends, world=8)
+    assert sorted(ran) == [0, 1, 2, 5, 6, 7]
+    same(report, every_stage(monkeypatch, unlike_ends, 8))
