@@ -100,6 +100,7 @@ class MicroBatch:
     def close(self) -> None:
         if self.coroutine is not None:
             self.coroutine.abandon()
+        self.tape.close()
         # It and its tape name each other: what it holds would wait for Python's garbage collection.
         self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
 
@@ -122,6 +123,8 @@ class MicroBatch:
                 + ("" if loss.numel() != 1 else ", which does not require grad")
                 + ": the loss is one element that depends on parameters"
             )
+        if loss.requires_grad:
+            self.tape.ends(loss)
 
     def _pause(self) -> None:
         if self.coroutine is not None:

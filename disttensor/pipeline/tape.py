@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
 from disttensor.autograd.split_backward import SplitBackward
 from disttensor.comm import p2p
+from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
 from disttensor.errors import user_line
 from disttensor.mesh import ProcessMesh
@@ -148,6 +150,26 @@ class Tape:
 
     # Backward -------------------------------------------------------------------------------------
 
+    def ends(self, loss: DistTensor) -> None:
+        """The program is over: which gradients will come for what was sent last is known."""
+        if not loss.is_initialized:
+            _reach(loss.local)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for gradients that will come, so that they are here when their visit goes back. Not
+        over NCCL, where what is sent after that would wait for them."""
+        if not is_nccl():
+            for t in self.transfers:
+                if t.reached and t.arrival is None and t.received_in < 0:
+                    t.arrival = t.start_back(None)
+
+    def close(self) -> None:
+        """After an error: what was asked for may never come."""
+        with p2p.abandoning():
+            for t in self.transfers:
+                t.arrival = None
+
     def backward(
         self, loss: DistTensor, first: int, last: int, put_off_weights: bool = False
     ) -> bool:
@@ -156,12 +178,9 @@ class Tape:
         for visit in range(last, first - 1, -1):
             roots: list[Tensor] = []
             grads: list[Tensor] = []
-            if visit == self.visit:
-                if loss.is_initialized:
-                    roots.append(loss.local)
-                    grads.append(seed(loss, None))
-                else:
-                    _reach(loss.local)
+            if visit == self.visit and loss.is_initialized:
+                roots.append(loss.local)
+                grads.append(seed(loss, None))
             awaited = [t for t in reversed(self.transfers) if t.sent_in == visit and t.reached]
             for t in awaited:
                 t.arrival = t.arrival or t.start_back(None)
@@ -175,6 +194,7 @@ class Tape:
             elif roots:
                 run_engine(roots, grads, visit > 0)
             self._answer(visit)
+            self._ask()
         return any(visit in self._weights for visit in range(first, last + 1))
 
     def _split(self, visit: int, roots: list[Tensor], grads: list[Tensor]) -> None:
@@ -214,5 +234,8 @@ class Tape:
 
 
 def _reach(token: Tensor) -> None:
-    """Run the backward of a token, which holds no data: it notes which transfers are reached."""
-    torch.autograd.backward(token, torch.zeros_like(token))
+    """Note the transfers that a backward from a token, which holds no data, would reach."""
+    for node in nodes_of([token]):
+        sent = getattr(node, "sent", None)
+        if sent is not None:
+            sent.reached = True

@@ -78,11 +78,11 @@ class Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
+        ctx.sent = transfer
         activation_checkpoint.join_region(ctx)
         return torch.empty(0, dtype=transfer.src.dtype, device=anchor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.transfer.reached = True
+        ctx.sent.reached = True
         return None, None
