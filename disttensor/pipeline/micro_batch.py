@@ -38,7 +38,7 @@ class MicroBatch:
 
     def at(self, stage: int, plan: Schedule) -> None:
         """This rank's stage; after ``next_to`` visits the program does not leave it."""
-        self.stage = stage
+        self.stage = self.tape.stage = stage
         ways = [plan.virtual(stage, chunk) for chunk in range(plan.chunks)]
         self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
 

@@ -19,13 +19,14 @@ import torch
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
-from disttensor.autograd.split_backward import SplitBackward
+from disttensor.autograd.split_backward import REGION, SplitBackward
 from disttensor.comm import p2p
 from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
 from disttensor.errors import user_line
 from disttensor.mesh import ProcessMesh
 from disttensor.pipeline.transfer import Received, Sent, Transfer, Turn
+from disttensor.pipeline.unsplit import tell
 from disttensor.spec import DistSpec
 from disttensor.tensor.backward import run_engine, seed
 from disttensor.tensor.dist_tensor import DistTensor
@@ -56,7 +57,7 @@ class Tape:
         self.transfers: list[Transfer] = []
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
         self.returns: list[str] = []  # ways back to an earlier mesh
-        self.visit = 0
+        self.visit = self.stage = 0
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
         self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
@@ -203,11 +204,15 @@ class Tape:
         def own(node: Any) -> bool:
             return node_number(node) >= begin
 
-        def whole(node: Any) -> bool:
+        def whole(node: Any) -> str:
             number = node_number(node)
-            return number < begin or any(a <= number < b for a, b in self._regions)
+            if any(a <= number < b for a, b in self._regions):
+                return REGION
+            return "made of what an earlier visit computed" if number < begin else ""
 
         split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_engine)
+        if split.at_once:
+            tell(split.at_once, self.stage)
         split.inputs(retain_graph=visit > 0)
         if not split.is_whole:
             self._weights[visit] = split

@@ -15,6 +15,7 @@ from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
 
+pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
