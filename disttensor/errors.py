@@ -50,7 +50,8 @@ class StrictError(RuntimeError):
 
 
 class FallbackWarning(UserWarning):
-    """A function without a rule ran on gathered tensors: right, and slow.
+    """Right, and slow: a function without a rule ran on gathered tensors, or a schedule could not
+    put off gradients of weights.
 
     >>> import warnings
     >>> warnings.simplefilter("ignore", dt.FallbackWarning)

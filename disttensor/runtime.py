@@ -35,9 +35,11 @@ class Runtime:
     tags: dict[int, int] = field(default_factory=dict)  # transfers so far, by channel
     meetings: int = 0  # calls of create_groups so far
     undelivered: Exception | None = None  # of a message that this rank has sent
+    abandoned: list[Any] = field(default_factory=list)  # messages that may never come
     watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
     steps: Any = None  # disttensor.comm.program
     number: int = 0  # of the worlds of this process
+    is_fake: bool | None = None  # None: not asked yet
     stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one
 
 

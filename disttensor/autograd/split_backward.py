@@ -30,6 +30,11 @@ _AT_ONCE = "disttensor_gradient_at_once"
 _HOOKED = "disttensor.hooked"
 _REENTRANT = "CheckpointFunctionBackward"  # it refuses to run for some leaves only
 Engine = Callable[..., None]
+AtOnce = tuple[list[Tensor], str]  # weights whose gradients are made in the first part, and why
+REGION = (
+    "computed again in the backward, which is done once: leave recompute (checkpoint) out where "
+    "gradients are to be put off"
+)
 
 
 def at_once(leaf: Tensor) -> None:
@@ -46,16 +51,16 @@ def watched(node: Any) -> None:
 class SplitBackward:
     """The backward of ``roots`` with these gradients.
 
-    whole(node)  its part of the graph cannot be split
+    whole(node)  why its part of the graph cannot be split; empty where it can
     own(node)    no other graph has it, so what it saved may be dropped
     engine       ``torch.autograd.backward``, or what calls it
 
-    ``is_whole``: nothing is left for ``weights``.
+    ``is_whole``: nothing is left for ``weights``. ``at_once``: the weights not left for it.
     """
 
     def __init__(
         self, roots: Sequence[Tensor], grads: Sequence[Tensor], *,
-        whole: Callable[[Any], bool], own: Callable[[Any], bool], engine: Engine,
+        whole: Callable[[Any], str], own: Callable[[Any], bool], engine: Engine,
     ) -> None:  # fmt: skip
         self.engine, self.own = engine, own
         self.roots, self.grads = list(roots), list(grads)
@@ -63,19 +68,14 @@ class SplitBackward:
         anchors = [get_gradient_edge(anchor).node for anchor in token.anchors()]
         self.graph = Graph(self.edges, anchors)
         apart = any(node.name() == _REENTRANT for node in self.graph.order)
-
-        def is_clean(group: Group) -> bool:
-            of_python = any(isinstance(n, BackwardCFunction) for n in group.starts)
-            hooked = any(_HOOKED in n.metadata for n in group.starts)
-            many = len(group.starts) + group.from_roots > 1
-            return not (many or of_python or hooked) and not (
-                any(hasattr(leaf.variable, _AT_ONCE) for leaf in group.leaves)
-                or any(map(whole, group.starts))
-                or any(map(whole, group.nodes))
-            )
-
-        found = [] if apart else groups_of(self.graph, self.edges)
-        self.groups = [group for group in found if is_clean(group)]
+        self.groups: list[Group] = []
+        self.at_once: list[AtOnce] = []
+        for group in groups_of(self.graph, self.edges):
+            why = REGION if apart else _why_whole(group, whole)
+            if why:
+                self.at_once.append(([leaf.variable for leaf in group.leaves], why))
+            else:
+                self.groups.append(group)
         self.is_whole = not self.groups
 
     def inputs(self, retain_graph: bool) -> None:
@@ -121,6 +121,22 @@ class SplitBackward:
             if group.roots:
                 edges = [GradientEdge(leaf, 0) for leaf in group.leaves]
                 self.engine(group.roots, group.grads, False, inputs=edges)
+
+
+def _why_whole(group: Group, whole: Callable[[Any], str]) -> str:
+    """Why the gradients of these weights cannot be put off; empty where they can."""
+    start: Any
+    for start in group.starts:
+        if isinstance(start, BackwardCFunction):
+            name = start.name().removesuffix("Backward")
+            return f"the autograd.Function {name} takes them: let it take what is made of them"
+        if _HOOKED in start.metadata:
+            return f"a hook on the result of {start.name()} may run once only: remove it"
+    if len(group.starts) + group.from_roots > 1:
+        return "used more than once in a visit: use them once, or on another visit"
+    if any(hasattr(leaf.variable, _AT_ONCE) for leaf in group.leaves):
+        return "gathered for one backward: keep them gathered (stage 1 or 2 of sharded state)"
+    return next(filter(None, map(whole, [*group.starts, *group.nodes])), "")
 
 
 @cache

@@ -2,7 +2,8 @@
 
 gloo reads a message from the sender's memory when the receiver asks for it, which may be much
 later. It needs the buffer *and* the Work until then, and the Work's ``is_completed`` says nothing
-about it. So a thread of its own waits for the Works in order, and then drops both.
+about it. So a thread of its own waits for the Works in order, and then drops both. It wakes for
+many messages at a time: it would take time from the program for each of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import CommError
 from disttensor.runtime import Runtime
 
+LINGER = 0.01  # seconds in which more is sent before the thread looks
 EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
 
 
@@ -29,10 +31,12 @@ class Outbox:
     """Works and buffers of messages under way."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed, self.hurry = threading.Condition(lock), threading.Condition(lock)
         self.waiting: deque[tuple[Any, torch.Tensor, object, Runtime]] = deque()
         self.open = 0  # messages that are not delivered yet
         self.used = False
+        self.hurried = 0  # callers that wait for delivery
 
     def put(self, work: Any, buffer: torch.Tensor, what: object) -> None:
         """``what``, of which ``str`` is taken only then, says in an error what was sent. In a fake
@@ -52,23 +56,33 @@ class Outbox:
             with self.changed:
                 while not self.waiting:
                     self.changed.wait()
-                work, buffer, what, sender = self.waiting.popleft()
-            try:
-                if buffer.is_cuda:
-                    while not work.is_completed():  # to wait would hold up a stream
-                        time.sleep(1e-3)
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                sender.undelivered = sender.undelivered or failed(what, error)
-            del work, buffer, what, sender
-            with self.changed:
-                self.open -= 1
-                self.changed.notify_all()
+                self.hurry.wait_for(lambda: self.hurried, LINGER)
+                batch, self.waiting = self.waiting, deque()
+            while batch:
+                _wait_for(*batch.popleft())
+                with self.changed:
+                    self.open -= 1
+                    self.changed.notify_all()
 
     def flush(self, seconds: float | None) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: self.open == 0, seconds)
+            self.hurried += 1
+            self.hurry.notify_all()
+            try:
+                return self.changed.wait_for(lambda: self.open == 0, seconds)
+            finally:
+                self.hurried -= 1
+
+
+def _wait_for(work: Any, buffer: torch.Tensor, what: object, sender: Runtime) -> None:
+    try:
+        if buffer.is_cuda:
+            while not work.is_completed():  # to wait would hold up a stream
+                time.sleep(1e-3)
+        else:
+            work.wait()
+    except RuntimeError as error:
+        sender.undelivered = sender.undelivered or failed(what, error)
 
 
 OUTBOX = Outbox()

@@ -29,7 +29,7 @@ from disttensor import runtime
 from disttensor.comm import failures, log
 from disttensor.comm.outbox import OUTBOX, check_delivered, failed
 from disttensor.comm.outbox import flush as flush
-from disttensor.comm.process_group import is_fake, world
+from disttensor.comm.process_group import is_fake, is_nccl, world
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
@@ -73,7 +73,7 @@ def next_tag() -> int:
 
 def _meet() -> None:
     """NCCL: batched messages between some ranks are defined only after a collective of all."""
-    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+    if is_nccl():
         dist.barrier()
 
 
@@ -94,6 +94,20 @@ class _What(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.verb} rank {self.peer}: {self.label}"
+
+
+_abandons: ContextVar[bool] = ContextVar("abandons", default=False)
+
+
+@contextlib.contextmanager
+def abandoning() -> Iterator[None]:
+    """A Message that is dropped in here may never come, as the program that was to send it has
+    failed: its buffer is kept as long as the world, and nobody waits for it."""
+    token = _abandons.set(True)
+    try:
+        yield
+    finally:
+        _abandons.reset(token)
 
 
 class Message(Work[Tensor]):
@@ -119,6 +133,9 @@ class Message(Work[Tensor]):
     def __del__(self) -> None:  # nobody wants it, but the sender must get rid of it
         if self._finish is not None and not sys.is_finalizing():
             works, out, what = self._posted
+            if _abandons.get():
+                runtime.here().abandoned.append(self._posted)
+                return
             for work in works:
                 OUTBOX.put(work, out, what)
 

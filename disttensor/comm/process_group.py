@@ -20,13 +20,22 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def world() -> tuple[int, int]:
     """(rank, size) of this process; (0, 1) where no process group was started."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    default: Any = dist.group.WORLD  # asked itself: this is called several times for a transfer
+    return (0, 1) if default is None else (default.rank(), default.size())
 
 
 def is_fake() -> bool:
     """Is the world PyTorch's ``fake`` process group? There one rank runs alone: others send it
     nothing, and what ranks tell each other is what this one says."""
-    return dist.is_initialized() and dist.get_backend() == "fake"
+    now = runtime.current()
+    if now.is_fake is None:
+        now.is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+    return now.is_fake
+
+
+def is_nccl() -> bool:
+    """Does NCCL carry messages of the world?"""
+    return dist.is_initialized() and "nccl" in str(dist.get_backend_config())
 
 
 def backend_name(group: Any, device: torch.device) -> str:

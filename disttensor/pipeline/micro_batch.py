@@ -38,7 +38,7 @@ class MicroBatch:
 
     def at(self, stage: int, plan: Schedule) -> None:
         """This rank's stage; after ``next_to`` visits the program does not leave it."""
-        self.stage = stage
+        self.stage = self.tape.stage = stage
         ways = [plan.virtual(stage, chunk) for chunk in range(plan.chunks)]
         self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
 
@@ -100,6 +100,7 @@ class MicroBatch:
     def close(self) -> None:
         if self.coroutine is not None:
             self.coroutine.abandon()
+        self.tape.close()
         # It and its tape name each other: what it holds would wait for Python's garbage collection.
         self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
 
@@ -122,6 +123,8 @@ class MicroBatch:
                 + ("" if loss.numel() != 1 else ", which does not require grad")
                 + ": the loss is one element that depends on parameters"
             )
+        if loss.requires_grad:
+            self.tape.ends(loss)
 
     def _pause(self) -> None:
         if self.coroutine is not None:

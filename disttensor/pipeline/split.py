@@ -23,6 +23,7 @@ from disttensor.mesh import ProcessMesh
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import Plan, check_plan, place
 from disttensor.pipeline.partition import Balance, check_tensors, chosen, deal
+from disttensor.pipeline.unsplit import MODELS
 from disttensor.placement import Partial, Placement, Replicate
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import TAPE
@@ -130,6 +131,7 @@ def split(
         layer.register_forward_pre_hook(bring, with_kwargs=True, prepend=True)
         if borrowed.names:
             layer.register_forward_hook(borrowed.hide, always_call=True)
+    MODELS.add(root)
     return Split(tuple((name, mesh) for name, _, mesh in placed), tuple(stages), tuple(dealt))
 
 

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
-from disttensor.autograd.split_backward import SplitBackward
+from disttensor.autograd.split_backward import REGION, SplitBackward
 from disttensor.comm import p2p
+from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
 from disttensor.errors import user_line
 from disttensor.mesh import ProcessMesh
 from disttensor.pipeline.transfer import Received, Sent, Transfer, Turn
+from disttensor.pipeline.unsplit import tell
 from disttensor.spec import DistSpec
 from disttensor.tensor.backward import run_engine, seed
 from disttensor.tensor.dist_tensor import DistTensor
@@ -54,7 +57,7 @@ class Tape:
         self.transfers: list[Transfer] = []
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
         self.returns: list[str] = []  # ways back to an earlier mesh
-        self.visit = 0
+        self.visit = self.stage = 0
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
         self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
@@ -148,6 +151,26 @@ class Tape:
 
     # Backward -------------------------------------------------------------------------------------
 
+    def ends(self, loss: DistTensor) -> None:
+        """The program is over: which gradients will come for what was sent last is known."""
+        if not loss.is_initialized:
+            _reach(loss.local)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for gradients that will come, so that they are here when their visit goes back. Not
+        over NCCL, where what is sent after that would wait for them."""
+        if not is_nccl():
+            for t in self.transfers:
+                if t.reached and t.arrival is None and t.received_in < 0:
+                    t.arrival = t.start_back(None)
+
+    def close(self) -> None:
+        """After an error: what was asked for may never come."""
+        with p2p.abandoning():
+            for t in self.transfers:
+                t.arrival = None
+
     def backward(
         self, loss: DistTensor, first: int, last: int, put_off_weights: bool = False
     ) -> bool:
@@ -156,12 +179,9 @@ class Tape:
         for visit in range(last, first - 1, -1):
             roots: list[Tensor] = []
             grads: list[Tensor] = []
-            if visit == self.visit:
-                if loss.is_initialized:
-                    roots.append(loss.local)
-                    grads.append(seed(loss, None))
-                else:
-                    _reach(loss.local)
+            if visit == self.visit and loss.is_initialized:
+                roots.append(loss.local)
+                grads.append(seed(loss, None))
             awaited = [t for t in reversed(self.transfers) if t.sent_in == visit and t.reached]
             for t in awaited:
                 t.arrival = t.arrival or t.start_back(None)
@@ -175,6 +195,7 @@ class Tape:
             elif roots:
                 run_engine(roots, grads, visit > 0)
             self._answer(visit)
+            self._ask()
         return any(visit in self._weights for visit in range(first, last + 1))
 
     def _split(self, visit: int, roots: list[Tensor], grads: list[Tensor]) -> None:
@@ -183,11 +204,15 @@ class Tape:
         def own(node: Any) -> bool:
             return node_number(node) >= begin
 
-        def whole(node: Any) -> bool:
+        def whole(node: Any) -> str:
             number = node_number(node)
-            return number < begin or any(a <= number < b for a, b in self._regions)
+            if any(a <= number < b for a, b in self._regions):
+                return REGION
+            return "made of what an earlier visit computed" if number < begin else ""
 
         split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_engine)
+        if split.at_once:
+            tell(split.at_once, self.stage)
         split.inputs(retain_graph=visit > 0)
         if not split.is_whole:
             self._weights[visit] = split
@@ -214,5 +239,8 @@ class Tape:
 
 
 def _reach(token: Tensor) -> None:
-    """Run the backward of a token, which holds no data: it notes which transfers are reached."""
-    torch.autograd.backward(token, torch.zeros_like(token))
+    """Note the transfers that a backward from a token, which holds no data, would reach."""
+    for node in nodes_of([token]):
+        sent = getattr(node, "sent", None)
+        if sent is not None:
+            sent.reached = True

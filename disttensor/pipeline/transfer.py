@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd.cross_mesh import start_back
+from disttensor.autograd.grad_types import Typed
 from disttensor.comm.work import Work, finished
 from disttensor.spec import DistSpec
-from disttensor.tensor.reshard import start_back
 
 Tensor = torch.Tensor
 
@@ -42,7 +43,7 @@ class Transfer:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
             grad = token.detached(self.dst.mesh.device, self.dst.dtype)
-        return start_back(grad, self.src, self.dst, self.tag)
+        return start_back(grad, Typed(self.src), Typed(self.dst), self.tag)
 
 
 class Turn(Transfer):
@@ -61,9 +62,7 @@ class Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
-        activation_checkpoint.join_region(
-            ctx
-        )  # as ``cross_mesh.Cross`` does when the region is computed again
+        activation_checkpoint.join_region(ctx)  # as CrossMesh does when it is computed again
         return value[0].data
 
     @staticmethod
@@ -79,11 +78,11 @@ class Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
+        ctx.sent = transfer
         activation_checkpoint.join_region(ctx)
         return torch.empty(0, dtype=transfer.src.dtype, device=anchor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.transfer.reached = True
+        ctx.sent.reached = True
         return None, None

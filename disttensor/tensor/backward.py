@@ -6,14 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import Typed, dual
+from disttensor.autograd.graph import nodes_of
+from disttensor.autograd.tie import Tie
 from disttensor.comm import program
+from disttensor.comm.collectives import world
 from disttensor.layout import Axes
 from disttensor.tensor.base import MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
-from disttensor.tensor.reshard import moved_for
+from disttensor.tensor.reshard import TAPE, moved_for, resharded
 
 Tensor = torch.Tensor
 
@@ -51,6 +55,7 @@ def run_backward(
     inputs: Any = None,
 ) -> None:
     """torch.autograd.backward on locals, ``inputs`` may be DistTensors."""
+    _check_crossing(roots, keeps=create_graph)
     run_engine(roots, grads, retain_graph, create_graph, _leaves_of(inputs))
 
 
@@ -150,23 +155,36 @@ def autograd_grad(
         ]  # fmt: skip
         return tuple(None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True))
     roots, grads = _roots(outputs, grad_outputs)
+    _check_crossing(roots)
     ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     ways = [_ways(x) for x in ins]
-    leaves = [leaf for leaves in ways for _, leaf in leaves] + token.anchors()
-    found = iter(
-        torch.autograd.grad(roots, leaves, grads, retain_graph, create_graph, allow_unused=True)
-        if leaves
+    leaves = [leaf for leaves in ways for _, leaf in leaves]
+    wanted = leaves + token.anchors()
+    given = (
+        torch.autograd.grad(roots, wanted, grads, retain_graph, create_graph, allow_unused=True)
+        if wanted
         else ()
     )
+    # With create_graph: of the transfers that this backward ran here, there and back.
+    tokens = [g for g in given[len(leaves) :] if g is not None and g.requires_grad]
+
+    def tied(g: Tensor) -> Tensor:
+        return Tie.apply(1, g, *tokens)[0] if tokens else g
+
+    found = iter(given)
     result: list[Any] = []
     for i, (x, leaves_of_x) in enumerate(zip(ins, ways, strict=True)):
-        pieces = [(axes, g) for axes, _ in leaves_of_x if (g := next(found)) is not None]
+        pieces = [(axes, tied(g)) for axes, _ in leaves_of_x if (g := next(found)) is not None]
         if isinstance(x, MeshTensor) and not x.is_initialized:
             spec = grad_spec(x, ())
-            result.append(x.like(token.detached(spec.mesh.device), spec))
+            device = spec.mesh.device
+            local = tied(token.orphan(device)) if create_graph else token.detached(device)
+            result.append(x.like(local, spec))
         elif pieces:
             result.append(
-                as_gradient(x, *combined(x, pieces)) if isinstance(x, MeshTensor) else pieces[0][1]
+                _known_everywhere(x, *combined(x, pieces))
+                if isinstance(x, MeshTensor)
+                else pieces[0][1]
             )
         elif materialize_grads:
             result.append(torch.zeros_like(x))
@@ -178,6 +196,39 @@ def autograd_grad(
                 "allow_unused=True if that is meant"
             )
     return tuple(result)
+
+
+def _known_everywhere(x: MeshTensor, axes: Axes, g: Tensor) -> MeshTensor:
+    """A gradient in the layout that ranks outside the mesh of ``x`` know it in: how it is pending
+    follows from uses, which they do not see."""
+    grad = as_gradient(x, axes, g)
+    if len(x.spec.mesh.ranks) == world()[1]:
+        return grad
+    return resharded(grad, grad_spec(x, ()).with_dtype(grad.spec.dtype))
+
+
+def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
+    """Raises NotImplementedError where a backward from here would bring a gradient to another mesh
+    that has no use of it: inside the step of a schedule, and, ``keeps``, for the graph of ``.grad``
+    that other meshes do not have."""
+    in_schedule = TAPE.get() is not None
+    if not (in_schedule or keeps) or not token.anchors():
+        return
+    anchors = {get_gradient_edge(anchor).node for anchor in token.anchors()}
+    if anchors.isdisjoint(nodes_of(roots)):
+        return
+    if in_schedule:
+        raise NotImplementedError(
+            "pipeline.run: the step asks for gradients of what came from another mesh, before it "
+            "has returned; in a schedule gradients go from stage to stage after that. Run the step "
+            "without pipeline.run (and loss.backward() for each micro-batch), or differentiate "
+            "within a stage, from tensors that are detached behind the reshard"
+        )
+    raise NotImplementedError(
+        "backward(create_graph=True) of a tensor that came from another mesh: gradients would be "
+        "differentiated again by way of .grad, which other meshes do not have. Use "
+        "torch.autograd.grad(loss, tensors, create_graph=True), which gives them on all ranks"
+    )
 
 
 def _ways(x: Any) -> list[tuple[Axes, Tensor]]:

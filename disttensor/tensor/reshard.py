@@ -18,10 +18,10 @@ import torch
 
 import reshard
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.autograd.cross_mesh import apart, crossed
+from disttensor.autograd.grad_types import Typed, move
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
-from disttensor.comm.work import Work
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
@@ -29,7 +29,7 @@ from disttensor.spec import DistSpec, spec_of
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, set_origin, through
 from disttensor.tensor.versions import version
-from disttensor.torch_private import direct_apply, storage_id
+from disttensor.torch_private import storage_id
 from reshard.cross_mesh import start
 
 Tensor = torch.Tensor
@@ -130,53 +130,6 @@ def target(
 # To another mesh ----------------------------------------------------------------------------------
 
 
-def start_back(grad: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
-    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
-    ``grad`` is that of the local of dst, or of its token."""
-    (to, divide_src), (at, divide_dst) = dual(Typed(src)), dual(Typed(dst))
-    if divide_src != divide_dst:
-        grad = grad * (divide_dst / divide_src)
-    return start(grad, at.spec, to.spec, tag + 1)
-
-
-class CrossMesh(torch.autograd.Function):
-    """The local (or token) of ``src`` as the local (or token) of ``dst``, of which ``value`` is
-    known already.
-
-    ``anchor`` requires grad, so that the result does where the source is on other ranks only.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        anchor: Tensor,
-        value: list[Tensor],
-        src: DistSpec,
-        dst: DistSpec,
-        tag: int,
-    ) -> Tensor:
-        """``value`` is in a list to be no argument of autograd's."""
-        ctx.ends = src, dst, tag
-        activation_checkpoint.join_region(ctx)
-        return value[0].data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        src, dst, tag = ctx.ends
-        activation_checkpoint.recompute_region(ctx)
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"create_graph: a gradient that came from {dst!r} on {dst.mesh!r} to {src!r} on "
-                f"{src.mesh!r} cannot be differentiated again; differentiate twice within a mesh, "
-                "or reshard after it"
-            )
-        return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
-
-
-cross_mesh: Any = direct_apply(CrossMesh)
-
-
 def _cross(x: T, dst: DistSpec) -> T:
     """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
     src = x.spec
@@ -199,8 +152,7 @@ def _cross(x: T, dst: DistSpec) -> T:
         with torch.no_grad():
             arrival = start(local.detach(), src, dst, tag)
             held = tape.arrive(arrival, sends, receives) if tape else arrival.wait()
-            if sends and storage_id(held.untyped_storage()) == storage_id(local.untyped_storage()):
-                held = held.clone()  # nothing moved: it must not be the same memory
+            held = apart(held, local) if sends else held
     if where is not None:  # a region that is computed again sends and receives nothing again
         activation_checkpoint.note(where, held)
     if not needed:
@@ -208,4 +160,4 @@ def _cross(x: T, dst: DistSpec) -> T:
     reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)
     if tape is not None and not repeated:
         return x.like(tape.cut(reached, held, src, dst, tag), dst)
-    return x.like(cross_mesh(reached, token.anchor(held.device), [held], src, dst, tag), dst)
+    return x.like(crossed(reached, held, Typed(src), Typed(dst), tag), dst)

@@ -100,7 +100,7 @@ KINDS = {
 }
 
 
-def split_of(loss, grads=None, whole=lambda node: False):
+def split_of(loss, grads=None, whole=lambda node: ""):
     return SplitBackward(
         [loss], [torch.ones_like(loss)], whole=whole, own=lambda node: True,
         engine=torch.autograd.backward if grads is None else grads,
@@ -215,8 +215,8 @@ def test_what_cannot_be_put_off():
 
 def test_a_part_that_the_caller_calls_whole_is_done_at_once():
     model, came = built(["linear"]), []
-    parts = split_of(model(arrived(came)).square().mean(), whole=lambda node: True)
-    assert parts.is_whole
+    parts = split_of(model(arrived(came)).square().mean(), whole=lambda node: "so")
+    assert parts.is_whole and [why for _, why in parts.at_once] == ["so", "so"]
     parts.inputs(retain_graph=False)
     assert all(p.grad is not None for p in model.parameters()) and came
     parts.weights()

@@ -61,6 +61,7 @@ def stages_of(kind):
     return [ProcessMesh(torch.tensor(ranks).reshape(shape), names) for ranks in ([0, 1], [2, 3])]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv"]
 
 

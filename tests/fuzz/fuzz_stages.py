@@ -23,7 +23,7 @@ from torch import Tensor
 
 import disttensor as dt
 from disttensor import ProcessMesh
-from disttensor.tensor.reshard import CrossMesh
+from disttensor.autograd.cross_mesh import CrossMesh
 from tests.fuzz import fuzz_programs, fuzz_writer
 from tests.fuzz.command_line import each_on_ranks, fuzz, tell
 from tests.fuzz.fuzz_world import Program, World, placements, stays_put
@@ -347,7 +347,7 @@ def transfers(x: Any) -> set[tuple[int, tuple[int, ...], str]]:
             continue
         seen.add(node)
         if type(node).__name__ == f"{CrossMesh.__name__}Backward":
-            src, dst, tag = node.ends
+            (src, _), (dst, _), tag = node.ends
             ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
             found.add((tag & 0xFFFF, ranks, f"{src!r} on {src.mesh!r} to {dst!r} on {dst.mesh!r}"))
         queue += [n for n, _ in node.next_functions]

@@ -10,6 +10,8 @@ from tests.fuzz.fuzz_stages import StageProgram
 from tests.support import pool
 from tests.support.pool import on_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
+
 SEEDS = {2: 60, 4: 24}  # programs in a world of this size
 PART = 12  # programs in one test
 

@@ -30,10 +30,11 @@ from torch import Tensor
 import disttensor as dt
 from disttensor import Partial, ProcessMesh
 from disttensor.autograd import token
+from disttensor.autograd.cross_mesh import crossed
+from disttensor.autograd.grad_types import Typed
 from disttensor.comm import objects
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import wrap
-from disttensor.tensor.reshard import cross_mesh
 from tests.fuzz import fuzz_stages
 from tests.opinfo import opinfo_check
 from tests.opinfo.opinfo_call import Call, replace
@@ -58,7 +59,7 @@ def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
         return x
     blank = token.detached(torch.device("cpu"))
     with torch.enable_grad():
-        local = cross_mesh(blank, token.anchor(blank.device), [x.local], src, x.spec, tag)
+        local = crossed(blank, x.local, Typed(src), Typed(x.spec), tag)
     return wrap(local, x.spec)
 
 

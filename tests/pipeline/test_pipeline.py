@@ -10,10 +10,12 @@ import torch
 
 import disttensor as dt
 from disttensor import pipeline
+from disttensor.comm import p2p
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
 
+pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
@@ -234,3 +236,23 @@ def test_what_cannot_be_run():
     with pytest.raises(ValueError, match=r"2 stages.*3 stages|3 stages.*2 stages"):
         pipeline.run(step, data, pipeline.gpipe(3, 2))
     assert len(pipeline.run(step, data)) == 2  # and it still works
+
+
+@on_ranks(2)
+def test_a_step_that_fails_leaves_nobody_waiting():
+    """The gradient that rank 0 has asked for never comes."""
+    a, b = stage_meshes()
+    x = dt.shard_tensor(randn(3), a, requires_grad=True)
+    fails = iter([False, True])
+
+    def step(_):
+        if next(fails) and x.is_initialized:
+            raise FloatingPointError
+        loss = dt.reshard(torch.tanh(x), b).sum()
+        if not x.is_initialized:
+            raise FloatingPointError
+        return loss
+
+    with pytest.raises(FloatingPointError):
+        pipeline.run(step, [1, 2], "1f1b")
+    p2p.flush(5)

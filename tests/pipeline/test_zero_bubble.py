@@ -3,6 +3,8 @@ what was put off, and what is kept until then."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import pipeline
+from disttensor.pipeline import unsplit
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes
+
+pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 
 
 class Block(nn.Module):
@@ -131,3 +136,19 @@ def test_bit_for_bit_on_four_stages(schedule):
 def test_split_over_the_ranks_of_a_stage(schedule):
     plan = {"*.up.*": [dt.Shard(0)], "*.down.weight": [dt.Shard(1)], "*.norm.*": [dt.Shard(0)]}
     check(schedule, stage_meshes(), plan=plan, tie=True)
+
+
+@on_ranks(2)
+def test_what_is_not_put_off_is_said_once():
+    stages = stage_meshes()
+    unsplit._said.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trained("zero_bubble", stages, tie=True, again=True)
+    (text,) = [str(w.message) for w in said if w.category is dt.FallbackWarning]
+    if stages[0].coordinate is not None:
+        assert "stage 0" in text and "embed.weight: used more than once" in text
+        assert "blocks.0.down.bias, blocks.0.down.weight" in text and "computed again" in text
+    else:
+        assert "stage 1" in text and "blocks.1.scale: used more than once" in text

@@ -1,0 +1,90 @@
+"""The autograd function of a transfer between meshes.
+
+Its backward is the transfer between the duals of its ends (``disttensor.autograd.grad_types``), and
+the backward of that is one again, so a gradient that has crossed may be differentiated again.
+
+What a gradient depends on is known where it was computed, and on no other rank. So a backward with
+``create_graph`` says on each rank which transfers it ran, there and back: the gradient of the
+*anchor* (``disttensor.autograd.token``) is then a token that leads to all of them, and
+``torch.autograd.grad`` makes each of its results depend on it. Whoever differentiates one reaches
+the same transfers on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd.grad_types import Typed, dual
+from disttensor.comm.work import Work
+from disttensor.torch_private import direct_apply, no_dispatch, storage_id
+from reshard.cross_mesh import start
+
+Tensor = torch.Tensor
+
+
+def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int) -> Work[Tensor]:
+    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
+    ``grad`` is that of the local of dst, or of its token."""
+    grad, at, to = _way_back(grad, src, dst)
+    return start(grad, at.spec, to.spec, tag ^ 1)
+
+
+def crossed(x: Tensor, value: Tensor, src: Typed, dst: Typed, tag: int) -> Tensor:
+    """The local (or token) ``x`` of ``src`` as the local (or token) of ``dst``, of which ``value``
+    is known already."""
+    out: Tensor = _cross_mesh(x, token.anchor(value.device), [value], src, dst, tag)[0]
+    return out
+
+
+def apart(value: Tensor, local: Tensor) -> Tensor:
+    """What arrived, in other memory than ``local``, which was sent: where nothing moves it is a
+    view."""
+    same = storage_id(value.untyped_storage()) == storage_id(local.untyped_storage())
+    return value.clone() if same else value
+
+
+def _way_back(grad: Tensor, src: Typed, dst: Typed) -> tuple[Tensor, Typed, Typed]:
+    (to, divide_src), (at, divide_dst) = dual(src), dual(dst)
+    return grad if divide_src == divide_dst else grad * (divide_dst / divide_src), at, to
+
+
+class CrossMesh(torch.autograd.Function):
+    """Two results: the local (or token) of ``dst``, and a token of the transfer itself.
+
+    ``anchor`` requires grad, so that the results do where the source is on other ranks only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, value: list[Tensor], src: Typed, dst: Typed, tag: int
+    ) -> tuple[Tensor, Tensor]:
+        """``value`` is in a list to be no argument of autograd's."""
+        ctx.ends = src, dst, tag
+        with no_dispatch():
+            itself = torch.empty(0, device=anchor.device)
+        ctx.save_for_backward(itself)  # and so it is of its region: see activation_checkpoint
+        ctx.in_region = True
+        return value[0].data, itself
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        src, dst, tag = ctx.ends
+        activation_checkpoint.recompute_region(ctx)
+        if not torch.is_grad_enabled():
+            return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
+        grad, at, to = _way_back(grad, src, dst)
+        with torch.no_grad():
+            value = apart(start(grad.detach(), at.spec, to.spec, tag ^ 1).wait(), grad)
+        anchor = token.anchor(value.device)
+        back, itself = _cross_mesh(grad, anchor, [value], at, to, tag ^ 1)
+        (there,) = ctx.saved_tensors
+        with no_dispatch():
+            both = itself + there
+        return back, both, None, None, None, None
+
+
+# Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
+_cross_mesh: Any = direct_apply(CrossMesh)

@@ -1,0 +1,57 @@
+"""What is said of weights whose gradients a schedule could not put off: once, which and why."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from disttensor.autograd.split_backward import AtOnce
+from disttensor.errors import FallbackWarning, user_line
+from disttensor.tensor.base import MeshTensor, grad_leaves
+
+MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that lie on stages
+_SHOWN = 4  # weights of one reason that the warning names
+_said: set[tuple[str, ...]] = set()
+
+
+def tell(found: Iterable[AtOnce], stage: int) -> None:
+    """Warn that these gradients were made in I, unless that was said before."""
+    by_reason: dict[str, list[torch.Tensor]] = {}
+    for weights, why in found:
+        by_reason.setdefault(why, []).extend(weights)
+    key = (str(stage), *(f"{why} {[w.shape for w in ws]}" for why, ws in by_reason.items()))
+    if key in _said:
+        return
+    _said.add(key)
+    lines = [f"  {_listed(weights)}: {why}" for why, weights in by_reason.items()]
+    where = user_line()
+    file, _, line = where.rpartition(":")
+    text = "\n".join(
+        [
+            f"pipeline.run: stage {stage} made gradients of weights together with those of its "
+            "inputs (in I, or in B where none is left for W). Right, but slower than the schedule "
+            "could be:",
+            *lines,
+            '"1f1b", with whole backwards, loses nothing by it. (Said once.)',
+        ]
+    )
+    number = int(line) if line.isdigit() else 0
+    warnings.warn_explicit(text, FallbackWarning, file or "unknown", number)
+
+
+def _listed(weights: list[torch.Tensor]) -> str:
+    names = sorted({_name_of(w) for w in weights})
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _name_of(leaf: torch.Tensor) -> str:
+    """Its name in the model that was split; without one its shape."""
+    for model in MODELS:
+        for name, p in model.named_parameters():
+            if isinstance(p, MeshTensor) and any(leaf is own for _, own in grad_leaves(p)):
+                return name
+    return f"a weight of local shape {list(leaf.shape)}"
