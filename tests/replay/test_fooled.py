@@ -290,3 +290,58 @@ def test_a_change_that_nobody_tells(name):
         assert bits(fast(x)) == wanted, forward.programs
     finally:
         restore()
+
+
+# An argument is made in another way -> what is asked of it.
+WAYS = {
+    "base": lambda x: x.detach(),
+    "transposed": lambda x: x.detach().t().contiguous().t(),
+    "part": lambda x: torch.cat([x, x], 1).detach()[:, 6:],
+    "leaf": lambda x: x.detach().requires_grad_(),
+    "product": lambda x: x.detach().requires_grad_() * 1,
+    "hooked": lambda x: _hooked(x.detach().requires_grad_()),
+    "inference": lambda x: _inferred(x),
+}
+ASKED = {
+    "view": lambda x: x.view(-1).relu(),
+    "contiguous": lambda x: x.contiguous(),
+    "is_contiguous": lambda x: x * (2 if x.is_contiguous() else 3),
+    "stride": lambda x: x * x.stride(0),
+    "is_leaf": lambda x: x * (2 if x.is_leaf else 3),
+    "grad_fn": lambda x: x * (2 if x.grad_fn is None else 3),
+    "is_inference": lambda x: x * (2 if x.is_inference() else 3),
+}
+
+
+def _hooked(x):
+    x.register_hook(lambda g: g * 3)
+    return x
+
+
+def _inferred(x):
+    with torch.inference_mode():
+        return x * 1
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("asked", ASKED)
+def test_arguments_of_one_spec_made_in_different_ways(asked):
+    f = ASKED[asked]
+    (data,) = fed(mesh_of(1), 6, 6)()
+
+    def step(run, way):
+        x = WAYS[way](data)
+        try:
+            y = run(x)
+        except RuntimeError as error:  # a view of what cannot be viewed
+            return str(error)
+        if y.requires_grad:
+            (y * y).sum().backward()
+        grad = bits(x.grad) if x.is_leaf else None
+        return bits(y), y.stride(), y is x, grad
+
+    for first in WAYS:
+        for second in WAYS:
+            fast = dt.replay(lambda x: f(x))
+            for way in (first, first, second):
+                assert step(fast, way) == step(f, way), (first, second, fast.programs)
