@@ -125,7 +125,7 @@ class Collectives(Protocol):
 @dataclass(slots=True)
 class LocalCall:
     """inputs, outputs: the pieces as wanted and given (dtype of outputs is not known yet); split:
-    letter -> axes."""
+    letter -> axes of several ranks."""
 
     func: Callable[..., Any]
     inputs: Sequence[Piece]

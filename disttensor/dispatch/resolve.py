@@ -121,9 +121,13 @@ class Plan:
             return self.func
         mesh = self.mesh
         coordinate = mesh.coordinate or (0,) * mesh.ndim
+        busy = {
+            k: tuple([a for a in v if mesh.shape[a] > 1]) for k, v in self.decision.split.items()
+        }
+        split = {letter: axes for letter, axes in busy.items() if axes}
         call = LocalCall(
-            self.func, self._needed(), self.output_specs, self.decision.split, mesh.shape,
-            coordinate, MeshCollectives(mesh),
+            self.func, self._needed(), self.output_specs, split, mesh.shape, coordinate,
+            MeshCollectives(mesh),
         )  # fmt: skip
         return self.factors.local(call)
 

@@ -3,7 +3,8 @@ depend on.
 
 Mutating methods notify the guard, so that checking it costs nothing. When the first module is
 guarded, those methods of ``nn.Module`` are wrapped that assign attributes (``train()`` and
-``eval()`` do) or register hooks; the tables of parameters and buffers of a guarded module tell too;
+``eval()`` do) or register hooks; the tables of parameters, buffers and children of a guarded module
+tell too;
 and ``token.replaced`` counts what happens to the tensors themselves.
 """
 
@@ -44,7 +45,7 @@ class Subtree:
         for m in self.modules:
             if m not in _guarded:
                 _guarded[m] = weakref.WeakSet()
-                for name in ("_parameters", "_buffers"):
+                for name in ("_parameters", "_buffers", "_modules"):
                     m.__dict__[name] = _Table.of(m, m.__dict__[name])
             _guarded[m].add(self)
         self._hooks = [*global_module_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]
@@ -126,7 +127,7 @@ def _tell(module: Any, name: Any) -> None:
 
 
 class _Table(dict[str, Any]):
-    """The parameters or buffers of a guarded module. Copied and pickled as a dict."""
+    """The parameters, buffers or children of a guarded module. Copied and pickled as a dict."""
 
     owner: weakref.ref[nn.Module]
 

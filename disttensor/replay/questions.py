@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+
+from disttensor.dispatch.decompose import body_of
 
 # Questions about a tensor whose answers follow from its metadata, or are read by our own code.
 _ASKED = frozenset({
@@ -25,6 +30,21 @@ _REFUSED = frozenset({
 })  # fmt: skip
 _SETS = ("set_", "_set_", "manual_seed", "seed", "use_deterministic", "init_")
 _IDLE = frozenset({"detach", "view_as"})  # may be left out where nobody reads the result
+
+# Functions in Python that look at options and sizes, and end in functions of C++. Not here: those
+# that look at settings of the process (``torch.backends``, deterministic algorithms).
+_BODIES = frozenset({
+    "layer_norm", "rms_norm", "group_norm", "embedding", "cross_entropy", "nll_loss", "mse_loss",
+    "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "softmax", "log_softmax", "softmin", "normalize", "relu",
+    "relu6", "silu", "mish", "elu", "selu", "celu", "glu", "leaky_relu", "hardtanh", "hardswish",
+    "hardsigmoid", "sigmoid", "tanh", "tanhshrink", "softsign",
+})  # fmt: skip
+# Casts: of a tensor that has the dtype they give that tensor itself.
+_CASTS = frozenset({
+    "to", "float", "double", "half", "bfloat16", "int", "long", "short", "bool", "char", "byte",
+    "cfloat", "cdouble",
+})  # fmt: skip
 
 QUESTION, CALL, ASSIGNMENT, REFUSED, IDLE = "question", "call", "assignment", "refused", "idle"
 
@@ -55,3 +75,35 @@ def kind_of(func: Any) -> str:
     if name in _REFUSED or name.startswith(_SETS):
         return REFUSED
     return IDLE if name in _IDLE else CALL
+
+
+def body(func: Any) -> Callable[..., Any] | None:
+    """What a function of ``torch.nn.functional`` runs; None where it is to stay one call."""
+    mine = getattr(func, "__module__", "") == "torch.nn.functional"
+    return body_of(func) if mine and func.__name__ in _BODIES else None
+
+
+def idle_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> bool:
+    """Is it a cast that gave its tensor itself, as it does for all of that dtype?"""
+    only = all(isinstance(a, (torch.dtype, bool)) for a in (*args[1:], *kwargs.values()))
+    return bool(args) and out is args[0] and only and getattr(func, "__name__", "") in _CASTS
+
+
+def permuted(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The dims of the first argument, in the order in which ``func`` gives them, where it does
+    nothing else."""
+    name = getattr(func, "__name__", "")
+    if kwargs or name not in ("transpose", "permute"):
+        return None
+    n, dims = args[0].dim(), args[1:]
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    if any(type(d) is not int for d in dims):
+        return None
+    dims = [d % n if n else 0 for d in dims]
+    if name == "permute":
+        return tuple(dims) if len(dims) == n else None
+    order = list(range(n))
+    if n and len(dims) == 2:
+        order[dims[0]], order[dims[1]] = dims[1], dims[0]
+    return tuple(order)

@@ -33,7 +33,17 @@ from disttensor.errors import name_of
 from disttensor.meta import infer
 from disttensor.meta.trace import Unfit
 from disttensor.random import state
-from disttensor.replay.questions import ASSIGNMENT, IDLE, QUESTION, REFUSED, by_spec, kind_of
+from disttensor.replay.questions import (
+    ASSIGNMENT,
+    IDLE,
+    QUESTION,
+    REFUSED,
+    body,
+    by_spec,
+    idle_cast,
+    kind_of,
+    permuted,
+)
 from disttensor.replay.results import Results
 from disttensor.replay.tape import Tape
 from disttensor.replay.taps import recording, taps
@@ -189,8 +199,14 @@ class Recorder(TorchFunctionMode):
             self.refuse(f"it calls {name_of(func)}")
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             self.refuse("it draws from a generator of its own, which it may seed anew")
+        inner = None if self.why else body(func)
+        if inner is not None:
+            with self:  # it sees what the body calls
+                return self.opened(inner, func)(*args, **kwargs)
         with self.drawing():
             out = func(*args, **kwargs)
+        if idle_cast(func, args, kwargs, out):
+            return out
         writes = fallback.writes(func)
         if not flat(out, []):
             if not flat((args, kwargs), []):
@@ -212,9 +228,10 @@ class Recorder(TorchFunctionMode):
                 )
             if now.grad is not self.ambient.grad and self.opening:
                 raise Unfit("a function with a backward of its own")
+            order = permuted(func, args, kwargs) or ()
             if now.grad is not self.ambient.grad:
-                func, args = _in_mode, (now.grad, func, *args)
-            self.tape.call(func, args, kwargs, out, idle)
+                func, args, order = _in_mode, (now.grad, func, *args), ()
+            self.tape.call(func, args, kwargs, out, idle, order)
         except Unfit as why:
             self.refuse(str(why))
 
@@ -232,11 +249,12 @@ class Recorder(TorchFunctionMode):
         call.__wrapped__ = func  # type: ignore[attr-defined]
         return call
 
-    def opened(self, func: Function) -> Function:
-        """``func``, a local function, whose calls are lines of their own, where that is all that it
-        does. It is one line where it draws, communicates, or looks at what may differ from call to
-        call."""
-        whole = self.one_line(func)
+    def opened(self, func: Function, name: Function | None = None) -> Function:
+        """``func``, a local function, or the body of the one that is called ``name``, whose calls
+        are lines of their own, where that is all that it does. It is one line where it draws,
+        communicates, or looks at what may differ from call to call."""
+        name = name or func
+        whole = self.one_line(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.listens() or self.why:
@@ -256,10 +274,11 @@ class Recorder(TorchFunctionMode):
             if not self.quiet:
                 self.draws += state._State.calls - draws
                 self.sent += len(self.seen) - sent
-            self.note(func, args, kwargs, out)
+            self.writes = self.writes or fallback.writes(name)
+            self.note(name, args, kwargs, out)
             return out
 
-        call.__wrapped__ = func  # type: ignore[attr-defined]
+        call.__wrapped__ = name  # type: ignore[attr-defined]
         return call
 
     @contextmanager

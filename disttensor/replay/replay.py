@@ -220,9 +220,7 @@ class Replay(InstanceForward):
         for x in args:
             if type(x) is DistTensor and x._view_state is None:  # mostly
                 inputs.append(x)
-                local = x.local
-                grad = local.requires_grad
-                parts += (x.spec, grad, grad and local.is_leaf and free_leaf(x))
+                parts += (x.spec, *_flags(x))
             else:
                 parts.append(_part(x, inputs))
         if kwargs:
@@ -238,6 +236,7 @@ class Replay(InstanceForward):
         parts += (
             around.state(), around.flags(), _grad(), torch.is_inference_mode_enabled(),
             torch.get_default_dtype(), attention_policy(), _policy(),
+            torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         if autocast_is_on():
             parts.append(autocast_state(_device(inputs)))
@@ -248,19 +247,29 @@ def _device(inputs: Sequence[Any]) -> str:
     return str(inputs[0].device.type) if inputs else "cpu"
 
 
+def _flags(x: DistTensor) -> tuple[Any, ...]:
+    """What a program may depend on of an argument besides its spec."""
+    local = x.local
+    if local.requires_grad:
+        return (True, free_leaf(x), local.stride()) if local.is_leaf else (True, local.stride())
+    return False, local.is_inference(), local.stride(), None
+
+
 def _part(value: Any, inputs: list[Any]) -> Any:
     kind = type(value)
     if kind is DistTensor:
         if value._view_state is not None:
             raise _NoKey("an argument shares memory in a way that is looked at in each call")
         inputs.append(value)
-        grad = value.local.requires_grad
-        return value.spec, grad, grad and value.local.is_leaf and free_leaf(value)
-    if kind in CONSTANTS:
-        return kind, value
+        return value.spec, *_flags(value)
+    if kind in CONSTANTS:  # 0.0 and -0.0 are equal, and two constants
+        return kind, value, repr(value) if kind is float or kind is complex else ""
     if kind is Tensor or kind is nn.Parameter:
         inputs.append(value)
-        return kind, value.shape, value.dtype, value.device, value.requires_grad, value.is_leaf
+        return (
+            kind, value.shape, value.dtype, value.device, value.requires_grad, value.is_leaf,
+            value.stride(),
+        )  # fmt: skip
     if kind is list or kind is tuple:
         return kind, tuple([_part(v, inputs) for v in value])
     if kind is dict:

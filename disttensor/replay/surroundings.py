@@ -2,34 +2,43 @@
 seen, and whether it is as it was.
 
 Of modules: parameters, buffers, attributes and hooks, of all in the tree (``meta.guards.Subtree``,
-which is told of changes), lists, dicts and constants that they hold, constants among the globals of
-their code. Of functions: closures, defaults, globals, and those of the user's functions among them.
-Of other objects: which object it is, and no more.
+which is told of changes), and what their methods read. Of functions and methods: code, closures,
+defaults, globals, attributes of modules and classes by their names. Of objects that one of these
+reads: their attributes and those of their classes. Of objects in objects: which object it is, and
+no more. Code of torch and of Python's own library is not looked at.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import random
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from disttensor.autograd import token
 from disttensor.meta.guards import Subtree, has_hooks
 from disttensor.meta.trace import CONSTANTS
+from disttensor.replay.reads import CONTAINERS, Reads, names_in
 from disttensor.tensor.base import collector_of
 from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
+Names = frozenset[str]
 
-_NONE = object()
-_DEEP = 8  # how far lists and functions in each other are followed
-_OURS = ("torch", "disttensor", "ops", "reshard", "numpy", "builtins", "functools", "math")
+_DEEP = 8  # how far values and functions in each other are followed
+_OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"}) | sys.stdlib_module_names
 _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+# What is called of a module or another object, if nothing else is said.
+_CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Surroundings:
@@ -40,16 +49,14 @@ class Surroundings:
         self.trees: list[Subtree] = []
         self.tensors: list[Any] = []
         self.why = ""
-        self._cells: list[tuple[Any, Any]] = []
-        self._items: list[tuple[dict[str, Any], str, Any]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
+        self._reads = Reads()
         self._seen: set[int] = set()
         self._kept: list[Any] = []
         self._roots: list[nn.Module] = []
         if isinstance(target, nn.Module):
             self._module(target, root=True)
         else:
-            self._value(target, 0)
+            self._value(target, 0, _CALLED)
         self.ids = {id(t) for t in self.tensors}
         self._dist = [t for t in self.tensors if type(t) is DistTensor]
         self._plain = [t for t in self.tensors if type(t) is not DistTensor]
@@ -81,84 +88,103 @@ class Surroundings:
         self.trees.append(tree)
         if not root:
             self._roots.append(module)
+        self._seen.update(map(id, tree.modules))
         for m in tree.modules:
-            self._seen.add(id(m))
-            if not type(m).__module__.startswith("torch.nn"):
-                self._code_of_class(type(m))
-            for name, value in m.__dict__.items():
+            names = self._code_of(type(m), _CALLED, 0)
+            for name, value in list(m.__dict__.items()):
                 if name in _HOOKS or name.endswith("_hooks") or "_hooks_" in name:
                     continue
-                if isinstance(value, Tensor):
-                    self._tensor(value)
-                elif type(value) in (list, tuple, dict, set) and value:
-                    self._value(value, 0)
+                if name != "forward" or isinstance(value, types.FunctionType):
+                    self._value(value, 0, names)
         for t in tree.tensors:
             self._tensor(t)
         if tree.hooked or (not root and has_hooks(module)):
             self.why = "there are hooks on modules in it"
 
-    def _code_of_class(self, kind: type) -> None:
-        """Constants and tensors among the globals of the methods of a module."""
-        if id(kind) in self._seen:
-            return
-        self._seen.add(id(kind))
-        self._kept.append(kind)
-        for found in vars(kind).values():
-            if isinstance(found, types.FunctionType):
-                for name, value in _globals_of(found):
-                    if type(value) in CONSTANTS or isinstance(value, Tensor):
-                        self._items.append((found.__globals__, name, value))
-                    if isinstance(value, Tensor):
-                        self._tensor(value)
+    def _code_of(self, kind: type, names: Names, depth: int) -> Names:
+        """Follow the methods and attributes of a class that are called by ``names``, and those that
+        these call: all names."""
+        kinds = [k for k in kind.__mro__ if not _ours(k.__module__)]
+        todo, known = set(names), set(names)
+        while kinds and todo:
+            name = todo.pop()
+            for found in [vars(k).get(name) for k in kinds if name in vars(k)]:
+                inner = getattr(found, "fget", getattr(found, "__func__", found))
+                inner = inspect.unwrap(inner) if callable(inner) else inner
+                if isinstance(inner, types.FunctionType):
+                    new = names_in(inner.__code__) - known
+                    todo |= new
+                    known |= new
+        reached = frozenset(known)
+        used = {n for k in kinds for n in reached if n in vars(k)}
+        for k in kinds:
+            for name in used:
+                if self._reads.name(k, vars(k), name) and name in vars(k):
+                    found = vars(k)[name]
+                    self._value(getattr(found, "fget", found), depth + 1, reached)
+        return reached
 
-    def _value(self, value: Any, depth: int) -> None:
-        """Follow a value that a function can reach."""
+    def _value(self, value: Any, depth: int, names: Names) -> None:
+        """Follow a value that code with these ``names`` can reach."""
         if isinstance(value, Tensor):
             self._tensor(value)
         elif isinstance(value, nn.Module):
             self._module(value)
-        elif type(value) in CONSTANTS or id(value) in self._seen or depth > _DEEP:
+        elif type(value) in CONSTANTS or depth > _DEEP:
             return
-        else:
+        elif isinstance(value, (types.ModuleType, type)):
+            self._attributes(value, depth, names)
+        elif id(value) not in self._seen:
             self._seen.add(id(value))
             self._kept.append(value)
-            for part in self._parts(value):
-                self._value(part, depth + 1)
+            for part, inside in self._parts(value, depth, names):
+                self._value(part, depth + 1, inside)
 
-    def _parts(self, value: Any) -> Iterator[Any]:
-        """What a value is made of; and what would show that it has changed."""
-        if type(value) in (list, dict, set, tuple):
-            parts = _elements(value)
-            if type(value) is not tuple:
-                self._lists.append((value, parts))
-            yield from parts
+    def _attributes(self, owner: Any, depth: int, names: Names) -> None:
+        """Of modules and classes: what is called by the names."""
+        if isinstance(owner, type):
+            if not _ours(owner.__module__):
+                self._code_of(owner, names, depth)
+        elif not _ours(owner.__name__):
+            for name in names:
+                if name in vars(owner) and self._reads.name(owner, vars(owner), name):
+                    self._value(vars(owner)[name], depth + 1, names)
+
+    def _parts(self, value: Any, depth: int, names: Names) -> Iterator[tuple[Any, Names]]:
+        """What a value is made of, and the names that are read of that."""
+        parts: Iterable[Any] = ()
+        if isinstance(value, CONTAINERS):
+            parts = self._reads.elements(value)
+        elif isinstance(value, np.ndarray):
+            self._reads.array(value)
+        elif isinstance(value, _GENERATORS) and value is not getattr(random, "_inst", None):
+            self.why = "it reads a generator of random numbers that is not torch's"
         elif isinstance(value, functools.partial):
-            yield from (value.func, *value.args, *value.keywords.values())
+            parts = value.func, *value.args, *value.keywords.values()
         elif isinstance(value, types.MethodType):
-            yield from (value.__func__, value.__self__)
+            parts = value.__func__, value.__self__
+        elif isinstance(value, (staticmethod, classmethod)):
+            parts = (value.__func__,)
         elif isinstance(value, types.FunctionType):
-            if (value.__module__ or "").split(".")[0] in _OURS:
-                return
-            for cell in value.__closure__ or ():
-                content = _content(cell)
-                self._cells.append((cell, content))
-                yield content
-            for name, found in _globals_of(value):
-                self._items.append((value.__globals__, name, found))
-                yield found
-            yield from value.__defaults__ or ()
-            yield from (value.__kwdefaults__ or {}).values()
-        elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
-            kind = type(value)
-            if kind.__module__.split(".")[0] in _OURS:
-                return
-            for name, found in vars(value).items():
-                if type(found) in CONSTANTS or isinstance(found, (Tensor, nn.Module)):
-                    self._items.append((value.__dict__, name, found))
-                    yield found
-            call = getattr(kind, "__call__", None)  # noqa: B004
-            if isinstance(call, types.FunctionType):
-                yield call
+            if not _ours(value.__module__ or ""):
+                names = frozenset(names_in(value.__code__))
+                parts = [*self._reads.function(value), *self._globals(value, names)]
+        elif hasattr(value, "__wrapped__"):
+            parts = (value.__wrapped__,)
+        elif hasattr(value, "__dict__") and not _ours(type(value).__module__):
+            names = self._code_of(type(value), names | _CALLED, depth)
+            parts = [
+                part
+                for part in self._reads.elements(value.__dict__)
+                if not _is_object(part)  # which object it is, and no more
+            ]
+        for part in parts:
+            yield part, names
+
+    def _globals(self, f: types.FunctionType, names: Names) -> Iterator[Any]:
+        for name in names:
+            if name in f.__globals__ and self._reads.name(f.__globals__, f.__globals__, name):
+                yield f.__globals__[name]
 
     # Asking ---------------------------------------------------------------------------------------
 
@@ -167,18 +193,11 @@ class Surroundings:
         for tree in self.trees:
             if not tree.unchanged():
                 return False
-        for cell, content in self._cells:
-            now = _content(cell)
-            if now is not content and not _equal(now, content):
-                return False
-        for names, name, value in self._items:
-            now = names.get(name, _NONE)
-            if now is not value and not _equal(now, value):
-                return False
-        for value, parts in self._lists:
-            if not _same(_elements(value), parts):
-                return False
-        return self._same_tensors() and not any(map(has_hooks, self._roots))
+        return (
+            self._reads.unchanged()
+            and self._same_tensors()
+            and not any(map(has_hooks, self._roots))
+        )
 
     def _same_tensors(self) -> bool:
         """Do modules have the same tensors? Sharded state is shown past the guards, and counts
@@ -192,14 +211,17 @@ class Surroundings:
         )
 
     def state(self) -> int:
-        """A number for the specs and ``requires_grad`` of the tensors. To look at them all would
-        bring them all into the cache: they are looked at when some tensor of the process has
-        changed."""
+        """A number for the specs, strides and ``requires_grad`` of the tensors. To look at them
+        all would bring them all into the cache: they are looked at when some tensor of the process
+        has changed."""
         if self._looked != token.replaced[0] or self._plain:
             self._looked = token.replaced[0]
-            flags = [t.local.requires_grad for t in self._dist]
-            flags += [t.requires_grad for t in self._plain]
-            key = tuple([t.spec for t in self._dist]), tuple(flags)
+            key = (
+                tuple([(t.spec, t.local.requires_grad, t.local.stride()) for t in self._dist]),
+                tuple([
+                    (t.requires_grad, t.shape, t.stride(), t.dtype, t.device) for t in self._plain
+                ]),
+            )  # fmt: skip
             self._state = self._states.setdefault(key, len(self._states))
         return self._state
 
@@ -213,42 +235,11 @@ class Surroundings:
         return [(tree.changes, tree.attributes()) for tree in self.trees]
 
 
-def _elements(value: Any) -> list[Any]:
-    if type(value) is dict:
-        return [*value.keys(), *value.values()]
-    return list(value)
+def _ours(module: str) -> bool:
+    return module.partition(".")[0] in _OURS
 
 
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and (all(map(is_, now, then)) or all(map(_alike, now, then)))
-
-
-def _alike(now: Any, then: Any) -> bool:
-    return now is then or _equal(now, then)
-
-
-def _equal(now: Any, then: Any) -> bool:
-    """Two constants of one type and value."""
-    return type(now) is type(then) and type(now) in CONSTANTS and bool(now == then)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _NONE
-
-
-def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The names that code reads which may be globals, also in functions inside it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
+def _is_object(value: Any) -> bool:
+    """An object of a class of the user's, that is no function."""
+    known = (Tensor, nn.Module, np.ndarray, type, types.ModuleType, *CONTAINERS, *_GENERATORS)
+    return not isinstance(value, known) and not callable(value)

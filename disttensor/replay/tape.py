@@ -8,6 +8,7 @@ needs it, so that an alias of a leaf is the one that collects gradients then.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,11 +27,14 @@ _VARIABLE = re.compile(r"\bt\d+\b")
 
 class Line(NamedTuple):
     """``text``: an assignment or a call; ``makes``: the variables in it that are new; ``idle``: it
-    may be left out where nobody reads what it makes."""
+    may be left out where nobody reads what it makes; ``order``: it does nothing but put the dims
+    of the variable ``of`` into another order."""
 
     text: str
     makes: frozenset[str]
     idle: bool = False
+    of: str = ""
+    order: tuple[int, ...] = ()
 
 
 class Tape:
@@ -105,13 +109,19 @@ class Tape:
     def line(self, text: str, *makes: str, idle: bool = False) -> None:
         self.lines.append(Line(text, frozenset(makes), idle))
 
-    def call(self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False) -> None:
-        """``out = func(*args, **kwargs)`` is what has been run."""
+    def call(
+        self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
+        order: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """``out = func(*args, **kwargs)`` is what has been run; ``order``: it puts the dims of the
+        first argument into that order."""
         words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items())]
         call = f"{self.constant(func)}({', '.join(words)})"
         made: list[str] = []
         target = self._target(out, made)
-        self.line(f"{target} = {call}" if made else call, *made, idle=idle)
+        of = words[0] if order else ""
+        text = f"{target} = {call}" if made else call
+        self.lines.append(Line(text, frozenset(made), idle, of, order))
 
     def text(self, value: Any) -> str:
         kind = type(value)
@@ -148,6 +158,25 @@ class Tape:
         self._kept.append(t)
         return name
 
+    def _merged(self, needed: set[str]) -> list[Line]:
+        """The lines; those that put dims into another order, one after the other, are one where
+        nobody else reads what is between."""
+        reads = Counter(name for line in self.lines for name in _VARIABLE.findall(line.text))
+        made: dict[str, Line] = {}
+        out: list[Line] = []
+        for line in self.lines:
+            before = made.get(line.of)
+            # what is made in one line is read in this one alone
+            if before is not None and reads[line.of] == 2 and line.of not in needed:
+                out.remove(before)
+                order, (name,) = tuple(before.order[d] for d in line.order), line.makes
+                text = f"{name} = {self.constant(Tensor.permute)}({before.of}, {order!r})"
+                line = Line(text, line.makes, False, before.of, order)
+            if line.order:
+                made.update(dict.fromkeys(line.makes, line))
+            out.append(line)
+        return out
+
     # Results --------------------------------------------------------------------------------------
 
     def function(self, parameters: list[str], result: str) -> tuple[Function, str]:
@@ -156,7 +185,7 @@ class Tape:
         code."""
         needed = set(_VARIABLE.findall(result))
         kept: list[str] = []
-        for line in reversed(self.lines):
+        for line in reversed(self._merged(needed)):
             if line.idle and not line.makes & needed:
                 continue
             read = set(_VARIABLE.findall(line.text))

@@ -169,8 +169,10 @@ def set_grad(x: MeshTensor, value: Any) -> None:
     global tensor."""
     state = x._grad_state
     if value is None and (state is None or state.collector is None):  # in each step: quickly
-        drop_grads(x)
-        if state is not None:
+        if state is None:
+            x.local.grad = None
+        else:
+            drop_grads(x)
             state.grad = None
         return
     collector = collector_of(x)

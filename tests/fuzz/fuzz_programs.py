@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import disttensor as dt
 from disttensor import DistTensor, ProcessMesh
 from disttensor.dispatch import native
+from disttensor.random import state
 from tests.fuzz.fuzz_world import KINDS, TOLERANCE, Program, World, execute, steady
 from tests.fuzz.fuzz_writer import make
 from tests.support import oracle, pool
@@ -66,11 +68,12 @@ def problems(program: Program, mesh: ProcessMesh) -> list[str]:
 
 
 def differing_codes(program: Program, mesh: ProcessMesh) -> list[str]:
-    """What differs in any bit between the code in C and that in Python; collective. C runs it
-    twice: the first call of a kind is Python's."""
+    """What differs in any bit, in what is sent or in the random numbers drawn between the code in C
+    and that in Python; collective. C runs it twice: the first call of a kind is Python's."""
     answers: list[Any] = []
     for in_c in (False, True, True):
-        with native.using(in_c), oracle.fallbacks():
+        dt.manual_seed(1)
+        with native.using(in_c), oracle.fallbacks(), dt.record_comms() as log:
             try:
                 values, grads = execute(program, World(mesh))
             except Exception as error:
@@ -80,6 +83,9 @@ def differing_codes(program: Program, mesh: ProcessMesh) -> list[str]:
             k: (repr(v.spec), v.local.detach(), v.requires_grad, v.is_leaf)
             if isinstance(v, DistTensor) else v
             for k, v in [*values.items(), *grads.items()]
+        } | {
+            "sent": tuple((r.kind, r.axis, r.bytes, r.phase) for r in log),
+            "random": state.get_state(),
         })  # fmt: skip
     python, *others = answers
     found = [

@@ -27,7 +27,7 @@ def test_programs_match_plain_torch(shape, first):
 
 
 @pytest.mark.skipif(native.module is None, reason=f"no C code: {native.why}")
-@pytest.mark.parametrize("shape", [(2, 2), (2,)])
+@pytest.mark.parametrize("shape", [(2, 2), (2,), (1,)])
 def test_c_and_python_give_the_same_bits(shape):
     programs = [fuzz_programs.make(seed, len(shape)) for seed in range(500, 500 + PART // 2)]
     reports = pool.run_on_ranks(

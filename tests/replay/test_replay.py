@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from types import FunctionType
 from typing import NamedTuple
 
 import pytest
@@ -181,6 +183,37 @@ def test_autocast_on_and_off():
         return torch.autocast("cpu", torch.bfloat16, enabled=on["now"])
 
     agree(make, *[batch] * 5, around=around, steps=steps, replays=3)
+
+
+# What is run in place of a call of torch -> how many lines there are in all, less results
+SHORTER = {
+    "a body in Python": (lambda x: F.layer_norm(F.silu(x), (6,)), ["silu", "layer_norm"]),
+    "one that stays": (lambda x: F.pad(F.relu(x), (1, 1)), ["relu", "F.pad"]),
+    "a cast to its own dtype": (lambda x: x.relu().float().to(torch.float32), ["relu"]),
+    "two transposes": (lambda x: x[:, None].transpose(0, 1).permute(1, 2, 0) * 2,
+                       ["__getitem__", "permute", "mul"]),
+    "three": (lambda x: x.exp().t().transpose(0, 1).transpose(1, 0).transpose(0, 1) * 2,
+              ["exp", "t", "permute", "mul"]),
+    "one that is read twice": (lambda x: (lambda y: y.transpose(0, 1) @ y)(x.transpose(0, 1)),
+                               ["transpose", "transpose", "matmul"]),
+    "one that is a result": (lambda x: (lambda y: (y, y.transpose(0, 1) * 2))(x.transpose(0, 1)),
+                             ["transpose", "transpose", "mul"]),
+    "a loss on one rank": (lambda x: F.cross_entropy(x, x.argmax(1)),
+                           ["argmax", "cross_entropy_loss"]),
+}  # fmt: skip
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", SHORTER)
+def test_the_lines_of_a_program(name):
+    batch = fed(mesh_of(1), 6, 6)
+    f, names = SHORTER[name]
+    fast = agree(lambda: lambda x: f(x), batch, batch, batch)
+    ((run, text, *_),) = fast._cases.values()
+    called = [run.__globals__[c] for c in re.findall(r"= (c\d+)\(t", text)]
+    python = {True: "F.", False: ""}
+    found = [python[isinstance(c, FunctionType)] + c.__name__ for c in called]
+    assert found == names, text
 
 
 class Pair(NamedTuple):

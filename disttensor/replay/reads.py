@@ -1,0 +1,110 @@
+"""Reads: values that Python code reads, where each is kept, and whether it is there still."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Mapping
+from itertools import repeat
+from operator import is_
+from typing import Any
+
+import numpy as np
+
+from disttensor.meta.trace import CONSTANTS
+
+_NONE = object()
+CONTAINERS = (list, dict, set, tuple, deque)
+
+
+class Reads:
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
+        self._cells: list[tuple[Any, Any]] = []
+        self._whole: list[tuple[Any, list[Any]]] = []
+        self._codes: list[tuple[types.FunctionType, Any, Any]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._kept: list[Any] = []  # ids are those of living objects
+
+    def name(self, owner: Any, table: Mapping[str, Any], name: str) -> bool:
+        """Code reads ``name`` of ``owner``, whose names are in ``table``. Is that new?"""
+        _, names, values = self._names.setdefault(id(owner), (table, [], []))
+        if name in names:
+            return False
+        self._kept.append(owner)
+        names.append(name)
+        values.append(table.get(name, _NONE))
+        return True
+
+    def function(self, f: types.FunctionType) -> list[Any]:
+        """Its code, defaults and closure; what lies in these two."""
+        contents = [_content(cell) for cell in f.__closure__ or ()]
+        self._cells += zip(f.__closure__ or (), contents, strict=True)
+        self._codes.append((f, f.__code__, (f.__defaults__, f.__kwdefaults__)))
+        return [*contents, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+
+    def elements(self, value: Any) -> list[Any]:
+        """All that lies in a container."""
+        parts = _elements(value)
+        if type(value) is not tuple:
+            self._whole.append((value, parts))
+        return parts
+
+    def array(self, value: np.ndarray[Any, Any]) -> None:
+        self._arrays.append((value, value.copy()))
+
+    def unchanged(self) -> bool:
+        """Is all as it was?"""
+        for table, names, values in self._names.values():
+            if not _same(list(map(table.get, names, repeat(_NONE))), values):
+                return False
+        for cell, content in self._cells:
+            found = _content(cell)
+            if found is not content and not equal(found, content):
+                return False
+        for value, parts in self._whole:
+            if not _same(_elements(value), parts):
+                return False
+        for f, code, defaults in self._codes:
+            if f.__code__ is not code or not _same([f.__defaults__, f.__kwdefaults__], [*defaults]):
+                return False
+        return all(
+            a.shape == was.shape and a.dtype == was.dtype and a.tobytes() == was.tobytes()
+            for a, was in self._arrays
+        )
+
+
+def _elements(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value)
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and (all(map(is_, now, then)) or all(map(_alike, now, then)))
+
+
+def _alike(now: Any, then: Any) -> bool:
+    return now is then or equal(now, then)
+
+
+def equal(now: Any, then: Any) -> bool:
+    """Two constants of one type and value; 0.0 is not -0.0."""
+    same = type(now) is type(then) and type(now) in CONSTANTS and bool(now == then)
+    return same and (type(now) not in (float, complex) or repr(now) == repr(then))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _NONE
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes that code reads, also in functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+    return names
