@@ -8,8 +8,8 @@ autograd. The gradient that came into a fork is kept for the second part, and wh
 had saved is dropped.
 
 A weight is done in the first part where the second would need more than one fork's gradient: it is
-used several times in the graph, by a node of Python, in a region that is computed again, or the
-caller says so (``at_once``).
+used several times in the graph, by a node of Python that gives other gradients too, in a region
+that is computed again, or the caller says so (``at_once``).
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class SplitBackward:
 
         def is_clean(group: Group) -> bool:
             of_python = any(isinstance(n, BackwardCFunction) for n in group.starts)
-            hooked = any(_HOOKED in n.metadata for n in group.starts)
-            many = len(group.starts) + group.from_roots > 1
+            hooked = any(_HOOKED in n.metadata for n in group.forks)
+            many = len(group.forks) + group.from_roots > 1
             return not (many or of_python or hooked) and not (
                 any(hasattr(leaf.variable, _AT_ONCE) for leaf in group.leaves)
-                or any(map(whole, group.starts))
+                or any(map(whole, group.forks))
                 or any(map(whole, group.nodes))
             )
 
@@ -101,7 +101,7 @@ class SplitBackward:
         graph = self.graph
         came: dict[Any, Any] = {}
         put_off = {leaf for group in self.groups for leaf in group.leaves}
-        forks = [fork for group in self.groups for fork in group.starts]
+        forks = [fork for group in self.groups for fork in group.forks]
         to = [leaf for leaf in graph.leaves if leaf not in put_off] + graph.anchors
         to += [end for end in graph.ends if end in set(forks)]
         handles = [fork.register_prehook(partial(came.__setitem__, fork)) for fork in forks]
