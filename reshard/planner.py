@@ -13,11 +13,10 @@ from disttensor.cache import cached
 from disttensor.comm.work import Work
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
+from ops.traffic import WORTH
 from reshard.graph import Edge, cheapest
 from reshard.registry import Axes, MoveFn, Tensor, starts
 from reshard.validate import check
-
-WORTH = 128 * 1024  # bytes of a rank: below, a collective is not started ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ Both compute what torch does, to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from disttensor.torch_private import autocast_is_on, direct_apply, renumber
 from ops.local import LocalCall
+from ops.traffic import WORTH
 
 Tensor = torch.Tensor
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -37,7 +39,7 @@ def linear(call: LocalCall) -> Any:
             return func(input, weight, bias)
         return beside(func, input, weight, bias, True, room)
 
-    return linear if call.axes("n") else func
+    return linear if apart(call, 0) else func
 
 
 def matmul(call: LocalCall) -> Any:
@@ -50,7 +52,7 @@ def matmul(call: LocalCall) -> Any:
             return func(input, other)
         return beside(lambda x, w, _: func(x, w), input, other, None, False, room)
 
-    return matmul if call.axes("n") else func
+    return matmul if apart(call, 0) else func
 
 
 def addmm(call: LocalCall, func: Any) -> Any:
@@ -62,7 +64,13 @@ def addmm(call: LocalCall, func: Any) -> Any:
             return func(input, mat1, mat2, **factors)
         return beside(lambda x, w, b: func(b, x, w), mat1, mat2, input, False, room)
 
-    return addmm if call.axes("n") else func
+    return addmm if apart(call, 1) else func
+
+
+def apart(call: LocalCall, input: int) -> bool:
+    """May the gradient of this argument, the input, be a sum over ranks that is worth it?"""
+    most = math.prod(call.inputs[input].shape) * 2 * torch.float64.itemsize
+    return bool(call.axes("n")) and most >= WORTH
 
 
 def room_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[int] | None:
