@@ -44,6 +44,7 @@ bench: .venv/.native
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/data_parallel.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/overlap.py --svg docs/overlap.svg
+	$(BIN)/python benchmarks/tensor_parallel.py
 	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
 	$(BIN)/python benchmarks/footprint.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/compile.py --markdown docs/performance.md

@@ -41,8 +41,8 @@ __all__ = [
     "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need", "next_node",
     "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function", "node_number",
     "outside_transforms", "process_groups_aside", "reduce_scatter_single", "refuse_memory",
-    "schemas_named", "schemas_of", "set_timeout", "set_versions", "start_fake_world", "storage_id",
-    "storage_users", "tensor_users", "timeout_of", "top_saved_tensors_hooks",
+    "renumber", "schemas_named", "schemas_of", "set_timeout", "set_versions", "start_fake_world",
+    "storage_id", "storage_users", "tensor_users", "timeout_of", "top_saved_tensors_hooks",
     "torch_functions_are_seen", "transform_ends", "unboxed_group", "use_count", "without_fakes",
 ]  # fmt: skip
 
@@ -81,6 +81,12 @@ set_versions: Callable[[Any, Any], None] = need(
 )
 # The place of a node of autograd's graph in the order in which nodes were made.
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+
+def renumber(node: Any, number: int) -> None:
+    """Put a node elsewhere in that order: of those that are ready, a backward runs the one with the
+    highest number."""
+    node._set_sequence_nr(number)
 
 
 def next_node() -> int:

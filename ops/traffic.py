@@ -28,6 +28,8 @@ from ops.factors import Arg
 
 Dims = tuple[Axes, ...]
 
+WORTH = 128 * 1024  # bytes of a rank: for fewer nothing is done in the background
+
 
 def traffic(arg: Arg, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
     """Bytes there and back. ``varying``: the axes over which the call varies while it has all of

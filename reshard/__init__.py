@@ -25,10 +25,10 @@ import importlib
 import pkgutil
 
 from reshard.cross_mesh import choose, cost, run
-from reshard.planner import Step
+from reshard.planner import Step, background
 from reshard.registry import register
 
-__all__ = ["Step", "choose", "cost", "register", "run"]
+__all__ = ["Step", "background", "choose", "cost", "register", "run"]
 
 for _file in pkgutil.iter_modules(__path__):  # each registers what it has
     importlib.import_module(f"{__name__}.{_file.name}")

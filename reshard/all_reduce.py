@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from disttensor.comm import collectives
+from disttensor.comm.work import Work, finished
 from disttensor.placement import Partial, Replicate
 from disttensor.spec import DistSpec
-from reshard.registry import Axes, Tensor, register
+from reshard.registry import Axes, Tensor, register, starts
 
 
 def ring(src_bytes: int, dst_bytes: int, ranks: int) -> float:
@@ -23,3 +24,12 @@ def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     if not x.numel():  # then it is empty on every rank of the group
         return x
     return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes))
+
+
+def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Work[Tensor]:
+    if not x.numel():
+        return finished(x)
+    return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes), async_op=True)
+
+
+starts[all_reduce] = start

@@ -6,13 +6,16 @@ the bytes that a rank sends, plus a constant per collective, so that equal colle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from disttensor.cache import cached
+from disttensor.comm.work import Work
 from disttensor.layout import Layout
 from disttensor.spec import DistSpec
+from ops.traffic import WORTH
 from reshard.graph import Edge, cheapest
-from reshard.registry import Axes, MoveFn, Tensor
+from reshard.registry import Axes, MoveFn, Tensor, starts
 from reshard.validate import check
 
 
@@ -85,6 +88,18 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     for step in steps:
         local = step.fn(local, step.src, step.dst, step.axes)
     return local if len(steps) == 1 else local.contiguous()
+
+
+@cached(4096)
+def background(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Work[Tensor]] | None:
+    """What begins ``run`` in the background; None where that takes several steps, or sends so
+    little that it is not worth its price."""
+    steps = choose(src, dst)
+    if len(steps) != 1 or steps[0].bytes < WORTH:
+        return None
+    (step,) = steps
+    start = starts.get(step.fn)
+    return None if start is None else lambda x: start(x, step.src, step.dst, step.axes)
 
 
 def essential(spec: DistSpec) -> Layout:

@@ -6,11 +6,12 @@ import math
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.comm.work import Work, finished
 from disttensor.placement import Partial, Shard
 from disttensor.spec import DistSpec
 from reshard.all_reduce import pending
 from reshard.piece_grid import PieceGrid, piece_grid
-from reshard.registry import Axes, Tensor, register
+from reshard.registry import Axes, Tensor, register, starts
 
 
 @cached(4096)
@@ -31,3 +32,19 @@ def reduce_scatter(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tenso
         return collectives.reduce_scatter(x, op, grid.group, shape)
     out = collectives.reduce_scatter(grid.cut(x), op, grid.group)
     return out[: math.prod(shape)].view(shape)
+
+
+def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Work[Tensor]:
+    op, grid = plan(src, dst, axes)
+    shape = dst.local_shape
+    if not x.numel():
+        return finished(x.new_empty(shape))
+    if grid.padded is None:
+        if grid.back is not None:
+            x = x.reshape(grid.unstacked).permute(grid.back)
+        return collectives.reduce_scatter(x, op, grid.group, shape, async_op=True)
+    work = collectives.reduce_scatter(grid.cut(x), op, grid.group, async_op=True)
+    return Work(lambda: work.wait()[: math.prod(shape)].view(shape), work.done)
+
+
+starts[reduce_scatter] = start

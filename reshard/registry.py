@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from disttensor.comm.work import Work
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.spec import DistSpec
 
 Tensor = torch.Tensor
 Axes = tuple[int, ...]
 MoveFn = Callable[[Tensor, DistSpec, DistSpec, Axes], Tensor]
+StartFn = Callable[[Tensor, DistSpec, DistSpec, Axes], Work[Tensor]]
 CostFn = Callable[[int, int, int], float]
 Pair = tuple[type[Placement], type[Placement]]
 
@@ -33,6 +35,7 @@ class Move:
 
 
 moves: dict[Pair, Move] = {}
+starts: dict[MoveFn, StartFn] = {}  # the same in the background, of those that can
 
 
 def no_bytes(src_bytes: int, dst_bytes: int, ranks: int) -> float:

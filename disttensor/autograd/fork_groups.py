@@ -59,11 +59,14 @@ class Group:
     """Weights whose gradients are made together: the nodes off the way that hang together.
 
     starts  forks and ends above them; none where they hang from roots alone
+    handed  in place of such a fork: one that hands what comes to a node of the group, with that
+            node. It has nothing to do for the group, and is not run again
     nodes   those off the way, the ``leaves`` among them
     """
 
     def __init__(self) -> None:
         self.starts: list[Node] = []
+        self.handed: list[tuple[Node, Node]] = []
         self.nodes: list[Node] = []
         self.leaves: list[Node] = []
         self.from_roots = False
@@ -71,7 +74,11 @@ class Group:
         self.grads: list[Tensor] = []
 
     def forget(self) -> None:
-        self.starts, self.nodes = [], []
+        self.starts, self.handed, self.nodes = [], [], []
+
+    @property
+    def forks(self) -> list[Node]:
+        return [*self.starts, *(fork for fork, _ in self.handed)]
 
     def begin(
         self, roots: Sequence[Tensor], edges: Sequence[Node], grads: Sequence[Tensor],
@@ -86,6 +93,11 @@ class Group:
             for i, grad in enumerate(came.get(fork, ())):
                 if grad is not None:
                     self.roots.append(GradientEdge(fork, i))
+                    self.grads.append(grad)
+        for fork, node in self.handed:
+            for grad in came.get(fork, ()):
+                if grad is not None:
+                    self.roots.append(GradientEdge(node, 0))
                     self.grads.append(grad)
 
     @property
@@ -111,7 +123,7 @@ def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
             below = [child for child in graph.children[node] if child not in way]
             if not below:
                 continue
-            forks.append((node, below[0]))
+            forks.append((node, below))
             together = below
         else:
             off.append(node)
@@ -124,16 +136,27 @@ def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
     leaves = set(graph.leaves)
     for group in found.values():
         group.leaves = [node for node in group.nodes if node in leaves]
-    for fork, child in forks:
-        found[root_of(child)].starts.append(fork)
+    for fork, below in forks:
+        group = found[root_of(below[0])]
+        if below == [_handed_to(fork)]:
+            group.handed.append((fork, below[0]))
+        else:
+            group.starts.append(fork)
     for node in roots:
         if node in graph.children and node not in graph.way:
             found[root_of(node)].from_roots = True
 
     def newest(group: Group) -> float:
-        return math.inf if group.from_roots else max(map(node_number, group.starts))
+        return math.inf if group.from_roots else max(map(node_number, group.forks))
 
     return sorted(found.values(), key=newest, reverse=True)
+
+
+def _handed_to(node: Node) -> Node | None:
+    """The child that gets the gradient that came to ``node``, as it is: a custom function may say
+    which of its arguments that is."""
+    number = getattr(getattr(node, "_forward_cls", None), "hands_on", None)
+    return None if number is None else node.next_functions[number][0]
 
 
 def _below(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], list[Node]]:

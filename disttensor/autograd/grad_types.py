@@ -21,11 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import reshard
 from disttensor.autograd import activation_checkpoint
+from disttensor.autograd.ahead import Begin, Begun, ahead
 from disttensor.cache import Cache
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
-from disttensor.torch_private import direct_apply, is_view, storage_id
+from disttensor.torch_private import current_backward, direct_apply, is_view, storage_id
 
 Tensor = torch.Tensor
 
@@ -80,9 +81,12 @@ class Move(torch.autograd.Function):
     """The local of ``src`` as the local of ``dst``. Backward: from dual(dst) to dual(src)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
-        """``held``: the result where it is known already, so that nothing is communicated again."""
-        ctx.ends = src, dst
+    def forward(
+        ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None, begun: Begun | None
+    ) -> Tensor:
+        """``held``: the result where it is known already, so that nothing is communicated again.
+        ``begun``: what is communicated in the backward may have begun there."""
+        ctx.ends, ctx.begun = (src, dst), begun
         activation_checkpoint.join_region(ctx)
         if held is not None:
             return held[0].view_as(held[0])
@@ -96,14 +100,40 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         src, dst = ctx.ends
+        work = ctx.begun.pop(current_backward(), None) if ctx.begun else None
+        if work is not None:
+            return work.wait(), None, None, None, None
         activation_checkpoint.recompute_region(ctx)
         (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
         if divide_src != divide_dst:
             grad = grad * (divide_dst / divide_src)
         if torch.is_grad_enabled():
-            return move(grad, grad_dst, grad_src, None), None, None, None
-        return reshard.run(grad, grad_dst.spec, grad_src.spec), None, None, None
+            return move(grad, grad_dst, grad_src, None), None, None, None, None
+        return reshard.run(grad, grad_dst.spec, grad_src.spec), None, None, None, None
 
 
 # Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
-move: Any = direct_apply(Move)
+_move: Any = direct_apply(Move)
+
+
+def move(x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
+    """``Move``, whose reduction in the backward begins ahead where that is worth it."""
+    begin = reduction(src, dst) if dst.varying else None
+    if begin is None:
+        out: Tensor = _move(x, src, dst, held, None)
+        return out
+    begun: Begun = {}
+    return ahead(_move(x, src, dst, held, begun), begin, begun)
+
+
+_reductions: Cache[tuple[Typed, Typed], tuple[Begin | None]] = Cache(8192)
+
+
+def reduction(src: Typed, dst: Typed) -> Begin | None:
+    """What begins the backward of a move in the background: the one reduction that it is."""
+    found = _reductions.get((src, dst))
+    if found is None:
+        pending = src.spec.layout.partial
+        begin = None if pending else reshard.background(dual(dst)[0].spec, dual(src)[0].spec)
+        found = _reductions[src, dst] = (begin,)
+    return found[0]

@@ -8,8 +8,8 @@ autograd. The gradient that came into a fork is kept for the second part, and wh
 had saved is dropped.
 
 A weight is done in the first part where the second would need more than one fork's gradient: it is
-used several times in the graph, by a node of Python, in a region that is computed again, or the
-caller says so (``at_once``).
+used several times in the graph, by a node of Python that gives other gradients too, in a region
+that is computed again, or the caller says so (``at_once``).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SplitBackward:
         graph = self.graph
         came: dict[Any, Any] = {}
         put_off = {leaf for group in self.groups for leaf in group.leaves}
-        forks = [fork for group in self.groups for fork in group.starts]
+        forks = [fork for group in self.groups for fork in group.forks]
         to = [leaf for leaf in graph.leaves if leaf not in put_off] + graph.anchors
         to += [end for end in graph.ends if end in set(forks)]
         handles = [fork.register_prehook(partial(came.__setitem__, fork)) for fork in forks]
@@ -125,18 +125,20 @@ class SplitBackward:
 
 def _why_whole(group: Group, whole: Callable[[Any], str]) -> str:
     """Why the gradients of these weights cannot be put off; empty where they can."""
-    start: Any
     for start in group.starts:
         if isinstance(start, BackwardCFunction):
-            name = start.name().removesuffix("Backward")
+            named: Any = start
+            name = named.name().removesuffix("Backward")
             return f"the autograd.Function {name} takes them: let it take what is made of them"
-        if _HOOKED in start.metadata:
-            return f"a hook on the result of {start.name()} may run once only: remove it"
-    if len(group.starts) + group.from_roots > 1:
+    fork: Any
+    for fork in group.forks:
+        if _HOOKED in fork.metadata:
+            return f"a hook on the result of {fork.name()} may run once only: remove it"
+    if len(group.forks) + group.from_roots > 1:
         return "used more than once in a visit: use them once, or on another visit"
     if any(hasattr(leaf.variable, _AT_ONCE) for leaf in group.leaves):
         return "gathered for one backward: keep them gathered (stage 1 or 2 of sharded state)"
-    return next(filter(None, map(whole, [*group.starts, *group.nodes])), "")
+    return next(filter(None, map(whole, [*group.forks, *group.nodes])), "")
 
 
 @cache

@@ -51,10 +51,13 @@ def _options(kind: str, async_op: bool, op: str = "") -> Any:
     return options
 
 
-def _announce(kind: str, group: Group, sent: Tensor, share: float, op: str) -> None:
+def _announce(
+    kind: str, group: Group, sent: Tensor, share: float, op: str, background: bool
+) -> None:
     """Record that ``share`` of the bytes is sent; compare between ranks in debug mode."""
     if log.active:
-        log.record(kind, group.axes, round(share * sent.nbytes), sent.shape, sent.dtype)
+        nbytes = round(share * sent.nbytes)
+        log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
     if desync.enabled:
         shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # these may differ in size
         desync.compare(group, f"{kind}({op}) of {shape} {sent.dtype}")
@@ -75,7 +78,7 @@ def run(
 ) -> T:  # fmt: skip
     """Announce a collective, run it to its end, and give what ``finish`` makes of it."""
     if log.active or desync.enabled:
-        _announce(kind, group, sent, share, op)
+        _announce(kind, group, sent, share, op, False)
     try:
         work = fn(*args)
         if work is not None:
@@ -91,7 +94,7 @@ def start(
 ) -> Work[T]:  # fmt: skip
     """``run``, in the background."""
     if log.active or desync.enabled:
-        _announce(kind, group, sent, share, op)
+        _announce(kind, group, sent, share, op, True)
     try:
         work = fn(*args)
     except RuntimeError as error:

@@ -16,11 +16,13 @@ from disttensor.torch_private import current_backward
 # The logs that are open now, of the whole process: collectives of a backward run in threads of
 # autograd, which would not see a context variable. Almost always empty, so that to check is cheap.
 active: list[CommLog] = []
+BESIDE = ", beside it"  # in a table: a collective in the background of its phase
 
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:
-    """One collective on this rank. ``bytes``: what this rank puts on the wire (ring algorithms).
+    """One collective on this rank. ``bytes``: what this rank puts on the wire (ring algorithms);
+    ``background``: the rank goes on, and waits for it where its result is needed.
 
     >>> dt.CommRecord("all_reduce", "tp", 96, "backward", "train.py:7", (4, 6), torch.float32).axis
     'tp'
@@ -33,6 +35,7 @@ class CommRecord:
     where: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    background: bool = False
 
 
 @dataclass(eq=False)
@@ -83,7 +86,14 @@ class CommLog:
     def __str__(self) -> str:
         rows = [("kind", "axis", "bytes", "phase", "shape", "where")]
         rows += [
-            (r.kind, r.axis, f"{r.bytes:,}", r.phase, str(list(r.shape)), r.where)
+            (
+                r.kind,
+                r.axis,
+                f"{r.bytes:,}",
+                r.phase + BESIDE * r.background,
+                str(list(r.shape)),
+                r.where,
+            )
             for r in self.records
         ]
         rows.append(("total", str(len(self.records)), f"{self.total_bytes:,}", "", "", ""))
@@ -106,8 +116,12 @@ def record_comms() -> CommLog:
     return CommLog()
 
 
-def record(kind: str, axes: tuple[str, ...], nbytes: int, shape: Any, dtype: torch.dtype) -> None:
+def record(
+    kind: str, axes: tuple[str, ...], nbytes: int, shape: Any, dtype: torch.dtype,
+    background: bool = False,
+) -> None:  # fmt: skip
     phase = "backward" if current_backward() != -1 else "forward"
-    entry = CommRecord(kind, "+".join(axes), nbytes, phase, user_line(), tuple(shape), dtype)
+    where = user_line()
+    entry = CommRecord(kind, "+".join(axes), nbytes, phase, where, tuple(shape), dtype, background)
     for log in active:
         log.records.append(entry)

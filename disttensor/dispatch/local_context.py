@@ -80,12 +80,14 @@ class MeshCollectives:
     def reshard(
         self, x: Tensor, shape: Sequence[int], have: Layout, want: Layout, axes: Axes
     ) -> Tensor:
-        ends = []
-        for layout in (have, want):
-            varying = tuple(sorted(set(axes) - layout.varies()))
-            ends.append(Typed(DistSpec(self.mesh, layout, shape, x.dtype), varying))
-        out: Tensor = move(x, *ends, None)
-        return out
+        src, dst = (
+            Typed(
+                DistSpec(self.mesh, layout, shape, x.dtype),
+                tuple(sorted(set(axes) - layout.varies())),
+            )
+            for layout in (have, want)
+        )
+        return move(x, src, dst, None)
 
     def draw(self, default: str, generator: torch.Generator | None = None) -> state.Draw:
         return state.draw(self.mesh, default, generator)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from ops.dims import FIRST, PRODUCT
 from ops.empty_pieces import is_empty
-from ops.factors import Arg, Factors, Letter, letters
+from ops.factors import Arg, Factors, Letter, LocalMaker, letters
 from ops.infer import NoRule
+from ops.linalg import beside
 from ops.local import LocalCall
 from ops.registry import rule
 
@@ -26,6 +27,11 @@ def fit(name: str, a: Arg, i: int, b: Arg, j: int) -> None:
             f"{name}: shapes {list(a.shape)} and {list(b.shape)} do not fit: "
             f"dims of {a.shape[i]} and {b.shape[j]} would be multiplied and summed"
         )
+
+
+def _carried_out(f: Factors, local: LocalMaker) -> Factors:
+    """By the local function, which computes each element as torch's own does."""
+    return f.replace(local=local, independent=frozenset(f.sizes))
 
 
 def _product(name: str, input: Arg, other: Arg) -> Factors:
@@ -52,7 +58,7 @@ def _product(name: str, input: Arg, other: Arg) -> Factors:
 @rule(torch.matmul, torch.linalg.matmul)
 def matmul(input: Arg, other: Arg, out: None = None) -> Factors:
     """... m k, ... k n -> ... m n; vectors lose their dim"""
-    return _product("matmul", input, other)
+    return _carried_out(_product("matmul", input, other), beside.matmul)
 
 
 @rule(torch.Tensor.__rmatmul__, exact=True)
@@ -77,7 +83,8 @@ def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> N
             fit(name, input, check[0], other, check[1])
         if name == "bmm":
             fit(name, input, 0, other, 0)
-        return letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
+        f = letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
+        return _carried_out(f, beside.matmul) if name == "mm" else f
 
     factors.__name__, factors.__doc__ = name, pattern
     rule(*funcs)(factors)
@@ -98,9 +105,14 @@ def _broadcast(call: LocalCall) -> Any:
     return lambda input, *args, **words: func(input.expand(shape), *args, **words)
 
 
+def _addmm(call: LocalCall) -> Any:
+    return beside.addmm(call, _broadcast(call))
+
+
 def _sum_and_product(
-    func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...], reduced: dict[Letter, str]
-) -> None:
+    func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...],
+    reduced: dict[Letter, str], local: LocalMaker = _broadcast,
+) -> None:  # fmt: skip
     """beta * input + alpha * (a product of two): input broadcasts to the result and joins a pending
     sum once."""
     name = func.__name__
@@ -116,7 +128,7 @@ def _sum_and_product(
         own = " ".join(words[len(words) - input.ndim :])
         # the product first, so that its sizes count, then back in the call's order
         f = letters(
-            f"{pattern}, {own} -> {out}", first, second, input, reduced=reduced, local=_broadcast
+            f"{pattern}, {own} -> {out}", first, second, input, reduced=reduced, local=local
         )
         for letter, size in zip(f.inputs[2], input.shape, strict=True):
             if letter is not None and f.sizes[letter] != size:
@@ -132,7 +144,7 @@ def _sum_and_product(
     rule(func, numbers="type")(factors)
 
 
-_sum_and_product(torch.addmm, "m k, k n", "m n", ((1, 0),), SUM_K)
+_sum_and_product(torch.addmm, "m k, k n", "m n", ((1, 0),), SUM_K, _addmm)
 _sum_and_product(torch.addmv, "m k, k", "m", ((1, 0),), SUM_K)
 _sum_and_product(torch.baddbmm, "b m k, b k n", "b m n", ((0, 0), (2, 1)), SUM_K)
 _sum_and_product(torch.addbmm, "b m k, b k n", "m n", ((0, 0), (2, 1)), {"b": "sum", "k": "sum"})
@@ -146,9 +158,11 @@ def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     out = "... n" if weight.ndim == 2 else "..."
     w = "n k" if weight.ndim == 2 else "k"
     if bias is None:
-        return letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, terms=PRODUCT)
+        f = letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, terms=PRODUCT)
+        return _carried_out(f, beside.linear)
     if bias.ndim > 1 or bias.numel() != (weight.shape[0] if weight.ndim == 2 and bias.ndim else 1):
         raise NoRule("linear with a bias that is no vector of the outputs")
     b = "n" if bias.ndim else ""
     terms = (*PRODUCT, frozenset({2}))
-    return letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)
+    f = letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)
+    return _carried_out(f, beside.linear)

@@ -13,7 +13,8 @@ from torch import nn
 from disttensor.autograd import token
 from disttensor.autograd.joined_backward import one_backward, this_backward, when_over
 from disttensor.autograd.split_backward import SplitBackward, at_once, watched
-from disttensor.torch_private import TorchDispatchMode, storage_id
+from disttensor.torch_private import TorchDispatchMode, next_node, storage_id
+from ops.linalg.beside import beside
 
 ROWS, WIDTH = 5, 8
 
@@ -90,12 +91,20 @@ class Own(nn.Module):
         return Doubled.apply(x, self.w)
 
 
+class Beside(nn.Linear):
+    """Two gradients in two nodes, the first of which hands on what came."""
+
+    def forward(self, x):
+        return beside(F.linear, x, self.weight, self.bias, True, [next_node()])
+
+
 KINDS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "attention": Attention,
     "conv": Conv,
     "made": Made,
     "own function": Own,
+    "beside": lambda: Beside(WIDTH, WIDTH),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
 }
 
@@ -211,6 +220,18 @@ def test_what_cannot_be_put_off():
     assert parts_of(plain) == both
     assert parts_of(marked) == parts_of(hooked) == {"1.weight", "1.bias"}
     assert parts_of(plain, ["own function"]) == {"1.weight", "1.bias"}
+    assert parts_of(plain, ["beside"]) == both
+    assert parts_of(hooked, ["beside"]) == {"1.weight", "1.bias"}
+
+
+def test_a_fork_that_hands_on_what_came_runs_once():
+    model, ran = built(["beside"]), []
+    out = model[0](arrived([]))
+    out.grad_fn.register_hook(lambda *_: ran.append(1))
+    parts = split_of(model[1](out).square().mean())
+    parts.inputs(retain_graph=False)
+    parts.weights()
+    assert ran == [1]
 
 
 def test_a_part_that_the_caller_calls_whole_is_done_at_once():

@@ -1,0 +1,174 @@
+"""A product with a weight, whose backward computes the gradient of the weight beside the reduction
+of the input's.
+
+The backward of torch's own products gives both gradients at once, in one node. Here they are two:
+
+    weight -> Weights -> Input -> result    (a backward goes from the right)
+                input ----^
+
+``Input`` gives the gradient of the input, whose reduction can begin then: see
+``disttensor.autograd.ahead``. ``Weights`` has a number of the room there, so that it comes next.
+Both compute what torch does, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disttensor.torch_private import autocast_is_on, direct_apply, renumber
+from ops.local import LocalCall
+from ops.traffic import WORTH
+
+Tensor = torch.Tensor
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+VIEWS = 3  # so many views, or casts, may lie between the reduction and the product
+
+
+def linear(call: LocalCall) -> Any:
+    """The local function of ``F.linear``."""
+    func = call.func
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        room = room_of(input, weight, bias)
+        if not room:
+            return func(input, weight, bias)
+        return beside(func, input, weight, bias, True, room)
+
+    return linear if apart(call, 0) else func
+
+
+def matmul(call: LocalCall) -> Any:
+    """The local function of a product of two matrices, or of many with one."""
+    func = call.func
+
+    def matmul(input: Tensor, other: Tensor) -> Any:
+        room = room_of(input, other, None)
+        if not room:
+            return func(input, other)
+        return beside(lambda x, w, _: func(x, w), input, other, None, False, room)
+
+    return matmul if apart(call, 0) else func
+
+
+def addmm(call: LocalCall, func: Any) -> Any:
+    """The local function of ``torch.addmm``, which ``func`` carries out."""
+
+    def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **factors: Any) -> Any:
+        room = None if factors else room_of(mat1, mat2, input)
+        if not room:
+            return func(input, mat1, mat2, **factors)
+        return beside(lambda x, w, b: func(b, x, w), mat1, mat2, input, False, room)
+
+    return addmm if apart(call, 1) else func
+
+
+def apart(call: LocalCall, input: int) -> bool:
+    """May the gradient of this argument, the input, be a sum over ranks that is worth it?"""
+    most = math.prod(call.inputs[input].shape) * 2 * torch.float64.itemsize
+    return bool(call.axes("n")) and most >= WORTH
+
+
+def room_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[int] | None:
+    """The numbers of nodes that are left out behind the reduction of the gradient of ``input``.
+    None where no reduction begins ahead, or something other than a weight is multiplied."""
+    if not (weight.requires_grad and input.requires_grad and torch.is_grad_enabled()):
+        return None
+    if not weight.is_leaf or weight.ndim != 2 or input.ndim < 2 or weight.is_complex():
+        return None
+    if bias is not None and not bias.is_leaf:
+        return None
+    node: Any = input.grad_fn
+    for _ in range(VIEWS + 1):
+        room: list[int] | None = getattr(node, "room", None)
+        if room is not None or node is None:
+            return room
+        below = node.next_functions
+        node = below[0][0] if len(below) == 1 else None
+    return None
+
+
+def beside(
+    func: Product, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool,
+    room: list[int],
+) -> Tensor:  # fmt: skip
+    """``func(input, weight, bias)``; ``turned``: the weight is [n, k], else [k, n]."""
+    if autocast_is_on():
+        input, weight, bias = _cast(input), _cast(weight), None if bias is None else _cast(bias)
+    product: Tensor = _weights(weight, bias, [input], turned, func)
+    renumber(product.grad_fn, room.pop())
+    result: Tensor = _input(input, product, [weight], turned)
+    return result
+
+
+def _cast(t: Tensor) -> Tensor:
+    """What autocast makes of an argument of a product."""
+    device = t.device.type
+    if not torch.is_autocast_enabled(device) or t.dtype is torch.float64:
+        return t
+    return t.to(torch.get_autocast_dtype(device))
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2)
+
+
+def _by_columns(t: Tensor) -> bool:
+    return t.stride(0) == 1 and t.stride(1) == t.shape[0]
+
+
+class Weights(torch.autograd.Function):
+    """The product. Its backward gives the gradients of the weight and the bias. ``given``: the
+    input, in a list to be no argument of autograd's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, given: list[Tensor], turned: bool,
+        func: Product,
+    ) -> Tensor:  # fmt: skip
+        ctx.turned, ctx.bias = turned, None if bias is None else bias.shape
+        matrix = weight.t() if turned else weight
+        ctx.by_columns = _by_columns(matrix)
+        ctx.save_for_backward(given[0])
+        return func(given[0], weight, bias).data  # no view, so it may be written to
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (input,) = ctx.saved_tensors
+        x, g = _rows(input), _rows(grad)
+        found = g.t().mm(x).t() if ctx.by_columns else x.t().mm(g)
+        of_bias = g.sum_to_size(ctx.bias) if ctx.bias is not None else None
+        return found.t() if ctx.turned else found, of_bias, None, None, None
+
+
+class Input(torch.autograd.Function):
+    """The ``product`` as it is. Its backward gives the gradient of the input, and hands on what
+    came."""
+
+    hands_on = 1  # see disttensor.autograd.split_backward
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, product: Tensor, given: list[Tensor], turned: bool
+    ) -> Tensor:
+        ctx.turned, ctx.shape = turned, input.shape
+        plain = input.ndim > 2 and input.is_contiguous()
+        ctx.by_columns = not plain and _by_columns(_rows(input))
+        ctx.save_for_backward(given[0])
+        ctx.mark_dirty(product)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        matrix, g = weight.t() if ctx.turned else weight, _rows(grad)
+        found = matrix.mm(g.t()).t() if ctx.by_columns else g.mm(matrix.t())
+        return found.view(ctx.shape), grad, None, None
+
+
+_weights: Any = direct_apply(Weights)
+_input: Any = direct_apply(Input)
