@@ -95,9 +95,9 @@ class _Proposer:
         # module -> (name from there, layer) of those that lie one or two levels down
         self.below: dict[str, list[tuple[str, Linear]]] = {}
         for layer in self.linears:
-            parts = layer.name.split(".")
-            for up in range(1, min(2, len(parts)) + 1):
-                around, rest = ".".join(parts[:-up]), ".".join(parts[-up:])
+            names = layer.name.split(".")
+            for up in range(1, min(2, len(names)) + 1):
+                around, rest = ".".join(names[:-up]), ".".join(names[-up:])
                 self.below.setdefault(around, []).append((rest, layer))
 
     def proposal(self) -> Proposal:
@@ -141,8 +141,8 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """(name from here, layer) of the layers without a role, at most ``depth`` levels down, which
-        is 1 or 2."""
+        """(name from here, layer) of the layers without a role, at most ``depth`` levels down: one
+        or two."""
         for rest, layer in self.below.get(name, ()):
             if layer.name not in self.taken and rest.count(".") < depth:
                 yield rest, layer
