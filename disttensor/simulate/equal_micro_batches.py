@@ -19,7 +19,6 @@ from disttensor.simulate.memory import Step
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.visits import Mark, Piece, PipelineRun
 
-
 _KEPT = 0.001  # of the memory at the end: as much programs may keep of micro-batches, as losses
 
 
