@@ -71,6 +71,16 @@ def next_tag() -> int:
     return _OURS | number << 14 | count % _TRANSFERS << 1
 
 
+def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
+    """The tag of the same transfer in another channel: ``before`` and ``after`` are a channel and
+    how many transfers it has had when that program began. A tag of yet another channel stays."""
+    (channel, count), (other, later) = before, after
+    if not tag & _OURS or tag >> 14 & CHANNELS - 1 != channel:
+        return tag
+    nth = (tag >> 1) - count + later
+    return tag & ~(CHANNELS - 1 << 14 | _TRANSFERS - 1 << 1) | other << 14 | nth % _TRANSFERS << 1
+
+
 def _meet() -> None:
     """NCCL: batched messages between some ranks are defined only after a collective of all."""
     if is_nccl():

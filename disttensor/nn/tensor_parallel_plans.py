@@ -141,8 +141,8 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """(name from here, layer) of the layers without a role, at most ``depth`` levels down: 1
-        or 2."""
+        """(name from here, layer) of the layers without a role, at most ``depth`` levels down: one
+        or two."""
         for rest, layer in self.below.get(name, ()):
             if layer.name not in self.taken and rest.count(".") < depth:
                 yield rest, layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 from disttensor.comm import collectives, objects
@@ -38,8 +38,12 @@ class Recorder:
     def begins(self, action: Action) -> None:
         """A forward or a backward begins. Nothing to a Recorder, which hears of its end."""
 
-    def follows(self, order: Sequence[ProcessMesh], schedule: Schedule) -> None:
-        """The run under way visits these meshes, in these orders. Nothing to a Recorder."""
+    def follows(
+        self, order: Sequence[ProcessMesh], schedule: Schedule, stage: int
+    ) -> Mapping[int, int]:
+        """The run under way visits these meshes, in these orders; this rank is in ``stage``. Gives
+        micro-batches that are not to be run, each with one that stands for it: none."""
+        return {}
 
     def ends(self) -> None:
         """The run under way is over. Nothing to a Recorder."""

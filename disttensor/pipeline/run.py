@@ -80,10 +80,10 @@ def run(
             running, schedule, order, chunks, may_return=bool(builtin and builtin.may_return)
         )
     finally:
-        for micro_batch in running:
-            micro_batch.close()
         for recorder in recorders():
             recorder.ends()
+        for micro_batch in running:
+            micro_batch.close()
     return [micro_batch.loss.detach() for micro_batch in running]
 
 
@@ -113,15 +113,18 @@ def _carry_out(
     stage = mine[0] if mine else 0
     for micro_batch in running:
         micro_batch.at(stage, plan)
-    for recorder in recorders():
-        recorder.follows(order, plan)
     row = plan.orders[stage]
+    left_out: dict[int, int] = {}
+    for recorder in recorders():
+        left_out |= recorder.follows(order, plan, stage)
     # The last backward of each visit; I is none, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
     for action in row:
-        if action not in done:
+        if action not in done and action.micro_batch not in left_out:
             with backward_context(is_last=action is final.get(action.chunk)):
                 running[action.micro_batch].carry_out(action)
+    for number, other in left_out.items():
+        running[number].loss = running[other].loss
 
 
 _EXAMPLES = {

@@ -79,10 +79,11 @@ def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
 
 
 def run_rank(
-    program: Program, rank: int, world: int, values: Values, ranks_per_node: int, backend: str
-) -> tuple[RankRun, Differences]:
-    """Run ``program`` as ``rank``. What it prints is heard from rank 0 only. Raises what it
-    raises."""
+    program: Program, rank: int, world: int, values: Values, ranks_per_node: int, backend: str,
+    few: bool = False,
+) -> tuple[RankRun, Differences]:  # fmt: skip
+    """Run ``program`` as ``rank``. What it prints is heard from rank 0 only. ``few``: of its
+    micro-batches only those run that show what all of them do. Raises what it raises."""
     quiet = contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext()
     warned = set(strict._warned)
     strict._warned.clear()
@@ -95,7 +96,7 @@ def run_rank(
             warnings.simplefilter("always")
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            recorder = Recorder(values)
+            recorder = Recorder(values, few)
             with recorder.running():
                 program(recorder)
             held, changes = recorder.memory_of_step()
@@ -106,7 +107,11 @@ def run_rank(
         strict._warned.clear()
         strict._warned.update(warned)
     said = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
-    return RankRun(rank, events, comms, held, changes, said, parts, recorder.visits.runs), found
+    one = RankRun(
+        rank, events, comms, held, changes, said, parts, recorder.visits.runs,
+        recorder.blocks_before,
+    )  # fmt: skip
+    return one, found
 
 
 def compare(one: RankRun, other: RankRun) -> None:

@@ -55,17 +55,19 @@ class Recorder(TorchDispatchMode):
     """``with recorder:`` all that this rank does; its ``events`` are those since ``start()``.
 
     ``values``: what a program reads of data that is not there: a number, or a function of the line
-    that reads. On tensors with data it counts as well, and changes nothing.
+    that reads. ``few``: of micro-batches that do the same, few are run. On tensors with data it
+    counts as well, and changes nothing.
     """
 
-    def __init__(self, values: Values = 0.0) -> None:
+    def __init__(self, values: Values = 0.0, few: bool = False) -> None:
         super().__init__()
         self.values = values
         self.mode = fakes()
         self.events: list[Event] = []
         self.memory = MemoryLog()
         self.recording = self._collects = False
-        self.visits = Visits(self._mark)
+        self.visits = Visits(self._mark, few)
+        self.blocks_before = 0  # of the memory, at ``start``
         self.last = Mark(0, 0, 0)
         self._first = 0  # of the memory's changes, at ``start``
         self.comms = Listener()
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self._collects = gc.isenabled()
         gc.disable()
         self.events, self.recording, self.memory.event = [], True, 0
-        self._first = len(self.memory.changes)
+        self._first, self.blocks_before = len(self.memory.changes), self.memory.count
         self.comms.records.clear()
         self._said = 0
         self._collectives.count.clear()

@@ -10,10 +10,10 @@ from disttensor.comm.log import CommLog
 from disttensor.simulate import devices
 from disttensor.simulate.devices import Device
 from disttensor.simulate.kind import Kind
-from disttensor.simulate.kinds import Differences, representatives
+from disttensor.simulate.kinds import representatives
 from disttensor.simulate.network import Network
-from disttensor.simulate.one_rank import Program, compare, of_build, run_rank
-from disttensor.simulate.rank_run import RankRun
+from disttensor.simulate.one_rank import Program, of_build
+from disttensor.simulate.ranks import Ranks
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.report import Report
 from disttensor.simulate.timeline import timelines
@@ -86,15 +86,13 @@ def simulate_program(
         if not arguments.is_whole(rank) or not 0 <= rank < world:
             raise arguments.wrong("simulate: ranks: entry", rank, expected, ValueError)
 
-    def run(rank: int) -> tuple[RankRun, Differences]:
-        set_aside()
-        return run_rank(program, rank, world, values, network.ranks_per_node, device.backend)
-
-    with frozen_garbage() as set_aside:
+    run = Ranks(program, world, values, network.ranks_per_node, device.backend)
+    with frozen_garbage() as run.set_aside:
         found = representatives(world, wanted, run)
-        members, first, result = found[0]
-        if len(members) > 1:
-            compare(result, run(next(r for r in reversed(members) if r != first))[0])
+        if not run.check(*found[0]):  # micro-batches are not alike
+            run.few = False
+            found = representatives(world, wanted, run)
+            run.check(*found[0])
     rows = timelines([(members, rank, one.events) for members, rank, one in found], device, network)
     kinds = [
         Kind(tuple(members), rank, CommLog(one.comms), one.memory, one.events, row, one.stage)

@@ -12,15 +12,15 @@ import disttensor as dt
 from tests.simulate.gpt_training import build as build_gpt
 
 kinds = importlib.import_module("disttensor.simulate.kinds")
-run = importlib.import_module("disttensor.simulate.run")
+ranks = importlib.import_module("disttensor.simulate.ranks")
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """The ranks whose program was run."""
-    ranks, usual = [], run.run_rank
-    monkeypatch.setattr(run, "run_rank", lambda *a: (ranks.append(a[1]), usual(*a))[1])
-    return ranks
+    of, usual = [], ranks.run_rank
+    monkeypatch.setattr(ranks, "run_rank", lambda *a: (of.append(a[1]), usual(*a))[1])
+    return of
 
 
 def every_stage(monkeypatch, build, world):

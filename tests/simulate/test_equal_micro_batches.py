@@ -1,0 +1,104 @@
+"""Micro-batches that follow from others: what they do is what they do when they are run."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import disttensor as dt
+from disttensor import pipeline, runtime
+from disttensor.comm import p2p
+from disttensor.pipeline.schedules import NAMES, named
+from tests.simulate.gpt_training import build as build_gpt
+
+few = importlib.import_module("disttensor.simulate.few_micro_batches")
+ranks = importlib.import_module("disttensor.simulate.ranks")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """(rank, with few micro-batches) of what was run."""
+    of, usual = [], ranks.run_rank
+    monkeypatch.setattr(ranks, "run_rank", lambda *a: (of.append((a[1], a[-1])), usual(*a))[1])
+    return of
+
+
+def every_micro_batch(monkeypatch, build, world):
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.RankRun, "repeats", False)
+        return dt.simulate(build, world=world)
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--pp=4 --batch=12 --accumulate=12",
+        "--pp=2 --sharding=2 --zero=3 --batch=20 --accumulate=10 --segment-mb=0.02",
+        "--pp=2 --tp=2 --batch=16 --accumulate=16 --schedule=zero_bubble",
+        "--pp=2 --dp=2 --batch=32 --accumulate=16 --schedule=interleaved_1f1b --recompute",
+    ],
+)
+def test_what_follows_is_what_a_run_shows(options, ran, monkeypatch) -> None:
+    report = dt.simulate(lambda: build_gpt(options), world=4)
+    assert [rank for rank, is_few in ran if not is_few] == [0]
+    whole = every_micro_batch(monkeypatch, lambda: build_gpt(options), 4)
+    assert [k.ranks for k in report.kinds] == [k.ranks for k in whole.kinds]
+    for one, other in zip(report.kinds, whole.kinds, strict=True):
+        assert list(one.comms) == list(other.comms)
+        assert one.messages() == other.messages() and one.flops == other.flops
+        assert one.memory.peak == other.memory.peak
+        assert one.memory.at_peak == other.memory.at_peak
+        assert one.memory.kept == other.memory.kept
+        assert one.timeline.times == other.timeline.times
+
+
+def test_micro_batches_that_are_not_alike_are_all_run(ran, monkeypatch) -> None:
+    def build():
+        stages = dt.Strategy(pp=2).stages()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        dt.pipeline.split(model, stages)
+
+        def loss(x):
+            return model(dt.shard_tensor(x, stages[0])).sum()
+
+        rows = [torch.ones(5 if i == 4 else 2, 4) for i in range(10)]
+        return lambda: pipeline.run(loss, rows, stages=stages)
+
+    report = dt.simulate(build, world=2)
+    assert (1, True) in ran and (1, False) in ran
+    whole = every_micro_batch(monkeypatch, build, 2)
+    assert [k.flops for k in report.kinds] == [k.flops for k in whole.kinds]
+    assert [k.comms.total_bytes for k in report.kinds] == [k.comms.total_bytes for k in whole.kinds]
+
+
+@pytest.mark.parametrize("schedule", sorted(NAMES))
+def test_few_micro_batches_come_to_all_situations_and_to_the_last_backward(schedule) -> None:
+    chunks = 2 if NAMES[schedule].needs_stages else 1
+    for row in named(schedule, 4, 16, chunks).orders:
+        out = few.left_out(row)
+        rest = [a for a in row if a.micro_batch not in out]
+        assert set(few.situations(row)) <= set(few.situations(rest))
+        assert row[0] in rest and not out.keys() & set(out.values())
+        for chunk in range(chunks):
+            assert [a for a in row if a.kind != "F" and a.chunk == chunk][-1] in rest
+    assert len(few.left_out(pipeline.gpipe(4, 64).orders[0])) == 60
+
+
+def test_the_tag_of_a_transfer_in_another_channel() -> None:
+    def tags(channel: int, before: int) -> list[int]:
+        runtime.current().tags[channel] = before
+        with p2p.channel(channel):
+            return [p2p.next_tag() for _ in range(3)]
+
+    kept = dict(runtime.current().tags)
+    for before, after in (((3, 0), (5, 7)), ((3, 8191), (900, 8190))):
+        mine, its = tags(*before), tags(*after)
+        assert [p2p.moved_tag(t, before, after) for t in mine] == its
+        assert [p2p.moved_tag(t + 1, before, after) for t in mine] == [t + 1 for t in its]
+        assert p2p.moved_tag(mine[0], (4, 0), after) == mine[0]
+    runtime.current().tags.clear()
+    runtime.current().tags.update(kept)
