@@ -345,3 +345,12 @@ def test_arguments_of_one_spec_made_in_different_ways(asked):
             fast = dt.replay(lambda x: f(x))
             for way in (first, first, second):
                 assert step(fast, way) == step(f, way), (first, second, fast.programs)
+
+
+@on_ranks(1)
+def test_constants_that_are_equal_are_told_apart():
+    (x,) = fed(mesh_of(1), 5, 6)()
+    f = dt.replay(lambda x, by: x * by)
+    for by in (0.0, 0.0, -0.0, 0, False, 0j, -0.0):
+        assert bits(f(x, by)) == bits(x * by)
+    assert f.replays == 2

@@ -3,10 +3,17 @@ outside a mesh, the torch of other tools."""
 
 from __future__ import annotations
 
+import functools
+import random
+import threading
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
@@ -200,3 +207,75 @@ def test_communication_is_recorded_as_that_of_the_calls():
             net(x).sum().backward()
         seen.append([(r.kind, r.axis, r.bytes, r.phase, r.shape) for r in log])
     assert seen[0] and seen[0] == seen[1] == seen[2] and net.forward.replays == 2
+
+
+def _in_a_thread(run, x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run(x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _within(*modes):
+    def call(run, x):
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            return run(x)
+
+    return call
+
+
+class Seen(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+WAYS = {
+    "": lambda run, x: run(x), "twice": lambda run, x: run(run(x)), "thread": _in_a_thread,
+    "checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=False),
+    "checkpoints": lambda run, x: checkpoint(
+        lambda t: checkpoint(run, t, use_reentrant=False), x, use_reentrant=False),
+    "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True),
+    "no_grad": _within(torch.no_grad), "inference": _within(torch.inference_mode),
+    "bf16": _within(_bf16), "fp16": _within(lambda: torch.autocast("cpu", torch.float16)),
+    "both": _within(_bf16, torch.no_grad), "mode": _within(Seen), "strict": _within(dt.strict),
+    "device": _within(lambda: torch.device("cpu")), "fast": _within(lambda: dt.rng("fast")),
+    "invariant": _within(lambda: dt.rng("invariant")), "saved": _within(save_on_cpu),
+    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,))[0],
+    "vmap": lambda run, x: torch.func.vmap(run)(x),
+}  # fmt: skip
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_recorded_in_one_way_and_called_in_others(norm):
+    """A walk through the ways, twins side by side: the same bits, or the same error."""
+    mesh = mesh_of(1)
+    slow, fast = (dt.shard_module(MLP(0.5, norm), mesh, {}) for _ in "ab")
+    fast = dt.replay(fast)
+
+    def step(net, way):
+        (x,) = fed(mesh, 6, 6)()
+        net.zero_grad()
+        try:
+            y = WAYS[way](functools.partial(net, skip=False), x)
+        except Exception as error:
+            return str(error)
+        if y.requires_grad:
+            y.float().square().sum().backward()
+        return bits(y), bits(x.grad), [bits(t) for p in net.parameters() for t in (p, p.grad)]
+
+    draw = random.Random(0)
+    for i in range(120):
+        way = draw.choice(["", *WAYS])
+        dt.manual_seed(i)
+        found = step(fast, way)
+        dt.manual_seed(i)
+        assert found == step(slow, way), (i, way)
+    assert fast.forward.replays > 30, fast.forward.why()
