@@ -5,11 +5,11 @@ gloo processes here, and the one that it chooses.
     python benchmarks/strategies.py --everything   # these, too: four times as long
     python benchmarks/strategies.py --plan         # what is chosen, and nothing is timed
 
-The device and the network are measured first, while four ranks run: the peak, the latency of an
-all-gather, and as ``launch`` what the host takes for a kernel in a step that is too small for
-anything else. Every strategy then runs a few steps, from barrier to barrier. The fastest of them
-and the chosen one run again, taking turns, so that noise hits them alike; of each the best step
-counts. The machine has to be idle.
+The device, which is a core that ranks share, and the network are measured first: the peak, an
+all-gather of four ranks, and as ``launch`` what the host takes for a kernel in a step of one
+process that is too small for anything else. Every strategy then runs a few steps, from barrier to
+barrier. The fastest of them and the chosen one run again, taking turns, so that noise hits them
+alike; of each the best step counts. The machine has to be idle.
 """
 
 from __future__ import annotations
@@ -103,21 +103,22 @@ def seconds(run: Callable[[], object], times: int = 3) -> float:
     return best
 
 
-def calibrate() -> tuple[dt.devices.Device, float, float, float]:
-    """The device, and seconds of a small and a large all-gather and of a step that is the host's
-    alone."""
-    dist.barrier()
-    device = dt.devices.measure(0.5)
-    mesh = dt.init_mesh((RANKS,), ("all",))
-    group = mesh.group((0,))
+def calibrate() -> tuple[float, float]:
+    """Seconds of a small and a large all-gather."""
+    group = dt.init_mesh((RANKS,), ("all",)).group((0,))
 
     def gather(n: int) -> float:
         x = torch.ones(n)
         return seconds(lambda: collectives.all_gather(x, group), 10)
 
-    step = build_with(TINY)(dt.Strategy(dp=RANKS))
+    return gather(1), gather(LARGE)
+
+
+def alone(config: GPTConfig) -> float:
+    """Seconds of a step in a world of one."""
+    step = build_with(config)(dt.Strategy())
     step()
-    return device, gather(1), gather(LARGE), seconds(step, 10)
+    return seconds(step, 10)
 
 
 def measure(config: GPTConfig, chosen: dt.Strategy, found: Sequence[dt.Strategy]) -> Any:
@@ -152,9 +153,9 @@ def same(value: float) -> float:
     return float(number)
 
 
-def _rank(rank: int, port: int, folder: str, run: Any, args: Any) -> None:
+def _rank(rank: int, world: int, port: int, folder: str, run: Any, args: Any) -> None:
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "LOCAL_RANK": str(rank),
     }  # fmt: skip
     torch.set_num_threads(1)
@@ -165,13 +166,14 @@ def _rank(rank: int, port: int, folder: str, run: Any, args: Any) -> None:
     dist.destroy_process_group()
 
 
-def on_ranks(run: Any, *args: Any) -> list[Any]:
+def on_ranks(world: int, run: Any, *args: Any) -> list[Any]:
+    """What ``run(*args)`` gives on each rank."""
     with socket.socket() as s, tempfile.TemporaryDirectory() as folder:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
         s.close()
-        mp.spawn(_rank, (port, folder, run, args), nprocs=RANKS)
-        return [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(RANKS)]
+        mp.spawn(_rank, (world, port, folder, run, args), nprocs=world)
+        return [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(world)]
 
 
 # All of it ----------------------------------------------------------------------------------------
@@ -180,11 +182,16 @@ TINY = GPTConfig(layers=BLOCKS, width=8, heads=4, context=4)
 
 
 def here() -> tuple[dt.devices.Device, dt.devices.Network]:
-    """This machine, while four ranks run on it."""
-    devices, small, large, host = zip(*on_ranks(calibrate), strict=True)
-    tiny = dt.simulate(lambda: build_with(TINY)(dt.Strategy(dp=RANKS)), RANKS, device=devices[0])
-    kernels = sum(isinstance(e, Op) and not e.views for e in tiny.kinds[0].events)
-    device = dataclasses.replace(devices[0], launch=max(host) / kernels)
+    """A core of this machine, which ranks share, and what is between them."""
+    torch.set_num_threads(1)
+    device = dt.devices.measure(0.5)
+    tiny = build_with(TINY)
+    [host] = on_ranks(1, alone, TINY)
+    report = dt.simulate(lambda: tiny(dt.Strategy()), 1, device=device)
+    kernels = sum(isinstance(e, Op) and not e.views for e in report.kinds[0].events)
+    sharing = max(1.0, RANKS / (os.cpu_count() or 1))
+    device = dataclasses.replace(device, launch=host / kernels, sharing=sharing)
+    small, large = zip(*on_ranks(RANKS, calibrate), strict=True)
     sent = (RANKS - 1) * LARGE * 4
     link = dt.devices.Link(bandwidth=sent / max(large), latency=max(small) / (RANKS - 1))
     return device, dt.devices.Network(ranks_per_node=RANKS, within=link, between=link)
@@ -207,7 +214,7 @@ def main() -> None:
     if args.plan:
         return
     found = legal(args.everything)
-    once, best, refused = on_ranks(measure, config, table.best, found)[0]
+    once, best, refused = on_ranks(RANKS, measure, config, table.best, found)[0]
     said = {c.strategy: c.step_time for c in table.candidates}
     print(f"\n{len(once)} strategies ran, {len(refused)} were refused; the fastest again:")
     print("step, real | once | simulated (or estimated) | strategy")

@@ -96,11 +96,13 @@ class Estimator:
         pieces = sum(map(len, fullest)) if cut else 0
         last = _loads(visits, backward)[0]
         exposed = self._gradients(strategy, d, held, pieces, busy, last)
-        parts = {
-            "computes": steps * (busy - sends) + self._optimizer(fullest, d, strategy),
-            "collectives": steps * sends + exposed,
-            "bubble": idle * mean + self._messages(d, visits, share),
-        }
+        optimizer = self._optimizer(fullest, d, strategy)
+        computes, waits = steps * (busy - sends) + optimizer, steps * sends + exposed
+        bubble = idle * mean + self._messages(d, visits, share)
+        shared = self.device.sharing * (steps * (mean - sends) + optimizer)
+        if shared > computes:  # ranks compute in the bubbles of each other
+            computes, bubble = shared, max(0.0, computes + bubble - shared)
+        parts = {"computes": computes, "collectives": waits, "bubble": bubble}
         memory = max(
             self._memory(strategy, d, stage, n, share, repeats)
             for stage, n in zip(visits, live, strict=True)

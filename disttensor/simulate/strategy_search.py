@@ -16,7 +16,7 @@ from disttensor.simulate.one_rank import of_build
 from disttensor.simulate.probe import Probe, probe
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.run import simulate_program
-from disttensor.simulate.strategy_table import Candidate, named
+from disttensor.simulate.strategy_table import Candidate, named, step_time
 from disttensor.simulate.text import amount, seconds
 
 _UNSURE = 0.96  # simulated over estimated time: strategies of one program differ by no more
@@ -68,7 +68,7 @@ class Search:
             return Candidate(strategy, report, refusal(error), False, estimate)
         assert report is not None
         self.simulated += 1
-        self.best = min(self.best, report.step_time)
+        self.best = min(self.best, step_time(report))
         return Candidate(strategy, report, "", True, estimate)
 
     # All strategies -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from disttensor.simulate.report import Report
 from disttensor.simulate.text import amount, seconds, table
 
 _SHOWN = 10
+_ALIKE = 0.01  # of a step
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class Candidate:
     def step_time(self) -> float:
         """Seconds of a step: simulated, of rank 0 at least, or estimated."""
         if self.report is not None:
-            busy = self.report.slowest.timeline.total("compute")
-            return self.report.step_time if self.simulated else max(self.report.step_time, busy)
+            return step_time(self.report)
         return self.estimate.seconds if self.estimate else float("inf")
 
 
@@ -56,9 +56,9 @@ class StrategyTable:
         known = {id(c) for c in whole}
         slower = sorted((c for c in tried if c.fits and id(c) not in known), key=_time)
         if whole:
-            first, its = whole[0], _parts(whole[0])
-            whole = [first, *(replace(c, reason=_why(c, its)) for c in whole[1:])]
-            slower = [c if c.reason else replace(c, reason=_why(c, its)) for c in slower]
+            first = whole[0]
+            whole = [first, *(replace(c, reason=_why(c, first)) for c in whole[1:])]
+            slower = [c if c.reason else replace(c, reason=_why(c, first)) for c in slower]
         return cls(world, (*whole, *slower, *(c for c in tried if not c.fits)))
 
     @property
@@ -77,7 +77,7 @@ class StrategyTable:
         for c in self.candidates[:_SHOWN]:
             step = peak = ""
             if c.report is not None:
-                step = seconds(c.report.step_time) if c.fits and c.simulated else ""
+                step = seconds(c.step_time) if c.fits and c.simulated else ""
                 peak = amount(c.report.fullest.peak_memory)
             elif c.estimate is not None:
                 step = f"~{seconds(c.estimate.seconds)}" if c.fits else ""
@@ -97,22 +97,39 @@ def _time(c: Candidate) -> float:
     return c.step_time
 
 
-def _why(c: Candidate, its: Mapping[str, float]) -> str:
-    """What it does longer than the best one, of all that the most."""
-    mine = _parts(c)
+def _why(c: Candidate, first: Candidate) -> str:
+    """What it does longer than the best one, of all that the most: both as they were simulated, or
+    as they were estimated."""
+    estimates = c.estimate, first.estimate
+    if c.report is not None and first.report is not None:
+        mine, its = _parts(c.report), _parts(first.report)
+    elif estimates[0] is not None and estimates[1] is not None:
+        mine, its = estimates[0].parts, estimates[1].parts
+    else:
+        return "not simulated"
     part = max(mine, key=lambda name: mine[name] - its[name])
     whole = sum(mine.values())
+    if c.report is None and mine[part] - its[part] < _ALIKE * whole:
+        return "about as fast, not simulated"
     return f"{part} {mine[part] / whole:.0%}" if whole else ""
 
 
-def _parts(c: Candidate) -> Mapping[str, float]:
-    """Seconds of a step, the mean of all ranks, or estimated."""
-    if c.report is None:
-        assert c.estimate is not None
-        return c.estimate.parts
-    bubble, waits = c.report.bubble, c.report.exposed_communication
-    shares = {"bubble": bubble, "collectives": waits, "computes": 1 - bubble - waits}
-    return {name: share * c.report.step_time for name, share in shares.items()}
+def step_time(report: Report) -> float:
+    """Seconds of a step, also where ranks share a device; of a report of rank 0 at least those
+    that it computes for."""
+    return max(sum(_parts(report).values()), report.slowest.timeline.total("compute"))
+
+
+def _parts(report: Report) -> Mapping[str, float]:
+    """Seconds of a step, the mean of all ranks. Where ranks share a device they compute in turns,
+    in the bubbles of each other."""
+    whole = report.step_time
+    waits = report.exposed_communication * whole
+    busy = whole * (1 - report.bubble) - waits
+    shared = busy * report.device.sharing
+    return {
+        "computes": shared, "collectives": waits, "bubble": max(0.0, whole - waits - shared),
+    }  # fmt: skip
 
 
 def named(strategy: Strategy, world: int) -> str:

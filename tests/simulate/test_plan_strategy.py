@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -189,3 +191,16 @@ def test_what_is_estimated_not_to_fit_is_not_simulated():
     assert replicas.report is None and not replicas.fits
     for c in table.candidates:
         assert not (c.fits and c.simulated) or c.report.fullest.peak_memory <= 2 << 20
+
+
+def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
+    """Two stages with one micro-batch take turns: no more time on half as many devices."""
+    both = dataclasses.replace(DEVICE, sharing=2)
+    ways = [dt.Strategy(pp=2, dp=2), dt.Strategy(dp=4)]
+    alone = dt.plan_strategy(build_gpt, WORLD, ways, device=DEVICE, network=NETWORK)
+    shared = dt.plan_strategy(build_gpt, WORLD, ways, device=both, network=NETWORK)
+    staged, replicas = [
+        [{c.strategy: c.step_time for c in t.candidates}[way] for t in (alone, shared)]
+        for way in ways
+    ]
+    assert staged[1] < 1.1 * staged[0] and replicas[1] > 1.3 * replicas[0]
