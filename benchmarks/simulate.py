@@ -53,7 +53,7 @@ def llama(shape: str, sequences: int, context: int) -> Callable[[dt.Strategy], C
     config = LlamaConfig(**SHAPES[shape], use_cache=False)
 
     def build_with(strategy: dt.Strategy) -> Callable[[], None]:
-        stages = strategy.stages()
+        stages = strategy.visits()
         with torch.device("meta"):
             model: Any = LlamaForCausalLM(config)
         # the table of the rotary embedding is no parameter: it is made where it is needed
@@ -64,8 +64,8 @@ def llama(shape: str, sequences: int, context: int) -> Callable[[dt.Strategy], C
         tokens = torch.zeros(sequences, context, dtype=torch.long)
 
         def loss_of(rows: torch.Tensor) -> torch.Tensor:
-            first = dt.shard_tensor(rows, stages[0], strategy.batch(sequence=None))
-            last = dt.shard_tensor(rows, stages[-1], strategy.batch(sequence=None))
+            first = dt.shard_tensor(rows, stages[0], strategy.batch())
+            last = dt.shard_tensor(rows, stages[-1], strategy.batch())
             with strategy.autocast():
                 logits = model(input_ids=first).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), last.flatten())
@@ -73,7 +73,7 @@ def llama(shape: str, sequences: int, context: int) -> Callable[[dt.Strategy], C
 
         def step() -> None:
             parts = tokens.chunk(strategy.accumulate_steps)
-            dt.pipeline.run(loss_of, parts, stages=stages)
+            dt.pipeline.run(loss_of, parts, strategy.schedule, stages=stages)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -27,6 +27,7 @@ from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec
 from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, rebind
 from disttensor.parallel.rematerialize import chosen, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
+from disttensor.pipeline.schedules import NAMES as SCHEDULES
 from disttensor.placement import Placement, Replicate, Shard
 from ops.nn.attention_policy import POLICIES, attention_policy
 
@@ -51,9 +52,10 @@ class Strategy:
     ``attention_policy``, in force inside ``autocast``. ``amp``: "bf16" or "fp16", for
     ``autocast`` and, with sharding, for unsharded parameters (``param_dtype``); gradients are
     reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
-    that keep no activations. For the rest see ``shard_data_parallel``. Raises TypeError and
-    ValueError for what has no meaning; ``degrees`` (and with it ``mesh``, ``stages`` and ``apply``)
-    raises for a world that does not factor.
+    that keep no activations. ``schedule``: the name of one of the stages, for ``pipeline.run``;
+    how often a stage is visited follows from it. For the rest see ``shard_data_parallel``. Raises
+    TypeError and ValueError for what has no meaning; ``degrees`` (and with it ``mesh``, ``stages``
+    and ``apply``) raises for a world that does not factor.
 
     >>> strategy = dt.Strategy(tp=2, sharding=4, accumulate_steps=2)
     >>> print(strategy.degrees(32))
@@ -79,6 +81,7 @@ class Strategy:
     cp: int | None = None
     pp: int | None = None
     accumulate_steps: int = 1
+    schedule: str = "1f1b"
     segments: Segments | None = None
     attention: str = "auto"
     amp: str | None = None
@@ -112,6 +115,11 @@ class Strategy:
             raise ValueError(
                 f"Strategy: attention={self.attention!r}: it is one of "
                 + ", ".join(map(repr, POLICIES))
+            )
+        if self.schedule not in list(SCHEDULES):
+            raise ValueError(
+                f"Strategy: schedule={self.schedule!r}: it is one of "
+                + ", ".join(map(repr, SCHEDULES))
             )
         if self.amp is not None and self.amp not in AMP:
             raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
@@ -173,6 +181,16 @@ class Strategy:
         mesh = self.mesh()
         return [mesh[i] for i in range(mesh.shape[0])]
 
+    def visits(self) -> list[ProcessMesh]:
+        """The mesh of each stage in the order in which ``schedule`` visits them, several times
+        where it does so: ``pipeline.run(step, batches, strategy.schedule,
+        stages=strategy.visits())``.
+
+        >>> dt.Strategy(schedule="zbv").visits()    # there and back, over one stage
+        [ProcessMesh(dp=1, sharding=1, cp=1, tp=1), ProcessMesh(dp=1, sharding=1, cp=1, tp=1)]
+        """
+        return pipeline.visits(self.stages(), self.schedule)
+
     def groups(self, world: int | None = None) -> list[GroupSpec]:
         """The communicators that ``apply`` makes up front, on all ranks in one order.
 
@@ -202,7 +220,8 @@ class Strategy:
         layers: Iterable[nn.Module | str] | None = None,
         counts: Sequence[int] | None = None,
         balance: str | Sequence[float] | None = None,
-        visits: int | Sequence[ProcessMesh] = 1,
+        sample: Any = None,
+        visits: int | Sequence[ProcessMesh] | None = None,
         init: Callable[[nn.Module], Any] | None = None,
     ) -> tuple[nn.Module, Optimizer | None]:
         """Place ``model`` in place, rebind its optimizer, and return both. All ranks call it.
@@ -212,19 +231,22 @@ class Strategy:
         the strategy itself splits parameters, but experts that the plan splits there.
         ``optimizer``: one of the model's parameters that has no state yet, or a function of
         parameters that makes one. ``layers``: what the stages of ``pp`` are made of, ``counts[i]``
-        on stage i, or dealt out by ``balance``, each stage visited ``visits`` times, or the meshes
-        in the order of ``visits`` (``pipeline.visits``, see ``pipeline.split``); a Sequential needs
-        none. ``init``: see ``shard_module``.
+        on stage i, or dealt out by ``balance`` (and ``sample``), each stage visited ``visits``
+        times, or the meshes in the order of ``visits`` (without it those of ``schedule``, see
+        ``pipeline.split``); a Sequential needs none. ``init``: see ``shard_module``.
 
         Raises TypeError and ValueError for what does not fit, before anything is changed.
         """
         a_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
-        if not isinstance(visits, (list, tuple)):
+        if visits is not None and not isinstance(visits, (list, tuple)):
             arguments.whole("Strategy.apply: visits", visits, 1)
         places = _on_stage(plan, model)
         degrees, stages = self.degrees(), self.stages()
-        order = stages * visits if isinstance(visits, int) else list(visits)
+        if visits is None:
+            order = self.visits()
+        else:
+            order = stages * visits if isinstance(visits, int) else list(visits)
         modules: Any = layers if layers is not None else model
         check_optimizer(optimizer, model)
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -249,7 +271,7 @@ class Strategy:
         if staged:
             split = pipeline.split(
                 modules, order, places, of=model, counts=counts, balance=balance,
-                init=init,
+                sample=sample, init=init,
             )  # fmt: skip
             if segments is None and degrees.pp > 1:  # a segment lies on one stage
                 segments = tuple(

@@ -88,6 +88,8 @@ def deal(
     stages: Sequence[ProcessMesh],
     counts: Sequence[int] | None = None,
     balance: Balance | None = None,
+    of: nn.Module | None = None,
+    sample: Any = None,
 ) -> list[int]:
     """How many of the layers each stage gets; the first ones one more where that does not divide.
 
@@ -104,6 +106,11 @@ def deal(
     number = len(stages)
     if balance is not None:
         _check_balance(balance, counts, layers)
+    if sample is not None and balance != "time":
+        raise ValueError(
+            "pipeline.split: sample is what balance='time' estimates the layers by, and "
+            f"balance={balance!r}"
+        )
     if counts is not None:
         for n in arguments.listed("pipeline.split: counts", counts, "a list of whole numbers"):
             arguments.whole("pipeline.split: counts: entry", n)
@@ -119,20 +126,24 @@ def deal(
             "Name smaller parts of the model, or give fewer stages"
         )
     if balance is not None:
-        return balanced(layers, number, balance)
+        return balanced(layers, number, balance, of, sample)
     return [count // number + (stage < count % number) for stage in range(number)]
 
 
-def balanced(layers: Layers, number: int, balance: Balance = "parameters") -> list[int]:
+def balanced(
+    layers: Layers, number: int, balance: Balance = "parameters", of: nn.Module | None = None,
+    sample: Any = None,
+) -> list[int]:  # fmt: skip
     """How many layers each of ``number`` stages gets, so that the one that costs most costs as
-    little as can be: by "parameters" or "time", or by the cost of each layer.
+    little as can be: by "parameters" or "time" (of the model ``of`` on a ``sample``), or by the
+    cost of each layer.
 
     >>> balanced([(str(n), torch.nn.Linear(4, n)) for n in (9, 1, 2, 3)], 2)
     [1, 3]
     >>> balanced([(str(n), torch.nn.ReLU()) for n in range(4)], 2, [1.0, 1.0, 0.5, 3.0])
     [3, 1]
     """
-    costs = BALANCES[balance](layers) if isinstance(balance, str) else balance
+    costs = BALANCES[balance](layers, of, sample) if isinstance(balance, str) else balance
     sums = [0.0, *itertools.accumulate(costs)]
     # best[j]: (most of one stage, where the stages begin) of the first j layers
     best: list[tuple[float, tuple[int, ...]]] = [(n, (0,)) for n in sums]
@@ -145,7 +156,7 @@ def balanced(layers: Layers, number: int, balance: Balance = "parameters") -> li
     return [end - start for start, end in zip(best[-1][1], ends, strict=True)]
 
 
-def elements(layers: Layers) -> list[int]:
+def elements(layers: Layers, of: nn.Module | None = None, sample: Any = None) -> list[int]:
     """Elements of the parameters of each layer. A tied parameter counts where it comes first."""
     seen: set[int] = set()
     costs = []
@@ -156,23 +167,11 @@ def elements(layers: Layers) -> list[int]:
     return costs
 
 
-def products(layers: Layers) -> list[int]:
-    """Multiplications of each layer for one row of its input: the elements of the matrices in it,
-    without those in which rows are looked up. A tied parameter counts in each of its layers."""
-    return [
-        sum(
-            p.numel()
-            for part in layer.modules()
-            if not isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-            for p in part.parameters(recurse=False)
-            if p.ndim > 1
-        )
-        for _, layer in layers
-    ]
-
-
 Balance = str | Sequence[float]
-BALANCES: dict[str, Callable[[Layers], list[int]]] = {"parameters": elements, "time": products}
+# Costs of layers, of a model, by a sample of its inputs. The simulator, a room above, adds "time".
+BALANCES: dict[str, Callable[[Layers, nn.Module | None, Any], Sequence[float]]] = {
+    "parameters": elements
+}
 
 
 def _check_balance(balance: Any, counts: Any, layers: Layers) -> None:

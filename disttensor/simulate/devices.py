@@ -24,7 +24,9 @@ class Device:
     """``peak``: floating-point operations per second, by dtype, of which matrix products reach
     ``efficiency``. ``bandwidth``: bytes per second of its memory, of which there are ``memory``
     bytes (None: not known). ``launch``: seconds that the host spends on a kernel, beside the device
-    where it is ``asynchronous``, before each kernel where not.
+    where it is ``asynchronous``, before each kernel where not. ``sharing``: so many ranks share it,
+    as four do on two cores: one computes at full speed while the others wait. ``plan_strategy``
+    takes that into account, a Report does not.
 
     >>> a_card = dt.devices.Device(
     ...     name="a card", peak={torch.float32: 1e12}, bandwidth=1e11, memory=8e9, launch=5e-6
@@ -40,6 +42,7 @@ class Device:
     launch: float = 5e-6
     efficiency: float = 0.5
     asynchronous: bool = True
+    sharing: float = 1.0
 
     def __post_init__(self) -> None:
         for dtype, flops in self.peak.items():
@@ -47,6 +50,7 @@ class Device:
             arguments.positive(f"Device: peak of {dtype}", flops, "FLOP per second")
         arguments.positive("Device: bandwidth", self.bandwidth, "bytes per second")
         arguments.positive("Device: efficiency", self.efficiency, "a share of the peak, up to 1")
+        arguments.positive("Device: sharing", self.sharing, "a number of ranks")
 
     @property
     def backend(self) -> str:

@@ -15,7 +15,8 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.pipeline.partition import balanced, products
+from disttensor.pipeline.partition import balanced
+from disttensor.simulate.layer_times import layer_times
 from tests.support.oracle import randn
 from tests.support.pool import fake_world, on_ranks
 from tests.support.stages import stage_meshes
@@ -452,7 +453,8 @@ def test_stages_of_equal_time_and_of_given_costs() -> None:
     head.weight = embedding.weight
     blocks = [nn.Linear(4, 16) for _ in range(4)]
     named = [(str(i), m) for i, m in enumerate([embedding, *blocks, head])]
-    assert products(named) == [0, 64, 64, 64, 64, 160]
+    costs = layer_times(named)
+    assert 0 < costs[0] < costs[1] == costs[4] < costs[5]
     assert balanced(named, 2, "time") == [4, 2] and balanced(named, 3, "time") == [3, 2, 1]
     assert balanced(named, 2, "parameters") == [2, 4]
     assert balanced(named, 2, [5, 1, 1, 1, 1, 1]) == [1, 5]
@@ -460,3 +462,35 @@ def test_stages_of_equal_time_and_of_given_costs() -> None:
     with fake_world(2):
         meshes = [dt.ProcessMesh([rank], ("dp",)) for rank in range(2)]
         assert pipeline.split(model, meshes, balance="time").counts == (4, 2)
+
+
+class Heavy(nn.Module):
+    """No parameters, and far more to compute than a layer with some."""
+
+    def forward(self, x):
+        for _ in range(20):
+            x = (x @ x.mT) @ x
+        return x
+
+
+def test_a_sample_says_what_takes_time_without_a_matrix() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)], Heavy())
+    model.to("meta")
+    with fake_world(2):
+        meshes = [dt.ProcessMesh([rank], ("dp",)) for rank in range(2)]
+        cuts = {}
+        for sample in (None, (torch.ones(2, 2048, 64),), {"input": torch.ones(2, 2048, 64)}):
+            copied = copy.deepcopy(model)
+            split = pipeline.split(copied, meshes, balance="time", sample=sample, init=_nothing)
+            cuts[type(sample)] = split.counts
+        assert cuts == {type(None): (1, 3), tuple: (3, 1), dict: (3, 1)}
+        with pytest.raises(ValueError, match=r"does not run .* of the shapes in sample"):
+            pipeline.split(model, meshes, balance="time", sample=(torch.ones(3),))
+        with pytest.raises(TypeError, match="a tuple of its arguments"):
+            pipeline.split(model, meshes, balance="time", sample=3)
+        with pytest.raises(ValueError, match="sample is what balance='time'"):
+            pipeline.split(model, meshes, sample=(torch.ones(3),))
+
+
+def _nothing(module: nn.Module) -> None:
+    pass

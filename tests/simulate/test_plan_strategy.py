@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import disttensor as dt
+from disttensor.simulate.candidates import Program, strategies
 from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.plan_strategy import strategies
+from disttensor.simulate.estimate import Estimator
+from disttensor.simulate.strategy_search import Search
 
 WORLD, WIDTH = 4, 256
 # A step is decided by arithmetic, and by what is sent.
@@ -77,8 +81,126 @@ def test_what_computes_longer_than_the_best_takes_is_not_simulated_further():
     assert [k.ranks for k in table.candidates[1].report.kinds] == [(0,)]
 
 
+PLAIN = dt.Strategy()
+
+
+def found(world, program, like=PLAIN, ranks_per_node=4):
+    """Strategies that run, and the reasons why others do not."""
+    both = list(strategies(world, dt.devices.Network(ranks_per_node=ranks_per_node), program, like))
+    return [s for s, reason in both if not reason], {reason for _, reason in both if reason}
+
+
+LAYERS = ("tok", "blocks.0", "blocks.1", "blocks.2", "head")
+PROGRAM = Program(rows=16, layers=LAYERS, blocks=LAYERS[1:4])
+
+
 def test_all_strategies_of_a_world_fill_it():
-    found = list(strategies(16, dt.devices.Network(ranks_per_node=4)))
-    assert len(set(found)) == len(found)
-    assert all(s.degrees(16).world == 16 and s.degrees(16).tp <= 4 for s in found)
-    assert {s.degrees(16).pp for s in found} == {1, 2, 4, 8, 16}
+    ways, _ = found(16, PROGRAM)
+    assert len(set(ways)) == len(ways)
+    degrees = [s.degrees(16) for s in ways]
+    assert all(d.world == 16 and d.tp <= 4 for d in degrees)
+    assert {d.pp for d in degrees} == {1, 2, 4} and {d.cp for d in degrees} == {1, 2, 4, 8, 16}
+    assert {(s.sharding, s.zero_stage) for s in ways if s.sharding == 8} == {
+        (8, 1), (8, 2), (8, 3),
+    }  # fmt: skip
+    assert {s.recompute for s in ways} == {(), ("blocks.*",), ("tok", "blocks.*", "head")}
+    for s, d in zip(ways, degrees, strict=True):
+        assert 16 % (s.accumulate_steps * d.dp * d.sharding) == 0  # rows for each rank
+        assert (s.schedule == "1f1b") or d.pp > 1
+        assert s.schedule not in ("zbv", "interleaved_1f1b") or d.pp == 2  # visits of 5 layers
+    assert "dualpipev" in {s.schedule for s in ways}
+
+
+def test_what_a_program_cannot_do_is_said_once():
+    short = Program(rows=4, layers=LAYERS, splits_sequence=False)
+    assert found(16, short)[1] == {
+        "tp over nodes", "cp splits nothing: strategy.batch() has it split a sequence",
+        "8 stages of 5 layers", "16 stages of 5 layers", "4 rows over 16 ranks",
+        "4 rows over 8 ranks",
+    }  # fmt: skip
+    assert "stages of which layers? apply(..., layers=[...])" in found(4, Program())[1]
+    kept = found(2, PROGRAM, dt.Strategy(amp="bf16", recompute=["x"]))[0]
+    assert all(s.amp == "bf16" and s.recompute[0] == "x" for s in kept)
+
+
+def build_gpt(strategy):
+    return train(strategy, layers=4)
+
+
+def train(strategy, layers):
+    """Layers of an MLP on rows, over any degree."""
+    stages = strategy.visits()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+    strategy.apply(model, plan={"*": {"tp": dt.Shard(0)}})
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss(rows):
+        x = dt.shard_tensor(rows, stages[0], strategy.batch(sequence=None))
+        return model(x).square().mean()
+
+    def step():
+        rows = torch.ones(16, WIDTH).chunk(strategy.accumulate_steps)
+        dt.pipeline.run(loss, rows, strategy.schedule, stages=stages)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_estimates_are_near_what_is_simulated():
+    """Of stages, schedules, tp and zero stages. The memory is a lower bound: buffers that
+    communicate do not count."""
+    ways = [
+        dt.Strategy(dp=4), dt.Strategy(sharding=4, zero_stage=2), dt.Strategy(tp=2, dp=2),
+        dt.Strategy(pp=2, dp=2, accumulate_steps=4), dt.Strategy(pp=4, accumulate_steps=8),
+        dt.Strategy(pp=2, dp=2, accumulate_steps=4, schedule="gpipe", recompute=["0", "1"]),
+        dt.Strategy(pp=2, tp=2, accumulate_steps=4, schedule="interleaved_1f1b"),
+    ]  # fmt: skip
+    search = Search(build_gpt, WORLD, DEVICE, NETWORK, 0.0, None, dt.Strategy(), 8, print)
+    for strategy in ways:
+        one = search._probe(dt.Strategy(tp=strategy.tp or 1))
+        estimate = Estimator(one, WORLD, DEVICE, NETWORK)(strategy, frozenset(strategy.recompute))
+        report = dt.simulate(lambda s=strategy: build_gpt(s), WORLD, device=DEVICE, network=NETWORK)
+        assert 0.67 < estimate.seconds / report.step_time < 1.5, strategy
+        part = estimate.memory / report.fullest.peak_memory
+        assert 0.45 < part < 1.1, (strategy, part)
+
+
+def test_of_all_strategies_few_are_simulated_and_each_other_says_why():
+    lines = []
+    table = dt.plan_strategy(
+        build_gpt, WORLD, device=DEVICE, network=NETWORK, most=3, progress=lines.append
+    )
+    whole = [c for c in table.candidates if c.simulated]
+    assert 1 <= len(whole) <= 3 < len(table.candidates)
+    assert all(c.reason for c in table.candidates[1:]) and not table.candidates[0].reason
+    assert table.best == min(whole, key=lambda c: c.step_time).strategy
+    assert sum(line.startswith("simulating") for line in lines) >= len(whole)
+    assert "~" in str(table) and str(table).endswith("more")
+
+
+def test_what_is_estimated_not_to_fit_is_not_simulated():
+    table = dt.plan_strategy(
+        build_gpt, WORLD, device=DEVICE, network=NETWORK, memory=2 << 20, most=2
+    )
+    replicas = next(c for c in table.candidates if c.strategy.dp == 4)
+    assert replicas.reason.startswith("about ") and replicas.reason.endswith(" over")
+    assert replicas.report is None and not replicas.fits
+    for c in table.candidates:
+        assert not (c.fits and c.simulated) or c.report.fullest.peak_memory <= 2 << 20
+
+
+def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
+    """Two stages with one micro-batch take turns: no more time on half as many devices."""
+    both = dataclasses.replace(DEVICE, sharing=2)
+    ways = [dt.Strategy(pp=2, dp=2), dt.Strategy(dp=4)]
+    alone = dt.plan_strategy(build_gpt, WORLD, ways, device=DEVICE, network=NETWORK)
+    shared = dt.plan_strategy(build_gpt, WORLD, ways, device=both, network=NETWORK)
+    staged, replicas = [
+        [{c.strategy: c.step_time for c in t.candidates}[way] for t in (alone, shared)]
+        for way in ways
+    ]
+    assert staged[1] < 1.1 * staged[0] and replicas[1] > 1.3 * replicas[0]

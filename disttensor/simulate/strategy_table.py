@@ -1,0 +1,153 @@
+"""What ``plan_strategy`` gives: strategies with what they cost, and why all but one lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from disttensor.parallel.strategy import Strategy
+from disttensor.simulate.errors import SimulationError
+from disttensor.simulate.estimate import Estimate
+from disttensor.simulate.report import Report
+from disttensor.simulate.text import amount, seconds, table
+
+_SHOWN = 10
+_ALIKE = 0.01  # of a step
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy, its ``report``, the ``reason`` why it lost, "" for the best, and whether it
+    ``fits``: it runs, within the memory. The report is of rank 0 only, or None, where that, or the
+    ``estimate``, was enough to know."""
+
+    strategy: Strategy
+    report: Report | None = field(repr=False)
+    reason: str
+    fits: bool
+    estimate: Estimate | None = field(default=None, repr=False)
+
+    @property
+    def simulated(self) -> bool:
+        """As a whole, that is, on all ranks."""
+        report = self.report
+        return report is not None and sum(len(k.ranks) for k in report.kinds) == report.world
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step: simulated, of rank 0 at least, or estimated."""
+        if self.report is not None:
+            return step_time(self.report)
+        return self.estimate.seconds if self.estimate else float("inf")
+
+
+@dataclass(frozen=True)
+class StrategyTable:
+    """What ``plan_strategy`` has found: the ``candidates`` that were simulated as a whole, the
+    fastest first, then those of which an estimate, or rank 0, was enough to know that they are
+    slower, then those that do not fit. Prints the first ten; a time with ~ is estimated."""
+
+    world: int
+    candidates: tuple[Candidate, ...]
+
+    @classmethod
+    def of(cls, world: int, tried: list[Candidate]) -> StrategyTable:
+        whole = sorted((c for c in tried if c.fits and c.simulated and not c.reason), key=_time)
+        known = {id(c) for c in whole}
+        slower = sorted((c for c in tried if c.fits and id(c) not in known), key=_time)
+        if whole:
+            first = whole[0]
+            whole = [first, *(replace(c, reason=_why(c, first)) for c in whole[1:])]
+            slower = [c if c.reason else replace(c, reason=_why(c, first)) for c in slower]
+        return cls(world, (*whole, *slower, *(c for c in tried if not c.fits)))
+
+    @property
+    def best(self) -> Strategy:
+        """The strategy with the shortest step. Raises SimulationError where none fits."""
+        first = self.candidates[0]
+        if not first.fits:
+            raise SimulationError(
+                f"none of {len(self.candidates)} strategies runs on {self.world} ranks; of "
+                f"{named(first.strategy, self.world)}: {first.reason}"
+            )
+        return first.strategy
+
+    def __str__(self) -> str:
+        rows, reasons = [("strategy", "step", "peak memory")], ["why not"]
+        for c in self.candidates[:_SHOWN]:
+            step = peak = ""
+            if c.report is not None:
+                step = seconds(c.step_time) if c.fits and c.simulated else ""
+                peak = amount(c.report.fullest.peak_memory)
+            elif c.estimate is not None:
+                step = f"~{seconds(c.estimate.seconds)}" if c.fits else ""
+                peak = f"~{amount(c.estimate.memory)}"
+            rows.append((named(c.strategy, self.world), step, peak))
+            reasons.append(c.reason)
+        figures = table(rows)
+        lines = [
+            f"{line:{len(figures[0])}}  {reason}".rstrip()
+            for line, reason in zip(figures, reasons, strict=True)
+        ]
+        rest = len(self.candidates) - _SHOWN
+        return "\n".join([*lines, *([f"and {rest:,} more"] if rest > 0 else [])])
+
+
+def _time(c: Candidate) -> float:
+    return c.step_time
+
+
+def _why(c: Candidate, first: Candidate) -> str:
+    """What it does longer than the best one, of all that the most: both as they were simulated, or
+    as they were estimated."""
+    estimates = c.estimate, first.estimate
+    if c.report is not None and first.report is not None:
+        mine, its = _parts(c.report), _parts(first.report)
+    elif estimates[0] is not None and estimates[1] is not None:
+        mine, its = estimates[0].parts, estimates[1].parts
+    else:
+        return "not simulated"
+    part = max(mine, key=lambda name: mine[name] - its[name])
+    whole = sum(mine.values())
+    if c.report is None and mine[part] - its[part] < _ALIKE * whole:
+        return "about as fast, not simulated"
+    return f"{part} {mine[part] / whole:.0%}" if whole else ""
+
+
+def step_time(report: Report) -> float:
+    """Seconds of a step, also where ranks share a device; of a report of rank 0 at least those
+    that it computes for."""
+    return max(sum(_parts(report).values()), report.slowest.timeline.total("compute"))
+
+
+def _parts(report: Report) -> Mapping[str, float]:
+    """Seconds of a step, the mean of all ranks. Where ranks share a device they compute in turns,
+    in the bubbles of each other."""
+    whole = report.step_time
+    waits = report.exposed_communication * whole
+    busy = whole * (1 - report.bubble) - waits
+    shared = busy * report.device.sharing
+    return {
+        "computes": shared, "collectives": waits, "bubble": max(0.0, whole - waits - shared),
+    }  # fmt: skip
+
+
+def named(strategy: Strategy, world: int) -> str:
+    """What differs from one rank that does all by itself."""
+    try:
+        found = strategy.degrees(world)._asdict()
+    except ValueError:
+        found = {a: n for a in ("pp", "dp", "sharding", "cp", "tp") if (n := getattr(strategy, a))}
+    words = [f"{axis}={n}" for axis, n in found.items() if n > 1] or ["one rank"]
+    if strategy.zero_stage and found.get("sharding", 1) > 1:
+        words.append(f"zero={strategy.zero_stage}")
+    if strategy.accumulate_steps > 1:
+        words.append(f"accumulate={strategy.accumulate_steps}")
+    if found.get("pp", 1) > 1 and strategy.schedule != "1f1b":
+        words.append(strategy.schedule)
+    if strategy.recompute:
+        words.append(f"recompute={','.join(strategy.recompute)}")
+    size = getattr(strategy.segments, "megabytes", None)
+    if size is not None:
+        words.append(f"segments={size:g}MiB")
+    return " ".join(words)
