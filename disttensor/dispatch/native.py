@@ -21,7 +21,7 @@ import torch
 from disttensor import cache
 from disttensor.comm import program
 from disttensor.dispatch import dispatch, execute
-from disttensor.tensor import versions, views
+from disttensor.tensor import grad, versions, views
 from disttensor.tensor.base import GradState
 from disttensor.tensor.dist_tensor import DistTensor, carry_out_with
 from disttensor.torch_private import autocast_is_on, make_subclass
@@ -55,11 +55,12 @@ def _configure(module: Any) -> None:
         GradState=GradState,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
-        grad_fn=Tensor.grad_fn,
+        grad_fn=Tensor.grad_fn, grad=Tensor.grad, is_leaf=Tensor.is_leaf,
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
-        autocast_is_on=autocast_is_on,
+        autocast_is_on=autocast_is_on, untyped_storage=Tensor.untyped_storage,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
         wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
+        get_grad=grad.get_grad, UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
     )  # fmt: skip
     cache.also_clear(module.clear)
@@ -86,18 +87,23 @@ def active() -> str:
     return "C" if _in_c else f"Python ({why or 'asked for'})"
 
 
+def _carry_out() -> None:
+    carry_out_with(carrier())
+    grad.read_with(module.grad if _in_c else grad.get_grad)
+
+
 @contextmanager
 def using(in_c: bool) -> Iterator[None]:
     """Warm calls are carried out in C, or in Python: for tests and measurements. Where there is no
     C code, in Python."""
     global _in_c
     before, _in_c = _in_c, in_c and module is not None
-    carry_out_with(carrier())
+    _carry_out()
     try:
         yield
     finally:
         _in_c = before
-        carry_out_with(carrier())
+        _carry_out()
 
 
-carry_out_with(carrier())
+_carry_out()

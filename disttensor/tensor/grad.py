@@ -7,7 +7,7 @@ It is ``Partial`` over the axes on which it is still a sum of contributions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -65,6 +65,11 @@ class Grad(MeshTensor):
     @grad.deleter
     def grad(self) -> None:
         set_grad(self, None)
+
+
+def read_with(getter: Callable[[Any], Any]) -> None:
+    """``x.grad`` is ``getter(x)``: as ``carry_out_with`` of ``dist_tensor``."""
+    Grad.grad = Grad.grad.getter(getter)  # type: ignore[attr-defined, method-assign]
 
 
 def grad_spec(x: MeshTensor, axes: Axes) -> DistSpec:
