@@ -17,6 +17,7 @@ import torch
 from disttensor import errors
 from disttensor.autograd.grad_types import Typed, move
 from disttensor.comm import objects
+from disttensor.comm.process_group import world
 from disttensor.dispatch import strict
 from disttensor.dispatch.reduction_cache import reusing
 from disttensor.dispatch.resolve import Plan
@@ -73,7 +74,7 @@ def runner_of(
     free = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     repeats = plan.factors.rematerialize and free
     repeats = repeats and not (nested or plan.redistributes or plan.any_varying)
-    tells = bool(objects.others(mesh.ranks)) and infer.dynamic(func, args, kwargs)
+    tells = mesh.size < world()[1] and infer.dynamic(func, args, kwargs)
     bare = local_fn = plan.local_fn()
     if inplace and uncounted(func):
         local_fn = counting(plan, bare)
