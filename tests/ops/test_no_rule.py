@@ -168,10 +168,11 @@ def test_what_torch_refuses_is_torchs_error():
 def test_torch_is_not_asked_for_the_signature_of_most_calls() -> None:
     """That takes long. A 0-d tensor may stand for a number, so there it is asked."""
 
-    def func(*args: object) -> None: ...
+    def func(*args: Any) -> None: ...
 
     known = signatures.signatures.cache_info().currsize
     assert signatures.restated(func, (torch.ones(2), 2.5, None, "sum"), {}) is None
     assert signatures.signatures.cache_info().currsize == known
-    assert signatures.restated(func, (torch.ones(2), torch.tensor(1)), {}) is None
+    numbers, _ = signatures.restated(func, (torch.ones(2), torch.tensor(1)), {}) or ((), {})
+    assert type(numbers[1]) is int
     assert signatures.signatures.cache_info().currsize == known + 1
