@@ -38,6 +38,9 @@ class Recipe(NamedTuple):
     nothing, orphan   outside the mesh: tokens that all results may share
     shared    outside the mesh: of each result the number of the argument that it is a view of
     kind      outside the mesh: tuple or list, where several come; else None
+    uncounted   autograd does not count what is written to the targets
+    no_graph  only where no graph is made: uses of tensors in lists vary
+    answer    the result itself, of a question that the key answers; else None
     """
 
     local_fn: Function | None
@@ -54,6 +57,9 @@ class Recipe(NamedTuple):
     orphan: Any = None
     shared: tuple[int | None, ...] = ()
     kind: type | None = None
+    uncounted: bool = False
+    no_graph: bool = False
+    answer: Any = None
 
 
 def outputs_of(specs: Sequence[DistSpec]) -> tuple[Any, ...]:

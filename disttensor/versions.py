@@ -3,6 +3,7 @@ says clearly that it does not."""
 
 from __future__ import annotations
 
+import gc
 import re
 import traceback
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ def dotted(parts: tuple[int, int]) -> str:
 @contextmanager
 def importing(version: str = torch.__version__) -> Iterator[None]:
     """Around the imports of the package: a torch that it cannot run on is one error, with the
-    version and the range.
+    version and the range. No garbage is collected meanwhile: there is none, and to look for it
+    among all that torch has made takes as long as the imports.
 
     On a tested torch errors pass as they are. So does that of a package which is missing.
     """
@@ -38,6 +40,8 @@ def importing(version: str = torch.__version__) -> Iterator[None]:
             f"what it needs. Install a newer one: pip install 'torch>={dotted(OLDEST)}'",
             name="torch",
         )
+    collects = gc.isenabled()
+    gc.disable()
     try:
         yield
     except Exception as error:
@@ -53,3 +57,6 @@ def importing(version: str = torch.__version__) -> Iterator[None]:
             f"tested: pip install 'torch<{dotted(above)}'",
             name="torch",
         ) from None
+    finally:
+        if collects:
+            gc.enable()

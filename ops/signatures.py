@@ -21,6 +21,7 @@ Function = Callable[..., Any]
 # The names of numpy that torch's parser takes besides its own.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input",
           "x2": "other"}  # fmt: skip
+_SIMPLE = (int, float, bool, str, type(None))
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -142,6 +143,8 @@ def restated(
     """The same call with its tensors in the order of torch's signature, the first one by position,
     and numbers in place of 0-d tensors that stand for a number (a size, a dim, an end of a slice).
     None where it is so already."""
+    if not kwargs and all(map(_stays, args)):
+        return None  # most calls: torch need not be asked
     ways = signatures(func)
 
     def read(at: int | str, value: Any) -> Any:
@@ -164,6 +167,11 @@ def restated(
         a is b for a, b in zip((*args, *kwargs.values()), (*numbers, *named.values()), strict=True)
     )
     return None if same else (numbers, named)
+
+
+def _stays(value: Any) -> bool:
+    """Is it, at any position, what it is: no 0-d tensor, and nothing that could hold one?"""
+    return type(value) in _SIMPLE or (isinstance(value, Tensor) and value.ndim > 0)
 
 
 def _index(value: Any) -> Any:

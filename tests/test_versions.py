@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -103,3 +104,17 @@ def test_custom_functions_on_plain_tensors_stay_what_they_are() -> None:
     assert gradient.tolist() == [3.0] * 3
     assert torch.func.grad(lambda t: Scale.apply(t).sum())(torch.ones(2)).tolist() == [2.0] * 2
     assert torch.func.vmap(Scale.apply)(torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_as_before_the_import(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with versions.importing():
+            assert not gc.isenabled()
+        with pytest.raises(AttributeError), versions.importing():
+            raise AttributeError
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -14,7 +14,7 @@ from disttensor.cache import Cache
 from disttensor.comm.program import Call, note
 from disttensor.dispatch import execute, fallback, foreach
 from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
-from disttensor.dispatch.resolve import HANDLERS, resolve
+from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tree import flat
 from ops.registry import RULES
@@ -122,6 +122,8 @@ def runner_of(
         return execute.runner_of(found.plan, args, kwargs, keep)
     if found.way == "handler":
         answer = HANDLERS[func]
+        if func in OF_KEY:
+            return execute.answering(answer(*args, **kwargs))
         return lambda args, kwargs: answer(*args, **(kwargs or {}))
     if found.way == "out" and kwargs["out"] is not None:
         return lambda args, kwargs: fallback.into_out(func, args, kwargs)

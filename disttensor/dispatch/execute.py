@@ -17,6 +17,7 @@ import torch
 from disttensor import errors
 from disttensor.autograd.grad_types import Typed, move
 from disttensor.comm import objects
+from disttensor.comm.process_group import world
 from disttensor.dispatch import strict
 from disttensor.dispatch.reduction_cache import reusing
 from disttensor.dispatch.resolve import Plan
@@ -73,10 +74,10 @@ def runner_of(
     free = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     repeats = plan.factors.rematerialize and free
     repeats = repeats and not (nested or plan.redistributes or plan.any_varying)
-    tells = bool(objects.others(mesh.ranks)) and infer.dynamic(func, args, kwargs)
-    local_fn = plan.local_fn()
+    tells = mesh.size < world()[1] and infer.dynamic(func, args, kwargs)
+    bare = local_fn = plan.local_fn()
     if inplace and uncounted(func):
-        local_fn = counting(plan, local_fn)
+        local_fn = counting(plan, bare)
     call = general(plan, local_fn, None if nested else (args, kwargs))
 
     def complete(run: Runner) -> Runner:
@@ -92,11 +93,19 @@ def runner_of(
             run = direct(plan, local_fn, args, kwargs or {}, free)
         else:
             run = with_recipe(call, general_recipe(plan, local_fn, args, kwargs or {}))
+        recipe = recipe_of(run)
+        if recipe is not None and local_fn is not bare:
+            run = with_recipe(run, recipe._replace(local_fn=bare, uncounted=True))
         if keep is not None:
             keep(complete(run))
         return out
 
     return complete(first)
+
+
+def answering(answer: Any) -> Runner:
+    """The runner of a question that the key of a call answers."""
+    return with_recipe(lambda args, kwargs: answer, Recipe(None, (), (), (), answer=answer))
 
 
 # One tensor from DistTensors that stay as they lie ------------------------------------------------
@@ -332,8 +341,6 @@ def general_recipe(
     axes_of = iter(plan.varying_axes)
     for a in (*args, *kwargs.values()):
         if isinstance(a, (list, tuple)) and flat(a, []):
-            if plan.any_varying:
-                return None
             uses.append(NESTED)
         elif isinstance(a, Tensor):
             axes = next(axes_of, ())
@@ -346,7 +353,7 @@ def general_recipe(
     targets = plan.factors.targets if inplace else None
     return Recipe(
         local_fn, tuple(uses), tuple(kwargs), outputs, not inplace, view,
-        None if targets is None else tuple(targets),
+        None if targets is None else tuple(targets), no_graph=NESTED in uses and plan.any_varying,
     )  # fmt: skip
 
 
@@ -449,8 +456,7 @@ def counting(plan: Plan, local_fn: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         out = local_fn(*args, **kwargs)
         locals_ = flat((args, kwargs), [])
-        for i in plan.factors.targets:
-            count(locals_[i])
+        count(*[locals_[i] for i in plan.factors.targets])
         return out
 
     return run

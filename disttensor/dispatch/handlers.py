@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disttensor.dispatch.fallback import run_replicated
-from disttensor.dispatch.resolve import HANDLERS, handler
+from disttensor.dispatch.resolve import HANDLERS, OF_KEY, handler
 from disttensor.tensor import backward, memory
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import become
@@ -23,6 +23,7 @@ HANDLERS[torch.detach_] = lambda input: input.detach_()
 HANDLERS[torch.is_complex] = lambda input: input.spec.dtype.is_complex
 HANDLERS[torch.is_floating_point] = lambda input: input.spec.dtype.is_floating_point
 HANDLERS[torch.numel] = lambda input: input.numel()
+OF_KEY.update([torch.is_complex, torch.is_floating_point, torch.numel])
 
 
 def _of_meta_tensor(func: Any) -> None:

@@ -54,17 +54,18 @@
     X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) X(GradState) \
     X(local) X(spec) X(idle) /* descriptors of DistTensor, and of DistSpec */ \
-    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) /* descriptors of Tensor */ \
+    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) X(is_leaf) /* descriptors of Tensor */ \
     X(dist_grad) /* DistTensor's, in Python */ \
-    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(use_count) /* functions of torch */ \
-    X(functions_are_seen) X(modes_see_functions) \
+    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(untyped_storage) /* of torch */ \
+    X(use_count) X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
+    X(UNCOUNTED) /* a list with one number */ \
     X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
 
 /* Names of attributes. */
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
-    X(collector) X(origin) X(former) X(grad)
+    X(collector) X(origin) X(former) X(grad) X(uncounted_writes)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -117,10 +118,10 @@ typedef struct {
     PyObject *run;    /* Python's runner */
     int noted;        /* is there a rank to compare the program with? */
     PyObject *recipe; /* NULL: there is none. All below is borrowed of it */
-    PyObject *local_fn, *names, *after, *nothing, *orphan, *kind;
+    PyObject *local_fn, *names, *after, *nothing, *orphan, *kind, *answer;
     PyObject *specs; /* owned: of the results, for wrap_outputs */
     Py_ssize_t nargs, nuses, noutputs, ntargets, nsources;
-    int itself, views, pending, writes, outside;
+    int itself, views, pending, writes, outside, uncounted, no_graph;
     Use *uses;
     Output *outputs;
     Py_ssize_t *targets, *sources, *shared; /* shared[i] < 0: no view */
@@ -339,10 +340,11 @@ follow(State *state, Entry *entry, PyObject *recipe)
     Py_ssize_t nshared;
     if (!PyTuple_Check(recipe)
         || !PyArg_ParseTuple(
-            recipe, "OO!O!O!ppOOpOOOO!O", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
+            recipe, "OO!O!O!ppOOpOOOO!OppO", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
             &entry->names, &PyTuple_Type, &outputs, &entry->itself, &entry->views, &targets,
             &entry->after, &entry->pending, &sources, &entry->nothing, &entry->orphan,
-            &PyTuple_Type, &shared, &entry->kind)) {
+            &PyTuple_Type, &shared, &entry->kind, &entry->uncounted,
+            &entry->no_graph, &entry->answer)) {
         return 0;
     }
     entry->nuses = PyTuple_GET_SIZE(uses);
@@ -952,9 +954,10 @@ flat(State *state, PyObject *value, PyObject *found)
     return failed;
 }
 
-/* What an in-place call writes to, less plain tensors that take DistTensors in: a list. */
+/* What an in-place call writes to, less plain tensors that take DistTensors in: a list. Those come
+ * into plain, where that is a list. */
 static PyObject *
-targets(State *state, Entry *entry, const Call *call)
+targets(State *state, Entry *entry, const Call *call, PyObject *plain)
 {
     PyObject *tensors = PyList_New(0), *found = PyList_New(0);
     int failed = !tensors || !found;
@@ -971,6 +974,9 @@ targets(State *state, Entry *entry, const Call *call)
         if (Py_TYPE(x) == (PyTypeObject *)state->DistTensor) {
             failed = PyList_Append(found, x);
         }
+        else if (plain) {
+            failed = PyList_Append(plain, x);
+        }
     }
     Py_XDECREF(tensors);
     if (failed) {
@@ -979,19 +985,38 @@ targets(State *state, Entry *entry, const Call *call)
     return found;
 }
 
-/* The local of x has been written to: its uses before this are of the old value. */
+/* Is there no use of x but its local and, of a leaf, what stays with it? -1: an error. */
+static int
+no_uses(State *state, PyObject *x)
+{
+    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state);
+    int none = !grad_state ? -1 : grad_state == Py_None;
+    if (!none && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
+        none = is_none(grad_state, state->str.origin);
+        if (none > 0) {
+            none = is_none(grad_state, state->str.aliases);
+            if (!none) {
+                PyObject *local = get(state->local, x);
+                none = local ? is_true(get(state->is_leaf, local)) : -1;
+                Py_XDECREF(local);
+            }
+        }
+    }
+    Py_XDECREF(grad_state);
+    return none;
+}
+
+/* The local of x has been written to: its uses before this are of the old value. It is no view of a
+ * copy: see fits. */
 static int
 written(State *state, PyObject *x)
 {
     int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
     if (plain) {
-        plain = is_none(x, state->str._grad_state);
+        plain = no_uses(state, x);
     }
     if (plain > 0) {
         plain = is_none(x, state->str._reduced);
-    }
-    if (plain > 0) {
-        plain = is_none(x, state->str._view_state);
     }
     if (plain) {
         return plain < 0 ? -1 : 0;
@@ -1001,17 +1026,65 @@ written(State *state, PyObject *x)
     return done ? 0 : -1;
 }
 
+/* Add to a number; where there is none yet, it is 0. Steals number. */
+static PyObject *
+more(PyObject *number, Py_ssize_t n)
+{
+    if (!number && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        return PyLong_FromSsize_t(n);
+    }
+    long long before = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return before == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(before + n);
+}
+
+/* The memory of a local was written to, and autograd has not counted it. */
+static int
+count(State *state, PyObject *local)
+{
+    PyObject *storage = PyObject_CallOneArg(state->untyped_storage, local), *now = NULL;
+    if (storage) {
+        now = more(PyObject_GetAttr(storage, state->str.uncounted_writes), 1);
+    }
+    int failed = !now || PyObject_SetAttr(storage, state->str.uncounted_writes, now) < 0;
+    Py_XDECREF(now);
+    Py_XDECREF(storage);
+    return failed ? -1 : 0;
+}
+
+/* Count what a call wrote to aims (or to the only one, where that is NULL), and to plain tensors:
+ * as count of disttensor.tensor.versions. */
+static int
+count_all(State *state, PyObject *aims, PyObject *only, PyObject *plain)
+{
+    Py_ssize_t n = aims ? PyList_GET_SIZE(aims) : 1, others = plain ? PyList_GET_SIZE(plain) : 0;
+    PyObject *total = more(PySequence_GetItem(state->UNCOUNTED, 0), n + others);
+    int failed = !total || PySequence_SetItem(state->UNCOUNTED, 0, total) < 0;
+    Py_XDECREF(total);
+    for (Py_ssize_t i = 0; !failed && i < n; i++) {
+        PyObject *local = get(state->local, aims ? PyList_GET_ITEM(aims, i) : only);
+        failed = !local || count(state, local) < 0;
+        Py_XDECREF(local);
+    }
+    for (Py_ssize_t i = 0; !failed && i < others; i++) {
+        failed = count(state, PyList_GET_ITEM(plain, i)) < 0;
+    }
+    return failed ? -1 : 0;
+}
+
 /* The result of a call that wrote to its targets. Steals out. */
 static PyObject *
-written_all(State *state, const Call *call, PyObject *aims, PyObject *out)
+written_all(State *state, Entry *entry, const Call *call, PyObject *aims, PyObject *plain,
+            PyObject *out)
 {
-    int failed = 0;
+    int failed = entry->uncounted ? count_all(state, aims, argument(call, 0), plain) : 0;
     if (aims) {
         for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(aims); i++) {
             failed = written(state, PyList_GET_ITEM(aims, i));
         }
     }
-    else {
+    else if (!failed) {
         failed = written(state, argument(call, 0));
     }
     int nothing = out == Py_None;
@@ -1025,6 +1098,12 @@ fits(State *state, Entry *entry, const Call *call, PyObject *aims)
 {
     if (entry->nargs != call->nargs || entry->nuses != call->nargs + call->nnamed) {
         return 0;
+    }
+    if (entry->no_graph) {
+        int graph = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
+        if (graph) {
+            return graph < 0 ? -1 : 0;
+        }
     }
     PyObject *first = call->nargs ? argument(call, 0) : NULL;
     int dist = first && Py_TYPE(first) == (PyTypeObject *)state->DistTensor;
@@ -1067,7 +1146,7 @@ in_graph(State *state, PyObject *local)
 static PyObject *
 direct(State *state, Entry *entry, Call *call)
 {
-    PyObject *aims = NULL, *result = NULL, *out = NULL;
+    PyObject *aims = NULL, *plain = NULL, *result = NULL, *out = NULL;
     /* the first is for who is called: see PY_VECTORCALL_ARGUMENTS_OFFSET */
     PyObject *stack[MOST_ARGUMENTS + 1], **locals = stack + 1;
     Py_ssize_t n = 0;
@@ -1075,13 +1154,16 @@ direct(State *state, Entry *entry, Call *call)
     if (entry->writes && !(entry->ntargets == 1 && entry->targets[0] == 0
                            && Py_TYPE(call->nargs ? argument(call, 0) : Py_None)
                                   == (PyTypeObject *)state->DistTensor)) {
-        aims = targets(state, entry, call);
+        plain = entry->uncounted ? PyList_New(0) : NULL;
+        aims = entry->uncounted && !plain ? NULL : targets(state, entry, call, plain);
         if (!aims) {
+            Py_XDECREF(plain);
             return NULL;
         }
     }
     int fine = fits(state, entry, call, aims);
     if (fine <= 0) {
+        Py_XDECREF(plain);
         Py_XDECREF(aims);
         return fine < 0 ? NULL : call_runner(entry, call);
     }
@@ -1104,7 +1186,7 @@ direct(State *state, Entry *entry, Call *call)
         goto end;
     }
     if (entry->writes) {
-        result = written_all(state, call, aims, out);
+        result = written_all(state, entry, call, aims, plain, out);
         goto end;
     }
     if (entry->itself && entry->nargs && entry->uses[0].how != CONSTANT
@@ -1141,6 +1223,7 @@ end:
     while (n > 0) {
         Py_XDECREF(locals[--n]);
     }
+    Py_XDECREF(plain);
     Py_XDECREF(aims);
     return result;
 }
@@ -1240,7 +1323,101 @@ quick(State *state, Entry *entry, Call *call)
     return results;
 }
 
+/* Of a question that the key answers. */
+static PyObject *
+answer(State *state, Entry *entry)
+{
+    state->recipes++;
+    return Py_NewRef(entry->answer);
+}
+
 /* Gradients ----------------------------------------------------------------------------------- */
+
+/* Put the gradient of a leaf into *total. 0: there are two by now. -1: an error. */
+static int
+one_grad(State *state, PyObject *leaf, PyObject **total)
+{
+    PyObject *grad = get(state->grad, leaf);
+    if (!grad || grad == Py_None) {
+        Py_XDECREF(grad);
+        return grad ? 1 : -1;
+    }
+    if (*total) {
+        Py_DECREF(grad);
+        return 0;
+    }
+    *total = grad;
+    return 1;
+}
+
+/* The same, of the aliases of a leaf: as grad_leaves says. */
+static int
+alias_grads(State *state, PyObject *local, PyObject *aliases, PyObject **total)
+{
+    if (aliases == Py_None) {
+        return 1;
+    }
+    int fine = PyDict_CheckExact(aliases) ? is_true(get(state->is_leaf, local)) : 0;
+    PyObject *axes, *hit;
+    Py_ssize_t at = 0;
+    while (fine > 0 && PyDict_Next(aliases, &at, &axes, &hit)) {
+        int overflow;
+        if (!PyTuple_CheckExact(hit) || PyTuple_GET_SIZE(hit) != 3) {
+            return 0; /* it is (alias, made at, region) */
+        }
+        long made_at = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(hit, 1), &overflow);
+        if (made_at < 0 && !overflow) {
+            PyObject *alias = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
+            fine = PyErr_Occurred() ? -1 : one_grad(state, alias, total);
+            Py_DECREF(alias);
+        }
+    }
+    return fine;
+}
+
+/* What .grad of x gave last, where it still is what one leaf has collected; or None. NULL without
+ * an error: Python knows. */
+static PyObject *
+known_grad(State *state, PyObject *x)
+{
+    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state);
+    PyObject *local = grad_state ? get(state->local, x) : NULL;
+    PyObject *total = NULL, *former = NULL, *aliases = NULL, *known = NULL, *its = NULL;
+    PyObject *result = NULL;
+    int fine = local ? one_grad(state, local, &total) : -1;
+    if (fine > 0 && grad_state == Py_None) {
+        result = total ? NULL : Py_NewRef(Py_None);
+        goto end;
+    }
+    if (fine <= 0 || Py_TYPE(grad_state) != (PyTypeObject *)state->GradState
+        || is_none(grad_state, state->str.collector) <= 0) {
+        goto end;
+    }
+    former = PyObject_GetAttr(grad_state, state->str.former);
+    aliases = former ? PyObject_GetAttr(grad_state, state->str.aliases) : NULL;
+    if (!aliases || !PyTuple_CheckExact(former) || PyTuple_GET_SIZE(former)
+        || alias_grads(state, local, aliases, &total) <= 0) {
+        goto end;
+    }
+    if (!total) {
+        result = Py_NewRef(Py_None);
+        goto end;
+    }
+    known = PyObject_GetAttr(grad_state, state->str.grad);
+    if (known && Py_TYPE(known) == (PyTypeObject *)state->DistTensor) {
+        its = get(state->local, known);
+        result = its == total ? Py_NewRef(known) : NULL;
+    }
+end:
+    Py_XDECREF(its);
+    Py_XDECREF(known);
+    Py_XDECREF(aliases);
+    Py_XDECREF(former);
+    Py_XDECREF(total);
+    Py_XDECREF(local);
+    Py_XDECREF(grad_state);
+    return result;
+}
 
 /* x.grad = None, which each step says of each parameter: on the local and on the aliases of a leaf.
  * 0: there is more to it, and nothing was done. -1: an error. */
@@ -1295,20 +1472,24 @@ set_grad(PyObject *self, PyObject *value, void *Py_UNUSED(closure))
         PyErr_SetString(PyExc_RuntimeError, "a gradient of a DistTensor while Python ends");
         return -1;
     }
-    int done = value == Py_None && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
-                   ? drop_grads(state, self)
-                   : 0;
+    int ours = state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor;
+    int done = ours && value == Py_None ? drop_grads(state, self) : 0;
     return done < 0 ? -1 : done ? 0 : set(state->dist_grad, self, value);
 }
 
 static PyObject *
 get_grad(PyObject *self, void *Py_UNUSED(closure))
 {
-    if (!configured) {
+    State *state = configured;
+    if (!state) {
         PyErr_SetString(PyExc_RuntimeError, "a gradient of a DistTensor while Python ends");
         return NULL;
     }
-    return get(configured->dist_grad, self);
+    PyObject *known = NULL;
+    if (state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor) {
+        known = known_grad(state, self);
+    }
+    return known || PyErr_Occurred() ? known : get(state->dist_grad, self);
 }
 
 static PyGetSetDef grad_definition = {"grad", get_grad, set_grad, "As torch.Tensor.grad.", NULL};
@@ -1362,9 +1543,10 @@ run(State *state, Entry *entry, Call *call)
     state->hits++;
     PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
     if (done || !entry->noted) {
-        result = !entry->recipe    ? call_runner(entry, call)
-                 : entry->outside ? quick(state, entry, call)
-                                  : direct(state, entry, call);
+        result = !entry->recipe             ? call_runner(entry, call)
+                 : entry->answer != Py_None ? answer(state, entry)
+                 : entry->outside           ? quick(state, entry, call)
+                                            : direct(state, entry, call);
     }
     Py_XDECREF(done);
     release(entry);
@@ -1599,6 +1781,7 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     DESCRIPTOR(requires_grad)
     DESCRIPTOR(grad_fn)
     DESCRIPTOR(grad)
+    DESCRIPTOR(is_leaf)
     DESCRIPTOR(dist_grad)
 #undef DESCRIPTOR
     if (!PyDict_CheckExact(PyDict_GetItemString(kwargs, "LIVE"))

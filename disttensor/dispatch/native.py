@@ -64,12 +64,14 @@ def _configure(module: Any) -> None:
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
         idle=DistSpec.__dict__["idle"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
-        grad_fn=Tensor.grad_fn, grad=Tensor.grad, dist_grad=DistTensor.grad,
+        grad_fn=Tensor.grad_fn, grad=Tensor.grad, is_leaf=Tensor.is_leaf,
+        dist_grad=DistTensor.grad,
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
-        autocast_is_on=autocast_is_on, use_count=use_count,
+        autocast_is_on=autocast_is_on, untyped_storage=Tensor.untyped_storage, use_count=use_count,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
         wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
+        UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
     )  # fmt: skip
     cache.also_clear(module.clear)

@@ -34,6 +34,7 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 HANDLERS: dict[Function, Function] = {}  # functions that are answered as they are: no rule, no key
+OF_KEY: set[Function] = set()  # those whose answer follows from the key of the call
 
 
 def handler(*funcs: Function) -> Callable[[Function], Function]:

@@ -79,17 +79,14 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
     waiting: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
     seen: set[int] = set()
     for number, p in enumerate(params):
-        if type(p) is not DistTensor or id(p) in seen:
+        grad: Any = p.grad if type(p) is DistTensor else None
+        if grad is None or not grad.spec.layout.partial or id(p) in seen:
             continue
         seen.add(id(p))
-        grad: Any = p.grad
-        if grad is not None and grad.spec.layout.partial:
-            spec = grad.spec
-            busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-            slot = Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
-            waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(
-                Pending(number, p, grad, slot)
-            )
+        spec = grad.spec
+        busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+        slot = Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
+        waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(number, p, grad, slot))
     for (_, _, dtype), members in waiting.items():
         bucket: list[Pending] = []
         size = 0

@@ -5,6 +5,7 @@ rank."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from disttensor.tensor.base import MeshTensor
 def _of_local(name: str) -> Any:
     """A question about storage and device, answered for the piece of this rank. Without a property
     each would be a dispatch."""
-    return property(lambda self: getattr(self.local, name))
+    return property(attrgetter(f"local.{name}"))
 
 
 class Metadata(MeshTensor):

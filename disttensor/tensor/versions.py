@@ -26,8 +26,9 @@ def version(local: torch.Tensor) -> int:
     return by_autograd + int(getattr(storage, "uncounted_writes", 0))
 
 
-def count(local: torch.Tensor) -> None:
-    """The memory of ``local`` was written to, and autograd has not counted it."""
-    UNCOUNTED[0] += 1
-    storage: Any = local.untyped_storage()
-    storage.uncounted_writes = getattr(storage, "uncounted_writes", 0) + 1
+def count(*locals_: torch.Tensor) -> None:
+    """The memory of each was written to, and autograd has not counted it."""
+    UNCOUNTED[0] += len(locals_)
+    for local in locals_:
+        storage: Any = local.untyped_storage()
+        storage.uncounted_writes = getattr(storage, "uncounted_writes", 0) + 1

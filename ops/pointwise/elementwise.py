@@ -81,10 +81,9 @@ def enter(names: str, rule: Rule) -> None:
 
 def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..., Factors]:
     """The same for a function with an argument ``inplace``; where that is set there is no rule."""
-    try:
-        names = list(inspect.signature(func).parameters)
-    except (TypeError, ValueError):
-        return factors
+    if not inspect.isfunction(inspect.unwrap(func)):
+        return factors  # what is written in C has none
+    names = list(inspect.signature(func).parameters)
     if "inplace" not in names:
         return factors
     at = names.index("inplace")

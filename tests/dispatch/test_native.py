@@ -25,7 +25,7 @@ import ops
 from disttensor import cache, recipe
 from disttensor.comm import program
 from disttensor.dispatch import dispatch, native
-from disttensor.tensor import views
+from disttensor.tensor import versions, views
 from disttensor.tensor.base import origin_of
 from ops.registry import RULES
 from tests.support.pool import fake_world
@@ -88,6 +88,16 @@ def erfinv_as(local: Callable[..., Any], rematerialize: bool = False) -> Iterato
         cache.clear()
 
 
+def fused_step(x: Any, y: Any) -> list[Any]:
+    """What it writes to autograd does not count, DistTensors and plain tensors."""
+    with torch.no_grad():
+        param, average, square, step = x * 2, y * 0, y * 0, torch.ones(())
+        lists = [[param], [y * 1], [average], [square], [], [step]]
+        factors = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+        torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **factors)
+    return [param, average, step, *map(versions.version, (param.local, square.local, step))]
+
+
 # name -> (a call, is it carried out in C?)
 CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "two tensors": (torch.add, True),
@@ -112,6 +122,8 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "plain tensor": (lambda x, y: x + torch.arange(6.0), False),
     "reshard": (lambda x, y: x.sum() + 1, False),
     "generator": (lambda x, y: torch.add(x, y, alpha=complex(2).real), True),
+    "question": (lambda x, y: torch.is_complex(x), True),
+    "fused": (fused_step, True),
     "device": (lambda x, y: x.to(torch.device("cpu")), False),
 }
 
@@ -152,6 +164,47 @@ def test_gradients_are_those_of_python(mesh: dt.ProcessMesh) -> None:
     train()
     got, counts = counted(train)
     assert got == expected and counts["in_c"] > 150 and counts["first"] == 0
+
+
+def test_gradients_are_read_as_in_python(mesh: dt.ProcessMesh) -> None:
+    """Of no use, of one, of a use that varies, of both, again, replaced, written to, and none."""
+
+    def train() -> list[Any]:
+        w = dt.from_local(torch.arange(6.0).cos(), mesh, [R, R], shape=(6,)).requires_grad_()
+        found = [w.grad]
+        for use in (lambda: w * 2, lambda: tensor(mesh) * w, lambda: w + tensor(mesh) * w):
+            w.grad = None
+            for _ in range(2):
+                use().sum().backward()
+                found.append(w.grad)
+                assert w.grad is found[-1] and w.grad.local is found[-1].local
+        w.grad = found[-1] * 2
+        found.append(w.grad)
+        w.grad.mul_(2)
+        w.register_hook(lambda g: g * 3)
+        (w * 2).sum().backward()
+        found.append(w.grad)
+        w.grad = None
+        return [*map(parts, found), w.grad]
+
+    with native.using(False):
+        expected = train()
+    assert train() == expected and len({str(part) for part in expected}) > 5
+
+
+def test_a_use_in_a_list_varies(mesh: dt.ProcessMesh) -> None:
+    """Its gradient is pending; where there is none, C carries the call out."""
+    x = tensor(mesh)
+    w = dt.from_local(torch.ones(6), mesh, [R, R], shape=(6,)).requires_grad_()
+
+    def product() -> Any:
+        return torch._foreach_mul([x], [w])[0]
+
+    product()
+    product().sum().backward()
+    assert w.grad is not None and w.grad.partial_status == {0: "sum"}
+    with torch.no_grad():
+        assert counted(product)[1]["in_c"] == 1
 
 
 def test_outside_the_mesh(mesh: dt.ProcessMesh) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.placement import Replicate, Shard
-from ops import NoRule
+from ops import NoRule, signatures
 from tests.support.oracle import check_op, fallbacks, line, place, randint, randn
 from tests.support.pool import on_ranks
 from tests.support.simulate import plan
@@ -163,3 +163,16 @@ def test_what_torch_refuses_is_torchs_error():
         args, words = replace_tensors((args, words), lambda t: place(t, line(), [Replicate()]))
         with fallbacks(), pytest.raises(plain.type):
             func(*args, **words)
+
+
+def test_torch_is_not_asked_for_the_signature_of_most_calls() -> None:
+    """That takes long. A 0-d tensor may stand for a number, so there it is asked."""
+
+    def func(*args: Any) -> None: ...
+
+    known = signatures.signatures.cache_info().currsize
+    assert signatures.restated(func, (torch.ones(2), 2.5, None, "sum"), {}) is None
+    assert signatures.signatures.cache_info().currsize == known
+    numbers, _ = signatures.restated(func, (torch.ones(2), torch.tensor(1)), {}) or ((), {})
+    assert type(numbers[1]) is int
+    assert signatures.signatures.cache_info().currsize == known + 1
