@@ -140,7 +140,7 @@ class Estimator:
     def _kernels(self, events: Sequence[Event], share: float) -> float:
         """Seconds of the kernels: of the device and the host, beside each other or not."""
         of = self.device.seconds
-        ops = [e for e in events if isinstance(e, Op) and not e.views]
+        ops = [e for e in events if isinstance(e, Op)]
         device = sum(of(e.flops * share, e.nbytes * share, e.dtype) for e in ops)
         host = len(ops) * self.device.launch
         return max(device, host) if self.device.asynchronous else device + host

@@ -143,7 +143,7 @@ class _Watched(Strategy):
             layer.kept += sum(c.nbytes for c in run.changes[start.changes : end.changes])
             within.update(range(start.events, end.events))
         back = [i for i, e in enumerate(run.events) if _phase(e) == "backward"] or [0]
-        loss = sum(c.nbytes for c in run.changes[end.changes :] if c.clock < back[0])
+        loss = sum(c.nbytes for c in run.changes[end.changes :] if c.event < back[0])
         others: dict[str, list[Event]] = {"forward": [], "backward": [], "last": []}
         for i, event in enumerate(run.events):
             if i not in within:
