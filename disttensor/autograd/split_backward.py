@@ -125,10 +125,9 @@ class SplitBackward:
 
 def _why_whole(group: Group, whole: Callable[[Any], str]) -> str:
     """Why the gradients of these weights cannot be put off; empty where they can."""
-    start: Any
     for start in group.starts:
         if isinstance(start, BackwardCFunction):
-            name = start.name().removesuffix("Backward")
+            name = type(start).__name__.removesuffix("Backward")
             return f"the autograd.Function {name} takes them: let it take what is made of them"
         if _HOOKED in start.metadata:
             return f"a hook on the result of {start.name()} may run once only: remove it"
