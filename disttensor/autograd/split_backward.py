@@ -127,8 +127,7 @@ def _why_whole(group: Group, whole: Callable[[Any], str]) -> str:
     """Why the gradients of these weights cannot be put off; empty where they can."""
     for start in group.starts:
         if isinstance(start, BackwardCFunction):
-            named: Any = start
-            name = named.name().removesuffix("Backward")
+            name = type(start).__name__.removesuffix("Backward")
             return f"the autograd.Function {name} takes them: let it take what is made of them"
     fork: Any
     for fork in group.forks:

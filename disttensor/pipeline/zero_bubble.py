@@ -1,5 +1,6 @@
 """The schedules in which the gradients of weights fill the bubble. A backward is I, which the stage
-before waits for, and W, which nobody waits for.
+before waits for, and W, which nobody waits for. On the very first stage, where nobody waits for I
+either, a W that would follow at once is one B with it: that takes less time than both.
 
 From Qi et al., Zero Bubble Pipeline Parallelism (2023; ZB-H1, ZB-V), and the DualPipe of DeepSeek
 cut in half, DualPipeV (2025).
@@ -20,7 +21,7 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     of "1f1b", and idles (p - 1) (F + I - W), a third of that where F, I and W take as long.
 
     >>> pipeline.zero_bubble(2, 3)
-    Schedule(['F0 F1 I0 W0 F2 I1 W1 I2 W2', 'F0 I0 F1 I1 W0 F2 I2 W1 W2'])
+    Schedule(['F0 F1 B0 F2 B1 B2', 'F0 I0 F1 I1 W0 F2 I2 W1 W2'])
 
     Raises ValueError for several visits.
     """
@@ -32,16 +33,14 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
         )
     forwards = [Action("F", m) for m in range(micro_batches)]
     backwards = [Action("B", m) for m in range(micro_batches)]
-    return Schedule(
-        [_put_off(mixed(forwards, backwards, stages - 1 - s), s) for s in range(stages)]
-    )
+    return _made([_put_off(mixed(forwards, backwards, stages - 1 - s), s) for s in range(stages)])
 
 
 def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Schedule:
     """ "interleaved_1f1b" in which W is put off: a shorter way down, as an I is as long as an F.
 
     >>> pipeline.interleaved_zero_bubble(1, 1, 2)
-    Schedule(['F0 F0.1 I0.1 W0.1 I0 W0'])
+    Schedule(['F0 F0.1 I0.1 W0.1 B0'])
     """
     sizes(stages, micro_batches, chunks)
     if chunks == 1:
@@ -50,7 +49,7 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
     forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
     backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
     warm = (chunks - 1) * max(map(len, groups))
-    return Schedule(
+    return _made(
         [_put_off(mixed(forwards, backwards, warm + stages - 1 - s), s) for s in range(stages)]
     )
 
@@ -61,7 +60,7 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     micro-batches or more, idles p - 1 of them only.
 
     >>> pipeline.zbv(1, 1)
-    Schedule(['F0 F0.1 I0.1 W0.1 I0 W0'], shape='v')
+    Schedule(['F0 F0.1 I0.1 W0.1 B0'], shape='v')
     """
     _two("zbv", stages, micro_batches, chunks)
     m = max(micro_batches, 2 * stages - 1)
@@ -87,7 +86,7 @@ def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     where nobody waits for them.
 
     >>> pipeline.dualpipev(1, 2)
-    Schedule(['F0 F0.1 F1 B0.1 F1.1 B0 B1.1 I1 W1'], shape='v')
+    Schedule(['F0 F0.1 F1 B0.1 F1.1 B0 B1.1 B1'], shape='v')
     """
     _two("dualpipev", stages, micro_batches, chunks)
     m = max(micro_batches, 2 * stages)
@@ -150,7 +149,20 @@ def _put_off(order: Iterable[Action], by: int) -> list[Action]:
 
 def _without(rows: list[list[Action]], micro_batches: int) -> Schedule:
     """The first micro-batches alone: a schedule for more of them is one for fewer."""
-    return Schedule([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
+    return _made([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
+
+
+def _made(rows: list[list[Action]], shape: str = "loop") -> Schedule:
+    """The schedule of these orders, with each I and W of the very first stage that are neighbours
+    as one B."""
+    first: list[Action] = []
+    for action in rows[0]:
+        before = action._replace(kind="I")
+        if action.kind == "W" and action.chunk == 0 and first and first[-1] == before:
+            first[-1] = action._replace(kind="B")
+        else:
+            first.append(action)
+    return Schedule([first, *rows[1:]], shape)
 
 
 def _two(name: str, stages: int, micro_batches: int, chunks: int) -> None:
