@@ -86,10 +86,8 @@ def _read_first(tree: ast.Module, name: str) -> bool:
     """Is the name read before the lines assign to it?"""
     for line in tree.body:
         uses = [n for n in _names(line) if n.id == name]
-        if any(isinstance(n.ctx, ast.Load) for n in uses) or isinstance(line, ast.AugAssign):
-            return bool(uses)
         if uses:
-            return False
+            return isinstance(line, ast.AugAssign) or any(isinstance(n.ctx, ast.Load) for n in uses)
     return False
 
 

@@ -3,6 +3,7 @@ failures small."""
 
 from __future__ import annotations
 
+import ast
 import math
 
 import pytest
@@ -61,3 +62,8 @@ def test_replay_gives_the_bits_of_the_calls(shape, first):
     )[0]
     assert not reports, "\n" + "\n".join(reports)
     assert count[0] > len(programs), count
+
+
+def test_a_variable_that_lines_write_to_is_given_to_their_function():
+    tree = ast.parse("v7[0] *= 2.0\nv4 *= 0.5\nv5 = v7")
+    assert [fuzz_replay._read_first(tree, f"v{i}") for i in (4, 5, 7)] == [True, False, True]
