@@ -86,6 +86,7 @@ def test_few_micro_batches_come_to_all_situations_and_to_the_last_backward(sched
         for chunk in range(chunks):
             assert [a for a in row if a.kind != "F" and a.chunk == chunk][-1] in rest
     assert len(few.left_out(pipeline.gpipe(4, 64).orders[0])) == 60
+    assert 15 not in few.left_out(pipeline.one_f_one_b(16, 16).orders[4])
 
 
 def test_the_tag_of_a_transfer_in_another_channel() -> None:
