@@ -820,3 +820,14 @@ def test_examples_run():
         assert not report, "".join(report)
         ran += len(test.examples)
     assert ran > 15
+
+
+def test_the_schedule_says_how_often_stages_are_visited():
+    with fake_world(2):
+        strategy = Strategy(pp=2, schedule="zbv")
+        assert [mesh.ranks for mesh in strategy.visits()] == [(0,), (1,), (1,), (0,)]
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+        strategy.apply(model)
+        assert [p.process_mesh.ranks for p in model.parameters()][::2] == [(0,), (1,), (1,), (0,)]
+    with pytest.raises(ValueError, match="schedule='x': it is one of 'gpipe', '1f1b'"):
+        Strategy(schedule="x")

@@ -91,7 +91,7 @@ def found(world, program, like=PLAIN, ranks_per_node=4):
 
 
 LAYERS = ("tok", "blocks.0", "blocks.1", "blocks.2", "head")
-PROGRAM = Program(rows=16, layers=LAYERS, blocks=LAYERS[1:4])
+PROGRAM = Program(rows=48, layers=LAYERS, blocks=LAYERS[1:4])
 
 
 def test_all_strategies_of_a_world_fill_it():
@@ -105,7 +105,7 @@ def test_all_strategies_of_a_world_fill_it():
     }  # fmt: skip
     assert {s.recompute for s in ways} == {(), ("blocks.*",), ("tok", "blocks.*", "head")}
     for s, d in zip(ways, degrees, strict=True):
-        assert 16 % (s.accumulate_steps * d.dp * d.sharding) == 0  # rows for each rank
+        assert 48 % (s.accumulate_steps * d.dp * d.sharding) == 0  # rows for each rank
         assert (s.schedule == "1f1b") or d.pp > 1
         assert s.schedule not in ("zbv", "interleaved_1f1b") or d.pp == 2  # visits of 5 layers
     assert "dualpipev" in {s.schedule for s in ways}
