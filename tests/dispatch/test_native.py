@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import machinery, util
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import ops
 from disttensor import cache, recipe
 from disttensor.comm import program
 from disttensor.dispatch import dispatch, native
+from disttensor.random import state
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import origin_of
 from ops.registry import RULES
@@ -227,6 +229,20 @@ def test_outside_the_mesh(mesh: dt.ProcessMesh) -> None:
     calls()
     got, counts = counted(calls)
     assert got == expected and counts["in_c"] >= 6 and counts["first"] == 0
+
+
+def test_calls_outside_the_mesh_draw_where_they_have_dropout(mesh: dt.ProcessMesh) -> None:
+    x = dt.zeros(2, 4, 6, mesh=dt.ProcessMesh([1, 2], ("x",)))
+    for p, draws in ((0.0, False), (0.5, True), (0.0, False)):
+        before = state.get_state()
+        F.dropout(x, p)
+        assert (state.get_state() != before) is draws
+    for words, draws in (({}, 0), ({"dropout_p": 0}, 0), ({"dropout_p": 0.5}, 1)):
+        attend = partial(F.scaled_dot_product_attention, x, x, x, **words)
+        attend()
+        before = state.get_state()
+        _, counts = counted(attend)
+        assert counts["in_c"] == 1 - draws and (state.get_state() != before) is bool(draws)
 
 
 def test_a_pending_sum_that_was_reduced_is_read_instead(mesh: dt.ProcessMesh) -> None:
