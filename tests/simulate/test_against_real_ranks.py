@@ -37,6 +37,7 @@ STRATEGIES = [
     "--pp=2 --sharding=2 --batch=8 --tie --amp=fp16",
     "--pp=2 --dp=2 --batch=8 --schedule=interleaved_1f1b --recompute",
     "--pp=2 --tp=2 --batch=6 --accumulate=3 --schedule=zbv",
+    "--pp=4 --batch=10 --accumulate=10",  # few micro-batches are run
     "--dp=4 --batch=6 --width=36 --heads=3",  # pieces of 2, 2, 1 and 1
 ]
 
