@@ -38,7 +38,6 @@ _OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"}) | sys.stdl
 _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 # What is called of a module or another object, if nothing else is said.
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Surroundings:
@@ -157,7 +156,7 @@ class Surroundings:
             parts = self._reads.elements(value)
         elif isinstance(value, np.ndarray):
             self._reads.array(value)
-        elif isinstance(value, _GENERATORS) and value is not getattr(random, "_inst", None):
+        elif isinstance(value, _generators()) and value is not getattr(random, "_inst", None):
             self.why = "it reads a generator of random numbers that is not torch's"
         elif isinstance(value, functools.partial):
             parts = value.func, *value.args, *value.keywords.values()
@@ -235,11 +234,17 @@ class Surroundings:
         return [(tree.changes, tree.attributes()) for tree in self.trees]
 
 
+def _generators() -> tuple[type, ...]:
+    """The classes of generators of random numbers; numpy loads its own when asked for them."""
+    own = sys.modules.get("numpy.random")
+    return (random.Random, own.Generator, own.RandomState) if own else (random.Random,)
+
+
 def _ours(module: str) -> bool:
     return module.partition(".")[0] in _OURS
 
 
 def _is_object(value: Any) -> bool:
     """An object of a class of the user's, that is no function."""
-    known = (Tensor, nn.Module, np.ndarray, type, types.ModuleType, *CONTAINERS, *_GENERATORS)
+    known = (Tensor, nn.Module, np.ndarray, type, types.ModuleType, *CONTAINERS, *_generators())
     return not isinstance(value, known) and not callable(value)

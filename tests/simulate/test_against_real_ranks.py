@@ -17,6 +17,9 @@ from tests.simulate.measured import measured
 from tests.support.part import part
 from tests.support.pool import run_on_ranks
 
+# of weights whose gradients a schedule does not put off
+pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
+
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 CPU = dt.devices.Device(
     name="a CPU", peak=dict.fromkeys(DTYPES, 1e11), bandwidth=1e10, launch=5e-6, asynchronous=False
