@@ -188,7 +188,7 @@ def here() -> tuple[dt.devices.Device, dt.devices.Network]:
     tiny = build_with(TINY)
     [host] = on_ranks(1, alone, TINY)
     report = dt.simulate(lambda: tiny(dt.Strategy()), 1, device=device)
-    kernels = sum(isinstance(e, Op) and not e.views for e in report.kinds[0].events)
+    kernels = sum(isinstance(e, Op) for e in report.kinds[0].events)
     sharing = max(1.0, RANKS / (os.cpu_count() or 1))
     device = dataclasses.replace(device, launch=host / kernels, sharing=sharing)
     small, large = zip(*on_ranks(RANKS, calibrate), strict=True)
