@@ -779,6 +779,19 @@ def test_methods_go_the_way_of_torch_where_somebody_else_is_asked_first(
     assert dt.DistTensor.add(x, x).spec is Tensor.add(x, x).spec is x.add(x).spec
 
 
+def test_a_gradient_that_was_read_grows_by_those_of_other_uses(mesh: dt.ProcessMesh) -> None:
+    read = []
+    for in_c in (False, True):
+        with native.using(in_c):
+            w = dt.shard_tensor(torch.arange(6.0), mesh, [R, R], requires_grad=True)
+            w.square().sum().backward()
+            read.append(parts(w.grad))
+            (tensor(mesh, S0, R) * w).sum().backward()
+            assert w.grad is not None and w.grad is w.grad
+            read.append(parts(w.grad))
+    assert read[:2] == read[2:] and read[0] != read[1]
+
+
 def test_gradients_are_dropped_as_in_python(mesh: dt.ProcessMesh) -> None:
     """Of leaves that were used in one way or in several, that have hooks, and outside the mesh."""
     elsewhere = dt.ProcessMesh([1, 2], ("x",))
