@@ -82,8 +82,8 @@ def check(build: Any, options: str) -> None:
         else:
             assert mine == comms
         assert kind.flops == flops
-        # A real rank may still hold what it sent last, with a few bytes that announce it, and gloo's
-        # thread what it has reduced or gathered: as much as a tenth is granted.
+        # A real rank may still hold what it sent last, with a few bytes that announce it, and
+        # gloo's thread what it has reduced or gathered: as much as a tenth is granted.
         in_flight = max((c.bytes for c in comms if c.kind == "send"), default=-256) + 256
         gathered = 2 * max((c.bytes for c in comms if c.kind != "send"), default=0)
         in_flight = max(in_flight, min(gathered, int(0.08 * memory.peak)))
