@@ -10,7 +10,7 @@ from disttensor import arguments
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.steady import groups_of, mixed, sizes
+from disttensor.pipeline.steady import interleaved, mixed, sizes
 from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
 
 Maker = Callable[[int, int, int], Schedule]
@@ -62,10 +62,7 @@ def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
     sizes(stages, micro_batches, chunks)
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
-    groups = groups_of(stages, micro_batches)
-    forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
-    backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
-    warm = (chunks - 1) * max(map(len, groups))
+    forwards, backwards, warm = interleaved(stages, micro_batches, chunks)
     return Schedule(
         [mixed(forwards, backwards, warm + 2 * (stages - 1 - s)) for s in range(stages)]
     )

@@ -24,6 +24,18 @@ def groups_of(stages: int, micro_batches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(cuts)]
 
 
+def interleaved(
+    stages: int, micro_batches: int, chunks: int
+) -> tuple[list[Action], list[Action], int]:
+    """The forwards and the backwards of each stage, group by group, and how many forwards of
+    earlier chunks come before the first backward."""
+    groups = groups_of(stages, micro_batches)
+    forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
+    backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
+    warm = (chunks - 1) * max(map(len, groups))
+    return forwards, backwards, warm
+
+
 def sizes(stages: int, micro_batches: int, chunks: int) -> None:
     for name, size in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         arguments.whole(f"a schedule: {name}", size, 1)

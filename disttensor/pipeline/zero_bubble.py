@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.steady import groups_of, mixed, sizes
+from disttensor.pipeline.steady import interleaved, mixed, sizes
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -45,10 +45,7 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
     sizes(stages, micro_batches, chunks)
     if chunks == 1:
         return zero_bubble(stages, micro_batches)
-    groups = groups_of(stages, micro_batches)
-    forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
-    backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
-    warm = (chunks - 1) * max(map(len, groups))
+    forwards, backwards, warm = interleaved(stages, micro_batches, chunks)
     return _made(
         [_put_off(mixed(forwards, backwards, warm + stages - 1 - s), s) for s in range(stages)]
     )

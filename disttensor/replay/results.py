@@ -14,7 +14,7 @@ from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import execute
 from disttensor.dispatch.reduction_cache import Reduced
 from disttensor.meta.trace import Unfit
-from disttensor.replay.tape import Tape, is_constant
+from disttensor.replay.tape import Tape, is_constant, spelled
 from disttensor.tensor import reshard as tensor_reshard
 from disttensor.tensor.base import given_uses
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -42,14 +42,8 @@ class Results:
             return self.tape.source_of(value) or self.tape.name(value)
         if is_constant(value):
             return self.tape.text(value)
-        if kind is list:
-            return "[" + ", ".join(map(self.text, value)) + "]"
-        if kind is tuple:
-            return "(" + "".join(f"{self.text(v)}, " for v in value) + ")"
-        if kind is dict:
-            return (
-                "{" + ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items()) + "}"
-            )
+        if kind in (list, tuple, dict):
+            return spelled(value, self.text)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{self.tape.constant(kind)}({', '.join(map(self.text, value))})"
         if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers

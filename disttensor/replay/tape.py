@@ -129,14 +129,8 @@ class Tape:
             if kind is DistTensor:
                 raise Unfit("a DistTensor is given to what runs on locals")
             return self.name(value)
-        if kind is list:
-            return "[" + ", ".join(map(self.text, value)) + "]"
-        if kind is tuple:
-            return "(" + "".join(f"{self.text(v)}, " for v in value) + ")"
-        if kind is dict:
-            return (
-                "{" + ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items()) + "}"
-            )
+        if kind in (list, tuple, dict):
+            return spelled(value, self.text)
         if kind in _PLAIN:
             return f"({value!r})" if kind is int and value < 0 else repr(value)
         return self.constant(value)
@@ -203,3 +197,12 @@ class Tape:
 
 def is_constant(value: Any) -> bool:
     return type(value) in CONSTANTS
+
+
+def spelled(value: Any, text: Callable[[Any], str]) -> str:
+    """A list, tuple or dict of what ``text`` gives for its items."""
+    if type(value) is list:
+        return "[" + ", ".join(map(text, value)) + "]"
+    if type(value) is tuple:
+        return "(" + "".join(f"{text(v)}, " for v in value) + ")"
+    return "{" + ", ".join(f"{text(k)}: {text(v)}" for k, v in value.items()) + "}"
