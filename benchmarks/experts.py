@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from replicas import free_port
-from table import machine
+from replicas import on_ranks
+from table import machine, write_between
 from torch import Tensor
 
 import disttensor as dt
@@ -169,11 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.check:
         args.tokens = [64]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        for n in args.ranks:
-            mp.spawn(rank_main, (n, free_port(), args, results), nprocs=n)
-        found = dict(results)
+    found = on_ranks(args.ranks, rank_main, args)
     if args.check:
         print(f"both sides agree on {args.ranks} ranks")
         return
@@ -184,10 +179,7 @@ def main() -> None:
     text = f"{table(found)}\n\n{fill(f'{size}.', 100)}"
     print(text)
     if args.markdown:
-        page = Path(args.markdown)
-        before, rest = page.read_text().split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        page.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+        write_between(MARKS, Path(args.markdown), text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ forward, backward, optimizer) on this rank's part of the batch.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -182,6 +183,16 @@ def _mine(settings: Settings) -> list[Batch]:
     """This rank's part of the batches."""
     rank, n = dist.get_rank(), dist.get_world_size()
     return [tuple(x.chunk(n)[rank] for x in batch) for batch in batches(settings)]
+
+
+def on_ranks(worlds: Iterable[int], rank_main: Callable[..., None], args: Any) -> dict[Any, Any]:
+    """What ``rank_main(rank, world, port, args, results)`` of the processes of each world leaves in
+    ``results``."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        for n in worlds:
+            mp.spawn(rank_main, (n, free_port(), args, results), nprocs=n)
+        return dict(results)
 
 
 def free_port() -> int:

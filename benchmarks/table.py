@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from cases import Row
@@ -90,6 +91,13 @@ def markdown(
         )
 
     return "\n".join([text(lines[0]), text(rule), *map(text, lines[1:])])
+
+
+def write_between(marks: tuple[str, str], page: Path, text: str) -> None:
+    """``text`` in place of what stands between the two marks of the page."""
+    before, rest = page.read_text().split(marks[0])
+    after = rest.split(marks[1])[1]
+    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}")
 
 
 def machine() -> str:
