@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.work import Work, finished
 from disttensor.placement import Partial, Replicate
@@ -13,6 +14,7 @@ def ring(src_bytes: int, dst_bytes: int, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * src_bytes
 
 
+@cached(4096)
 def pending(spec: DistSpec, axes: Axes) -> str:
     """The reduction that waits on ``axes`` (one and the same)."""
     return next(op for axis, op in spec.layout.partial if axis == axes[0])

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import reshard
 from disttensor.autograd import activation_checkpoint
 from disttensor.autograd.ahead import Begin, Begun, ahead
 from disttensor.cache import Cache
@@ -27,6 +26,7 @@ from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
 from disttensor.torch_private import current_backward, direct_apply, is_view, storage_id
+from reshard import planner
 
 Tensor = torch.Tensor
 
@@ -90,7 +90,7 @@ class Move(torch.autograd.Function):
         activation_checkpoint.join_region(ctx)
         if held is not None:
             return held[0].view_as(held[0])
-        out = reshard.run(x, src.spec, dst.spec)
+        out = planner.run(x, src.spec, dst.spec)
         if out is x:
             return x.view_as(x)
         if is_view(out) and storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
@@ -109,7 +109,7 @@ class Move(torch.autograd.Function):
             grad = grad * (divide_dst / divide_src)
         if torch.is_grad_enabled():
             return move(grad, grad_dst, grad_src, None), None, None, None, None
-        return reshard.run(grad, grad_dst.spec, grad_src.spec), None, None, None, None
+        return planner.run(grad, grad_dst.spec, grad_src.spec), None, None, None, None
 
 
 # Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
@@ -134,6 +134,6 @@ def reduction(src: Typed, dst: Typed) -> Begin | None:
     found = _reductions.get((src, dst))
     if found is None:
         pending = src.spec.layout.partial
-        begin = None if pending else reshard.background(dual(dst)[0].spec, dual(src)[0].spec)
+        begin = None if pending else planner.background(dual(dst)[0].spec, dual(src)[0].spec)
         found = _reductions[src, dst] = (begin,)
     return found[0]

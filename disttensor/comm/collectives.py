@@ -128,7 +128,7 @@ def all_reduce(
 ) -> Any:
     """The elementwise ``op`` over all members, of x's shape: a new tensor, or x itself
     ``inplace``."""
-    n = group.size
+    n = len(group.ranks)
     x = wire.in_place("all_reduce", x, op) if inplace else x
     if n == 1:
         return _alone(x.detach(), async_op)

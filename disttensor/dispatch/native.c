@@ -54,9 +54,10 @@
     X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) X(GradState) \
     X(local) X(spec) X(idle) /* descriptors of DistTensor, and of DistSpec */ \
-    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) X(is_leaf) /* descriptors of Tensor */ \
+    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) X(is_leaf) X(version) /* of Tensor */ \
     X(dist_grad) /* DistTensor's, in Python */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(untyped_storage) /* of torch */ \
+    X(top_saved_tensors_hooks) \
     X(use_count) X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
     X(UNCOUNTED) /* a list with one number */ \
@@ -859,32 +860,82 @@ call_runner(Entry *entry, Call *call)
     return PyObject_Vectorcall(entry->run, args, 2, NULL);
 }
 
-/* The local for a use that varies over axes: the alias of a leaf, which is mostly there. */
+/* Does what is made of a local, or the local itself that comes out, belong to a graph now? -1: an
+ * error. */
+static int
+in_graph(State *state, PyObject *local)
+{
+    int needs = is_true(get(state->requires_grad, local));
+    return needs > 0 ? is_true(PyObject_CallNoArgs(state->is_grad_enabled)) : needs;
+}
+
+/* Is an alias, (alias, made at, region), of the value that the local has now, and of this region of
+ * activation checkpointing? Those of leaves always are. -1: an error; 0: no, or not known here. */
+static int
+lasting(State *state, PyObject *x, PyObject *alias)
+{
+    PyObject *made_at = PyTuple_GET_ITEM(alias, 1);
+    int overflow;
+    long long then = PyLong_AsLongLongAndOverflow(made_at, &overflow);
+    if (then < 0 || overflow) {
+        return PyErr_Occurred() ? -1 : !overflow;
+    }
+    if (PyTuple_GET_ITEM(alias, 2) != Py_None) {
+        return 0;
+    }
+    PyObject *hooks = PyObject_CallOneArg(state->top_saved_tensors_hooks, Py_True);
+    PyObject *local = hooks ? get(state->local, x) : NULL;
+    PyObject *version = local ? get(state->version, local) : NULL;
+    PyObject *uncounted = version ? PySequence_GetItem(state->UNCOUNTED, 0) : NULL;
+    int same = uncounted ? hooks == Py_None : -1;
+    if (same > 0) {
+        long long now = PyLong_AsLongLong(version), others = PyLong_AsLongLong(uncounted);
+        same = PyErr_Occurred() ? -1 : now + others == then;
+    }
+    Py_XDECREF(uncounted);
+    Py_XDECREF(version);
+    Py_XDECREF(local);
+    Py_XDECREF(hooks);
+    return same;
+}
+
+/* The local for a use that varies over axes: an alias, which is mostly there, or the local itself
+ * where no gradient comes back. */
 static PyObject *
 local_for(State *state, PyObject *x, PyObject *axes)
 {
-    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state), *alias = NULL;
+    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state), *found = NULL;
     if (!grad_state) {
         return NULL;
     }
+    int none = grad_state == Py_None;
     if (Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
         PyObject *aliases = PyObject_GetAttr(grad_state, state->str.aliases);
         PyObject *hit = NULL;
+        none = aliases == Py_None;
         if (aliases && PyDict_CheckExact(aliases)) {
-            hit = PyDict_GetItemWithError(aliases, axes); /* (alias, made at, region) */
+            hit = PyDict_GetItemWithError(aliases, axes);
         }
         if (hit && PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3) {
-            int overflow;
-            long made_at = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(hit, 1), &overflow);
-            if (made_at < 0 && !overflow && !PyErr_Occurred()) {
-                alias = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
+            Py_INCREF(hit);
+            if (lasting(state, x, hit) > 0) {
+                found = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
             }
+            Py_DECREF(hit);
         }
         Py_XDECREF(aliases);
     }
     Py_DECREF(grad_state);
-    if (alias || PyErr_Occurred()) {
-        return alias;
+    if (none && !PyErr_Occurred()) {
+        PyObject *local = get(state->local, x);
+        int graph = local ? in_graph(state, local) : -1;
+        if (!graph) {
+            return local;
+        }
+        Py_XDECREF(local);
+    }
+    if (found || PyErr_Occurred()) {
+        return found;
     }
     return PyObject_CallMethodOneArg(x, state->str.local_for, axes);
 }
@@ -1132,14 +1183,6 @@ fits(State *state, Entry *entry, const Call *call, PyObject *aims)
         }
     }
     return fine;
-}
-
-/* Does a local that comes out belong to a graph now? -1: an error. */
-static int
-in_graph(State *state, PyObject *local)
-{
-    int needs = is_true(get(state->requires_grad, local));
-    return needs > 0 ? is_true(PyObject_CallNoArgs(state->is_grad_enabled)) : needs;
 }
 
 /* Read the locals, call the function on them, wrap the results. */

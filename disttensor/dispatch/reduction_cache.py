@@ -22,7 +22,7 @@ from disttensor.recipe import recipe_of, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
-from disttensor.tensor.reshard import resharded
+from disttensor.tensor.reshard import moved_for, resharded
 from disttensor.tensor.versions import INFERENCE, version
 from disttensor.tree import flat, substitute
 
@@ -48,8 +48,8 @@ def _grad(x: DistTensor) -> bool:
 def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Reduce ``x`` to ``dst``, and keep that beside it."""
     local = x.local
-    # without what leads back to x, which would be a circle
-    value = wrap(resharded(x, dst).local, dst)
+    # the local alone: what leads back to x would be a circle
+    value = wrap(moved_for(x, dst, ()) if x.is_initialized else resharded(x, dst).local, dst)
     if local.is_inference():
         INFERENCE[:] = [True]
     x._reduced = Reduced(local, version(local), value, _grad(x), region())
@@ -77,26 +77,32 @@ def reusing(plan: Plan, run: Runner) -> Runner:
     if not any(reuses):
         return run
     reduces = any(reduced)
+    wholes = [x.with_layout(Layout(x.layout.dims)) for x in plan.specs]
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
-        if not reduces and not kwargs and len(args) < 3:  # most calls, quickly
+        few = not kwargs and len(args) < 3  # most calls, quickly
+        for a in args if few else ():
+            few = few and type(a) is not list and type(a) is not tuple
+        if few and not reduces:
             for a in args:
-                if (type(a) is DistTensor and a._reduced is not None) or type(a) in (list, tuple):
+                if type(a) is DistTensor and a._reduced is not None:
                     break
             else:
                 return run(args, kwargs)
-        tensors = flat((args, kwargs or {}), [])
+        tensors = (
+            [a for a in args if isinstance(a, Tensor)] if few else flat((args, kwargs or {}), [])
+        )
         found: dict[int, DistTensor] = {}
         left = False  # adding pending values is free; with one of them reduced it would not be
-        for t, reuse, now in zip(tensors, reuses, reduced, strict=True):
+        for t, reuse, now, whole in zip(tensors, reuses, reduced, wholes, strict=True):
             if not reuse or type(t) is not DistTensor or id(t) in found:
                 continue
             if is_gradient(t):
                 left = True
                 continue
-            value = known(t)
+            value = None if t._reduced is None else known(t)
             if value is None and now and not strict.depth():
-                value = remember(t, t.spec.with_layout(Layout(t.spec.layout.dims)))
+                value = remember(t, whole)
             if value is not None:
                 found[id(t)] = value
             left = left or value is None
@@ -106,7 +112,10 @@ def reusing(plan: Plan, run: Runner) -> Runner:
         def put(t: Tensor) -> Tensor:
             return found.get(id(t), t)
 
-        out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
+        if few:
+            out = func(*[found.get(id(a), a) for a in args])
+        else:
+            out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
         for t in tensors:
             # outside the mesh it stands for a new tensor
             if found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized:

@@ -45,6 +45,14 @@ def relabels(src: DistSpec, dst: DistSpec) -> bool:
     return all(n == 1 or p == q for p, q, n in ends)
 
 
+@cached(4096)
+def stays(src: DistSpec, dst: DistSpec) -> tuple[bool, bool]:
+    """Is a local of ``src`` one of ``dst``: of values, and of what requires grad too? A pending
+    reduction that has no gradient is refused, on one rank too: ``dual`` says so."""
+    same = relabels(src, dst)
+    return same, same and all(op in ("sum", "avg") for _, op in src.layout.partial)
+
+
 def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
     """The local of x resharded to ``dst``, a spec of the same mesh, for a use that varies over
     ``axes``."""
@@ -52,9 +60,7 @@ def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
     if src is dst:
         return x.local_for(axes)
     local = x.local
-    # on one rank too: ``dual`` says so
-    gradless = any(op not in ("sum", "avg") for _, op in src.layout.partial)
-    if relabels(src, dst) and not (local.requires_grad and gradless):
+    if stays(src, dst)[local.requires_grad]:
         return x.local_for(axes)
     if not local.requires_grad or not torch.is_grad_enabled():
         return reshard.run(local, src, dst)
