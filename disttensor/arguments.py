@@ -75,6 +75,10 @@ def positive(who: str, value: Any, expected: str) -> None:
 
 def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
     """A shape as a tuple. A tensor of one whole number is a size, as in torch."""
+    if type(shape) in (tuple, torch.Size):  # mostly it is right
+        right = all(type(n) is int and n >= least for n in shape)
+        if right and math.prod(shape) < 2**63:
+            return tuple(shape)
     expected = f"a sequence of whole numbers from {least} up"
     if isinstance(shape, torch.Tensor):
         raise wrong(who, shape, expected)

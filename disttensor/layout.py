@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,11 +43,11 @@ class Layout:
     @property
     def sharded(self) -> frozenset[int]:
         """Mesh axes that split some dim."""
-        return frozenset(a for axes in self.dims for a in axes)
+        return frozenset([a for axes in self.dims for a in axes])
 
     @property
     def partial_axes(self) -> frozenset[int]:
-        return frozenset(a for a, _ in self.partial)
+        return frozenset([a for a, _ in self.partial])
 
     def varies(self) -> frozenset[int]:
         """Mesh axes over which locals differ: sharded or partial."""
@@ -72,8 +73,14 @@ class Layout:
         return tuple(out)
 
 
+@lru_cache(maxsize=64)
 def replicated(ndim: int) -> Layout:
     return Layout(((),) * ndim)
+
+
+def lies_whole(layout: Layout) -> bool:
+    """Is it the same on all ranks?"""
+    return not layout.partial and not any(layout.dims)
 
 
 def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Layout:

@@ -35,6 +35,23 @@ def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return one
 
 
+class Kind:
+    """What specs have in common that differ in sizes only: a layout, a dtype, and which dims are of
+    size 1. One object for each (``kind_of``), so that it is its own hash."""
+
+    __slots__ = ("layout", "placements", "varies")
+
+    def __init__(self, layout: Layout, mesh_ndim: int) -> None:
+        self.layout = layout
+        self.placements = layout.placements(mesh_ndim)
+        self.varies = layout.varies()
+
+
+@lru_cache(maxsize=4096)
+def kind_of(layout: Layout, mesh_ndim: int, dtype: torch.dtype, ones: tuple[bool, ...]) -> Kind:
+    return Kind(layout, mesh_ndim)
+
+
 class DistSpec:
     """Everything that all ranks know of a tensor. Compare with ``is``; make with ``DistSpec(...)``.
 
@@ -48,6 +65,7 @@ class DistSpec:
         "_derived",
         "dtype",
         "idle",
+        "kind",
         "layout",
         "local_box",
         "local_shape",
@@ -62,6 +80,7 @@ class DistSpec:
     layout: Layout
     shape: torch.Size
     dtype: torch.dtype
+    kind: Kind
     placements: tuple[Placement, ...]
     local_shape: tuple[int, ...]  # of this rank; (0,), a token's, outside the mesh
     local_box: Box
@@ -83,9 +102,9 @@ class DistSpec:
             return known
         _fits(mesh, layout, shape, dtype)
         self = super().__new__(cls)
-        self.mesh, self.layout, self.shape, self.dtype = mesh, layout, torch.Size(shape), dtype
-        self.placements = layout.placements(mesh.ndim)
-        self.varies = layout.varies()
+        kind = self.kind = kind_of(layout, mesh.ndim, dtype, tuple([n == 1 for n in shape]))
+        self.mesh, self.layout, self.shape, self.dtype = mesh, kind.layout, torch.Size(shape), dtype
+        self.placements, self.varies = kind.placements, kind.varies
         if mesh.coordinate is not None:
             self.local_box = self.box_at(mesh.coordinate)
         else:

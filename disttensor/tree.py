@@ -20,7 +20,7 @@ def flat(value: Any, out: list[Tensor]) -> list[Tensor]:
         for v in value:
             if isinstance(v, Tensor):  # in a list of many no call for each
                 out.append(v)
-            else:
+            elif isinstance(v, (list, tuple, dict)):
                 flat(v, out)
     elif isinstance(value, dict):
         flat([*value.values()], out)

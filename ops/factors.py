@@ -8,7 +8,6 @@ axis splits a *factor*: every tensor dim with that letter. See ``Factors`` for t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,28 +141,36 @@ class Factors:
         return dataclasses.replace(self, **changes)
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        if self.shapes is not None:
-            return self.shapes
-        return tuple(tuple(self._size(d) for d in dims) for dims in self.outputs)
+        return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)
 
-    def _size(self, dim: Any) -> int:
-        if dim is None:
-            return 1
-        return math.prod(self.sizes[x] for x in (dim if isinstance(dim, tuple) else (dim,)))
+    def shapes_for(self, sizes: Mapping[Letter, int]) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the outputs where the letters have these sizes."""
+
+        def size(dim: Any) -> int:
+            return math.prod([sizes[x] for x in dim]) if type(dim) is tuple else sizes[dim]
+
+        return tuple([
+            tuple([1 if dim is None else size(dim) for dim in dims]) for dims in self.outputs
+        ])  # fmt: skip
 
 
 def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:
     """Letters of broadcasting: dim i from the right is one letter in every argument and result.
     Size 1 broadcasts."""
-    ndim = max((len(a.shape) for a in args), default=0)
+    ndim = max([len(a.shape) for a in args], default=0)
     sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
-    numbered = [list(enumerate(a.shape, ndim - len(a.shape))) for a in args]
-    for i, s in itertools.chain(*numbered):
-        if s != 1 and sizes[i] not in (1, s):
-            shapes = ", ".join(str(list(a.shape)) for a in args)
-            raise RuntimeError(f"shapes {shapes} do not broadcast: {sizes[i]} and {s} in dim {i}")
-        sizes[i] = sizes[i] if s == 1 else s
-    inputs = tuple(tuple(i if s == sizes[i] else None for i, s in dims) for dims in numbered)
+    numbered = [[*enumerate(a.shape, ndim - len(a.shape))] for a in args]
+    for dims in numbered:
+        for i, s in dims:
+            if s == 1 or s == sizes[i]:
+                continue
+            if sizes[i] != 1:
+                shapes = ", ".join(str(list(a.shape)) for a in args)
+                raise RuntimeError(
+                    f"shapes {shapes} do not broadcast: {sizes[i]} and {s} in dim {i}"
+                )
+            sizes[i] = s
+    inputs = tuple([tuple([i if s == sizes[i] else None for i, s in dims]) for dims in numbered])
     return Factors(inputs, (tuple(range(ndim)),) * results, sizes, **options)
 
 

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, Layout, replicated
+from disttensor.layout import Axes, Layout, lies_whole, replicated
 from ops.factors import Arg, Factors, Letter
 from ops.traffic import traffic
 
@@ -47,13 +47,15 @@ class Decision:
     """``input_layouts``: what each input is redistributed to; ``output_layouts``: what comes out.
 
     ``varying_axes[i]``: the axes over which input i is replicated while the call varies, so that
-    its gradient is a contribution. ``split``: letter -> axes that split it.
+    its gradient is a contribution. ``split``: letter -> axes that split it. ``compared``: it was
+    chosen among several by their traffic, which depends on sizes.
     """
 
     input_layouts: list[Layout]
     output_layouts: list[Layout]
     varying_axes: list[Axes]
     split: dict[Letter, Axes]
+    compared: bool = False
 
 
 def assign(
@@ -63,6 +65,9 @@ def assign(
     their layouts (the choice follows the first argument); None if the rule cannot do that."""
     if f.per_item:
         return _assign_items(f, args, mesh_shape, fixed)
+    if not f.beside and all(lies_whole(arg.layout) for arg in args):
+        given, whole = [arg.layout for arg in args], [replicated(len(dims)) for dims in f.outputs]
+        return Decision(given, whole, [()] * len(args), {})
     majors = [tuple(d[0] if isinstance(d, tuple) else d for d in dims) for dims in f.inputs]
     usable = splittable(f)
     shards: list[list[tuple[int, Letter]]] = [[] for _ in mesh_shape]
@@ -132,6 +137,7 @@ def _cheapest(
         for letter, axes in decision.split.items():
             if letter in f.halo:
                 moved += f.halo[letter](math.prod(mesh_shape[a] for a in axes))
+        decision.compared = True
         if moved < least - LESS:
             best, least = decision, moved
     return best

@@ -4,7 +4,7 @@ alike."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ class Rule:
     inplace    the function writes its first argument, which keeps its placement
     numbers    "type": numbers among the arguments do not change the rule (a scalar operand);
                "value": they do (a dim)
+    sizes      "letters": the rule tells sizes apart by which of them are 1, and has a letter for
+               each dim of another size, which may have any; it does not ask what requires grad.
+               "value": it may look at all
     floats     so do the values of floats (the order of a norm), which else count by type
     setting    given the layouts of the tensors it gives a function of what the user has set around
                the call, whose value changes the rule; None where that has no say
@@ -36,6 +39,7 @@ class Rule:
     floats: bool = False
     pattern: str = ""
     setting: Callable[[Sequence[Layout]], Setting | None] | None = None
+    sizes: str = "value"
 
 
 RULES: dict[Function, Rule] = {}
@@ -102,10 +106,7 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
                         "replace_rule"
                     )
                 continue
-            RULES[found] = Rule(
-                rule.name, rule.factors, inplace, rule.numbers, rule.floats, rule.pattern,
-                rule.setting,
-            )  # fmt: skip
+            RULES[found] = replace(rule, inplace=inplace)
 
 
 def rule(
@@ -115,6 +116,7 @@ def rule(
     numbers: str = "value",
     floats: bool = False,
     setting: Callable[[Sequence[Layout]], Setting | None] | None = None,
+    sizes: str = "value",
     **options: Any,
 ) -> Any:
     """Register a rule. Two forms:
@@ -135,7 +137,9 @@ def rule(
             return letters(pattern, *tensors, local=local, **options)
 
         register(
-            Rule(functions[0].__name__, factors, False, numbers, floats, pattern, setting),
+            Rule(
+                functions[0].__name__, factors, False, numbers, floats, pattern, setting, "letters"
+            ),
             *functions,
             exact=exact,
         )
@@ -145,7 +149,7 @@ def rule(
         register(
             Rule(
                 make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0],
-                setting,
+                setting, sizes,
             ),
             *funcs,
             exact=exact,

@@ -62,13 +62,19 @@ def dispatch(
         return runner_of(func, args, kwargs or {}, None)(args, kwargs or {})
     run = _known(key)
     if run is None:
-        call = _call(func, key)
-        keep = partial(_keep, key, call)
-        run = keep(runner_of(func, args, kwargs or {}, keep))
-        note(call)  # this runner holds on to the arguments
+        run = start(func, args, kwargs, key)
     else:
         note(run)
     return run(args, kwargs)
+
+
+def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Runner:
+    """The runner of the first call of a key, which is noted."""
+    call = _call(func, key)
+    keep = partial(_keep, key, call)
+    run = keep(runner_of(func, args, kwargs or {}, keep, key))
+    note(call)  # this runner holds on to the arguments
+    return run
 
 
 def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, Runner | None]:
@@ -80,7 +86,12 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, R
             key = (key, *kwargs, *[key_of(v) for v in kwargs.values()])
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
-    return dispatch(DistTensor, func, (), args, kwargs), _known(key)
+    run = _known(key)
+    if run is None:
+        run = start(func, args, kwargs, key)
+    else:
+        note(run)
+    return run(args, kwargs), _known(key)
 
 
 def _keep(key: Any, call: Call | None, run: Any) -> Runner:
@@ -93,7 +104,7 @@ def _keep(key: Any, call: Call | None, run: Any) -> Runner:
 def _call(func: Function, key: Any) -> Call:
     """A call of ``func`` as ranks compare it; on no mesh where this rank has nobody to compare
     with."""
-    meshes = set(meshes_in(key))
+    meshes = meshes_in(key)
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is not None and (mesh.size == 1 or mesh.coordinate is None):
         mesh = None
@@ -102,10 +113,10 @@ def _call(func: Function, key: Any) -> Call:
 
 def runner_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any],
-    keep: Callable[[Runner], Any] | None, valued: bool = False,
+    keep: Callable[[Runner], Any] | None, key: Any = None, valued: bool = False,
 ) -> Runner:  # fmt: skip
     """What carries out calls like this one. ``keep``: takes a faster one after the first call;
-    ``valued``: it may depend on the values of floats."""
+    ``key``: its own, if it has one; ``valued``: it may depend on the values of floats."""
     rule = RULES.get(func)
     if rule is not None and restated(func, args, kwargs):
         return partial(again, func)
@@ -117,7 +128,7 @@ def runner_of(
             setting = rule.setting([t.spec.layout for t in tensors])
         if floats or setting is not None:
             return partial(by_value, func, setting)
-    found = resolve(func, args, kwargs)
+    found = resolve(func, args, kwargs, key)
     if found.plan is not None:
         return execute.runner_of(found.plan, args, kwargs, keep)
     if found.way == "handler":

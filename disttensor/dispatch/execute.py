@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -74,28 +74,31 @@ def runner_of(
     free = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     repeats = plan.factors.rematerialize and free
     repeats = repeats and not (nested or plan.redistributes or plan.any_varying)
-    tells = mesh.size < world()[1] and infer.dynamic(func, args, kwargs)
+    tells = infer.dynamic(func, args, kwargs) and mesh.size < world()[1]
     bare = local_fn = plan.local_fn()
     if inplace and uncounted(func):
         local_fn = counting(plan, bare)
-    call = general(plan, local_fn, None if nested else (args, kwargs))
 
     def complete(run: Runner) -> Runner:
+        recipe = recipe_of(run)
+        if recipe is not None and local_fn is not bare:
+            run = with_recipe(run, recipe._replace(local_fn=bare, uncounted=True))
         if repeats:
             run = rematerializing(local_fn, run)
         return reusing(plan, telling(mesh, run) if tells else run)
+
+    if simple and inplace and not view:  # no result to be checked
+        return complete(direct(plan, local_fn, args, kwargs, free))
+    call = general(plan, local_fn, None if nested else (args, kwargs))
 
     def first(args: Sequence[Any], kwargs: Any) -> Any:
         out = call(args, kwargs)
         one = type(out) is DistTensor  # not a tuple, as of a split into one piece
         new = one and not any(out is a for a in args)
-        if simple and (inplace or new or (view and one)):
+        if simple and (new or (view and one)):
             run = direct(plan, local_fn, args, kwargs or {}, free)
         else:
             run = with_recipe(call, general_recipe(plan, local_fn, args, kwargs or {}))
-        recipe = recipe_of(run)
-        if recipe is not None and local_fn is not bare:
-            run = with_recipe(run, recipe._replace(local_fn=bare, uncounted=True))
         if keep is not None:
             keep(complete(run))
         return out
@@ -122,12 +125,15 @@ def direct(
     uses = [next(axes_of) if isinstance(a, Tensor) else None for a in args]
     named = [next(axes_of) if isinstance(v, Tensor) else None for v in kwargs.values()]
     constants = not any(u is not None for u in named)
-    recipe = Recipe(local_fn, (*uses, *named), tuple(kwargs), outputs_of([spec]))
-    if plan.factors.view:
+    view = plan.factors.view
+    targets = (0,) if plan.rule.inplace and not view else None
+    recipe = Recipe(
+        local_fn, (*uses, *named), tuple(kwargs), outputs_of([spec]), view, view, targets
+    )
+    if view:
         return viewing(plan, local_fn, free, recipe)
 
     if plan.rule.inplace:
-        recipe = recipe._replace(targets=(0,))
 
         def run(args: Sequence[Any], kwargs: Any) -> Any:
             x = args[0]
@@ -228,8 +234,7 @@ def viewing(plan: Plan, local_fn: Function, free: bool, recipe: Recipe) -> Runne
         origin = partial(replay, local_fn, args[0], args[1:], kwargs or {})
         new._grad_state = from_origin(origin)
 
-    recipe = recipe._replace(itself=True, views=True, after=after if free else None)
-    return with_recipe(run, recipe)
+    return with_recipe(run, recipe._replace(after=after) if free else recipe)
 
 
 def replay(
@@ -258,21 +263,19 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
     func, specs, input_specs, varying_axes = (
         plan.func, plan.specs, plan.input_specs, plan.varying_axes,
     )  # fmt: skip
-    numbers = iter(range(len(specs)))
-    given = (shallow[0], shallow[1].values()) if shallow else ((), ())
+    numbers = itertools.count()
     slotted = bool(shallow)  # the runner stays, and must not hold the tensors of the first call
-    slots, named = (
-        [next(numbers) if isinstance(a, Tensor) else -1 for a in part] for part in given
-    )
+    slots, named = [
+        [next(numbers) if isinstance(a, Tensor) else -1 for a in part]
+        for part in ((shallow[0], shallow[1].values()) if shallow else ())
+    ] or ([], [])
     inplace, view, redistributes = plan.rule.inplace, plan.factors.view, plan.redistributes
     untouched = not redistributes and not plan.any_varying
-    moved = any(
-        w is not None and not relabels(s, w) for s, w in zip(specs, input_specs, strict=True)
-    )
-    reduced = [
-        bool(w is not None and s.layout.partial and not w.layout.partial)
-        for w, s in zip(input_specs, specs, strict=True)
-    ]
+    moved, reduced = False, [False] * len(specs)
+    for i, (s, w) in enumerate(zip(specs, input_specs, strict=True)):
+        if w is not None:
+            moved = moved or not relabels(s, w)
+            reduced[i] = bool(s.layout.partial and not w.layout.partial)
     reduces = any(reduced)
     checked = False
 
@@ -442,6 +445,7 @@ def targets(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Dis
     return [tensors[i] for i in plan.factors.targets if type(tensors[i]) is DistTensor]
 
 
+@lru_cache(maxsize=1024)
 def uncounted(func: Function) -> bool:
     """May autograd not count what ``func`` writes? That is so of torch's fused kernels, and may be
     of any operator or function that is not torch's own."""

@@ -7,7 +7,6 @@ no part of it: autocast may change that, which the local result shows at no cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,13 +56,22 @@ def key_of(value: Any, floats: bool = False) -> Any:
     return kind, value
 
 
-def meshes_in(key: Any) -> Iterator[Any]:
+def meshes_in(key: Any) -> set[Any]:
     """The meshes of the specs in a key."""
-    if type(key) is DistSpec:
-        yield key.mesh
-    elif type(key) is tuple:
-        for part in key:
-            yield from meshes_in(part)
+    meshes, parts = set(), list(key)
+    for part in parts:  # which becomes longer meanwhile
+        if type(part) is DistSpec:
+            meshes.add(part.mesh)
+        elif type(part) is tuple:
+            parts += part
+    return meshes
+
+
+def likeness(key: Any) -> Any:
+    """The key without the sizes of DistTensors, but for those that are 1."""
+    return tuple([
+        p.kind if type(p) is DistSpec else likeness(p) if type(p) is tuple else p for p in key
+    ])  # fmt: skip
 
 
 def words_of(func: Any, key: Any) -> str:

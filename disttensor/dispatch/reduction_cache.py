@@ -73,6 +73,8 @@ def known(x: DistTensor) -> DistTensor | None:
 def reusing(plan: Plan, run: Runner) -> Runner:
     """``run``, such that pending arguments are reduced once; ``run`` itself where none is
     pending."""
+    if not any(s.layout.partial for s in plan.specs):
+        return run
     reuses, reduced, func = plan.reuses, plan.reduces, plan.func
     if not any(reuses):
         return run

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from disttensor import errors
+from disttensor.cache import Cache
 from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
+from disttensor.dispatch.key import likeness
 from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.mesh import ProcessMesh
@@ -24,6 +26,7 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import relabels
 from disttensor.tree import flat, substitute
+from ops.alike import of_any_size, sizes_of
 from ops.factors import Arg, Factors
 from ops.infer import NoRule, decide
 from ops.local import LocalCall
@@ -52,7 +55,9 @@ def handler(*funcs: Function) -> Callable[[Function], Function]:
 class Plan:
     """Everything about a call by rule that does not depend on data.
 
+    factors          of this call, or of one like it in which letters had other sizes
     specs            of the tensor arguments, in order (a plain tensor counts as replicated)
+    shapes           of the results
     input_specs[i]   the spec that tensor argument i is needed in, None where it stays as it is
     varying_axes[i]  the axes over which its use varies (sorted)
     output_specs     of the results; their dtype is known when the function has run once
@@ -64,29 +69,24 @@ class Plan:
     decision: Decision
     mesh: ProcessMesh
     specs: list[DistSpec]
+    shapes: tuple[tuple[int, ...], ...]
     input_specs: list[DistSpec | None] = field(init=False)
     varying_axes: list[Axes] = field(init=False)
     output_specs: list[DistSpec] = field(init=False)
 
     def __post_init__(self) -> None:
-        needed, mesh = self._needed(), self.mesh
+        mesh = self.mesh
         self.input_specs = [
-            w if w is not s else None for w, s in zip(needed, self.specs, strict=True)
+            None if s.layout == w else s.with_layout(w)
+            for s, w in zip(self.specs, self.decision.input_layouts, strict=True)
         ]
-        split = [n > 1 for n in mesh.shape]
         self.varying_axes = [
-            tuple([a for a in axes if split[a]]) for axes in self.decision.varying_axes
+            tuple([a for a in axes if mesh.shape[a] > 1]) for axes in self.decision.varying_axes
         ]
         dtype = self.specs[0].dtype if self.specs else torch.get_default_dtype()
-        shapes = self.factors.output_shapes()
         self.output_specs = [
             DistSpec(mesh, layout, shape, dtype)
-            for layout, shape in zip(self.decision.output_layouts, shapes, strict=True)
-        ]
-
-    def _needed(self) -> list[DistSpec]:
-        return [
-            s.with_layout(w) for s, w in zip(self.specs, self.decision.input_layouts, strict=True)
+            for layout, shape in zip(self.decision.output_layouts, self.shapes, strict=True)
         ]
 
     @property
@@ -121,13 +121,14 @@ class Plan:
         if self.factors.local is None:
             return self.func
         mesh = self.mesh
+        needed = [w or s for s, w in zip(self.specs, self.input_specs, strict=True)]
         coordinate = mesh.coordinate or (0,) * mesh.ndim
         busy = {
             k: tuple([a for a in v if mesh.shape[a] > 1]) for k, v in self.decision.split.items()
         }
         split = {letter: axes for letter, axes in busy.items() if axes}
         call = LocalCall(
-            self.func, self._needed(), self.output_specs, split, mesh.shape, coordinate,
+            self.func, needed, self.output_specs, split, mesh.shape, coordinate,
             MeshCollectives(mesh),
         )  # fmt: skip
         return self.factors.local(call)
@@ -147,9 +148,15 @@ class Resolution:
     expected: bool = False
 
 
-def resolve(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Resolution:
-    """How a call of ``func`` is carried out. Raises what the rule raises for wrong arguments, and
-    ValueError where tensors are on two meshes."""
+# what holds for calls that differ in sizes only
+_ALIKE: Cache[Any, tuple[Factors, Decision]] = Cache(4096)
+
+
+def resolve(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None
+) -> Resolution:
+    """How a call of ``func``, of this ``key`` if it has one, is carried out. Raises what the rule
+    raises for wrong arguments, and ValueError where tensors are on two meshes."""
     if func in HANDLERS:
         return Resolution("handler")
     if "out" in kwargs:
@@ -159,27 +166,37 @@ def resolve(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Reso
     if foreach.meshes_of(func, args) > 1:
         return Resolution("each_mesh")
     specs = specs_of(func, flat((args, kwargs), []))
-    layouts = [s.layout for s in specs]
-    if not all(map(balanced.is_known, layouts)):
+    mesh, rule, alike = specs[0].mesh, RULES[func], None
+    if key is not None and rule.sizes == "letters":
+        alike = rule, mesh.shape, likeness(key)
+        known = _ALIKE.get(alike)
+        sizes = None if known is None else sizes_of(known[0], [s.shape for s in specs])
+        if known is not None and sizes is not None:
+            shapes = known[0].shapes_for(sizes)
+            return Resolution("rule", plan=Plan(func, rule, *known, mesh, specs, shapes))
+    layouts = bare = [s.layout for s in specs]
+    own = any(layout.own for layout in layouts)
+    if own and not all(map(balanced.is_known, layouts)):
         why = "rules know Shard, Replicate and Partial; a placement of another type is gathered"
         return Resolution("gather", why)
+    if own:
+        bare = [balanced.bare(layout) for layout in layouts]
     given: list[Arg] = []
-    bare = [balanced.bare(layout) for layout in layouts]
 
     def arg(t: Tensor) -> Arg:
         i, grad = len(given), t.requires_grad
         s = specs[i]
-        given.append(Arg(s.shape, dtype=s.dtype, layout=bare[i], index=i, requires_grad=grad))
-        return given[-1]
+        made = Arg(s.shape, dtype=s.dtype, layout=bare[i], index=i, requires_grad=grad)
+        given.append(made)
+        return made
 
-    asked = substitute(args, arg)
+    asked = [substitute(a, arg) for a in args]
     named = {k: substitute(v, arg) for k, v in kwargs.items()}
-    mesh = specs[0].mesh
     try:
         rule, factors, decision = decide(func, asked, named, given, mesh.shape)
     except NoRule as reason:
         return _without_rule(func, str(reason))
-    if decision is not None and bare != layouts:
+    if decision is not None and own:
         decision = balanced.keep(factors, decision, layouts, writes=rule.inplace)
     if decision is None:
         why = (
@@ -187,7 +204,10 @@ def resolve(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Reso
             "piece afterwards"
         )
         return Resolution("gather", why, expected=True)
-    return Resolution("rule", plan=Plan(func, rule, factors, decision, mesh, specs))
+    if alike and not own and of_any_size(factors, decision, [s.shape for s in specs]):
+        _ALIKE[alike] = factors, decision
+    shapes = factors.output_shapes()
+    return Resolution("rule", plan=Plan(func, rule, factors, decision, mesh, specs, shapes))
 
 
 def _without_rule(func: Function, why: str) -> Resolution:

@@ -121,11 +121,12 @@ def target(
     if dims_mapping is None and partial_status is None:
         if placements is None:
             key = src, mesh
-        elif isinstance(placements, (list, tuple)) and all(
-            isinstance(p, Placement) for p in placements
-        ):
+        elif type(placements) in (list, tuple):
             key = src, mesh, *placements
-    dst = _targets.get(key)
+    try:
+        dst = _targets.get(key)
+    except TypeError:  # what cannot be hashed is no placement, either
+        dst = key = None
     if dst is None:
         dst = spec_of(mesh, src.shape, src.dtype, placements, dims_mapping, partial_status)
         if key is not None:
@@ -139,18 +140,20 @@ def target(
 def _cross(x: T, dst: DistSpec) -> T:
     """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
     src = x.spec
-    views.check(x)
     local = x.local
+    if type(local) is not Tensor:
+        views.check(x)
     tape = TAPE.get()
     if tape is not None:
         tape.passes(src.mesh, dst.mesh)
     sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
-    needed = local.requires_grad and torch.is_grad_enabled()
     where = activation_checkpoint.current_run()
     if not sends and not receives:
-        if activation_checkpoint.recompute_around(where) is None:
+        if where is None or activation_checkpoint.recompute_around(where) is None:
             p2p.next_tag()
-        return x.like(token.join([local], dst.mesh.device), dst)
+        device, joins = dst.mesh.device, local.requires_grad
+        return x.like(token.join([local], device) if joins else token.detached(device), dst)
+    needed = local.requires_grad and torch.is_grad_enabled()
     held = activation_checkpoint.replayed(where)
     tag = p2p.next_tag() if held is None else -1
     repeated = held is not None

@@ -55,7 +55,7 @@ def _product(name: str, input: Arg, other: Arg) -> Factors:
     return letters(f"{left}, {right} -> {out}", input, other, reduced=SUM_K, terms=PRODUCT)
 
 
-@rule(torch.matmul, torch.linalg.matmul)
+@rule(torch.matmul, torch.linalg.matmul, sizes="letters")
 def matmul(input: Arg, other: Arg, out: None = None) -> Factors:
     """... m k, ... k n -> ... m n; vectors lose their dim"""
     return _carried_out(_product("matmul", input, other), beside.matmul)
@@ -87,7 +87,7 @@ def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> N
         return _carried_out(f, beside.matmul) if name == "mm" else f
 
     factors.__name__, factors.__doc__ = name, pattern
-    rule(*funcs)(factors)
+    rule(*funcs, sizes="letters")(factors)
 
 
 _fixed(torch.mm, pattern="m k, k n -> m n", check=(1, 0))
@@ -151,7 +151,7 @@ _sum_and_product(torch.addbmm, "b m k, b k n", "m n", ((0, 0), (2, 1)), {"b": "s
 _sum_and_product(torch.addr, "m, n", "m n", (), {})
 
 
-@rule(F.linear)
+@rule(F.linear, sizes="letters")
 def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     """... k, n k -> ... n; the bias joins a pending sum once"""
     fit("linear", input, -1, weight, -1)

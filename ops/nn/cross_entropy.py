@@ -77,7 +77,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
     )  # fmt: skip
 
 
-@rule(F.cross_entropy, exact=True)
+@rule(F.cross_entropy, exact=True, sizes="letters")
 def cross_entropy(
     input: Arg, target: Arg, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,

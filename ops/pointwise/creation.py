@@ -19,7 +19,8 @@ from ops.registry import rule
 INPUT = frozenset({0})
 
 
-@rule(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, numbers="type")
+@rule(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, numbers="type",
+      sizes="letters")  # fmt: skip
 def like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """lies as the input"""
     return pointwise_factors([input], metadata_only=INPUT)

@@ -149,8 +149,12 @@ def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
         return pointwise_factors(tensors_in(*args, *kwargs.values()), results, terms=terms)
 
     enter(
-        names, Rule("pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}")
-    )
+        names,
+        Rule(
+            "pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}",
+            sizes="letters",
+        ),
+    )  # fmt: skip
 
 
 for _names, _linear in (

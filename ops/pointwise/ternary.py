@@ -22,7 +22,8 @@ def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | 
         x, y, z = operands(args, kwargs, *names)
         return pointwise_factors(tensors_in(*args, *kwargs.values()), terms=terms(x, y, z) or ())
 
-    enter(name, Rule(name, factors, numbers="type", pattern="elementwise, a sum of products"))
+    pattern = "elementwise, a sum of products"
+    enter(name, Rule(name, factors, numbers="type", pattern=pattern, sizes="letters"))
 
 
 ternary("addcmul", "input tensor1 tensor2", lambda x, y, z: each(x, (y, z)))

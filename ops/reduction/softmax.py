@@ -55,7 +55,7 @@ def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
         return pointwise_factors([input], local=inner(gone, make), independent=others)
 
     factors.__name__, factors.__doc__ = name, "pass-through; the named dim by inner reductions"
-    rule(*funcs)(factors)
+    rule(*funcs, sizes="letters")(factors)
 
 
 _softmax(F.softmax, torch.softmax, torch.special.softmax, log=False)

@@ -17,7 +17,7 @@ def getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
-@rule(*named("transpose", "swapaxes", "swapdims"), exact=True)
+@rule(*named("transpose", "swapaxes", "swapdims"), exact=True, sizes="letters")
 def transpose(input: Arg, dim0: int, dim1: int) -> Factors:
     """the two dims change places"""
     dims = list(letters_of(input))
@@ -27,20 +27,20 @@ def transpose(input: Arg, dim0: int, dim1: int) -> Factors:
     return moved(input, tuple(dims), view=True)
 
 
-@rule(*named("t"), getter("T"), getter("H"), exact=True)
+@rule(*named("t"), getter("T"), getter("H"), exact=True, sizes="letters")
 def t(input: Arg, owner: Any = None) -> Factors:
     """the dims in reverse (.T, .H)"""
     return moved(input, letters_of(input)[::-1], view=True)
 
 
-@rule(*named("adjoint"), getter("mT"), getter("mH"), exact=True)
+@rule(*named("adjoint"), getter("mT"), getter("mH"), exact=True, sizes="letters")
 def adjoint(input: Arg, owner: Any = None) -> Factors:
     """the last two dims change places (.mT, .mH)"""
     dims = letters_of(input)
     return moved(input, (*dims[:-2], *dims[-2:][::-1]), view=True)
 
 
-@rule(*named("permute"), exact=True)
+@rule(*named("permute"), exact=True, sizes="letters")
 def permute(input: Arg, *dims: Any) -> Factors:
     """the dims in another order"""
     order = fronts(numbers(dims), input.ndim)
@@ -49,7 +49,7 @@ def permute(input: Arg, *dims: Any) -> Factors:
     return moved(input, order, view=True)
 
 
-@rule(*named("movedim", "moveaxis"), exact=True)
+@rule(*named("movedim", "moveaxis"), exact=True, sizes="letters")
 def movedim(input: Arg, source: Any, destination: Any) -> Factors:
     """some dims move, the others keep their order"""
     src, dst = fronts(source, input.ndim), fronts(destination, input.ndim)

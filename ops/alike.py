@@ -1,0 +1,37 @@
+"""Calls that differ in sizes only are decided once. Pure.
+
+A rule that tells sizes apart by letters alone (``Rule.sizes``) gives the same letters to calls
+whose tensors have dims of size 1 in the same places, as long as all dims of a letter are of one
+size. Where nothing was weighed by its bytes the decision is the same then, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disttensor.layout import Axes
+from ops.factors import Factors, Letter
+from ops.propagation import Decision
+
+
+def of_any_size(f: Factors, decision: Decision, shapes: Sequence[Axes]) -> bool:
+    """Does the decision hold for other sizes of the letters?"""
+    if decision.compared or f.per_item or f.even or f.halo or f.beside or f.shapes is not None:
+        return False
+    if sizes_of(f, shapes) != f.sizes:
+        return False
+    for dims, shape in zip(f.inputs, shapes, strict=True):
+        for letter, n in zip(dims, shape, strict=True):
+            if type(letter) is tuple or (letter is None and n != 1):
+                return False
+    return not any(type(letter) is tuple for dims in f.outputs for letter in dims)
+
+
+def sizes_of(f: Factors, shapes: Sequence[Axes]) -> dict[Letter, int] | None:
+    """The sizes of the letters in tensors of these shapes; None where a letter has two."""
+    sizes: dict[Letter, int] = {}
+    for dims, shape in zip(f.inputs, shapes, strict=True):
+        for letter, n in zip(dims, shape, strict=True):
+            if letter is not None and sizes.setdefault(letter, n) != n:
+                return None
+    return sizes
