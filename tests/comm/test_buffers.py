@@ -18,7 +18,7 @@ def sizes(some: Buffers) -> list[int]:
 
 
 def test_memory_is_used_again_when_nobody_holds_it() -> None:
-    buffers.clear()
+    buffers.kept().storages.clear()
     first = buffers.empty(100, torch.float32, CPU)
     at, kept = first.data_ptr(), first[10:20].fill_(1)
     del first
@@ -75,7 +75,7 @@ def test_who_watches_operators_sees_memory_come_and_go() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             return func(*args, **(kwargs or {}))
 
-    buffers.clear()
+    buffers.kept().storages.clear()
     storage = torch.UntypedStorage(0)
     buffers.fill(storage, 64)
     with Watching():
