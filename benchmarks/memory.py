@@ -199,7 +199,8 @@ def peak(buffers: list[AllGatherBuffer]) -> Iterator[list[int]]:
         def run(self: AllGatherBuffer) -> None:
             original(self)
             arriving = sum(b._arriving[1].nbytes for b in buffers if b._arriving)
-            seen.append(arriving + sum(b.memory.untyped_storage().nbytes() for b in buffers))
+            here = [b.nbytes for b in buffers if b.memory.untyped_storage().nbytes()]
+            seen.append(arriving + sum(here))
 
         return run
 

@@ -38,6 +38,7 @@ class Runtime:
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come
     watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
     steps: Any = None  # disttensor.comm.program
+    buffers: Any = None  # disttensor.comm.buffers
     number: int = 0  # of the worlds of this process
     is_fake: bool | None = None  # None: not asked yet
     stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one

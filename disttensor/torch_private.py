@@ -42,8 +42,9 @@ __all__ = [
     "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function", "node_number",
     "outside_transforms", "process_groups_aside", "reduce_scatter_single", "refuse_memory",
     "renumber", "schemas_named", "schemas_of", "set_timeout", "set_versions", "start_fake_world",
-    "storage_id", "storage_users", "tensor_users", "timeout_of", "top_saved_tensors_hooks",
-    "torch_functions_are_seen", "transform_ends", "unboxed_group", "use_count", "without_fakes",
+    "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
+    "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
+    "use_count", "users_of_storage", "without_fakes",
 ]  # fmt: skip
 
 
@@ -129,9 +130,17 @@ _storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use
 
 
 def storage_users(x: Any) -> int:
-    storage = x.untyped_storage()
+    return users_of_storage(x.untyped_storage())
+
+
+def users_of_storage(storage: Any) -> int:
     return int(_storage_use_count(storage._cdata)) + sys.getrefcount(storage)
 
+
+# (a, b): each has the memory of the other then. They are of one size, or one is empty.
+swap_memory: Callable[[Any, Any], None] = need(
+    "to use memory again", torch.UntypedStorage, "_swap_data_ptr_"
+)
 
 _has_kernel = need("to see what is composite", torch._C, "_dispatch_has_kernel_for_dispatch_key")
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import desync, failures, log, wire
+from disttensor.comm import buffers, desync, failures, log, wire
 from disttensor.comm.groups import Group as Group
 from disttensor.comm.groups import world_group as world_group
 from disttensor.comm.process_group import backend_name
@@ -225,7 +225,7 @@ def reduce_scatter(
     total, share = out, (n - 1) / n
     if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
         # gloo's own works in the calling thread, at two to three times the cost of an exchange.
-        rows = torch.empty_like(buffer).view(n, -1)
+        rows = buffers.empty(buffer.numel(), buffer.dtype, buffer.device).view(n, -1)
         fn: Any = all_to_all_single
         options = _options("AllToAllOptions", True)
         args: tuple[Any, ...] = (group.pg, rows.view(-1), buffer.view(-1), [], [], options)

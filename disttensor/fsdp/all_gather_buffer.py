@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives
+from disttensor.comm import buffers, collectives
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
@@ -22,12 +22,14 @@ Tensor = torch.Tensor
 
 
 class AllGatherBuffer:
-    """The memory of the unsharded parameters of one dtype (and one group of ranks)."""
+    """The memory of the unsharded parameters of one dtype (and one group of ranks). ``is_brief``:
+    few segments are gathered at once, so what one gives back is kept for the next."""
 
     def __init__(
-        self, params: Sequence[FSDPParam], dtype: torch.dtype, group: collectives.Group | None
-    ) -> None:
-        self.params, self.group = params, group
+        self, params: Sequence[FSDPParam], dtype: torch.dtype, group: collectives.Group | None, *,
+        is_brief: bool,
+    ) -> None:  # fmt: skip
+        self.params, self.group, self.is_brief = params, group, is_brief
         self.layout = BucketLayout([p.spec.local_shape for p in params], group.size if group else 1)
         device = params[0].spec.mesh.device
         self.memory = torch.empty(self.layout.n * self.layout.total, dtype=dtype, device=device)
@@ -40,6 +42,7 @@ class AllGatherBuffer:
         self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
         self._version = 1  # of the memory while it is gathered
         self._filled_at = 0  # its version then, with what autograd does not count
+        self.memory.untyped_storage().resize_(0)
         self.free()
 
     def is_current(self) -> bool:
@@ -58,7 +61,7 @@ class AllGatherBuffer:
         work = finished(row)
         out = row
         if self.group is not None:
-            out = row.new_empty(self.layout.n * self.layout.total)
+            out = buffers.empty(self.layout.n * self.layout.total, row.dtype, row.device)
             work = collectives.all_gather(row, self.group, out=out, async_op=True)
         self._arriving = work, out, self._versions()
 
@@ -71,7 +74,7 @@ class AllGatherBuffer:
             self.start()
             out, versions = self._wait()
         unchanged = self.is_current()
-        self.memory.untyped_storage().resize_(self.nbytes)
+        self._allocate()
         with torch.no_grad():
             self.layout.unpack(out.view(self.layout.n, -1), self.blocks)
         # With the same values it is what autograd saved; otherwise autograd must see a write.
@@ -89,9 +92,20 @@ class AllGatherBuffer:
     def free(self) -> None:
         if self._arriving is not None:
             self._wait()
-        self.memory.untyped_storage().resize_(0)
+        storage = self.memory.untyped_storage()
+        if self.is_brief:
+            buffers.drain(storage)
+        else:
+            storage.resize_(0)
         self._set_version(0)  # a node that would read it now raises
         self.is_gathered = False
+
+    def _allocate(self) -> None:
+        storage = self.memory.untyped_storage()
+        if not self.is_brief:
+            storage.resize_(self.nbytes)
+        elif not storage.nbytes():
+            buffers.fill(storage, self.nbytes)
 
     def was_written(self) -> bool:
         """Did somebody write to the unsharded parameters?"""

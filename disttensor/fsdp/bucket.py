@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from disttensor.comm import buffers
 from disttensor.layout import chunk
 
 Tensor = torch.Tensor
@@ -37,7 +38,7 @@ class BucketLayout:
 
     def pack_row(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """[total]: the row of the rank that holds these pieces."""
-        row = torch.empty(self.total, dtype=dtype, device=pieces[0].device)
+        row = buffers.empty(self.total, dtype, pieces[0].device)
         parts, flat = [], []
         for piece, part in zip(pieces, row.split(self.sizes), strict=True):
             count = piece.numel()
@@ -99,7 +100,8 @@ def pack(buckets: Sequence[Bucket], dtype: torch.dtype) -> Tensor:
     n, first = buckets[0][0].n, buckets[0][1][0]
     # Upcast sums have the dtype of the parameter; what is sent has one dtype.
     of = functools.reduce(torch.promote_types, (t.dtype for _, full, _ in buckets for t in full))
-    out = first.new_empty(n, sum(b.total + len(tail) for b, _, tail in buckets), dtype=dtype)
+    width = sum(b.total + len(tail) for b, _, tail in buckets)
+    out = buffers.empty(n * width, dtype, first.device).view(n, width)
     parts: list[Tensor] = []
     for _, tensors, tail in buckets:
         parts += [t.to(of) for t in tensors if t.numel()]  # an empty one takes no place in a row

@@ -22,6 +22,7 @@ from disttensor.autograd.accumulation import ONLY, BackwardContext, current_cont
 from disttensor.autograd.activation_checkpoint import AROUND
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import at_once
+from disttensor.comm import buffers
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import SegmentForward
@@ -62,6 +63,7 @@ class Engine:
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
         share_attributes(self.segments)
         _ENGINES.append(weakref.ref(self))
+        weakref.finalize(self, buffers.clear).atexit = False
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
             segment.position = position

@@ -110,10 +110,14 @@ def shard_data_parallel(
         # A backward can enter a module that several stages run in at any of its nodes: there is no
         # moment to gather.
         persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in spec.modules)
-        free = not persist and reshard_after_forward and module not in spec.modules
+        brief = not persist and reshard_after_forward
+        free = brief and module not in spec.modules
         segments_here.append(
-            Segment(spec.name, spec.modules, params, persist=persist, free_after_forward=free)
-        )
+            Segment(
+                spec.name, spec.modules, params,
+                persist=persist, free_after_forward=free, is_brief=brief,
+            )
+        )  # fmt: skip
     module.__dict__[_ENGINE] = Engine(
         module,
         segments_here,

@@ -29,11 +29,12 @@ class Segment:
     modules             those whose forward uses the parameters
     persist             gathered parameters stay until their values change (stages 1 and 2)
     free_after_forward  they are freed after the forward, and gathered again for the backward
+    is_brief            few segments are gathered at once: their memory is kept for the next
     """
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], params: Sequence[FSDPParam], *,
-        persist: bool, free_after_forward: bool,
+        persist: bool, free_after_forward: bool, is_brief: bool,
     ) -> None:  # fmt: skip
         self.name, self.modules, self.params = name, tuple(modules), tuple(params)
         self.persist, self.free_after_forward = persist, free_after_forward
@@ -46,7 +47,7 @@ class Segment:
         for (dtype, axis), members in kinds.items():
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
-            self.buffers.append(AllGatherBuffer(members, dtype, group))
+            self.buffers.append(AllGatherBuffer(members, dtype, group, is_brief=is_brief))
         # module -> attributes of it and of the modules inside it
         self.attributes: dict[nn.Module, list[dict[str, Any]]] = {}
         self.index = 0  # among the segments of the module

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
+from disttensor.comm import buffers
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.segment import Segment
@@ -128,13 +129,20 @@ class Watch:
         self.copied: float = 0  # the same while a collective's result is brought to its place
         self.grads = 0  # segments that hold whole gradients
 
+    @staticmethod
+    def holds(x: Any, nbytes: int) -> bool:
+        """Has it so many bytes, or none? Memory that is used again may have been of a larger
+        segment."""
+        held: int = x.untyped_storage().nbytes()
+        assert not held or nbytes <= held <= 2 * nbytes
+        return held > 0
+
     def look(self, more: float = 0) -> None:
         gathered = more
         for segment in self.segments[1:]:
             for b in segment.buffers:
-                held = b.memory.untyped_storage().nbytes()
-                arriving = b._arriving[1].untyped_storage().nbytes() if b._arriving else 0
-                gathered += (held + arriving) / b.nbytes
+                gathered += self.holds(b.memory, b.nbytes)
+                gathered += bool(b._arriving) and self.holds(b._arriving[1], b.nbytes)
         self.most = max(self.most, gathered if not more else 0)
         self.copied = max(self.copied, gathered)
         self.grads = max(
@@ -259,3 +267,38 @@ def test_segments_are_freed_though_a_gradient_does_not_come() -> None:
         with watched(model) as backward:
             out.backward()
         assert backward.most == 2, (both, backward.most)
+
+
+# From step to step --------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_steps_of_a_sharded_module_need_no_new_memory() -> None:
+    mesh = meshes()["fsdp"]
+    model = shard(net(blocks=5), mesh)
+    kept = []
+    for step in range(5):
+        model.zero_grad()
+        model(batch_of(mesh, step)).sum().backward()
+        kept.append({storage.data_ptr() for storage in buffers.kept().storages})
+        assert buffers.kept().lent == 0
+    # How many reductions are under way at once is chance, so one may be more than before.
+    assert kept[0] and len(kept[-1] & kept[-2]) > len(kept[-1]) / 2
+    assert sum(s.nbytes() for s in buffers.kept().storages) <= buffers.kept().most * 5 / 4
+    del model
+    gc.collect()
+    assert not buffers.kept().storages
+
+
+@on_ranks(2)
+def test_what_somebody_keeps_of_a_step_does_not_change() -> None:
+    mesh = meshes()["fsdp"]
+    model = shard(net(blocks=5), mesh)
+    held = []
+    for step in range(3):
+        model(batch_of(mesh, step)).sum().backward()
+        weight, grad = model.blocks[0].up.weight, model.blocks[0].up.weight.grad
+        full = weight.full_tensor()
+        held += [(x, x.clone()) for x in (grad.to_local(), grad.to_local()[:1], full)]
+        model.zero_grad()
+        assert all(torch.equal(x, copy) for x, copy in held)
