@@ -35,14 +35,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
     "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
-    "autocast_is_on", "backend_of", "count_function_modes", "current_backward", "default_store",
-    "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
-    "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
-    "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need", "next_node",
-    "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function", "node_number",
-    "outside_transforms", "process_groups_aside", "reduce_scatter_single", "refuse_memory",
-    "renumber", "schemas_named", "schemas_of", "set_timeout", "set_versions", "start_fake_world",
-    "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
+    "autocast_is_on", "backend_of", "count_function_modes", "current_backward", "current_node",
+    "default_store", "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes",
+    "flash_on_cpu", "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name",
+    "is_composite", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
+    "next_node", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
+    "node_number", "outside_transforms", "process_groups_aside", "reduce_scatter_single",
+    "refuse_memory", "renumber", "schemas_named", "schemas_of", "set_timeout", "set_versions",
+    "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
     "use_count", "users_of_storage", "without_fakes",
 ]  # fmt: skip
@@ -70,6 +70,10 @@ _C_autograd = need("to follow saved tensors", torch._C, "_autograd")
 # The number of the backward that this code runs in; -1 outside.
 current_backward: Callable[[], int] = need(
     "to tell a backward from a forward", torch._C, "_current_graph_task_id"
+)
+# The node of autograd's graph that runs; None outside of nodes.
+current_node: Callable[[], Any] = need(
+    "to know of which layer a backward is", torch._C, "_current_autograd_node"
 )
 # Run a function when the present backward has run all its nodes.
 after_backward: Callable[[Callable[[], Any]], None] = _engine.queue_callback

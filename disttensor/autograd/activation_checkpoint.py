@@ -37,6 +37,8 @@ REGIONS: ContextVar[list[tuple[int, int]] | None] = ContextVar("regions", defaul
 
 # What is set up now, for the forward of a region -> the same for its recomputation
 AROUND: dict[Hashable, Callable[[], AbstractContextManager[None]]] = {}
+# The same of what this code is inside of, in its own coroutine
+INSIDE: ContextVar[Any] = ContextVar("inside", default=None)
 
 
 class Run:

@@ -1,11 +1,11 @@
 """Stages that do the same: the first and the last of them are run, those between follow.
 
 Stages with the same parameters, whose modules make the same calls, do the same for a micro-batch,
-in the order that the schedule says. What is not the same are numbers of ranks and of messages, and
-those differ by as much from each stage to the next. So what a stage between two does follows from
-the two. As a check the last follows from the first in the same way: where its run says otherwise,
-in any event or in its peak of memory, one of the two is by itself, as a stage at an end often is,
-and those between are tried without it.
+in the order that the schedule says. What is not the same are names of layers, and numbers of ranks
+and of messages, which differ by as much from each stage to the next. So what a stage between two
+does follows from the two. As a check the last follows from the first in the same way: where its run
+says otherwise, in any event or in its peak of memory, one of the two is by itself, as a stage at an
+end often is, and those between are tried without it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from disttensor.comm.log import CommRecord
-from disttensor.simulate.events import Collective, Event, Message, Wait
+from disttensor.simulate.events import Collective, Event, Message, Op, Wait
 from disttensor.simulate.grid import Grid
+from disttensor.simulate.layers import counterparts, renamed
 from disttensor.simulate.memory import Step
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.visits import Mark, Piece
@@ -121,8 +123,8 @@ def _without_work(e: Event) -> Event:
 
 
 def followed(first: RankRun, last: RankRun, follower: Follower) -> RankRun:
-    """The pieces of ``first`` in the order of the follower's stage, with numbers between those of
-    the two. Raises ValueError where they are not alike."""
+    """The pieces of ``first`` in the order of the follower's stage, with its layers, and numbers
+    between those of the two. Raises ValueError where they are not alike."""
     mine, its = _labelled(first), _labelled(last)
     if mine.keys() != its.keys():
         raise ValueError("not the same pieces")
@@ -131,12 +133,13 @@ def followed(first: RankRun, last: RankRun, follower: Follower) -> RankRun:
     changes: list[Step] = []
     parts: list[Piece] = []
     count: Counter[str] = Counter()
+    layer = _layers(first, follower)
     for label in _order(first, follower.stage):
         a, b = mine[label], its[label]
         start = Mark(len(events), len(changes), len(comms))
         shift = len(events) - a.start.events
         for x, y in zip(_cut(first.events, a, 0), _cut(last.events, b, 0), strict=True):
-            events.append(_event(x, y, follower, count))
+            events.append(_event(x, y, follower, count, layer))
         for step in _cut(first.changes, a, 1):
             changes.append(step._replace(event=step.event + shift) if shift else step)
         for one, other in zip(_cut(first.comms, a, 2), _cut(last.comms, b, 2), strict=True):
@@ -165,14 +168,27 @@ def _cut(rows: Sequence[Any], piece: Piece, of: int) -> Sequence[Any]:
     return rows[piece.start[of] : piece.end[of]]
 
 
-def _event(a: Event, b: Event, follower: Follower, count: Counter[str]) -> Event:
+def _layers(first: RankRun, follower: Follower) -> Callable[[str], str]:
+    """What a layer of the first stage is called on the follower's."""
+    grids = first.runs[0].grids
+    mine, its = (first.placed.get(grids[s].ranks, []) for s in (follower.ends[0], follower.stage))
+    return cache(partial(renamed, names=counterparts(mine, its)))
+
+
+def _event(
+    a: Event, b: Event, follower: Follower, count: Counter[str], layer: Callable[[str], str]
+) -> Event:
+    if isinstance(a, Op) and isinstance(b, Op):
+        if a[:-1] != b[:-1]:
+            raise ValueError(f"{a} and {b}")
+        return a._replace(layer=layer(a.layer)) if a.layer else a
     if isinstance(a, Message) and isinstance(b, Message):
         return a._replace(peer=follower.at(a.peer, b.peer), tag=follower.at(a.tag, b.tag))
     if isinstance(a, Collective) and isinstance(b, Collective):
         ranks = tuple(map(follower.at, a.ranks, b.ranks))
         count[a.group] += 1
         return a._replace(ranks=ranks, number=count[a.group] - 1)
-    if a != b and not (isinstance(a, Wait) and isinstance(b, Wait)):
+    if not (isinstance(a, Wait) and isinstance(b, Wait)):
         raise ValueError(f"{a} and {b}")
     return a
 

@@ -11,7 +11,8 @@ PHASES = ("forward", "backward", "optimizer")
 
 class Op(NamedTuple):
     """One operator on locals that computes something, so no view. ``nbytes``: what it reads and
-    writes; ``flops`` by torch's formulas; ``dtype`` of what it computes in."""
+    writes; ``flops`` by torch's formulas; ``dtype`` of what it computes in; ``layer``: of those
+    with FLOPs, see ``layers.py``."""
 
     name: str
     flops: int
@@ -19,6 +20,7 @@ class Op(NamedTuple):
     dtype: torch.dtype
     phase: str
     where: str
+    layer: str = ""
 
 
 class Collective(NamedTuple):

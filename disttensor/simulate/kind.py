@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from disttensor.comm.log import CommLog
 from disttensor.simulate.events import Collective, Event, Message, Op
+from disttensor.simulate.layer_shares import Flops, by_layer
 from disttensor.simulate.memory import Memory
 from disttensor.simulate.network import Network
 from disttensor.simulate.timeline import Row
@@ -41,8 +43,15 @@ class Kind:
         """Floating-point operations of one rank in the step, by torch's formulas."""
         return sum(e.flops for e in self.events if isinstance(e, Op))
 
+    @cached_property
+    def layers(self) -> Flops:
+        """FLOPs of one rank by the module that does them itself, and by phase: ``{"mlp.up":
+        {"forward": 8, "backward": 16}}``. The name is the module's path in its model; "(outside
+        modules)" is what no module does."""
+        return by_layer(self.events)
+
     def flops_by(self, by: str = "phase") -> dict[str, int]:
-        """FLOPs of one rank by "phase", "where", "dtype" or the "name" of the operator."""
+        """FLOPs of one rank by "phase", "layer", "where", "dtype" or the "name" of the operator."""
         out: Counter[str] = Counter()
         for e in self.events:
             if isinstance(e, Op) and e.flops:
@@ -100,6 +109,7 @@ class Kind:
             "memory_at_peak": self.memory.at_peak,
             "stage": self.stage,
             "flops": self.flops,
+            "flops_by_layer": self.layers,
             "flops_by_line": self.flops_by("where"),
             "flops_by_phase": self.flops_by("phase"),
             "comms": {

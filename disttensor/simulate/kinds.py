@@ -197,4 +197,8 @@ def representatives(
                 odd.add(one.suspect)
                 break
             compared.add((one.first, one.last))
-            results[rank] = followed(*ends, one)
+            try:
+                results[rank] = followed(*ends, one)
+            except ValueError:
+                odd.add(one.stage)
+                break

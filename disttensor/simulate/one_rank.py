@@ -109,7 +109,7 @@ def run_rank(
     said = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
     one = RankRun(
         rank, events, comms, held, changes, said, parts, recorder.visits.runs,
-        recorder.blocks_before,
+        recorder.blocks_before, recorder.layers.placed(),
     )  # fmt: skip
     return one, found
 

@@ -13,6 +13,7 @@ body { font-family: sans-serif; max-width: 1000px; margin: 2em auto; color: #222
 table { border-collapse: collapse; font-size: 13px } td, th { padding: 3px 9px; text-align: right }
 th { border-bottom: 1px solid #999 } td:first-child, th:first-child { text-align: left }
 li { margin: .5em 0 } #timeline svg.bars { cursor: grab }
+.bar div { height: 10px; background: #4c72b0 }
 """
 
 # The bars of the time line are an svg of their own, whose viewBox is moved: the wheel zooms, the
@@ -51,12 +52,17 @@ show(0, full);
 
 def page(
     title: str, figures: dict[str, Any], rows: Sequence[Sequence[str]], warnings: Iterable[str],
-    memory: Sequence[str], volume: str, timeline: str,
+    memory: Sequence[str], volume: str, timeline: str, layers: Sequence[tuple[str, str]],
 ) -> str:  # fmt: skip
     """HTML. ``figures`` are in it as JSON, in the element ``report``; ``rows``: a table with its
-    head; ``memory``, ``volume``, ``timeline``: SVG."""
+    head; ``memory``, ``volume``, ``timeline``: SVG; ``layers``: tables, each with what it is of,
+    the first of which is open."""
     head, *body = ["".join(f"<td>{escape(c)}</td>" for c in row) for row in rows]
     said = "".join(f"<li>{escape(w)}</li>" for w in warnings) or "<li>none</li>"
+    shares = "".join(
+        f"<details{'' if i else ' open'}><summary>{escape(name)}</summary>{one}</details>"
+        for i, (name, one) in enumerate(layers)
+    )
     data = json.dumps(figures).replace("<", "\\u003c")  # no text ends the element
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
@@ -68,6 +74,7 @@ def page(
 <h2>Time line</h2><p>The wheel zooms, dragging moves, a double click shows all:
 <span id="shown"></span></p>
 <div id="timeline">{timeline}</div>
+<h2>Layers</h2><div id="layers">{shares}</div>
 <h2>Memory</h2>{"".join(memory)}
 <h2>Communication</h2>{volume}
 <script type="application/json" id="report">{data}</script>

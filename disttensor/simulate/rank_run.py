@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from disttensor.comm.log import CommRecord
 from disttensor.simulate.events import Event
 from disttensor.simulate.few_micro_batches import left_out
+from disttensor.simulate.layers import Placed
 from disttensor.simulate.memory import Held, Memory, Step, summary
 from disttensor.simulate.visits import Piece, PipelineRun
 
@@ -16,7 +17,8 @@ from disttensor.simulate.visits import Piece, PipelineRun
 class RankRun:
     """What ``rank`` did in the step. ``held``: bytes by category when it begins; ``changes``: of
     its memory, in which lower numbers than ``blocks_before`` are of blocks that were there before;
-    ``warnings``: of its program; ``parts``: the step cut into forwards and backwards."""
+    ``warnings``: of its program; ``parts``: the step cut into forwards and backwards; ``placed``:
+    the layers on each mesh."""
 
     rank: int
     events: list[Event]
@@ -27,6 +29,7 @@ class RankRun:
     parts: tuple[Piece, ...]
     runs: list[PipelineRun]
     blocks_before: int = 0
+    placed: Placed = field(default_factory=dict)
 
     @property
     def stage(self) -> int | None:

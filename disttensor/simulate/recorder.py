@@ -21,6 +21,7 @@ from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.events import Event, Op
 from disttensor.simulate.fake_collectives import FakeCollectives
 from disttensor.simulate.kinds import Listener
+from disttensor.simulate.layers import Layers
 from disttensor.simulate.memory import Held, MemoryLog, Step
 from disttensor.simulate.visits import Mark, Visits
 from disttensor.tensor.base import MeshTensor
@@ -71,6 +72,7 @@ class Recorder(TorchDispatchMode):
         self.last = Mark(0, 0, 0)
         self._first = 0  # of the memory's changes, at ``start``
         self.comms = Listener()
+        self.layers = Layers()
         self._said = 0
         self._optimizing = 0
         self._collectives = FakeCollectives(self._note, self.phase)
@@ -91,7 +93,7 @@ class Recorder(TorchDispatchMode):
         begin = register_optimizer_step_pre_hook(self._step_begins)
         end = register_optimizer_step_post_hook(self._step_ends)
         try:
-            with self.memory.resizing(), self.comms, self.visits, self:
+            with self.memory.resizing(), self.comms, self.visits, self.layers.following(), self:
                 yield
         finally:
             self.stop()
@@ -203,8 +205,9 @@ class Recorder(TorchDispatchMode):
                 self.memory.see(t, phase)
             if self.recording:
                 name = func._overloadpacket.__name__
-                line = user_line()
-                self._note(Op(name, cost.flops, cost.nbytes, cost.dtype, phase, line))
+                layer = self.layers.now() if cost.flops else ""
+                op = Op(name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer)
+                self._note(op)
                 return
         self.memory.clock += 1
 

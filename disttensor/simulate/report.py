@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from disttensor import arguments
-from disttensor.simulate import chrome_trace, pictures, png
+from disttensor.simulate import chrome_trace, layer_shares, pictures, png
 from disttensor.simulate.devices import Device
 from disttensor.simulate.findings import findings
 from disttensor.simulate.kind import Kind, names_of
@@ -82,6 +82,21 @@ class Report:
         return {stage: n / self.flops for stage, n in sorted(out.items())} if self.flops else {}
 
     @cached_property
+    def layers(self) -> layer_shares.Flops:
+        """FLOPs of all ranks together, as ``Kind.layers`` has those of one."""
+        return layer_shares.added(
+            (layer, phases, len(k.ranks)) for k in self.kinds for layer, phases in k.layers.items()
+        )
+
+    def share_of_layers(self, depth: int | None = None) -> dict[str, float]:
+        """The part, 0 to 1, of all FLOPs that each layer does. With ``depth`` layers deeper than so
+        many names count as the module that they are in: "blocks.3" of "blocks.3.mlp.up"."""
+        if depth is not None:
+            arguments.whole("share_of_layers: depth", depth, 1, "a number of names")
+        layers = self.layers if depth is None else layer_shares.rolled_up(self.layers, depth)
+        return {layer: sum(phases.values()) / self.flops for layer, phases in layers.items()}
+
+    @cached_property
     def warnings(self) -> list[str]:
         """What is worth a change, each with what to do instead."""
         return [*self.said, *findings(self.kinds, self.device, self.network)]
@@ -137,6 +152,8 @@ class Report:
             "utilisation": self.utilisation,
             "flops": self.flops,
             "share_of_stages": self.share_of_stages(),
+            "share_of_layers": self.share_of_layers(),
+            "flops_by_layer": self.layers,
             "kinds": [k.as_dict(self.network) for k in self.kinds],
             "warnings": self.warnings,
         }
@@ -157,14 +174,14 @@ class Report:
 
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Writes one page for people to ``path``, without anything from elsewhere: a table of the
-        kinds, warnings, and the pictures of ``to_svg``, a time line to zoom into among them. Its
-        element ``report`` has the figures of ``to_json``."""
+        kinds, warnings, the layers that do most, and the pictures of ``to_svg``, a time line to
+        zoom into among them. Its element ``report`` has the figures of ``to_json``."""
         held = [pictures.memory(k) for k in sorted(self.kinds, key=lambda k: -k.peak_memory)]
         file = Path(path)
         file.write_text(
             page(
                 self._summary, self.as_dict(), self._rows, self.warnings, held,
-                pictures.volume(self.kinds), pictures.timeline(self.kinds),
+                pictures.volume(self.kinds), pictures.timeline(self.kinds), self._of_layers,
             ),
             encoding="utf-8",
         )  # fmt: skip
@@ -221,6 +238,14 @@ class Report:
             ))  # fmt: skip
         return rows
 
+    @property
+    def _of_layers(self) -> list[tuple[str, str]]:
+        """Tables of the page, each with what it is of: of all ranks, and of each kind."""
+        parts = [("all ranks", self.layers)]
+        if len(self.kinds) > 1:
+            parts += [(f"one of ranks {names_of(k.ranks)}", k.layers) for k in self.kinds]
+        return [(name, layer_shares.html(layers)) for name, layers in parts if layers]
+
     def __str__(self) -> str:
         full = self.fullest
         held = [(f"  {name}", amount(n)) for name, n in full.memory.at_peak.items() if n]
@@ -231,8 +256,9 @@ class Report:
         ]
         shares = " ".join(f"{share:.1%}" for share in self.share_of_stages().values())
         staged = [f"FLOPs of the stages: {shares}", ""] if shares else []
+        layered = [*table(layer_shares.rows(self.layers)), ""] if self.layers else []
         return "\n".join([
-            self._summary, "", *table(self._rows), "", *staged,
+            self._summary, "", *table(self._rows), "", *staged, *layered,
             f"memory of ranks {names_of(full.ranks)} at their peak, at {full.memory.where}:",
             *table(held or [("  nothing", "")]), "", "sent by one rank:",
             *table([("ranks", "axis", "number", "bytes"), *sent]),

@@ -50,6 +50,7 @@ def test_what_follows_is_what_a_run_shows(options, ran, monkeypatch) -> None:
     for one, other in zip(report.kinds, whole.kinds, strict=True):
         assert list(one.comms) == list(other.comms)
         assert one.messages() == other.messages() and one.flops == other.flops
+        assert one.flops_by("layer") == other.flops_by("layer")
         assert one.memory.peak == other.memory.peak
         assert one.memory.at_peak == other.memory.at_peak
         assert one.memory.kept == other.memory.kept

@@ -36,6 +36,7 @@ def same(a, b):
     for one, other in zip(a.kinds, b.kinds, strict=True):
         assert list(one.comms) == list(other.comms)
         assert one.flops_by("where") == other.flops_by("where")
+        assert one.flops_by("layer") == other.flops_by("layer")
         assert one.messages() == other.messages()
         assert one.memory.peak == other.memory.peak
         assert one.memory.at_peak == other.memory.at_peak
@@ -64,11 +65,16 @@ class Layer(nn.Module):
         return x @ torch.ones(4, 4) if self.slow else x
 
 
-def layers(slow: int):
+def layers(slow: int, nested: bool = False):
     def build():
         stages = dt.Strategy(pp=6).stages()
-        model = nn.Sequential(*[Layer(i == slow) for i in range(6)])
-        dt.pipeline.split(model, stages)
+        every = [Layer(i == slow) for i in range(6)]
+        model = nn.Sequential(*every)
+        if nested:
+            model = nn.Sequential(
+                *(nn.Sequential(*every[a:b]) for a, b in ((0, 2), (2, 3), (3, 6)))
+            )
+        dt.pipeline.split(every if nested else model, stages, of=model if nested else None)
         optimizer = torch.optim.SGD(model.parameters())
 
         def loss(x):
@@ -97,6 +103,15 @@ def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
     assert 2 not in ran and 3 not in ran
     with pytest.raises(ValueError, match="3 stages later"):
         kinds.followed.__globals__["Follower"](2, 2, 1, 4, (1, 4)).at(5, 7)
+
+
+def test_layers_in_other_modules_have_their_own_names(ran, monkeypatch) -> None:
+    report = dt.simulate(layers(-1, nested=True), world=6)
+    assert 2 not in ran and 3 not in ran
+    assert [name for kind in report.kinds for name in kind.layers] == [
+        "0.0.linear", "0.1.linear", "1.0.linear", "2.0.linear", "2.1.linear", "2.2.linear",
+    ]  # fmt: skip
+    same(report, every_stage(monkeypatch, layers(-1, nested=True), 6))
 
 
 def unlike_ends():

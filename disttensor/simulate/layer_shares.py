@@ -1,0 +1,100 @@
+"""What part of the FLOPs each layer does: layers rolled up to the modules that they are in, and as
+tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from xml.sax.saxutils import escape
+
+from disttensor.simulate.events import PHASES, Event, Op
+from disttensor.simulate.text import quantity
+
+Flops = dict[str, dict[str, int]]  # layer -> phase -> FLOPs
+_ROWS = 12  # of a table
+
+
+def by_layer(events: Iterable[Event]) -> Flops:
+    """FLOPs by the layer that does them itself, and by phase."""
+    count: Counter[tuple[str, str]] = Counter()
+    for e in events:
+        if isinstance(e, Op) and e.flops:
+            count[e.layer, e.phase] += e.flops
+    out: Flops = {}
+    for (layer, phase), n in count.items():
+        out.setdefault(layer, {})[phase] = n
+    return out
+
+
+def added(parts: Iterable[tuple[str, Mapping[str, int], int]]) -> Flops:
+    """The sum over (layer, its FLOPs by phase, how often)."""
+    out: Flops = {}
+    for layer, phases, times in parts:
+        sums = out.setdefault(layer, {})
+        for phase, n in phases.items():
+            sums[phase] = sums.get(phase, 0) + n * times
+    return out
+
+
+def rolled_up(layers: Flops, depth: int) -> Flops:
+    """The same, where layers deeper than so many names count as the module that they are in."""
+    short = {layer: ".".join(layer.split(".")[:depth]) for layer in layers}
+    return added((short[layer], phases, 1) for layer, phases in layers.items())
+
+
+def largest(layers: Flops, most: int = _ROWS) -> Flops:
+    """The modules that do most, with all in them, each after the one that it is in. Those that
+    differ by a number alone, and have modules in them, are one: ``blocks.*``. What does as much as
+    a module in it is left out."""
+    inner = {above for layer in layers for above in _above(layer)}
+    starred = {layer: _starred(layer, inner) for layer in layers}
+    tree = added((above, phases, 1) for layer, phases in layers.items()
+                 for above in (*_above(starred[layer]), starred[layer]))  # fmt: skip
+    whole = {(name.rpartition(".")[0], sum(phases.values())) for name, phases in tree.items()}
+    shown = [name for name in tree if (name, sum(tree[name].values())) not in whole]
+    shown = sorted(shown, key=lambda name: -sum(tree[name].values()))[:most]
+    return {name: tree[name] for name in _in_order(tree) if name in shown}
+
+
+def _above(layer: str) -> Iterator[str]:
+    """The modules that it is in, the outermost first."""
+    at = layer.find(".")
+    while at >= 0:
+        yield layer[:at]
+        at = layer.find(".", at + 1)
+
+
+def _starred(layer: str, inner: set[str]) -> str:
+    names = layer.split(".")
+    paths = [*_above(layer), layer]
+    return ".".join(
+        "*" if name.isdigit() and path in inner else name
+        for name, path in zip(names, paths, strict=True)
+    )
+
+
+def _in_order(tree: Flops) -> list[str]:
+    """Names as a tree is walked, those of one module as they were met."""
+    at = {name: i for i, name in enumerate(tree)}
+    return sorted(tree, key=lambda name: [at[path] for path in (*_above(name), name)])
+
+
+def rows(layers: Flops) -> list[tuple[str, ...]]:
+    """A table with its head."""
+    total = sum(sum(phases.values()) for phases in layers.values())
+    out: list[tuple[str, ...]] = [("FLOP by layer", *PHASES[:2], "share")]
+    for name, phases in largest(layers).items():
+        both = [quantity(phases.get(phase, 0)) for phase in PHASES[:2]]
+        out.append((name, *both, f"{sum(phases.values()) / total:.1%}"))
+    return out
+
+
+def html(layers: Flops) -> str:
+    """The same as a table of a page, the shares with a bar."""
+    head, *body = rows(layers)
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head) + "<th></th>"]
+    for *cells, share in body:
+        bar = f'<div style="width: {float(share[:-1]) * 2:g}px"></div>'
+        cells = [f"<td>{escape(cell)}</td>" for cell in (*cells, share)]
+        lines.append("".join(cells) + f'<td class="bar">{bar}</td>')
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
