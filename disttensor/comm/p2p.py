@@ -1,6 +1,7 @@
 """Point-to-point messages from one rank of the world to another.
 
-They go over the default process group, and nobody else takes part. Sending returns at once, and
+They go over the default process group, and nobody else takes part (``directions`` says where over
+others). Sending returns at once, and
 receiving is posted now and waited for later, so ranks need not meet. Messages of one pair of ranks
 with one tag arrive in the order in which they were sent.
 
@@ -8,10 +9,8 @@ Note on tags. Every rank of the world calls ``next_tag`` once for every transfer
 takes part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers
 transfers on its own: micro-batches, which ranks may take in different order, have one each.
 
-Note on NCCL. It knows no tags: messages of a pair match by the order in which both ranks post them,
-so there both must take micro-batches in one order. The messages of a transfer are one batch, and
-the first ``next_tag`` is a barrier, because a batch of some ranks may not be the first thing in a
-group.
+Note on NCCL. It knows no tags: messages from one rank to another match by the order in which both
+post them, so there both must take micro-batches in one order.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from disttensor import runtime
-from disttensor.comm import failures, log
+from disttensor.comm import directions, failures, log
 from disttensor.comm.letter import Letter, sized
 from disttensor.comm.mismatch import Awaited, Sending
 from disttensor.comm.outbox import OUTBOX, check_delivered, failed
 from disttensor.comm.outbox import flush as flush
-from disttensor.comm.process_group import is_fake, is_nccl, world
+from disttensor.comm.process_group import is_fake, world
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
@@ -63,8 +62,6 @@ def channel(number: int) -> Iterator[None]:
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
     tags = runtime.current().tags
-    if not tags:
-        _meet()
     number = _channel.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
@@ -79,12 +76,6 @@ def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
         return tag
     nth = (tag >> 1) - count + later
     return tag & ~(CHANNELS - 1 << 14 | _TRANSFERS - 1 << 1) | other << 14 | nth % _TRANSFERS << 1
-
-
-def _meet() -> None:
-    """NCCL: batched messages between some ranks are defined only after a collective of all."""
-    if is_nccl():
-        dist.barrier()
 
 
 # Called before this rank waits to hear of a tensor that it holds nothing of: see pipeline.tape.
@@ -190,7 +181,8 @@ def transfer(
             log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
         for each in log.active:
             each.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
-    post = _post_letters if device.type == "cpu" and not is_fake() else _post_batch
+    letters = device.type == "cpu" and not is_fake() and not directions.needed(device)
+    post = _post_letters if letters else _post_batches
     try:
         return post(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
@@ -226,7 +218,7 @@ def _post_letters(
     return messages
 
 
-def _post_batch(
+def _post_batches(
     sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Sequence[int]]],
     dtype: torch.dtype,
@@ -234,23 +226,32 @@ def _post_batch(
     tag: int,
     label: object,
 ) -> list[Message]:
-    """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each
-    other. A fake process group is served the same way."""
-    me = world()[0]
+    """NCCL, and a fake process group: the messages of a transfer in one communicator as one batch,
+    or two ranks could wait for each other."""
+    me, apart = world()[0], directions.needed(device)
+    if apart:
+        directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
     copies = {id(x): _copied(x) for _, x in sends}
-    sources = [source for source, _ in receives]
-    ops = [dist.P2POp(dist.irecv, as_bytes(out), r, tag=tag)
-           for r, out in zip(sources, outs, strict=True)]  # fmt: skip
-    ops += [dist.P2POp(dist.isend, as_bytes(copies[id(x)]), r, tag=tag) for r, x in sends]
-    works = list(dist.batch_isend_irecv(ops) if ops else [])
-    if len(works) != len(ops):  # one Work for all
-        works = works[-1:] * len(ops)
+    posts = [
+        (dist.irecv, as_bytes(out), r, directions.group(r, me) if apart else None)
+        for (r, _), out in zip(receives, outs, strict=True)
+    ]
+    posts += [
+        (dist.isend, as_bytes(copies[id(x)]), r, directions.group(me, r) if apart else None)
+        for r, x in sends
+    ]
+    works: list[Any] = [None] * len(posts)
+    for group in dict.fromkeys(group for *_, group in posts):
+        places = [i for i, post in enumerate(posts) if post[-1] is group]
+        made = dist.batch_isend_irecv([dist.P2POp(*posts[i], tag=tag) for i in places])
+        for nth, i in enumerate(places):  # or one Work for all
+            works[i] = made[nth if len(made) == len(places) else -1]
     for (to, x), work in zip(sends, works[len(receives) :], strict=True):
         OUTBOX.put(work, copies[id(x)], Sending(me, to, label, tag, x.nbytes, ""))
     return [
         Message([work], out, _Receiving(me, r, label))
-        for r, out, work in zip(sources, outs, works, strict=False)
+        for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]
 
 
