@@ -233,7 +233,7 @@ def _post_batches(
         directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
     copies = {id(x): _copied(x) for _, x in sends}
-    posts = [
+    posts: list[tuple[Any, Tensor, int, Any]] = [
         (dist.irecv, as_bytes(out), r, directions.group(r, me) if apart else None)
         for (r, _), out in zip(receives, outs, strict=True)
     ]
