@@ -14,7 +14,6 @@ import torch
 from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
 from disttensor.comm.work import Work, finished
-from disttensor.layout import Box
 from disttensor.placement import neutral_element
 from disttensor.spec import DistSpec
 from reshard import planner
@@ -52,11 +51,9 @@ def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Callable[[], Tensor]:
     routes, after = _routes(plan, collectives.world()[0]), plan.after
     source, target, kept = routes.source, routes.target, routes.kept
     dtype, device = after.dtype, after.mesh.device
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
     x = x.detach()
-    sends = [(to, packed(x, source, box)) for to, box in routes.sends]
-    receives = [(sender, box.numel) for sender, box in routes.receives]
+    sends = [(to, box.cut(x, source)) for to, box in routes.sends] if source else []
+    receives = [(sender, box.shape) for sender, box in routes.receives]
     pending = p2p.transfer(sends, receives, dtype, device, tag, plan)
     place = after.mesh.coordinate
     if place is None:
@@ -67,14 +64,14 @@ def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Callable[[], Tensor]:
         whole = target.cut(x, source)
         return lambda: whole
     if len(pending) == 1 and routes.receives[0][1] == target:
-        return lambda: fill(pending[0].wait().view(target.shape), place, plan)
+        return lambda: fill(pending[0].wait(), place, plan)
     out = torch.empty(target.shape, dtype=dtype, device=device)
     if source and kept:
         kept.cut(out, target).copy_(kept.cut(x, source))
 
     def assembled() -> Tensor:
         for message, (_, box) in zip(pending, routes.receives, strict=True):
-            box.cut(out, target).copy_(message.wait().view(box.shape))
+            box.cut(out, target).copy_(message.wait())
         return fill(out, place, plan)
 
     return assembled
@@ -83,12 +80,6 @@ def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Callable[[], Tensor]:
 @cached(1024)
 def _routes(plan: CrossMeshPlan, rank: int) -> Routes:
     return plan.routing.of(rank)
-
-
-def packed(x: Tensor, outer: Box | None, box: Box) -> Tensor:
-    """The box of x, flat, in memory of its own."""
-    assert outer is not None
-    return box.cut(x, outer).clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def _empty(spec: DistSpec) -> Tensor:

@@ -61,8 +61,8 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
         return
     payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(payload)], device=device)
-    for part in (size, payload):
-        p2p.send(part, rest, tag, f"an object of ranks {list(ranks)}")
+    for i, part in enumerate((size, payload)):  # of two sizes, and so with two tags
+        p2p.send(part, rest, tag + i, f"an object of ranks {list(ranks)}")
 
 
 def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
@@ -70,11 +70,11 @@ def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
     p2p.BEFORE_HEARING.get()()
     tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
-    def part(n: int, dtype: torch.dtype) -> Tensor:
-        return p2p.receive((n,), dtype, device, ranks[0], tag, label).wait()
+    def part(i: int, n: int, dtype: torch.dtype) -> Tensor:
+        return p2p.receive((n,), dtype, device, ranks[0], tag + i, label).wait()
 
-    size = int(part(1, torch.int64))
-    return pickle.loads(part(size, torch.uint8).cpu().numpy().tobytes())
+    size = int(part(0, 1, torch.int64))
+    return pickle.loads(part(1, size, torch.uint8).cpu().numpy().tobytes())
 
 
 def broadcast_value(

@@ -27,13 +27,17 @@ LINGER = 0.01  # seconds in which more is sent before the thread looks
 EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
 
 
+_Entry = tuple[Any, torch.Tensor, object, Runtime]
+
+
 class Outbox:
     """Works and buffers of messages under way."""
 
     def __init__(self) -> None:
         lock = threading.RLock()
         self.changed, self.hurry = threading.Condition(lock), threading.Condition(lock)
-        self.waiting: deque[tuple[Any, torch.Tensor, object, Runtime]] = deque()
+        self.waiting: deque[_Entry] = deque()
+        self.batch: deque[_Entry] = deque()  # of those before: the thread waits for the first
         self.open = 0  # messages that are not delivered yet
         self.used = False
         self.hurried = 0  # callers that wait for delivery
@@ -57,12 +61,18 @@ class Outbox:
                 while not self.waiting:
                     self.changed.wait()
                 self.hurry.wait_for(lambda: self.hurried, LINGER)
-                batch, self.waiting = self.waiting, deque()
-            while batch:
-                _wait_for(*batch.popleft())
+                self.batch, self.waiting = self.waiting, deque()
+            while self.batch:
+                _wait_for(*self.batch[0])
                 with self.changed:
+                    self.batch.popleft()
                     self.open -= 1
                     self.changed.notify_all()
+
+    def held(self) -> list[object]:
+        """What may not be delivered yet."""
+        with self.changed:
+            return [what for _, _, what, _ in (*self.batch, *self.waiting)]
 
     def flush(self, seconds: float | None) -> bool:
         with self.changed:

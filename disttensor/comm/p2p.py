@@ -1,6 +1,7 @@
 """Point-to-point messages from one rank of the world to another.
 
-They go over the default process group, and nobody else takes part. Sending returns at once, and
+They go over the default process group, and nobody else takes part (``directions`` says where over
+others). Sending returns at once, and
 receiving is posted now and waited for later, so ranks need not meet. Messages of one pair of ranks
 with one tag arrive in the order in which they were sent.
 
@@ -8,10 +9,8 @@ Note on tags. Every rank of the world calls ``next_tag`` once for every transfer
 takes part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers
 transfers on its own: micro-batches, which ranks may take in different order, have one each.
 
-Note on NCCL. It knows no tags: messages of a pair match by the order in which both ranks post them,
-so there both must take micro-batches in one order. The messages of a transfer are one batch, and
-the first ``next_tag`` is a barrier, because a batch of some ranks may not be the first thing in a
-group.
+Note on NCCL. It knows no tags: messages from one rank to another match by the order in which both
+post them, so there both must take micro-batches in one order.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ import torch
 import torch.distributed as dist
 
 from disttensor import runtime
-from disttensor.comm import failures, log
+from disttensor.comm import directions, failures, log
+from disttensor.comm.letter import Letter, sized
+from disttensor.comm.mismatch import Awaited, Sending
 from disttensor.comm.outbox import OUTBOX, check_delivered, failed
 from disttensor.comm.outbox import flush as flush
-from disttensor.comm.process_group import is_fake, is_nccl, world
+from disttensor.comm.process_group import is_fake, world
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
@@ -38,9 +39,7 @@ Tensor = torch.Tensor
 
 CHANNELS = 1 << 10
 _TRANSFERS = 1 << 13  # of one channel, before tags are used again
-_OURS = 1 << 30  # set in all our tags: a program's own small tags stay free
-_SLIP = 1 << 29  # set in the tag of the slip that goes with a message
-_SLIP_BYTES = 128
+_OURS = 1 << 30  # set in all our tags: a program's own small tags stay free; sizes are below
 
 
 # Tags ------------------------------------------------------------------------------------------
@@ -63,8 +62,6 @@ def channel(number: int) -> Iterator[None]:
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
     tags = runtime.current().tags
-    if not tags:
-        _meet()
     number = _channel.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
@@ -81,12 +78,6 @@ def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
     return tag & ~(CHANNELS - 1 << 14 | _TRANSFERS - 1 << 1) | other << 14 | nth % _TRANSFERS << 1
 
 
-def _meet() -> None:
-    """NCCL: batched messages between some ranks are defined only after a collective of all."""
-    if is_nccl():
-        dist.barrier()
-
-
 # Called before this rank waits to hear of a tensor that it holds nothing of: see pipeline.tape.
 BEFORE_HEARING: ContextVar[Callable[[], None]] = ContextVar("before_hearing", default=lambda: None)
 
@@ -94,16 +85,15 @@ BEFORE_HEARING: ContextVar[Callable[[], None]] = ContextVar("before_hearing", de
 # Messages --------------------------------------------------------------------------------------
 
 
-class _What(NamedTuple):
-    """A message, for people: put into words only where it failed."""
+class _Receiving(NamedTuple):
+    """A message to this rank, for people: put into words only where it failed."""
 
     rank: int
-    verb: str
     peer: int
     label: object
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.verb} rank {self.peer}: {self.label}"
+        return f"rank {self.rank} receives from rank {self.peer}: {self.label}"
 
 
 _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
@@ -153,9 +143,8 @@ class Message(Work[Tensor]):
 def send(x: Tensor, to: int | Sequence[int], tag: int, label: object = "") -> None:
     """A copy of ``x`` goes to the global rank ``to``, or to each of several. Returns at once; x may
     be changed after."""
-    copy = dense(x).reshape(-1).clone()
     ranks = (to,) if isinstance(to, int) else to
-    _exchange([(rank, copy) for rank in ranks], [], tag, label)
+    transfer([(rank, x) for rank in ranks], [], x.dtype, x.device, tag, label)
 
 
 def receive(
@@ -167,34 +156,23 @@ def receive(
     label: object = "",
 ) -> Message:
     """Ask for the tensor that the global rank ``source`` sends with this tag; wait for it later."""
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return _exchange([], [(source, out)], tag, label)[0]
+    return transfer([], [(source, shape)], dtype, device, tag, label)[0]
 
 
 def transfer(
     sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, int]],
+    receives: Sequence[tuple[int, Sequence[int]]],
     dtype: torch.dtype,
     device: torch.device,
     tag: int,
     label: object = "",
 ) -> list[Message]:
-    """All messages of one transfer: ``(to, flat buffer)`` go out, ``(source, elements)`` come in.
+    """All messages of one transfer: copies of ``(to, tensor)`` go out, ``(source, shape)`` come in.
 
-    Gives a Message per receive, flat. Takes ownership of the contiguous buffers: do not change
-    them. ``label``, of which ``str`` is taken only then, says in errors what was moved. Raises
-    CommError, for an earlier message of this rank too that could not be delivered.
+    Gives a Message per receive. The tensors may be changed after. ``label``, of which ``str`` is
+    taken only then, says in errors what was moved. Raises CommError, for an earlier message of this
+    rank too that could not be delivered.
     """
-    outs = [(source, torch.empty(n, dtype=dtype, device=device)) for source, n in receives]
-    return _exchange(sends, outs, tag, label)
-
-
-def _exchange(
-    sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Tensor]],
-    tag: int,
-    label: object,
-) -> list[Message]:
     failures.watch()
     check_delivered()
     me = world()[0]
@@ -203,96 +181,79 @@ def _exchange(
             log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
         for each in log.active:
             each.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
-    slips = not is_fake() and all(x.is_cpu for _, x in (*sends, *receives))
+    letters = device.type == "cpu" and not is_fake() and not directions.needed(device)
+    post = _post_letters if letters else _post_batches
     try:
-        works, sent = (_post if slips else _post_batch)(sends, receives, tag)
+        return post(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
         OUTBOX.flush(10.0)  # an earlier message that failed is being put into words
         check_delivered()
         peers = sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"
         raise failed(what, error) from error
-    for (to, x), work in zip(sends, sent, strict=True):
-        OUTBOX.put(work, x, _What(me, "sends to", to, label))
+
+
+def _post_letters(
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Sequence[int]]],
+    dtype: torch.dtype,
+    device: torch.device,
+    tag: int,
+    label: object,
+) -> list[Message]:
+    """gloo: every message on its own, in any dtype. What comes is asked for first."""
+    group: Any = dist.group.WORLD
+    me, messages = world()[0], []
+    for source, shape in receives:
+        letter = Letter.awaited(shape, dtype)
+        work = group.recv([letter.words], source, sized(tag, letter.nbytes))
+        awaited, what = Awaited(work, letter, source, tag), _Receiving(me, source, label)
+        messages.append(Message([awaited], letter.content, what))
+    line = user_line()[-100:] if sends else ""
+    copies: dict[int, Letter] = {}
+    for to, x in sends:
+        letter = copies.get(id(x)) or copies.setdefault(id(x), Letter.of(x))
+        work = group.send([letter.words], to, sized(tag, letter.nbytes))
+        OUTBOX.put(work, letter.words, Sending(me, to, label, tag, letter.nbytes, line))
+    return messages
+
+
+def _post_batches(
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Sequence[int]]],
+    dtype: torch.dtype,
+    device: torch.device,
+    tag: int,
+    label: object,
+) -> list[Message]:
+    """NCCL, and a fake process group: the messages of a transfer in one communicator as one batch,
+    or two ranks could wait for each other."""
+    me, apart = world()[0], directions.needed(device)
+    if apart:
+        directions.meet([rank for rank, _ in (*sends, *receives)])
+    outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
+    copies = {id(x): _copied(x) for _, x in sends}
+    posts: list[tuple[Any, Tensor, int, Any]] = [
+        (dist.irecv, as_bytes(out), r, directions.group(r, me) if apart else None)
+        for (r, _), out in zip(receives, outs, strict=True)
+    ]
+    posts += [
+        (dist.isend, as_bytes(copies[id(x)]), r, directions.group(me, r) if apart else None)
+        for r, x in sends
+    ]
+    works: list[Any] = [None] * len(posts)
+    for group in dict.fromkeys(group for *_, group in posts):
+        places = [i for i, post in enumerate(posts) if post[-1] is group]
+        made = dist.batch_isend_irecv([dist.P2POp(*posts[i], tag=tag) for i in places])
+        for nth, i in enumerate(places):  # or one Work for all
+            works[i] = made[nth if len(made) == len(places) else -1]
+    for (to, x), work in zip(sends, works[len(receives) :], strict=True):
+        OUTBOX.put(work, copies[id(x)], Sending(me, to, label, tag, x.nbytes, ""))
     return [
-        Message(own, out, _What(me, "receives from", r, label))
-        for (r, out), own in zip(receives, works, strict=True)
+        Message([work], out, _Receiving(me, r, label))
+        for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]
 
 
-Posted = tuple[list[list[Any]], list[Any]]  # Works per receive; one Work per send
-
-
-def _post(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-) -> Posted:
-    """gloo: every message on its own, as bytes, in any dtype, with a slip before it."""
-    if not sends and not receives:
-        return [], []
-    group: Any = dist.group.WORLD
-    works: list[list[Any]] = []
-    for source, x in receives:
-        slip = torch.zeros(_SLIP_BYTES, dtype=torch.uint8)
-        comes = _Slip(group.recv([slip], source, tag | _SLIP), slip, x.nbytes)
-        works.append([comes, group.recv([as_bytes(x)], source, _sized(tag, x))])
-    line = user_line()[-100:] if sends else ""
-    sent: list[Any] = []
-    for to, x in sends:
-        text = f"{x.nbytes} {line}".encode()[:_SLIP_BYTES].ljust(_SLIP_BYTES)
-        slip = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        sent.append(_Sent(group.send([slip], to, tag | _SLIP), slip,
-                          group.send([as_bytes(x)], to, _sized(tag, x))))  # fmt: skip
-    return works, sent
-
-
-def _sized(tag: int, x: Tensor) -> int:
-    """gloo ends the process where a message is larger than what the receiver has made room for, and
-    says nothing where it is smaller. Of two sizes most have two tags, and never meet."""
-    return tag | x.nbytes % 31 << 24
-
-
-class _Slip(NamedTuple):
-    """What goes before a message: how large it is, and the sender's line."""
-
-    work: Any
-    slip: Tensor
-    nbytes: int
-
-    def wait(self) -> None:
-        self.work.wait()
-        size, _, line = bytes(self.slip.tolist()).decode(errors="replace").partition(" ")
-        if int(size) != self.nbytes:
-            raise MismatchError(
-                f"{size} bytes were sent at {line.strip()}, and {self.nbytes} are expected at "
-                f"{user_line()}: these two ranks do not run the same program on the same shapes"
-            )
-
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
-
-class _Sent(NamedTuple):
-    """A slip and a message on their way."""
-
-    before: Any
-    slip: Tensor
-    work: Any
-
-    def wait(self) -> None:
-        self.before.wait()
-        self.work.wait()
-
-
-def _post_batch(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-) -> Posted:
-    """NCCL: sends and receives of a transfer as one batch, or two ranks could wait for each
-    other. A fake process group, which brings no slips, is served the same way."""
-    ops = [dist.P2POp(dist.irecv, as_bytes(x), r, tag=tag) for r, x in receives]
-    sent = {id(x): x for _, x in sends}
-    raw = {key: as_bytes(x) for key, x in sent.items()}
-    ops += [dist.P2POp(dist.isend, raw[id(x)], r, tag=tag) for r, x in sends]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    if len(works) != len(ops):  # one Work for all
-        return [list(works) for _ in receives], [works[-1] for _ in sends]
-    return [[work] for work in works[: len(receives)]], works[len(receives) :]
+def _copied(x: Tensor) -> Tensor:
+    return dense(x.detach().clone(memory_format=torch.contiguous_format))

@@ -34,6 +34,9 @@ Heard = Callable[["Watcher", str], bool]
 # False where it cannot yet, and is called again.
 HEARD: dict[str, Heard] = {}
 
+# What is done in the thread every second: fn(watcher).
+EACH_BEAT: list[Callable[[Watcher], None]] = []
+
 
 class Watcher:
     """Of one world. ``store``: may be used from any thread, as long as nobody waits in it."""
@@ -98,6 +101,8 @@ class Watcher:
         self._end_with_launcher()
         self.store.add(f"beat/{self.rank}", 1)
         self._hear()
+        for fn in EACH_BEAT:
+            fn(self)
 
     def _end_with_launcher(self) -> None:
         """Where torchrun is gone, nobody else would end this rank."""

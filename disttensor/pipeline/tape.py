@@ -159,7 +159,7 @@ class Tape:
 
     def _ask(self) -> None:
         """Ask for gradients that will come, so that they are here when their visit goes back. Not
-        over NCCL, where what is sent after that would wait for them."""
+        over NCCL, which knows no tags: they would be taken in the order of asking."""
         if not is_nccl():
             for t in self.transfers:
                 if t.reached and t.arrival is None and t.received_in < 0:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm import p2p
+from disttensor.comm import letter, p2p
 from tests.support.pool import fake_world, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +112,39 @@ def test_a_message_is_recorded_once_by_its_sender():
     assert (entry.kind, entry.axis, entry.bytes) == ("send", f"{rank} -> {1 - rank}", 30)
 
 
+@pytest.mark.parametrize("sent", [2, 1], ids=["of another tag", "of the same tag"])
+@on_ranks(2, timeout=120)
+def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(sent):
+    """With the same tag (248 and 4 bytes) it comes into the room for another."""
+    assert (letter.sized(0, 248) == letter.sized(0, 4 * sent)) == (sent == 1)
+    tag = p2p.next_tag()
+    if dist.get_rank() == 0:
+        p2p.send(torch.ones(sent), 1, tag, "a test")
+        dist.barrier()
+    else:
+        pending = p2p.receive((62,), torch.float32, CPU, 0, tag, "a test")
+        told = "8 bytes were sent at .*test_p2p.py:[0-9]+" if sent == 2 else "fewer bytes were sent"
+        text = f"rank 1 receives from rank 0: a test: {told}, and 248 are expected at .*test_p2p.py"
+        with pytest.raises(dt.MismatchError, match=text):
+            pending.wait()
+        if sent == 2:  # rank 0 gets rid of it
+            p2p.receive((2,), torch.float32, CPU, 0, tag).wait()
+        dist.barrier()
+    p2p.flush(30)
+    assert exchange(torch.ones(2), p2p.next_tag()).tolist() == [1, 1]
+
+
+@on_ranks(2, timeout=60)
+def test_a_sender_that_is_late_is_waited_for():
+    """The receiver asks meanwhile."""
+    tag = p2p.next_tag()
+    if dist.get_rank() == 0:
+        time.sleep(3.5)
+        p2p.send(torch.ones(2), 1, tag)
+    else:
+        assert p2p.receive((2,), torch.float32, CPU, 0, tag).wait().tolist() == [1, 1]
+
+
 # Tags --------------------------------------------------------------------------------------------
 
 
@@ -153,7 +187,7 @@ def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
     head = """
         import sys, time, datetime, torch, torch.distributed as dist
         from disttensor import CommError
-        from disttensor.comm import p2p
+        from disttensor.comm import letter, p2p
         rank = int(sys.argv[1])
         store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2,

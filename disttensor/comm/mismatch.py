@@ -1,0 +1,106 @@
+"""A wait for a message that was sent in another size ends with an error.
+
+Messages of two sizes have two tags (``letter.py``), so the receiver would wait until the time limit
+of the process group. One that has waited for some time asks the sender in the thread beside its
+program (``watcher.py``), by way of the store. A sender that holds a message of that transfer in
+another size alone says so, and sends what is waited for, marked as none: so the wait ends. Nothing
+of this is done while messages come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+
+from disttensor import runtime
+from disttensor.comm import watcher
+from disttensor.comm.letter import Letter, sized
+from disttensor.comm.outbox import OUTBOX
+from disttensor.errors import MismatchError, user_line
+
+PATIENCE = 1.0  # seconds
+
+
+class Sending(NamedTuple):
+    """A message to another rank, for people: put into words only where it failed."""
+
+    rank: int
+    peer: int
+    label: object
+    tag: int
+    nbytes: int
+    line: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} sends to rank {self.peer}: {self.label}"
+
+
+class Awaited:
+    """A letter on its way from the rank ``source``."""
+
+    __slots__ = ("letter", "since", "source", "tag", "work")
+
+    def __init__(self, work: Any, letter: Letter, source: int, tag: int) -> None:
+        self.work, self.letter, self.source, self.tag = work, letter, source, tag
+
+    def wait(self) -> None:
+        self.since = time.monotonic()
+        _waiting.append(self)
+        try:
+            self.work.wait()
+        finally:
+            _waiting.remove(self)
+        if not self.letter.is_whole:
+            raise MismatchError(
+                f"{self._what_was_sent()}, and {self.letter.nbytes} are expected at "
+                f"{user_line()}: these two ranks do not run the same program on the same shapes"
+            )
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def _what_was_sent(self) -> str:
+        beside = watcher.of(runtime.current())
+        if beside is None or not self.letter.is_refused:
+            return "fewer bytes were sent"
+        return str(beside.store.get(f"sent/{beside.rank}/{self.tag}").decode())
+
+
+_waiting: list[Awaited] = []
+
+
+def _ask(beside: watcher.Watcher) -> None:
+    """Again and again, as long as this rank waits: a sender that has nothing yet forgets it."""
+    for awaited in list(_waiting):
+        if time.monotonic() - awaited.since > PATIENCE:
+            asked = json.dumps([beside.rank, awaited.tag, awaited.letter.nbytes])
+            beside.store.append(f"asked of/{awaited.source}", f"{asked}\n")
+
+
+def _answer(beside: watcher.Watcher) -> None:
+    key = f"asked of/{beside.rank}"
+    if not beside.store.check([key]):
+        return
+    asked = set(beside.store.get(key).decode().splitlines())
+    beside.store.delete_key(key)
+    for peer, tag, nbytes in map(json.loads, asked):
+        held = {
+            what.nbytes: what
+            for what in OUTBOX.held()
+            if isinstance(what, Sending) and (what.peer, what.tag) == (peer, tag)
+        }
+        if held and nbytes not in held:
+            what = next(iter(held.values()))
+            text = f"{what.nbytes} bytes were sent at {what.line}"
+            beside.store.set(f"sent/{peer}/{tag}", text)
+            words, group = Letter.refusing(nbytes).words, cast(Any, dist.group.WORLD)
+            with contextlib.suppress(RuntimeError):  # it is gone, as others will say
+                work = group.send([words], peer, sized(tag, nbytes))
+                OUTBOX.put(work, words, what._replace(nbytes=nbytes))
+
+
+watcher.EACH_BEAT += [_ask, _answer]
