@@ -25,8 +25,8 @@ class Device:
     ``efficiency``. ``bandwidth``: bytes per second of its memory, of which there are ``memory``
     bytes (None: not known). ``launch``: seconds that the host spends on a kernel, beside the device
     where it is ``asynchronous``, before each kernel where not. ``sharing``: so many ranks share it,
-    as four do on two cores: one computes at full speed while the others wait. ``plan_strategy``
-    takes that into account, a Report does not.
+    as four do on two cores: one computes at full speed while the others wait, and all of them at
+    half of it.
 
     >>> a_card = dt.devices.Device(
     ...     name="a card", peak={torch.float32: 1e12}, bandwidth=1e11, memory=8e9, launch=5e-6
