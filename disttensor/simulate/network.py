@@ -26,7 +26,10 @@ class Link:
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """Rank r is on node ``r // ranks_per_node``. By default as in a DGX H100: NVLink within a node,
-    one adapter of 400 Gb/s for each rank between nodes.
+    one adapter of 400 Gb/s for each rank between nodes. ``processor``: where no adapter carries
+    bytes but the rank's own processor, as with gloo on CPUs, the seconds that it works on each
+    transfer, and the bytes that it moves in a second; None: nothing. Ranks that share a device
+    (``Device.sharing``) compute less meanwhile.
 
     >>> network = dt.devices.Network(ranks_per_node=4)
     >>> network.crosses([0, 1]), network.crosses([3, 4])
@@ -36,6 +39,7 @@ class Network:
     ranks_per_node: int = 8
     within: Link = Link(450e9, 3e-6)
     between: Link = Link(50e9, 8e-6)
+    processor: Link | None = None
 
     def __post_init__(self) -> None:
         arguments.whole("Network: ranks_per_node", self.ranks_per_node, 1, "a number of ranks")
@@ -66,6 +70,11 @@ class Network:
             across = self.between.bandwidth * min(on.values())
             bandwidth = across if local == 1 else min(bandwidth, across)
         return latency + nbytes / bandwidth
+
+    def work(self, nbytes: float) -> float:
+        """Seconds for which a collective or a message keeps the processor of a rank busy."""
+        own = self.processor
+        return own.latency + nbytes / own.bandwidth if own is not None else 0.0
 
     def message(self, nbytes: float, sender: int, receiver: int) -> float:
         """Seconds from one rank to another."""

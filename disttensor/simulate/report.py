@@ -65,7 +65,8 @@ class Report:
         if not by or not self._time:
             return 0.0
         model = 3 * self._sum(lambda k: k.flops_by("phase").get("forward", 0))
-        return model / (self._time * peaks[by.most_common(1)[0][0]])
+        devices = self._time / self.device.sharing
+        return model / (devices * peaks[by.most_common(1)[0][0]])
 
     @property
     def flops(self) -> int:
@@ -113,7 +114,7 @@ class Report:
         does not run again; its collectives are those for the backend of the first device."""
         device, network = device or self.device, network or self.network
         runs = [(k.ranks, k.rank, k.events) for k in self.kinds]
-        rows = timelines(runs, device, network)
+        rows = timelines(runs, self.world, device, network)
         kinds = [replace(k, timeline=row) for k, row in zip(self.kinds, rows, strict=True)]
         return Report(self.world, kinds, device, network, self.said)
 

@@ -93,7 +93,8 @@ def simulate_program(
             run.few = False
             found = representatives(world, wanted, run)
             run.check(*found[0])
-    rows = timelines([(members, rank, one.events) for members, rank, one in found], device, network)
+    events = [(members, rank, one.events) for members, rank, one in found]
+    rows = timelines(events, world, device, network)
     kinds = [
         Kind(tuple(members), rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
         for (members, rank, one), row in zip(found, rows, strict=True)

@@ -17,6 +17,17 @@ from disttensor.tree import flat, rebuilt
 Tensor = torch.Tensor
 _MOST = 1 << 17  # calls that are remembered
 _META = torch.device("meta")
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
+}  # fmt: skip
+# torch's counter knows the kernels of GPUs; those of the CPU, on whose tensors a program runs here,
+# compute the same.
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        _aten._scaled_dot_product_flash_attention_backward,
+}  # fmt: skip
 
 
 class _Out(NamedTuple):
@@ -75,12 +86,16 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
     ins: list[Tensor] = flat((args, kwargs), [])
     outs: list[Tensor] = [out] if isinstance(out, Tensor) else flat(out, [])
     if not outs and func._schema.is_mutable:  # of a list of tensors
-        outs = flat([a for a, s in zip(args, func._schema.arguments) if _written(s)], [])  # noqa: B905
+        given = zip(func._schema.arguments, args)  # noqa: B905
+        outs = flat([a for s, a in given if _written(s)], [])
+        outs += flat([kwargs[s.name] for s in func._schema.arguments
+                      if s.kwarg_only and s.name in kwargs and _written(s)], [])  # fmt: skip
     count = flop_formula(func)
     flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
     views = func.is_view or not outs
     dtype = next((t.dtype for t in (*outs, *ins) if t.is_floating_point()), torch.int64)
-    nbytes = 0 if views else sum(map(_touched, ins)) + sum(map(_touched, outs))
+    nothing = views or func._overloadpacket in _EMPTY
+    nbytes = 0 if nothing else sum(map(_touched, ins)) + sum(map(_touched, outs))
     return Cost(flops, nbytes, dtype, views)
 
 
@@ -89,7 +104,8 @@ def flop_formula(func: Any) -> Callable[..., int] | None:
     """torch's formula for the FLOPs of an operator. Its module is imported when it is needed: that
     makes operators."""
     registry = importlib.import_module("torch.utils.flop_counter").flop_registry
-    found: Callable[..., int] | None = registry.get(func._overloadpacket)
+    packet = _COUNTED_AS.get(func._overloadpacket, func._overloadpacket)
+    found: Callable[..., int] | None = registry.get(packet)
     return found
 
 

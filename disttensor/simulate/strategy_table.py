@@ -115,21 +115,15 @@ def _why(c: Candidate, first: Candidate) -> str:
 
 
 def step_time(report: Report) -> float:
-    """Seconds of a step, also where ranks share a device; of a report of rank 0 at least those
-    that it computes for."""
-    return max(sum(_parts(report).values()), report.slowest.timeline.total("compute"))
+    """Seconds of a step; of a report of rank 0 alone, about those that it computes for."""
+    return report.step_time
 
 
 def _parts(report: Report) -> Mapping[str, float]:
-    """Seconds of a step, the mean of all ranks. Where ranks share a device they compute in turns,
-    in the bubbles of each other."""
+    """Seconds of a step, the mean of all ranks."""
     whole = report.step_time
-    waits = report.exposed_communication * whole
-    busy = whole * (1 - report.bubble) - waits
-    shared = busy * report.device.sharing
-    return {
-        "computes": shared, "collectives": waits, "bubble": max(0.0, whole - waits - shared),
-    }  # fmt: skip
+    waits, bubble = (part * whole for part in (report.exposed_communication, report.bubble))
+    return {"computes": whole - bubble - waits, "collectives": waits, "bubble": bubble}
 
 
 def named(strategy: Strategy, world: int) -> str:

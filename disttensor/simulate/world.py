@@ -6,7 +6,7 @@ import gc
 import os
 import random as python_random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -42,11 +42,11 @@ def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, s
 
 @contextmanager
 def imagined_rank(
-    rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl"
+    rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl", data: bool = False
 ) -> Iterator[None]:
     """Inside, this process is ``rank`` of ``size``, and nobody else is there; collectives are made
-    as for ``backend``. Afterwards it is what it was: its process group, meshes, environment,
-    defaults and random numbers are as before."""
+    as for ``backend``, and tensors are without ``data``. Afterwards it is what it was: its process
+    group, meshes, environment, defaults and random numbers are as before."""
     environment = dict(os.environ)
     dtype, device, grad = (
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
@@ -59,7 +59,7 @@ def imagined_rank(
             desync.enabled = False  # there is nobody to compare with
             start_fake_world(rank, size)
             runtime.current().stands_for = backend
-            with _fake():
+            with nullcontext() if data else _fake():
                 yield
     finally:
         desync.enabled = debugging

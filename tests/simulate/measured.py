@@ -7,13 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import disttensor as dt
 from disttensor import cache
 from disttensor.comm import collectives
 from disttensor.simulate.memory import Memory, summary
 from disttensor.simulate.recorder import Recorder
+
+# Kernels of the CPU, which torch's counter leaves out.
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+}  # fmt: skip
 
 
 def measured(
@@ -33,7 +41,7 @@ def measured(
             recorder.stop()
         with dt.record_comms() as comms:
             step()
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
             step()
     finally:
         torch.set_default_dtype(dtype)

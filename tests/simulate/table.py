@@ -1,47 +1,40 @@
 """The table of docs/simulate.md: simulated steps against the same steps of four gloo processes.
 
 python -m tests.simulate.table          # bytes, FLOPs, memory: exact on any machine
-python -m tests.simulate.table --time   # seconds too, of a device and a network measured here;
-                                        # the machine has to be idle
+python -m tests.simulate.table --time FILE [A:B]   # seconds, by a device and a network that are
+                        # measured before and after; the machine has to be idle. FILE keeps the
+                        # figures of runs A to B for the next call
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import disttensor as dt
-from disttensor.simulate.devices import Device, Link, Network
-from disttensor.simulate.events import Op
 from tests.simulate import gpt_training, huggingface_training
 from tests.simulate.measured import measured
-from tests.simulate.seconds import LARGE, calibrate, step_time
+from tests.simulate.seconds import calibrate, step_time
 from tests.simulate.test_against_real_ranks import CPU, MODELS, STRATEGIES
 from tests.support.pool import run_on_ranks
 
 RANKS = 4
 LARGER = "--width=256 --context=128"  # so that a step is not the host's alone
-HOST = "--dp=4 --batch=4 --width=8 --context=4"  # a step in which nothing but the host takes time
 APART = 0.15  # of a step: strategies that differ by less are not compared
-
-
-def here() -> tuple[Device, Network]:
-    """This machine, while four ranks run on it."""
-    devices, small, large = zip(*run_on_ranks(RANKS, calibrate, timeout=200), strict=True)
-    sent = (RANKS - 1) * LARGE * 4
-    link = Link(bandwidth=sent / max(large), latency=max(small) / (RANKS - 1))
-    return devices[0], Network(ranks_per_node=RANKS, within=link, between=link)
 
 
 def main() -> None:
     runs = [(gpt_training.build, options) for options in STRATEGIES]
     runs += [(huggingface_training.build, options) for options in MODELS]
     if "--time" in sys.argv:
-        times(runs)
+        file, *part = sys.argv[sys.argv.index("--time") + 1 :]
+        ends = [int(n) for n in part[0].split(":")] if part else [len(runs)]
+        times(runs, Path(file), slice(*ends))
         return
     head = ["options", "collectives", "bytes", "FLOP of rank 0", "peak, simulated", "peak, real"]
     print(*row(head), sep="\n")
@@ -58,31 +51,32 @@ def main() -> None:
         print(row([f"`{options}`", *(f"{n:,}" for n in figures)])[0], flush=True)
 
 
-def times(runs: Sequence[tuple[Any, str]]) -> None:
-    """Seconds of a step, real and simulated, and how many pairs of strategies of one program come
-    in the right order, of those that differ by more than 15%."""
+def times(runs: Sequence[tuple[Any, str]], file: Path, part: slice) -> None:
+    """Seconds of a step, real and simulated, of a part of the runs; and how many pairs of
+    strategies of one program come in the right order, of those that differ by more than 15%."""
     gpt = gpt_training.build
     runs = [(b, f"{o} {LARGER}" if b is gpt and "width" not in o else o) for b, o in runs]
-    device, network = here()
-    host = max(run_on_ranks(RANKS, step_time, gpt_training.build, HOST, timeout=300))
-    real = [max(run_on_ranks(RANKS, step_time, *run, timeout=300)) for run in runs]
-    tiny = dt.simulate(functools.partial(gpt_training.build, HOST), RANKS, device=CPU)
-    kernels = sum(isinstance(e, Op) for e in tiny.kinds[0].events)
-    device = dataclasses.replace(device, launch=host / kernels)
-    print(device, network, flush=True)
-    print(*row(["options", "step, simulated", "step, real", "off"]), sep="\n")
-    said = []
-    for (build, options), seconds in zip(runs, real, strict=True):
+    found = json.loads(file.read_text()) if file.exists() else {}
+    before = run_on_ranks(RANKS, calibrate, timeout=200)[0]
+    real = [max(run_on_ranks(RANKS, step_time, *run, timeout=300)) for run in runs[part]]
+    after = run_on_ranks(RANKS, calibrate, timeout=200)[0]
+    print(*before, *after, sep="\n", flush=True)
+    for (build, options), seconds in zip(runs[part], real, strict=True):
         program = functools.partial(build, options)
-        said.append(dt.simulate(program, RANKS, device=device, network=network).step_time)
-        off = said[-1] / seconds - 1
-        cells = f"`{options}`", f"{said[-1] * 1e3:.1f} ms", f"{seconds * 1e3:.1f} ms", f"{off:+.0%}"
-        print(row(cells)[0], flush=True)
+        report = dt.simulate(program, RANKS, device=before[0], network=before[1])
+        said = (report.step_time + report.on(device=after[0], network=after[1]).step_time) / 2
+        found[options] = said, seconds
+        cells = f"`{options}`", f"{said * 1e3:.1f} ms", f"{seconds * 1e3:.1f} ms"
+        print(row([*cells, f"{said / seconds - 1:+.0%}"])[0], flush=True)
+    file.write_text(json.dumps(found))
+    near = sum(abs(said / seconds - 1) <= 0.25 for said, seconds in found.values())
+    print(f"{near} of {len(found)} within 25%")
     apart = right = 0
-    for (i, one), (j, other) in itertools.combinations(enumerate(runs), 2):
-        if one[0] is other[0] is gpt_training.build and abs(real[i] / real[j] - 1) > APART:
+    known = [found[o] for b, o in runs if b is gpt and o in found]
+    for (said, seconds), (other, others) in itertools.combinations(known, 2):
+        if abs(seconds / others - 1) > APART:
             apart += 1
-            right += (said[i] < said[j]) == (real[i] < real[j])
+            right += (said < other) == (seconds < others)
     print(f"of {apart} pairs that differ by more than 15%, {right} are in the right order")
 
 

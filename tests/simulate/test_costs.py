@@ -66,10 +66,10 @@ def test_collectives_and_messages_by_latency_and_bandwidth():
 def test_what_is_not_waited_for_runs_beside():
     """A collective of 2 s between computations of 1 s and 3 s; then one that is waited for."""
     beside = [op(1), reduce_((0, 1), 0, 0, 2 * 10**9), op(3), Wait(0)]
-    (row,) = timelines([((0, 1), 0, beside)], DEVICE, NET)
+    (row,) = timelines([((0, 1), 0, beside)], 2, DEVICE, NET)
     assert row.end == pytest.approx(4, rel=1e-2) and row.total("wait for ranks") == 0
     waited = [op(1), reduce_((0, 1), 0, 0, 2 * 10**9), Wait(0), op(3)]
-    (row,) = timelines([((0, 1), 0, waited)], DEVICE, NET)
+    (row,) = timelines([((0, 1), 0, waited)], 2, DEVICE, NET)
     assert row.end == pytest.approx(6, rel=1e-2)
     assert row.total("wait for ranks") == pytest.approx(2, rel=1e-2)
 
@@ -77,16 +77,42 @@ def test_what_is_not_waited_for_runs_beside():
 def test_a_collective_waits_for_the_slowest_kind():
     slow = [op(5), reduce_((0, 1), 0, 0), Wait(0)]
     fast = [op(1), reduce_((0, 1), 0, 0), Wait(0)]
-    rows = timelines([((0,), 0, fast), ((1,), 1, slow)], DEVICE, NET)
+    rows = timelines([((0,), 0, fast), ((1,), 1, slow)], 2, DEVICE, NET)
     assert [r.end for r in rows] == pytest.approx([5, 5], rel=1e-2)
 
 
 def test_a_stage_waits_for_the_one_before():
     first = [op(2), message(1, True, 0), op(4)]
     second = [message(0, False, 0), Wait(0), op(1)]
-    rows = timelines([((0,), 0, first), ((1,), 1, second)], DEVICE, NET)
+    rows = timelines([((0,), 0, first), ((1,), 1, second)], 2, DEVICE, NET)
     assert [r.end for r in rows] == pytest.approx([6, 3], rel=1e-2)
     assert rows[1].total("wait for a stage") == pytest.approx(2, rel=1e-2)
+
+
+def test_ranks_that_share_a_device_slow_each_other_down():
+    """Of 3 s and twice 1 s, half as fast together: 4 s, and then what is left of the first."""
+    one = dataclasses.replace(DEVICE, sharing=2.0)
+    kinds = [((0,), 0, [op(3)]), ((1,), 1, [op(1), message(0, False, 0), op(1)])]
+    long, short = timelines(kinds, 2, one, NET)
+    assert (long.end, short.end) == pytest.approx((5, 4), rel=1e-2)
+    assert [s.end for s in short.spans] == pytest.approx([2, 4], rel=1e-2)
+    assert short.times == pytest.approx([2, 2, 4], rel=1e-2)
+    alone, _ = timelines([kinds[0], ((1,), 1, [])], 2, one, NET)
+    assert alone.end == pytest.approx(3, rel=1e-2)
+    half = dataclasses.replace(DEVICE, sharing=1.5)  # of two ranks on 1.33 devices
+    assert [r.end for r in timelines(kinds, 2, half, NET)] == pytest.approx([4, 3], rel=1e-2)
+
+
+def test_a_transfer_on_the_processor_of_a_rank_slows_its_kernels_down():
+    """Of 2 s of kernels beside 1 s of a transfer, the first half goes at half the speed."""
+    network = dataclasses.replace(NET, processor=Link(1e9, 0.5))
+    events = [reduce_((0, 1), 0, 0, 5 * 10**8), op(2), Wait(0)]
+    (row,) = timelines([((0, 1), 0, events)], 2, DEVICE, network)
+    assert row.end == pytest.approx(3, rel=1e-2)
+    (sent,) = [s for s in row.spans if s.lane == "communication"]
+    assert sent.end == pytest.approx(2, rel=1e-2)  # on the wire half a second
+    (row,) = timelines([((0, 1), 0, events)], 2, DEVICE, NET)
+    assert row.end == pytest.approx(2, rel=1e-2)
 
 
 def test_memory_is_of_a_category_by_what_becomes_of_it():

@@ -194,7 +194,8 @@ def test_what_is_estimated_not_to_fit_is_not_simulated():
 
 
 def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
-    """Two stages with one micro-batch take turns: no more time on half as many devices."""
+    """Two stages with one micro-batch take turns: little more time on half as many devices, as only
+    their optimizers run at the same time."""
     both = dataclasses.replace(DEVICE, sharing=2)
     ways = [dt.Strategy(pp=2, dp=2), dt.Strategy(dp=4)]
     alone = dt.plan_strategy(build_gpt, WORLD, ways, device=DEVICE, network=NETWORK)
@@ -203,4 +204,4 @@ def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
         [{c.strategy: c.step_time for c in t.candidates}[way] for t in (alone, shared)]
         for way in ways
     ]
-    assert staged[1] < 1.1 * staged[0] and replicas[1] > 1.3 * replicas[0]
+    assert staged[1] < 1.2 * staged[0] and replicas[1] > 1.3 * replicas[0]

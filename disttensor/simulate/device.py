@@ -1,0 +1,67 @@
+"""What a device can do: a roofline.
+
+A kernel takes the longer of two times, that of its arithmetic and that of its memory traffic:
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", CACM 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from disttensor import arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """``peak``: floating-point operations per second, by dtype, of which matrix products reach
+    ``efficiency``. ``bandwidth``: bytes per second of its memory, of which there are ``memory``
+    bytes (None: not known). ``launch``: seconds that the host spends on a kernel, beside the device
+    where it is ``asynchronous``, before each kernel where not. ``sharing``: so many ranks share it,
+    as four do on two cores: one computes at full speed while the others wait, and all of them at
+    half of it.
+
+    >>> a_card = dt.devices.Device(
+    ...     name="a card", peak={torch.float32: 1e12}, bandwidth=1e11, memory=8e9, launch=5e-6
+    ... )
+    >>> a_card.seconds(flops=2e9, nbytes=1e6, dtype=torch.float32)
+    0.004
+    """
+
+    name: str
+    peak: Mapping[torch.dtype, float]
+    bandwidth: float
+    memory: float | None = None
+    launch: float = 5e-6
+    efficiency: float = 0.5
+    asynchronous: bool = True
+    sharing: float = 1.0
+
+    def __post_init__(self) -> None:
+        for dtype, flops in self.peak.items():
+            arguments.a_dtype("Device: peak", dtype)
+            arguments.positive(f"Device: peak of {dtype}", flops, "FLOP per second")
+        arguments.positive("Device: bandwidth", self.bandwidth, "bytes per second")
+        arguments.positive("Device: efficiency", self.efficiency, "a share of the peak, up to 1")
+        arguments.positive("Device: sharing", self.sharing, "a number of ranks")
+
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed, for tensors on it."""
+        return "nccl" if self.asynchronous else "gloo"
+
+    def seconds(self, flops: float, nbytes: float, dtype: torch.dtype) -> float:
+        """How long a kernel runs on the device. Raises ValueError for a dtype without a peak."""
+        if not flops:
+            return nbytes / self.bandwidth
+        if dtype not in self.peak:
+            known = ", ".join(map(str, self.peak))
+            raise ValueError(
+                f"the device {self.name!r} has no peak for {dtype}, in which the program computes; "
+                f"it has those of {known}. Give one: dataclasses.replace(device, "
+                f"peak={{**device.peak, {dtype}: ...}}), or compute in another dtype"
+            )
+        return max(flops / (self.peak[dtype] * self.efficiency), nbytes / self.bandwidth)
