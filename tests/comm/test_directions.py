@@ -20,7 +20,11 @@ CPU = torch.device("cpu")
 def lanes():
     """The process groups of directions in this world: (both ranks, the sender)."""
     groups = runtime.current().groups
-    return {(pair, int(lane.split()[-1])): pg for (pair, lane), pg in groups.items() if lane}
+    return {
+        (pair, int(lane.split()[-1])): pg
+        for (pair, lane), pg in groups.items()
+        if lane.startswith("messages from")
+    }
 
 
 @on_ranks(4)
@@ -42,10 +46,9 @@ def test_there_and_back_go_over_two_groups():
         assert len(set(map(id, mine.values()))) == 4
         assert all(dist.get_process_group_ranks(pg) == [*pair] for (pair, _), pg in mine.items())
         assert directions.group(me, after) is mine[tuple(sorted((me, after))), me]
-    for pg in mine.values():
+    for (pair, sender), pg in mine.items():
         dist.destroy_process_group(pg)
-    for key in [key for key in runtime.current().groups if key[1]]:
-        del runtime.current().groups[key]
+        del runtime.current().groups[pair, f"messages from {sender}"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
