@@ -1,0 +1,56 @@
+"""This machine as a device and a network, by measuring; and what its kernels count as."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from disttensor.simulate.shapes import cost
+from tests.support.pool import on_ranks
+
+aten = torch.ops.aten
+
+
+def test_attention_on_cpu_tensors_has_the_flops_of_its_two_products():
+    q = torch.randn(2, 4, 8, 16)
+    func = aten._scaled_dot_product_flash_attention_for_cpu
+    assert cost(func.default, (q, q, q), {}, func(q, q, q)).flops == 2 * 2 * (2 * 4 * 8 * 8 * 16)
+
+
+def test_memory_that_is_asked_for_moves_no_bytes_and_what_is_written_by_name_does():
+    x = torch.randn(6, 4)
+    assert cost(aten.empty_like.default, (x,), {}, torch.empty_like(x)).nbytes == 0
+    assert cost(aten.clone.default, (x,), {}, x.clone()).nbytes == 2 * x.nbytes
+    parts = [torch.empty(2, 4), torch.empty(4, 4)]
+    func = aten.split_with_sizes_copy.out
+    assert cost(func, (x, [2, 4]), {"out": parts}, None).nbytes >= 2 * x.nbytes
+
+
+@on_ranks(2)
+def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
+    found = dt.devices.measure_network()
+    every = [None, None]
+    dist.all_gather_object(every, found)
+    assert every[0] == every[1]
+    assert found.ranks_per_node == 2 and found.within == found.between
+    for link in (found.within, found.processor):
+        assert link.bandwidth > 0 and link.latency > 0
+    here = dt.devices.measure(seconds=0.001, together=True)
+    cores = len(os.sched_getaffinity(0))
+    assert here.sharing == max(1.0, 2 * torch.get_num_threads() / cores)
+    assert here.launch > 0 and not here.asynchronous
+
+
+def test_a_network_of_one_rank_is_refused_by_name():
+    with pytest.raises(dt.CommError, match="measure_network: there are 1 ranks.*torchrun"):
+        dt.devices.measure_network()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, "1"])
+def test_a_time_that_is_none_is_refused(seconds):
+    with pytest.raises((TypeError, ValueError), match="measure: seconds"):
+        dt.devices.measure(seconds=seconds)
