@@ -5,17 +5,15 @@ gloo processes here, and the one that it chooses.
     python benchmarks/strategies.py --everything   # these, too: four times as long
     python benchmarks/strategies.py --plan         # what is chosen, and nothing is timed
 
-The device, which is a core that ranks share, and the network are measured first: the peak, an
-all-gather of four ranks, and as ``launch`` what the host takes for a kernel in a step of one
-process that is too small for anything else. Every strategy then runs a few steps, from barrier to
-barrier. The fastest of them and the chosen one run again, taking turns, so that noise hits them
-alike; of each the best step counts. The machine has to be idle.
+The device, which is a core that ranks share, and the network are measured first, on the four ranks
+together. Every strategy then runs a few steps, from barrier to barrier. The fastest of them and the
+chosen one run again, taking turns, so that noise hits them alike; of each the best step counts. The
+machine has to be idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import pickle
 import socket
@@ -34,9 +32,7 @@ from table import machine
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.comm import collectives
 from disttensor.simulate.candidates import Program, strategies
-from disttensor.simulate.events import Op
 from disttensor.simulate.strategy_table import named
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -44,7 +40,6 @@ from gpt import GPT, GPTConfig, init_weights
 from train_gpt import LAYERS, PLAN
 
 RANKS, BATCH, BLOCKS = 4, 8, 4
-LARGE = 1 << 20  # elements of a large all-gather
 FINAL, ROUNDS = 12, 15  # strategies that run again, and how often
 Build = Callable[[dt.Strategy], Callable[[], None]]
 
@@ -103,22 +98,9 @@ def seconds(run: Callable[[], object], times: int = 3) -> float:
     return best
 
 
-def calibrate() -> tuple[float, float]:
-    """Seconds of a small and a large all-gather."""
-    group = dt.init_mesh((RANKS,), ("all",)).group((0,))
-
-    def gather(n: int) -> float:
-        x = torch.ones(n)
-        return seconds(lambda: collectives.all_gather(x, group), 10)
-
-    return gather(1), gather(LARGE)
-
-
-def alone(config: GPTConfig) -> float:
-    """Seconds of a step in a world of one."""
-    step = build_with(config)(dt.Strategy())
-    step()
-    return seconds(step, 10)
+def calibrate() -> tuple[dt.devices.Device, dt.devices.Network]:
+    """A core of this machine, which ranks share, and what is between them."""
+    return dt.devices.measure(0.3, together=True), dt.devices.measure_network()
 
 
 def measure(config: GPTConfig, chosen: dt.Strategy, found: Sequence[dt.Strategy]) -> Any:
@@ -178,24 +160,6 @@ def on_ranks(world: int, run: Any, *args: Any) -> list[Any]:
 
 # All of it ----------------------------------------------------------------------------------------
 
-TINY = GPTConfig(layers=BLOCKS, width=8, heads=4, context=4)
-
-
-def here() -> tuple[dt.devices.Device, dt.devices.Network]:
-    """A core of this machine, which ranks share, and what is between them."""
-    torch.set_num_threads(1)
-    device = dt.devices.measure(0.5)
-    tiny = build_with(TINY)
-    [host] = on_ranks(1, alone, TINY)
-    report = dt.simulate(lambda: tiny(dt.Strategy()), 1, device=device)
-    kernels = sum(isinstance(e, Op) for e in report.kinds[0].events)
-    sharing = max(1.0, RANKS / (os.cpu_count() or 1))
-    device = dataclasses.replace(device, launch=host / kernels, sharing=sharing)
-    small, large = zip(*on_ranks(RANKS, calibrate), strict=True)
-    sent = (RANKS - 1) * LARGE * 4
-    link = dt.devices.Link(bandwidth=sent / max(large), latency=max(small) / (RANKS - 1))
-    return device, dt.devices.Network(ranks_per_node=RANKS, within=link, between=link)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -206,7 +170,7 @@ def main() -> None:
     args = parser.parse_args()
     config = GPTConfig(layers=BLOCKS, width=args.width, heads=4, context=args.context)
     started = time.perf_counter()
-    device, network = here()
+    device, network = on_ranks(RANKS, calibrate)[0]
     print(machine(), device, network, sep="\n", flush=True)
     torch.set_num_threads(1)
     table = dt.plan_strategy(build_with(config), RANKS, device=device, network=network)
