@@ -21,7 +21,7 @@ from tests.simulate import gpt_training, huggingface_training
 from tests.simulate.measured import measured
 from tests.simulate.seconds import calibrate, step_time
 from tests.simulate.test_against_real_ranks import CPU, MODELS, STRATEGIES
-from tests.support.pool import run_on_ranks
+from tests.support.pool import run_on_ranks, warning_filters
 
 RANKS = 4
 LARGER = "--width=256 --context=128"  # so that a step is not the host's alone
@@ -29,6 +29,7 @@ APART = 0.15  # of a step: strategies that differ by less are not compared
 
 
 def main() -> None:
+    warning_filters[:] = ["ignore::disttensor.errors.FallbackWarning"]
     runs = [(gpt_training.build, options) for options in STRATEGIES]
     runs += [(huggingface_training.build, options) for options in MODELS]
     if "--time" in sys.argv:
