@@ -159,6 +159,8 @@ class Pool:
         config = (rank, self.world, self.store.port, there.fileno(), str(self._stack_file(rank)))
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        # large blocks go back to the system when they are freed, whatever ran before: tests measure
+        env.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
         if Path("/sys/class/net/lo").exists():  # gloo: do not look the host's name up
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         command = [sys.executable, "-m", "tests.support.pool_worker", *map(str, config)]
