@@ -46,7 +46,7 @@ def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
 
 
 def test_a_network_of_one_rank_is_refused_by_name():
-    with pytest.raises(dt.CommError, match="measure_network: there are 1 ranks.*torchrun"):
+    with pytest.raises(dt.CommError, match=r"measure_network: there are 1 ranks.*torchrun"):
         dt.devices.measure_network()
 
 
