@@ -127,7 +127,7 @@ class Estimator:
             ranks = range(0, cp * self.degrees.tp, self.degrees.tp)
             for i, layer in enumerate(probe.layers):
                 others = 2 * layer.input * share * (cp - 1) * (layer.of == _most(probe))
-                sends[i] += self.network.collective("all_gather", others, ranks) if others else 0
+                sends[i] += self._collective("all_gather", others, ranks) if others else 0
         back = self._kernels(probe.events["backward"], share)
         back_sends = self._sent(probe.events["backward"], share)
         total, sent = sum(computes) or 1.0, sum(sends) or 1.0
@@ -149,10 +149,18 @@ class Estimator:
         """Seconds of the collectives within tp."""
         mine = range(self.degrees.tp)
         return sum(
-            self.network.collective(e.kind, e.nbytes * share, e.ranks)
+            self._collective(e.kind, e.nbytes * share, e.ranks)
             for e in events
             if isinstance(e, Collective) and e.ranks[-1] in mine and len(e.ranks) > 1
         )
+
+    def _collective(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of one that is waited for; where processors carry it, ranks that share one carry
+        theirs in turns."""
+        return self.network.collective(kind, nbytes, ranks) + self._carries(nbytes)
+
+    def _carries(self, nbytes: float) -> float:
+        return self.device.sharing * self.network.work(nbytes)
 
     # Stages ---------------------------------------------------------------------------------------
 
@@ -211,7 +219,8 @@ class Estimator:
         self, strategy: Strategy, d: Degrees, nbytes: float, pieces: int, busy: float, last: float
     ) -> float:
         """Seconds that nothing hides of what dp and sharding send: a micro-batch takes ``busy``,
-        and the ``last`` backward some of it. In ``pieces``, 0: by their size."""
+        and the ``last`` backward some of it; what a processor itself carries is never hidden. In
+        ``pieces``, 0: by their size."""
         stage, n, steps = strategy.zero_stage or 3, d.sharding, strategy.accumulate_steps
         low = 0.5 if strategy.amp else 1.0
         size = getattr(strategy.segments, "megabytes", _SEGMENT) * _MIB
@@ -220,6 +229,9 @@ class Estimator:
         def takes(kind: str, sent: float, axis: str) -> float:
             ranks = ranks_over(d, 0, (axis,))[0]
             return number * self.network.collective(kind, sent / number, ranks)
+
+        def carries(sent: float) -> float:
+            return number * self._carries(sent / number)
 
         def exposed(seconds: float, beside: float) -> float:
             """The first or the last piece has nothing beside it."""
@@ -237,9 +249,12 @@ class Estimator:
                 out += steps * exposed(2 * gather, busy) + (steps - 1) * exposed(scatter, last)
             else:
                 out += gather + (steps - 1) * exposed(scatter, last)
+            out += carries(once * low) * (2 * steps if stage == 3 else 1)
+            out += carries(2 * once) if stage == 1 else steps * carries(once)
         if d.dp > 1:
             sent = 2 * nbytes / n * (d.dp - 1) / d.dp
             at_end += takes("all_reduce", sent, "dp")
+            out += carries(sent)
         return out + exposed(at_end, last)
 
     def _memory(
