@@ -75,11 +75,14 @@ def reusing(plan: Plan, run: Runner) -> Runner:
     pending."""
     if not any(s.layout.partial for s in plan.specs):
         return run
-    reuses, reduced, func = plan.reuses, plan.reduces, plan.func
+    reuses, func = plan.reuses, plan.func
     if not any(reuses):
         return run
-    reduces = any(reduced)
-    wholes = [x.with_layout(Layout(x.layout.dims)) for x in plan.specs]
+    wholes = [  # of what the call reduces: the spec then
+        s.with_layout(Layout(s.layout.dims)) if now else None
+        for s, now in zip(plan.specs, plan.reduces, strict=True)
+    ]
+    reduces = any(whole is not None for whole in wholes)
 
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         few = not kwargs and len(args) < 3  # most calls, quickly
@@ -96,14 +99,14 @@ def reusing(plan: Plan, run: Runner) -> Runner:
         )
         found: dict[int, DistTensor] = {}
         left = False  # adding pending values is free; with one of them reduced it would not be
-        for t, reuse, now, whole in zip(tensors, reuses, reduced, wholes, strict=True):
+        for t, reuse, whole in zip(tensors, reuses, wholes, strict=True):
             if not reuse or type(t) is not DistTensor or id(t) in found:
                 continue
             if is_gradient(t):
                 left = True
                 continue
             value = None if t._reduced is None else known(t)
-            if value is None and now and not strict.depth():
+            if value is None and whole is not None and not strict.depth():
                 value = remember(t, whole)
             if value is not None:
                 found[id(t)] = value
