@@ -3,7 +3,7 @@ memory that does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Collective
@@ -33,16 +33,42 @@ def findings(kinds: Sequence[Kind], device: Device, network: Network) -> list[st
 
 
 def _uneven(kinds: Sequence[Kind]) -> Iterator[str]:
-    work = [k.timeline.total("compute") for k in kinds]
+    """Stages with more work than the mean, in one sentence where they have the same; and ranks with
+    more than the mean of their own stage."""
+    stages: dict[int | None, list[Kind]] = {}
+    for k in kinds:
+        stages.setdefault(k.stage, []).append(k)
+    mean, busy = _mean_work(kinds), dict[str, list[int]]()
+    ahead: list[Kind] = []
+    for stage, those in stages.items():
+        work = _mean_work(those)
+        ahead += [k for k in those if k.timeline.total("compute") > _UNEVEN * work]
+        if stage is not None and work > _UNEVEN * mean:
+            busy.setdefault(f"{work:.3g} s, {work / mean - 1:.0%} longer", []).append(stage)
+    for longer, found in busy.items():
+        ranks = sorted(r for stage in found for k in stages[stage] for r in k.ranks)
+        yield (
+            f"ranks {names_of(ranks)} compute for {longer} than the mean of all ranks "
+            f"({mean:.3g} s), and the others wait for them: give stage{'s'[: len(found) > 1]} "
+            f"{names_of(sorted(found))} fewer layers"
+        )
+    if ahead:
+        most = max(k.timeline.total("compute") / _mean_work(stages[k.stage]) for k in ahead)
+        yield (
+            f"ranks {names_of(sorted(r for k in ahead for r in k.ranks))} compute up to "
+            f"{most - 1:.0%} longer than the mean of {_those(stages)}, as others have smaller "
+            "pieces or none: split what the axes divide (rows of a micro-batch, heads, experts)"
+        )
+
+
+def _those(stages: Container[int | None]) -> str:
+    return "all ranks" if None in stages else "their stage"
+
+
+def _mean_work(kinds: Sequence[Kind]) -> float:
+    """Seconds for which a rank computes, in the mean."""
     ranks = sum(len(k.ranks) for k in kinds)
-    mean = sum(w * len(k.ranks) for w, k in zip(work, kinds, strict=True)) / ranks
-    for w, k in zip(work, kinds, strict=True):
-        if w > _UNEVEN * mean:
-            yield (
-                f"ranks {names_of(k.ranks)} compute for {w:.3g} s, {w / mean - 1:.0%} longer than "
-                f"the mean of all ranks ({mean:.3g} s), and the others wait for them: give this "
-                "stage fewer layers"
-            )
+    return sum(k.timeline.total("compute") * len(k.ranks) for k in kinds) / ranks
 
 
 def _wrong_way_round(kinds: Sequence[Kind], network: Network) -> Iterator[str]:
@@ -74,6 +100,7 @@ def _too_full(kinds: Sequence[Kind], device: Device) -> Iterator[str]:
     """Memory that does not fit, or nearly, and what of it recomputation would save."""
     if device.memory is None:
         return
+    said: dict[str, list[int]] = {}
     for k in kinds:
         if k.peak_memory <= _NEARLY * device.memory:
             continue
@@ -87,10 +114,10 @@ def _too_full(kinds: Sequence[Kind], device: Device) -> Iterator[str]:
             )
         elif k.peak_memory <= device.memory:
             continue
-        yield (
-            f"ranks {names_of(k.ranks)} need {amount(k.peak_memory)}, and {device.name} has "
-            f"{amount(device.memory)}; {way}"
-        )
+        need = f"need {amount(k.peak_memory)}, and {device.name} has {amount(device.memory)}; {way}"
+        said.setdefault(need, []).extend(k.ranks)
+    for need, ranks in said.items():
+        yield f"ranks {names_of(sorted(ranks))} {need}"
 
 
 def _large(kinds: Sequence[Kind]) -> Iterator[str]:

@@ -250,10 +250,13 @@ class Report:
     def __str__(self) -> str:
         full = self.fullest
         held = [(f"  {name}", amount(n)) for name, n in full.memory.at_peak.items() if n]
+        alike: dict[tuple[Any, ...], list[int]] = {}  # kinds that send the same are one
+        for k in self.kinds:
+            alike.setdefault(tuple(k.volume().items()), []).extend(k.ranks)
         sent = [
-            (names_of(k.ranks), axis, f"{n:,}", f"{b:,}")
-            for k in self.kinds
-            for axis, (n, b) in k.volume().items()
+            (names_of(sorted(ranks)), axis, f"{n:,}", f"{b:,}")
+            for volume, ranks in alike.items()
+            for axis, (n, b) in volume
         ]
         shares = " ".join(f"{share:.1%}" for share in self.share_of_stages().values())
         staged = [f"FLOPs of the stages: {shares}", ""] if shares else []

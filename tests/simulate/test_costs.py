@@ -312,6 +312,28 @@ def test_a_stage_with_a_fifth_more_work_is_a_warning():
     assert [w for w in even.warnings if "longer than" in w] == []  # 2 to 3: 20% above the mean
 
 
+def test_stages_with_the_same_more_work_are_one_warning():
+    light = Device(name="light", peak={F32: 1e9}, bandwidth=1e15)
+    widths = [64, 64, 64, 256, 64]  # the last two of four have four times as much
+    report = dt.simulate(stages_of(widths, pp=4), world=4, device=light)
+    (said,) = [w for w in report.warnings if "longer than" in w]
+    assert said.startswith("ranks 2-3 compute for") and said.endswith(
+        "give stages 2-3 fewer layers"
+    )
+
+
+@pytest.mark.parametrize(("rows", "said"), [(6, "ranks 0, 2 compute up to 33% longer"), (4, None)])
+def test_ranks_with_larger_pieces_than_those_of_their_stage_are_a_warning(
+    rows: int, said: str | None
+):
+    """Two micro-batches of two rows over two ranks are even, of three (2 and 1) are not."""
+    light = Device(name="light", peak={F32: 1e9}, bandwidth=1e15)
+    widths = [64, 64, 64]
+    report = dt.simulate(stages_of(widths, rows=rows, dp=2), world=4, device=light)
+    found = [w for w in report.warnings if "of their stage" in w]
+    assert [w.partition(" than")[0] for w in found] == [said] * (said is not None)
+
+
 def test_activations_that_fill_a_device_are_a_warning_with_their_line():
     full = dt.simulate(stages_of([8, 8, 8], rows=4096), world=2)
     room = max(k.peak_memory for k in full.kinds)
