@@ -265,6 +265,12 @@ def put(y):
     return p.grad + p
 
 
+def resorted(y):
+    split = dt.reshard(dt.reshard(y, y.process_mesh, [S0]), y.process_mesh, [S1])
+    assert type(split) in (Awaited, DistTensor)
+    return split.sort(1)[0]
+
+
 def compiled(y):
     return torch.compile(lambda t: t.relu().sum() * 2, backend="eager")(y)
 
@@ -295,6 +301,7 @@ WAYS = {
     "iteration": lambda y: next(iter(y)),
     "once more": lambda y: dt.reshard(y, y.process_mesh, [S1]),
     "back": lambda y: dt.reshard(dt.reshard(y, y.process_mesh, [S0]), y.process_mesh, [R]),
+    "a call that reshards": resorted,
     "local_map": lambda y: dt.local_map(torch.sin, [[R]], [R])(y),
     "custom function": lambda y: Twice.apply(y),
     "checkpoint": lambda y: checkpoint(lambda t: t.sin() * t, y, use_reentrant=False),
@@ -318,11 +325,11 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DistTensor) else value
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:Twice.apply")  # it is gathered for
 @pytest.mark.parametrize("name", WAYS)
 @on_ranks(2)
 def test_ways_to_read(name):
-    """Right after the reshard, of a leaf and of a result; forward and backward."""
+    """Right after the reshard, forward and backward; once more with plans that are known."""
 
     def run(layout):
         leaf = source(layout, (512, 256), dtype=torch.float32).requires_grad_()
@@ -336,6 +343,7 @@ def test_ways_to_read(name):
     for layout in (S0, P):
         later, now = both_ways(lambda: run(layout))
         assert all(map(torch.equal, later, now)), layout
+        assert all(map(torch.equal, run(layout), now)), layout
 
 
 @on_ranks(2)
