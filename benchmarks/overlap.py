@@ -3,15 +3,21 @@ way beside them.
 
     python benchmarks/overlap.py                          # text
     python benchmarks/overlap.py --svg docs/overlap.svg   # and a picture
+    python benchmarks/overlap.py --forward                # reshards beside a computation
 
 Of several steps of the GPT of data_parallel.py the fastest is shown: replicas with an all-reduce
 per block, then stage 3.
+
+With --forward: a reshard, a product that does not depend on it, and a call that reads its result.
+*Exposed* is what the reshard takes of the program: the call itself, and the wait where its result
+is read. Beside it the same where each reshard is waited for at once. Both take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import threading
 import time
 import warnings
@@ -31,8 +37,10 @@ from table import machine
 from torch import nn
 
 import disttensor as dt
+from disttensor import DistTensor, Partial, Placement, Replicate, Shard
 from disttensor.comm import collectives
 from disttensor.comm.work import Work
+from disttensor.tensor import awaited
 
 COLUMNS = 96
 _PAUSE = 0.0002  # seconds between looks at what is under way
@@ -250,12 +258,73 @@ def _panel(title: str, spans: list[Span], top: int) -> list[str]:
     return lines
 
 
+RESHARDS: dict[str, tuple[Placement, Placement]] = {
+    "all_reduce": (Partial(), Replicate()), "all_gather": (Shard(0), Replicate()),
+    "all_to_all": (Shard(0), Shard(1)),
+}  # fmt: skip
+
+
+class Times(NamedTuple):
+    """Seconds of one run: the product between, what the reshard took, all of it."""
+
+    product: float
+    exposed: float
+    all: float
+
+
+def one_reshard(x: DistTensor, to: Placement, a: torch.Tensor, at_once: bool) -> Times:
+    mesh, usual = x.process_mesh, awaited.beginning
+    begins = (lambda *_: None) if at_once else usual
+    dist.barrier()
+    with mock.patch.object(awaited, "beginning", begins):
+        start = time.perf_counter()
+        y = dt.reshard(x, mesh, [to])
+        called = time.perf_counter()
+        torch.mm(a, a)
+        computed = time.perf_counter()
+        y.to_local()
+        end = time.perf_counter()
+    return Times(computed - called, called - start + end - computed, end - start)
+
+
+def forward(args: argparse.Namespace) -> str:
+    """A line for each collective."""
+    mesh = dt.ProcessMesh(range(args.ranks), ("tp",))
+    lines = []
+    for kind, (src, dst) in RESHARDS.items():
+        rows = 2048 // (args.ranks if src == Shard(0) else 1)
+        local = torch.randn(rows, 1024)
+        x = dt.from_local(local, mesh, [src], shape=(2048, 1024))
+        a = torch.randn(args.product, args.product)
+        runs: dict[bool, list[Times]] = {True: [], False: []}
+        for turn in range(2 * (args.repeats + 3)):
+            took = one_reshard(x, dst, a, turn % 2 == 0)
+            runs[turn % 2 == 0] += [took] * (turn >= 6)
+        now, later = (
+            Times(*(1e3 * statistics.median(part) for part in zip(*runs[b], strict=True)))
+            for b in (True, False)
+        )
+        lines.append(
+            f"{kind:>14} of {x.nbytes / 2**20:.0f} MiB: exposed {now.exposed:5.1f} ms waited for "
+            f"at once, {later.exposed:4.1f} ms where it is read; with a product of "
+            f"{now.product:.1f} ({later.product:.1f}) ms all takes {now.all:.1f} "
+            f"({later.all:.1f}) ms"
+        )
+    return "\n".join(lines)
+
+
 def measure(rank: int, port: int, args: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dt.init_mesh((args.ranks,), ("dp",))
+    if args.forward:
+        lines = forward(args)
+        if rank == 0:
+            print(machine(), lines, sep="\n\n")
+        dist.destroy_process_group()
+        return
     settings = Settings(args.width, args.depth, args.rows, args.time)
     sides = {
         "replicas, an all-reduce per block": partial(ours, shard_axis=None, segments=BLOCKS),
@@ -292,6 +361,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of the batch of a rank")
     parser.add_argument("--time", type=int, default=128, help="tokens of a row")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--forward", action="store_true", help="reshards beside a product")
+    parser.add_argument("--product", type=int, default=1024, help="rows and columns of that")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it there too")
     args = parser.parse_args()
     mp.spawn(measure, (free_port(), args), nprocs=args.ranks)

@@ -18,6 +18,7 @@ from disttensor.placement import Placement
 from disttensor.random import state
 from disttensor.random.factories import make_local
 from disttensor.spec import spec_of
+from disttensor.tensor.awaited import started
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded, target
 
@@ -162,7 +163,7 @@ def reshard(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
     dst = target(x.spec, mesh or x.spec.mesh, placements, dims_mapping, partial_status)
-    return resharded(x, dst, fresh=True)
+    return started(x, dst)
 
 
 def from_fn(

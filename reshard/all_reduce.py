@@ -28,7 +28,8 @@ def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes))
 
 
-def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Work[Tensor]:
+def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool) -> Work[Tensor]:
+    """What is reduced is a copy in any case."""
     if not x.numel():
         return finished(x)
     return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes), async_op=True)

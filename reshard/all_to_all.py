@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.comm.work import Work
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
-from reshard.exchange import exchange
-from reshard.registry import Axes, Tensor, register
+from reshard.exchange import exchange, start_exchange
+from reshard.registry import Axes, Tensor, register, starts
 
 
 class Even(NamedTuple):
@@ -43,3 +44,23 @@ def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
         return exchange(x, src, dst, axes)
     pieces = collectives.all_to_all_even(x.reshape(how.split).movedim(how.j, 0), how.group)
     return pieces.movedim(0, how.i).reshape(how.shape).contiguous()
+
+
+def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool) -> Work[Tensor]:
+    how = even(src, dst, axes)
+    if how is None:
+        return start_exchange(x, src, dst, axes, apart)
+    given, out = x.reshape(how.split).movedim(how.j, 0), x.new_empty(how.shape)
+    if apart and given.is_contiguous():  # else it is copied on the way
+        given = given.clone()
+    work = collectives.all_to_all_even(given, how.group, async_op=True)
+
+    def finish() -> Tensor:
+        pieces = work.wait().movedim(0, how.i)
+        out.view(pieces.shape).copy_(pieces)
+        return out
+
+    return Work(finish, work.done, out)
+
+
+starts[all_to_all] = start

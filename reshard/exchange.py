@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.comm.work import Work
 from disttensor.layout import Axes as DimAxes
 from disttensor.layout import Box
 from disttensor.spec import DistSpec
@@ -56,12 +57,35 @@ def plan(src: DistSpec, dst: DistSpec, axes: Axes) -> Exchange:
 def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """``f32[8@dp+tp]`` to ``f32[8@tp+dp]``, and every other change between layouts of S and R."""
     how = plan(src, dst, axes)
+    got = collectives.all_to_all(_pieces(x, how), how.numels, how.group)
+    return _received(_kept(x, dst, how), how, got)
+
+
+def start_exchange(
+    x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool
+) -> Work[Tensor]:
+    """``exchange`` in the background."""
+    how = plan(src, dst, axes)
+    pieces, out = _pieces(x, how), _kept(x, dst, how)
+    if apart and sum(box is not None for box in how.sent) == 1:  # several are copied into one
+        pieces = [piece.clone() for piece in pieces]
+    work = collectives.all_to_all(pieces, how.numels, how.group, async_op=True)
+    return Work(lambda: _received(out, how, work.wait()), work.done, out)
+
+
+def _pieces(x: Tensor, how: Exchange) -> list[Tensor]:
     none = x.new_empty(0)
-    pieces = [box.cut(x, how.source) if box else none for box in how.sent]
-    got = collectives.all_to_all(pieces, how.numels, how.group)
+    return [box.cut(x, how.source) if box else none for box in how.sent]
+
+
+def _kept(x: Tensor, dst: DistSpec, how: Exchange) -> Tensor:
     out = x.new_empty(dst.local_shape)
     if how.kept:
         how.kept.cut(out, how.target).copy_(how.kept.cut(x, how.source))
+    return out
+
+
+def _received(out: Tensor, how: Exchange, got: list[Tensor]) -> Tensor:
     for i, box in how.received:
         box.cut(out, how.target).copy_(got[i].view(box.shape))
     return out

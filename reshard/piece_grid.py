@@ -31,10 +31,10 @@ class PieceGrid:
     whole: Box | None = None
     boxes: tuple[Box, ...] = ()
 
-    def join(self, pieces: Tensor) -> Tensor:
-        """The whole, of padded pieces [ranks, padded]."""
+    def join(self, pieces: Tensor, out: Tensor | None = None) -> Tensor:
+        """The whole, or that in ``out``, of padded pieces [ranks, padded]."""
         assert self.whole is not None
-        out = pieces.new_empty(self.shape)
+        out = pieces.new_empty(self.shape) if out is None else out
         for piece, box in zip(pieces, self.boxes, strict=True):
             if box.numel:
                 box.cut(out, self.whole).copy_(piece[: box.numel].view(box.shape))

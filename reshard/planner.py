@@ -91,15 +91,18 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
 
 
 @cached(4096)
-def background(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Work[Tensor]] | None:
+def background(
+    src: DistSpec, dst: DistSpec, apart: bool = False
+) -> Callable[[Tensor], Work[Tensor]] | None:
     """What begins ``run`` in the background; None where that takes several steps, or sends so
-    little that it is not worth its price."""
+    little that it is not worth its price. ``apart``: the local may be written to meanwhile, so it
+    is not read once this has begun."""
     steps = choose(src, dst)
     if len(steps) != 1 or steps[0].bytes < WORTH:
         return None
     (step,) = steps
     start = starts.get(step.fn)
-    return None if start is None else lambda x: start(x, step.src, step.dst, step.axes)
+    return None if start is None else lambda x: start(x, step.src, step.dst, step.axes, apart)
 
 
 def essential(spec: DistSpec) -> Layout:

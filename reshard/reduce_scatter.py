@@ -6,6 +6,7 @@ import math
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.comm.process_group import backend_name
 from disttensor.comm.work import Work, finished
 from disttensor.placement import Partial, Shard
 from disttensor.spec import DistSpec
@@ -34,17 +35,27 @@ def reduce_scatter(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tenso
     return out[: math.prod(shape)].view(shape)
 
 
-def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Work[Tensor]:
+def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool) -> Work[Tensor]:
     op, grid = plan(src, dst, axes)
     shape = dst.local_shape
     if not x.numel():
         return finished(x.new_empty(shape))
+    # over gloo it is another one in the background, which adds up in another order
+    if apart and backend_name(grid.group.pg, x.device) == "gloo":
+        return finished(reduce_scatter(x, src, dst, axes))
     if grid.padded is None:
         if grid.back is not None:
             x = x.reshape(grid.unstacked).permute(grid.back)
+        if apart and x.is_contiguous():  # else it is copied on the way
+            x = x.clone()
         return collectives.reduce_scatter(x, op, grid.group, shape, async_op=True)
     work = collectives.reduce_scatter(grid.cut(x), op, grid.group, async_op=True)
-    return Work(lambda: work.wait()[: math.prod(shape)].view(shape), work.done)
+
+    def cut(out: Tensor) -> Tensor:
+        return out[: math.prod(shape)].view(shape)
+
+    into = None if work.into is None else cut(work.into)
+    return Work(lambda: cut(work.wait()), work.done, into)
 
 
 starts[reduce_scatter] = start

@@ -14,7 +14,7 @@ from disttensor.spec import DistSpec
 Tensor = torch.Tensor
 Axes = tuple[int, ...]
 MoveFn = Callable[[Tensor, DistSpec, DistSpec, Axes], Tensor]
-StartFn = Callable[[Tensor, DistSpec, DistSpec, Axes], Work[Tensor]]
+StartFn = Callable[[Tensor, DistSpec, DistSpec, Axes, bool], Work[Tensor]]
 CostFn = Callable[[int, int, int], float]
 Pair = tuple[type[Placement], type[Placement]]
 
@@ -35,7 +35,9 @@ class Move:
 
 
 moves: dict[Pair, Move] = {}
-starts: dict[MoveFn, StartFn] = {}  # the same in the background, of those that can
+# The same in the background, of those that can. The last argument: may x be written to meanwhile,
+# so that it is not read once this returns?
+starts: dict[MoveFn, StartFn] = {}
 
 
 def no_bytes(src_bytes: int, dst_bytes: int, ranks: int) -> float:

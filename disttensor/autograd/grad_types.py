@@ -82,14 +82,16 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None, begun: Begun | None
-    ) -> Tensor:
-        """``held``: the result where it is known already, so that nothing is communicated again.
-        ``begun``: what is communicated in the backward may have begun there."""
+        ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None,
+        begun: Begun | None, own: bool,
+    ) -> Tensor:  # fmt: skip
+        """``held``: the result where it is known already, so that nothing is communicated again;
+        ``own``: and it is nobody else's. ``begun``: what is communicated in the backward may have
+        begun there."""
         ctx.ends, ctx.begun = (src, dst), begun
         activation_checkpoint.join_region(ctx)
         if held is not None:
-            return held[0].view_as(held[0])
+            return held[0].data if own else held[0].view_as(held[0])
         out = planner.run(x, src.spec, dst.spec)
         if out is x:
             return x.view_as(x)
@@ -102,28 +104,28 @@ class Move(torch.autograd.Function):
         src, dst = ctx.ends
         work = ctx.begun.pop(current_backward(), None) if ctx.begun else None
         if work is not None:
-            return work.wait(), None, None, None, None
+            return work.wait(), None, None, None, None, None
         activation_checkpoint.recompute_region(ctx)
         (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
         if divide_src != divide_dst:
             grad = grad * (divide_dst / divide_src)
         if torch.is_grad_enabled():
-            return move(grad, grad_dst, grad_src, None), None, None, None, None
-        return planner.run(grad, grad_dst.spec, grad_src.spec), None, None, None, None
+            return move(grad, grad_dst, grad_src, None), None, None, None, None, None
+        return planner.run(grad, grad_dst.spec, grad_src.spec), None, None, None, None, None
 
 
 # Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
 _move: Any = direct_apply(Move)
 
 
-def move(x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None) -> Tensor:
+def move(x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None, own: bool = False) -> Tensor:
     """``Move``, whose reduction in the backward begins ahead where that is worth it."""
     begin = reduction(src, dst) if dst.varying else None
     if begin is None:
-        out: Tensor = _move(x, src, dst, held, None)
+        out: Tensor = _move(x, src, dst, held, None, own)
         return out
     begun: Begun = {}
-    return ahead(_move(x, src, dst, held, begun), begin, begun)
+    return ahead(_move(x, src, dst, held, begun, own), begin, begun)
 
 
 _reductions: Cache[tuple[Typed, Typed], tuple[Begin | None]] = Cache(8192)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -53,14 +53,16 @@ def _options(kind: str, async_op: bool, op: str = "") -> Any:
 
 def _announce(
     kind: str, group: Group, sent: Tensor, share: float, op: str, background: bool
-) -> None:
+) -> log.CommRecord | None:
     """Record that ``share`` of the bytes is sent; compare between ranks in debug mode."""
+    entry = None
     if log.active:
         nbytes = round(share * sent.nbytes)
-        log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
+        entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
     if desync.enabled:
         shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # these may differ in size
         desync.compare(group, f"{kind}({op}) of {shape} {sent.dtype}")
+    return entry
 
 
 def _failed(kind: str, group: Group, error: RuntimeError) -> CommError:
@@ -90,24 +92,34 @@ def run(
 
 def start(
     kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
-    finish: Callable[[], T], op: str = "",
+    finish: Callable[[], T], op: str = "", into: T | None = None,
 ) -> Work[T]:  # fmt: skip
-    """``run``, in the background."""
+    """``run``, in the background. ``into``: what ``finish`` will give."""
+    entry = None
     if log.active or desync.enabled:
-        _announce(kind, group, sent, share, op, True)
+        entry = _announce(kind, group, sent, share, op, True)
     try:
         work = fn(*args)
     except RuntimeError as error:
         raise _failed(kind, group, error) from error
 
     def end(kept: Any = args) -> T:  # what is under way needs its tensors
+        if entry is not None:
+            log.waited_for(entry)
         try:
             work.wait()
         except RuntimeError as error:
             raise _failed(kind, group, error) from error
         return finish()
 
-    return Work(end, work.is_completed)
+    return Work(end, work.is_completed, into)
+
+
+def _there(buffer: Tensor, decode: Any, x: Tensor) -> Tensor | None:
+    """What ``buffer``, in which x is encoded, will be decoded to, where it is the same memory."""
+    if decode is None:
+        return buffer
+    return decode(buffer) if x.dtype.is_complex else None
 
 
 def _alone(result: Tensor, async_op: bool) -> Any:
@@ -139,14 +151,16 @@ def all_reduce(
     elif before != 1:
         buffer.mul_(before)
 
+    into: Any = _there(buffer, decode, x)
+
     def finish() -> Tensor:
         if after != 1:
             buffer.div_(1 / after)
-        return buffer if decode is None else decode(buffer)
+        return into if decode is None or into is not None else decode(buffer)
 
     args = group.pg, [buffer], _options("AllreduceOptions", async_op, native)
     fn = dist.ProcessGroup.allreduce
-    go = start if async_op else run
+    go: Any = partial(start, into=into) if async_op else run
     return go("all_reduce", group, buffer, 2 * (n - 1) / n, fn, args, finish, op)
 
 
@@ -185,7 +199,7 @@ def all_gather(
 
     one, all_ = wire.matching(wire.sendable(x), wire.sendable(whole))
     args = group.pg, all_, one, _options("AllgatherOptions", async_op)
-    go = start if async_op else run
+    go: Any = partial(start, into=whole) if async_op else run
     return go("all_gather", group, x, n - 1, all_gather_single, args, finish)
 
 
@@ -223,6 +237,7 @@ def reduce_scatter(
     if out is None:
         out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
     total, share = out, (n - 1) / n
+    into: Any = _there(total, decode, x)
     if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
         # gloo's own works in the calling thread, at two to three times the cost of an exchange.
         rows = buffers.empty(buffer.numel(), buffer.dtype, buffer.device).view(n, -1)
@@ -232,7 +247,7 @@ def reduce_scatter(
 
         def finish() -> Tensor:
             wire.add_up(group.to_members(list(rows)), total.view(-1), op)
-            return total if decode is None else decode(total)
+            return into if decode is None or into is not None else decode(total)
 
     else:
         native, before, after = wire.scaled(op, buffer, group)
@@ -244,9 +259,9 @@ def reduce_scatter(
         def finish() -> Tensor:
             if after != 1:
                 total.div_(1 / after)
-            return total if decode is None else decode(total)
+            return into if decode is None or into is not None else decode(total)
 
-    go = start if async_op else run
+    go: Any = partial(start, into=into) if async_op else run
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)
 
 
@@ -311,17 +326,25 @@ def all_to_all_rows(
     return run("all_to_all", group, x, share, all_to_all_single, args, finish)
 
 
-def all_to_all_even(x: Tensor, group: Group) -> Tensor:
+@overload
+def all_to_all_even(x: Tensor, group: Group, *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_to_all_even(x: Tensor, group: Group, *, async_op: Literal[True]) -> Work[Tensor]: ...
+def all_to_all_even(x: Tensor, group: Group, *, async_op: bool = False) -> Any:
     """[n, *s] to [n, *s]: x[i] goes to member i, and out[i] is what member i sent."""
     n, x = group.size, wire.dense(x)
     if n == 1:
-        return x
+        return _alone(x, async_op)
     x = group.to_backend(x)
     out = torch.empty_like(x)
-    options = _options("AllToAllOptions", False)
+    options = _options("AllToAllOptions", async_op)
     args: tuple[Any, ...] = (group.pg, wire.sendable(out), wire.sendable(x), [], [], options)
-    run("all_to_all", group, x, (n - 1) / n, all_to_all_single, args, lambda: out)
-    return group.to_members(out)
+    go = start if async_op else run
+
+    def finish() -> Tensor:
+        return group.to_members(out)
+
+    return go("all_to_all", group, x, (n - 1) / n, all_to_all_single, args, finish)
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:

@@ -17,12 +17,14 @@ from disttensor.torch_private import current_backward
 # autograd, which would not see a context variable. Almost always empty, so that to check is cheap.
 active: list[CommLog] = []
 BESIDE = ", beside it"  # in a table: a collective in the background of its phase
+WAITED = ", waited for at"
 
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:
     """One collective on this rank. ``bytes``: what this rank puts on the wire (ring algorithms);
-    ``background``: the rank goes on, and waits for it where its result is needed.
+    ``background``: the rank goes on, and waits for it where its result is needed; ``waited`` is the
+    line that does, "" before.
 
     >>> dt.CommRecord("all_reduce", "tp", 96, "backward", "train.py:7", (4, 6), torch.float32).axis
     'tp'
@@ -36,6 +38,7 @@ class CommRecord:
     shape: tuple[int, ...]
     dtype: torch.dtype
     background: bool = False
+    waited: str = ""
 
 
 @dataclass(eq=False)
@@ -92,7 +95,7 @@ class CommLog:
                 f"{r.bytes:,}",
                 r.phase + BESIDE * r.background,
                 str(list(r.shape)),
-                r.where,
+                r.where + f"{WAITED} {r.waited}" * bool(r.waited),
             )
             for r in self.records
         ]
@@ -119,9 +122,15 @@ def record_comms() -> CommLog:
 def record(
     kind: str, axes: tuple[str, ...], nbytes: int, shape: Any, dtype: torch.dtype,
     background: bool = False,
-) -> None:  # fmt: skip
+) -> CommRecord:  # fmt: skip
     phase = "backward" if current_backward() != -1 else "forward"
     where = user_line()
     entry = CommRecord(kind, "+".join(axes), nbytes, phase, where, tuple(shape), dtype, background)
     for log in active:
         log.records.append(entry)
+    return entry
+
+
+def waited_for(entry: CommRecord) -> None:
+    """This line waits for what was recorded so: the one thing of a record that comes later."""
+    object.__setattr__(entry, "waited", user_line())

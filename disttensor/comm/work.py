@@ -11,12 +11,16 @@ T = TypeVar("T")
 class Work(Generic[T]):
     """Something under way. Do not touch the tensors that it was started with before ``wait``.
 
-    ``wait`` gives the result of ``finish``, or raises its error, as often as it is asked.
+    ``wait`` gives the result of ``finish``, or raises its error, as often as it is asked. ``into``:
+    what that will be, where it is there already, to be filled; None: it is made in the end.
     """
 
-    __slots__ = ("_done", "_error", "_finish", "_result")
+    __slots__ = ("_done", "_error", "_finish", "_result", "into")
 
-    def __init__(self, finish: Callable[[], T], done: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, finish: Callable[[], T], done: Callable[[], bool] | None = None, into: T | None = None
+    ) -> None:
+        self.into = into
         self._finish: Callable[[], T] | None = finish
         self._done = done  # None: nobody can tell before ``wait``
         self._error: Exception | None = None

@@ -15,7 +15,7 @@ from disttensor.comm.program import Call, note
 from disttensor.dispatch import execute, fallback, foreach
 from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, arrived
 from disttensor.tree import flat
 from ops.registry import RULES
 from ops.signatures import restated
@@ -59,6 +59,9 @@ def dispatch(
                 *[v.spec if type(v) is DistTensor else key_of(v) for v in kwargs.values()],
             )
     except Uncacheable:
+        for t in flat((args, kwargs or {}), []):
+            if isinstance(t, DistTensor):
+                arrived(t)
         return runner_of(func, args, kwargs or {}, None)(args, kwargs or {})
     run = _known(key)
     if run is None:

@@ -13,7 +13,7 @@ import reshard
 from disttensor.dispatch.resolve import HANDLERS, Plan, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, arrived
 from disttensor.tree import flat
 from ops.notation import notation
 from ops.registry import RULES
@@ -64,7 +64,7 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
       result 0: f32[8@dp, 6]
       result 1: f32[8@dp, 6]
     """
-    if not any(type(t) is DistTensor for t in flat((args, kwargs), [])):
+    if not [arrived(t) for t in flat((args, kwargs), []) if isinstance(t, DistTensor)]:
         raise TypeError(
             f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain "
             "torch. Give the arguments that the call has, as explain(torch.add, x, y)"

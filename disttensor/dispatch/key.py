@@ -13,7 +13,7 @@ import torch
 
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, arrived
 
 Tensor = torch.Tensor
 
@@ -42,8 +42,8 @@ def key_of(value: Any, floats: bool = False) -> Any:
             return kind, len(value)
         return kind, tuple([v.spec if type(v) is DistTensor else key_of(v, floats) for v in value])
     if isinstance(value, Tensor):
-        if isinstance(value, DistTensor):
-            return value.spec
+        if isinstance(value, DistTensor):  # it was awaited
+            return arrived(value).spec
         return Tensor, value.shape, value.dtype
     if kind is slice:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)

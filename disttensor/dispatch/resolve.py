@@ -23,7 +23,7 @@ from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, arrived
 from disttensor.tensor.reshard import relabels
 from disttensor.tree import flat, substitute
 from ops.alike import of_any_size, sizes_of
@@ -222,7 +222,7 @@ def specs_of(func: Function, tensors: Sequence[Tensor]) -> list[DistSpec]:
 
 def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
     """The mesh of the call. Raises ValueError where there are two: it is never guessed."""
-    dist = [t for t in tensors if type(t) is DistTensor]
+    dist = [arrived(t) for t in tensors if isinstance(t, DistTensor)]
     mesh = dist[0].spec.mesh
     # by name: importing it costs more than all of ours
     if any(type(t).__name__ == "DTensor" for t in tensors):

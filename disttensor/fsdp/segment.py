@@ -97,9 +97,9 @@ class Segment:
         for table in self.attributes.get(module, ()):
             for value in table.values():
                 kind = type(value)
-                if kind is DistTensor:
+                if isinstance(value, DistTensor):
                     found.append(value)
-                elif (kind is list or kind is tuple) and value and type(value[-1]) is DistTensor:
+                elif kind in (list, tuple) and value and isinstance(value[-1], DistTensor):
                     flat(value, found)
         return found
 

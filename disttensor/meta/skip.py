@@ -196,7 +196,7 @@ class Skip(InstanceForward):
 
 def _part(value: Any, inputs: list[DistTensor]) -> Any:
     kind = type(value)
-    if kind is DistTensor:
+    if isinstance(value, DistTensor):
         inputs.append(value)
         return value.spec, value.local.requires_grad
     if kind in CONSTANTS:

@@ -132,7 +132,7 @@ def _check(value: Any) -> None:
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         for v in value:
             _check(v)
-    elif type(value) is not DistTensor and type(value) not in CONSTANTS:
+    elif not isinstance(value, DistTensor) and type(value) not in CONSTANTS:
         raise Unfit(f"it gives a {type(value).__name__}")
 
 
@@ -175,7 +175,7 @@ class _Calls(TorchFunctionMode):
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             self.why = "it draws from a generator"
         for t in flat((args, kwargs), []):
-            if type(t) is DistTensor and t.is_initialized:
+            if isinstance(t, DistTensor) and t.is_initialized:
                 self.why = "it computes on a mesh that this rank is in"
             elif id(t) not in self.known:
                 self.why = self.why or "it reads a tensor that is not among its inputs"
@@ -188,7 +188,7 @@ class _Calls(TorchFunctionMode):
 def _words(x: Any) -> Any:
     """What an argument is, on whatever mesh."""
     kind = type(x)
-    if kind is DistTensor:
+    if isinstance(x, DistTensor):
         return x.spec.shape, x.spec.layout, x.spec.dtype
     if kind in (list, tuple):
         return tuple([_words(e) for e in x])

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from disttensor.cache import Cache
 from disttensor.dispatch.fallback import run_replicated
 from disttensor.errors import CustomFunctionError, user_line
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.awaited import Awaited
+from disttensor.tensor.dist_tensor import DistTensor, arrived
 
+_OURS = frozenset({DistTensor, Awaited})
 _runners: Cache[Any, Callable[..., Any]] = Cache(256)
 
 
@@ -25,8 +27,11 @@ def on_whole_locals(original: Any) -> Any:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
-        if DistTensor not in map(type, args):
+        if _OURS.isdisjoint(map(type, args)):
             return call(*args, **kwargs)
+        for a in args:
+            if isinstance(a, DistTensor):
+                arrived(a)
         if cls is CheckpointFunction:
             _refuse_reentrant()
             return call(*args, **kwargs)

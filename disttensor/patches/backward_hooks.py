@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.dist_tensor import DistTensor, arrived, wrap
 from disttensor.tensor.hooks import on_local, to_local
 from disttensor.tree import flat, rebuilt
 
@@ -44,7 +44,7 @@ def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        dist = [a for a in tensors if type(a) is DistTensor]
+        dist = [arrived(a) for a in tensors if isinstance(a, DistTensor)]
         if not dist:
             return original(self, fn, args)
         if not all(x.is_initialized for x in dist):
@@ -66,7 +66,7 @@ def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     DistTensor that is the node of this rank's piece."""
 
     def check(self: Any, args: Any, result: Any, grad_fn: Any) -> Any:
-        found = [x for x in flat((args, result), []) if type(x) is DistTensor]
+        found = [x for x in flat((args, result), []) if isinstance(x, DistTensor)]
         if found:
             raise NotImplementedError(
                 f"register_backward_hook of {type(self).__name__}: the hook would get the "

@@ -27,7 +27,7 @@ Generator = Callable[..., Iterator[None]]
 def _saved(x: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """(what torch is to keep of an input, what makes the input of it again). A leaf stays the
     object that it is: it collects its gradients."""
-    if type(x) is not DistTensor:
+    if not isinstance(x, DistTensor):
         return x, None
     if x.local.is_leaf and x.local.requires_grad:
         return None, lambda _: x

@@ -54,8 +54,8 @@ def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any =
     names, kwargs = TRACERS.names, kwargs or {}
     if not names:  # of another thread
         return dispatch(cls, func, types, args, kwargs)
-    dist = [t for t in flat((args, kwargs), []) if type(t) is DistTensor]
-    written = writes(func) and args and type(args[0]) is DistTensor
+    dist = [t for t in flat((args, kwargs), []) if isinstance(t, DistTensor)]
+    written = writes(func) and args and isinstance(args[0], DistTensor)
     if written or not {*names} <= GATHERING or not all(t.is_initialized for t in dist):
         raise NotImplementedError(
             f"{name_of(func)} of a DistTensor at {user_line()}, inside {names[-1]}: it follows "

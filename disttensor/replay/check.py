@@ -56,7 +56,7 @@ def beside_eager(
 
 
 def _local(x: Any) -> Tensor:
-    local: Tensor = x.local if type(x) is DistTensor else x
+    local: Tensor = x.local if isinstance(x, DistTensor) else x
     return local
 
 
@@ -68,7 +68,7 @@ def _described(result: Any, written: Sequence[Any]) -> list[tuple[str, bool, Ten
     """Spec, requires_grad and bits of each tensor."""
     return [
         (
-            repr(x.spec) if type(x) is DistTensor else f"{x.dtype}{list(x.shape)}",
+            repr(x.spec) if isinstance(x, DistTensor) else f"{x.dtype}{list(x.shape)}",
             _local(x).requires_grad,
             _local(x).detach().contiguous().view(-1).clone().view(torch.uint8)
             if _local(x).numel()

@@ -257,7 +257,7 @@ def _flags(x: DistTensor) -> tuple[Any, ...]:
 
 def _part(value: Any, inputs: list[Any]) -> Any:
     kind = type(value)
-    if kind is DistTensor:
+    if isinstance(value, DistTensor):
         if value._view_state is not None:
             raise _NoKey("an argument shares memory in a way that is looked at in each call")
         inputs.append(value)

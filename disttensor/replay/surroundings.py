@@ -28,7 +28,7 @@ from disttensor.meta.guards import Subtree, has_hooks
 from disttensor.meta.trace import CONSTANTS
 from disttensor.replay.reads import CONTAINERS, Reads, names_in
 from disttensor.tensor.base import collector_of
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, arrived
 
 Tensor = torch.Tensor
 Names = frozenset[str]
@@ -57,8 +57,8 @@ class Surroundings:
         else:
             self._value(target, 0, _CALLED)
         self.ids = {id(t) for t in self.tensors}
-        self._dist = [t for t in self.tensors if type(t) is DistTensor]
-        self._plain = [t for t in self.tensors if type(t) is not DistTensor]
+        self._dist = [arrived(t) for t in self.tensors if isinstance(t, DistTensor)]
+        self._plain = [t for t in self.tensors if not isinstance(t, DistTensor)]
         self._tables = [
             (table, list(table.values()))
             for tree in self.trees

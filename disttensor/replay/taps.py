@@ -21,7 +21,7 @@ from disttensor.dispatch import dispatch, execute, fallback
 from disttensor.dispatch.resolve import Plan
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
-from disttensor.tensor import base, views
+from disttensor.tensor import awaited, base, views
 from disttensor.tensor import reshard as tensor_reshard
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
@@ -42,7 +42,7 @@ def taps(recorder: Any) -> Iterator[None]:
     """They stand while the block runs. One recorder of the process at a time."""
     modules: dict[str, Any] = {
         "base": base, "dispatch": dispatch, "execute": execute, "fallback": fallback,
-        "tensor_reshard": tensor_reshard,
+        "tensor_reshard": tensor_reshard, "awaited": awaited,
     }  # fmt: skip
     plans: Cache[Any, Any] = Cache(16384)  # new runners, of local functions that are tapped
     table: list[tuple[Any, str, Callable[[Any, Any], Any]]] = [
@@ -59,6 +59,7 @@ def taps(recorder: Any) -> Iterator[None]:
     ]
     more: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
         ("base", "move", _one_line), ("execute", "move", _one_line),
+        ("awaited", "beginning", _at_once),
         ("tensor_reshard", "move", _one_line), ("tensor_reshard", "through", _through),
         ("execute", "written", _written), ("fallback", "written", _written),
         ("fallback", "forked", _forked), ("fallback", "count", _uncounted),
@@ -93,6 +94,15 @@ def _quiet(recorder: Any, original: Function) -> Function:
             return original(*args, **kwargs)
 
     return find
+
+
+def _at_once(recorder: Any, original: Function) -> Function:
+    """What is recorded is waited for where it is called."""
+
+    def beginning(*ends: DistSpec) -> Any:
+        return None if recording(recorder) else original(*ends)
+
+    return beginning
 
 
 def _telling(recorder: Any, original: Function) -> Function:

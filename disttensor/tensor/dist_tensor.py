@@ -94,7 +94,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             )
         if func is torch.ops.aten.detach.default:
             return x.detach()
-        if func in _COPIES and type(x) is DistTensor and not x.requires_grad:
+        if func in _COPIES and isinstance(x, DistTensor) and not x.requires_grad:
             local = func(x.local, *args[1:], **(kwargs or {}))
             return wrap(local, x.spec.with_dtype(local.dtype))
         refuse_collectives(func)
@@ -144,6 +144,12 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     out.local = local
     out.spec = spec
     return out
+
+
+def arrived(x: DistTensor) -> DistTensor:
+    """``x``, which is awaited no more (see ``disttensor.tensor.awaited``)."""
+    _ = x.local
+    return x
 
 
 def rebuild(
