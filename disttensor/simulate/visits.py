@@ -64,7 +64,7 @@ class PipelineRun:
 class Visits(pipeline.Recorder):
     """Hears of the pipeline runs of one rank. ``now``: the Mark of this moment, None while nothing
     is recorded. ``note``: is given a Visit for each action. ``few``: no more micro-batches run than
-    show what all of them do."""
+    show what all of them do, and before anything is recorded only those at the ends."""
 
     def __init__(
         self, now: Callable[[], Mark | None], note: Callable[[Visit], None], few: bool = False
@@ -89,7 +89,7 @@ class Visits(pipeline.Recorder):
         run.grids, run.orders, run.stage = tuple(map(Grid.of, order)), schedule.orders, stage
         run.tags = {n: self._tags.get(n + 1, 0) for n in range(schedule.micro_batches)}
         if self.few:
-            run.left_out = left_out(schedule.orders[stage])
+            run.left_out = left_out(schedule.orders[stage], shown=self.now() is not None)
         return run.left_out
 
     def ends(self) -> None:

@@ -1,5 +1,5 @@
-"""A simulated step against the same step on four or eight gloo processes: each collective, the FLOPs and the
-memory of every rank."""
+"""A simulated step against the same step on four or eight gloo processes: each collective, the
+FLOPs and the memory of every rank."""
 
 from __future__ import annotations
 
