@@ -8,11 +8,13 @@ architectures", CACM 2009.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
 from disttensor import arguments
+from disttensor.simulate.events import Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,12 @@ class Device:
     bytes (None: not known). ``launch``: seconds that the host spends on a kernel, beside the device
     where it is ``asynchronous``, before each kernel where not. ``sharing``: so many ranks share it,
     as four do on two cores: one computes at full speed while the others wait, and all of them at
-    half of it.
+    half of it. ``visit``: seconds that the host spends on each forward and backward of a
+    micro-batch in a pipeline run, besides its kernels, and ``post`` on a collective and on a
+    message, when it sends and when it asks for one. ``tiles``: so many queries and keys are an
+    attention's kernel at a time: of a causal one those above the diagonal are left out.
+    ``kernels``: those that take so many times as long as the roofline says, by the name of their
+    operator and the dtype.
 
     >>> a_card = dt.devices.Device(
     ...     name="a card", peak={torch.float32: 1e12}, bandwidth=1e11, memory=8e9, launch=5e-6
@@ -39,6 +46,10 @@ class Device:
     efficiency: float = 0.5
     asynchronous: bool = True
     sharing: float = 1.0
+    visit: float = 2e-4
+    post: float = 5e-5
+    tiles: tuple[int, int] = (128, 128)
+    kernels: Mapping[tuple[str, torch.dtype], float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for dtype, flops in self.peak.items():
@@ -65,3 +76,18 @@ class Device:
                 f"peak={{**device.peak, {dtype}: ...}}), or compute in another dtype"
             )
         return max(flops / (self.peak[dtype] * self.efficiency), nbytes / self.bandwidth)
+
+    def kernel(self, op: Op, share: float = 1.0) -> float:
+        """How long the kernel of a recorded operator runs, or of one that has a ``share`` of its
+        work to do."""
+        flops = op.flops * share * (_computed(*op.causal, *self.tiles) if op.causal else 1.0)
+        seconds = self.seconds(flops, op.nbytes * share, op.dtype)
+        return seconds * self.kernels.get((op.name, op.dtype), 1.0) if self.kernels else seconds
+
+
+@cache
+def _computed(queries: int, keys: int, rows: int, columns: int) -> float:
+    """The part of the tiles of an attention that are not wholly above its diagonal."""
+    ends = range(rows, queries + rows, rows)  # of rows of tiles
+    done = sum(min(-(-end // columns) * columns, keys) * rows for end in ends)
+    return min(1.0, done / (len(ends) * rows * keys))

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from disttensor.comm.log import CommRecord
-from disttensor.simulate.events import Collective, Event, Message, Op, Wait
+from disttensor.simulate.events import Collective, Event, Message, Op, Visit, Wait
 from disttensor.simulate.grid import Grid
 from disttensor.simulate.layers import counterparts, renamed
 from disttensor.simulate.memory import Step
@@ -179,7 +179,7 @@ def _event(
     a: Event, b: Event, follower: Follower, count: Counter[str], layer: Callable[[str], str]
 ) -> Event:
     if isinstance(a, Op) and isinstance(b, Op):
-        if a[:-1] != b[:-1]:
+        if a._replace(layer=b.layer) != b:
             raise ValueError(f"{a} and {b}")
         return a._replace(layer=layer(a.layer)) if a.layer else a
     if isinstance(a, Message) and isinstance(b, Message):
@@ -188,7 +188,7 @@ def _event(
         ranks = tuple(map(follower.at, a.ranks, b.ranks))
         count[a.group] += 1
         return a._replace(ranks=ranks, number=count[a.group] - 1)
-    if not (isinstance(a, Wait) and isinstance(b, Wait)):
+    if type(a) is not type(b) or not isinstance(a, Wait | Visit):
         raise ValueError(f"{a} and {b}")
     return a
 

@@ -4,7 +4,8 @@ strategies before any of them is simulated, and bytes below which it does not ge
 A stage has its layers' share of the forward, of the backward, of the parameters and of what is
 kept; kernels and collectives of a smaller micro-batch have that much less to do; the rest is the
 schedule's bubble (``Schedule.bubble``), and what of the gradients' way over the network the last
-backward does not hide. Collectives over cp are those of keys and values.
+backward does not hide, and what the host takes for visits. Collectives over cp are those of keys
+and values.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Micro:
-    """One micro-batch: seconds of each layer's forward and backward without a recomputation, and
-    what of the forward, and of both, is communication."""
+    """One micro-batch: seconds of each layer's forward and backward without a recomputation, what
+    of the forward, and of both, is communication, and for how long the host has nothing to do."""
 
     forward: list[float]
     backward: list[float]
     sends: list[float]
     all_sends: list[float]
+    idle: list[float]
 
 
 class Estimator:
@@ -84,10 +86,10 @@ class Estimator:
         forward = micro.forward
         backward = [b + f * r for b, f, r in zip(micro.backward, forward, repeats, strict=True)]
         visits = self._stages(strategy.schedule, d.pp)
-        busy, mean = _loads(visits, forward, backward)
         chunks = sum(map(len, visits)) // d.pp
         ratio = round(2 * sum(backward) / max(sum(forward), 1e-12)) / 2
-        idle, live = _of_schedule(strategy.schedule, d.pp, steps, chunks, ratio)
+        idle, live, actions = _of_schedule(strategy.schedule, d.pp, steps, chunks, ratio)
+        busy, mean = _loads(visits, forward, backward, self._host(visits, actions, micro.idle))
         repeated = [s * r for s, r in zip(micro.sends, repeats, strict=True)]
         sends, _ = _loads(visits, [a + b for a, b in zip(micro.all_sends, repeated, strict=True)])
         fullest = self._fullest(visits)
@@ -135,15 +137,39 @@ class Estimator:
         forward = [c + s for c, s in zip(computes, sends, strict=True)]
         backward = [back * c / total + w for c, w in zip(computes, ways, strict=True)]
         both = [s + w for s, w in zip(sends, ways, strict=True)]
-        return _Micro(forward, backward, sends, both)
+        free = [0.0] * len(forward)
+        if self.device.asynchronous:
+            free = [self._free(layer.events, share) for layer in probe.layers]
+            back_free = self._free(probe.events["backward"], share)
+            free = [f + back_free * c / total for f, c in zip(free, computes, strict=True)]
+        return _Micro(forward, backward, sends, both, free)
 
     def _kernels(self, events: Sequence[Event], share: float) -> float:
         """Seconds of the kernels: of the device and the host, beside each other or not."""
-        of = self.device.seconds
-        ops = [e for e in events if isinstance(e, Op)]
-        device = sum(of(e.flops * share, e.nbytes * share, e.dtype) for e in ops)
-        host = len(ops) * self.device.launch
+        device, host = self._both(events, share)
         return max(device, host) if self.device.asynchronous else device + host
+
+    def _free(self, events: Sequence[Event], share: float) -> float:
+        """Seconds that the kernels take longer than the host needs for them."""
+        device, host = self._both(events, share)
+        return max(device - host, 0.0)
+
+    def _both(self, events: Sequence[Event], share: float) -> tuple[float, float]:
+        ops = [e for e in events if isinstance(e, Op)]
+        return sum(self.device.kernel(e, share) for e in ops), len(ops) * self.device.launch
+
+    def _host(self, visits: Any, actions: float, free: Sequence[float]) -> list[float]:
+        """Of each stage, seconds of a micro-batch that the host takes for its visits and messages,
+        and that kernels do not hide. In the middle each visit gets and sends."""
+        device, pp = self.device, len(visits)
+        if pp == 1 and not self.probe.visits:
+            return [0.0]
+        out = []
+        for s, stage in enumerate(visits):
+            messages = 4 * len(stage) - 2 * (s == 0) - 2 * (s == pp - 1)
+            taken = actions * device.visit + messages * device.post
+            out.append(max(taken - sum(free[i] for v in stage for i in v), 0.0))
+        return out
 
     def _sent(self, events: Sequence[Event], share: float) -> float:
         """Seconds of the collectives within tp."""
@@ -160,7 +186,9 @@ class Estimator:
         return self.network.collective(kind, nbytes, ranks) + self._carries(nbytes)
 
     def _carries(self, nbytes: float) -> float:
-        return self.device.sharing * self.network.work(nbytes)
+        """Seconds of the processor, and of the host where nothing runs beside it."""
+        host = 0.0 if self.device.asynchronous else self.device.post
+        return host + self.device.sharing * self.network.work(nbytes)
 
     # Stages ---------------------------------------------------------------------------------------
 
@@ -285,23 +313,30 @@ class Estimator:
         return params + state + gradients + kept
 
 
-def _loads(visits: Any, *seconds: Sequence[float]) -> tuple[float, float]:
-    """Of a micro-batch: seconds of the stage that takes longest, and the mean of one."""
-    of = [sum(each[i] for each in seconds for v in stage for i in v) for stage in visits]
+def _loads(
+    visits: Any, forward: Sequence[float], backward: Sequence[float] = (),
+    host: Sequence[float] = (),
+) -> tuple[float, float]:  # fmt: skip
+    """Of a micro-batch: seconds of the stage that takes longest, and the mean of one. Forwards and
+    backwards are of layers, ``host`` of stages."""
+    both = [f for f in (forward, backward) if f]
+    of = [sum(each[i] for each in both for v in stage for i in v) for stage in visits]
+    of = [a + b for a, b in zip(of, host or [0.0] * len(of), strict=True)]
     return max(of), sum(of) / len(of)
 
 
 @cache
 def _of_schedule(
     name: str, pp: int, steps: int, chunks: int, ratio: float
-) -> tuple[float, list[int]]:
-    """How long a stage is idle, in forwards and backwards of one micro-batch, and of how many
-    visits each one holds something."""
+) -> tuple[float, list[int], float]:
+    """How long a stage is idle, in forwards and backwards of one micro-batch, of how many visits
+    each one holds something, and how many actions it has for a micro-batch."""
     if pp == 1:
-        return 0.0, [1]
+        return 0.0, [1], 2
     schedule = pipeline.named(name, pp, steps, chunks)
     bubble = schedule.bubble(1.0, max(ratio, 0.5))
-    return steps * bubble / (1 - bubble), [schedule.peak(s) for s in range(pp)]
+    live = [schedule.peak(s) for s in range(pp)]
+    return steps * bubble / (1 - bubble), live, len(schedule.orders[0]) / steps
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What a rank does in a step, as it is recorded: operators, collectives, messages, waits."""
+"""What a rank does in a step, as it is recorded: operators, collectives, messages, waits, and where
+forwards and backwards of a pipeline begin."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ PHASES = ("forward", "backward", "optimizer")
 class Op(NamedTuple):
     """One operator on locals that computes something, so no view. ``nbytes``: what it reads and
     writes; ``flops`` by torch's formulas; ``dtype`` of what it computes in; ``layer``: of those
-    with FLOPs, see ``layers.py``."""
+    with FLOPs, see ``layers.py``; ``causal``: of a causal attention the numbers of its queries and
+    keys."""
 
     name: str
     flops: int
@@ -21,6 +23,7 @@ class Op(NamedTuple):
     phase: str
     where: str
     layer: str = ""
+    causal: tuple[int, ...] = ()
 
 
 class Collective(NamedTuple):
@@ -62,4 +65,11 @@ class Wait(NamedTuple):
     work: int
 
 
-Event = Op | Collective | Message | Wait
+class Visit(NamedTuple):
+    """A forward or a backward of a micro-batch begins, in a pipeline run."""
+
+    phase: str
+    where: str
+
+
+Event = Op | Collective | Message | Wait | Visit

@@ -30,14 +30,15 @@ def situations(row: Sequence[Action]) -> list[Hashable]:
     return out
 
 
-def left_out(row: Sequence[Action]) -> dict[int, int]:
-    """The micro-batches that need not run, each with one that stands for its loss."""
+def left_out(row: Sequence[Action], shown: bool = True) -> dict[int, int]:
+    """The micro-batches that need not run, each with one that stands for its loss. Where nobody
+    looks at what is ``shown``, in a step before the one that is recorded, the ends suffice."""
     numbers = sorted({a.micro_batch for a in row})
     if len(numbers) >= p2p.CHANNELS:  # some would share the numbers of their messages
         return {}
     # the engine reduces gradients in the last backward of each visit
     ends = {row[0].micro_batch, *{(a.kind, a.chunk): a.micro_batch for a in row}.values()}
-    kept = _enough(row, ends)
+    kept = _enough(row, ends) if shown else set(ends)
     for n in sorted(kept - ends):
         if not _missing(row, kept - {n}):
             kept.remove(n)

@@ -13,7 +13,7 @@ from disttensor.simulate.events import Collective, Event, Message, Op
 from disttensor.simulate.layer_shares import Flops, by_layer
 from disttensor.simulate.memory import Memory
 from disttensor.simulate.network import Network
-from disttensor.simulate.timeline import Row
+from disttensor.simulate.spans import Row
 
 Volume = dict[str, tuple[int, int]]
 

@@ -19,21 +19,25 @@ from disttensor import arguments
 from disttensor.comm import collectives
 from disttensor.errors import CommError
 from disttensor.simulate.device import Device
+from disttensor.simulate.kernel_times import slower
 from disttensor.simulate.network import Link, Network
+from disttensor.simulate.reference_pipeline import of_micro_batches
 from disttensor.simulate.reference_step import host_seconds
 
 _N = 512  # rows and columns of matrices: they do not fit into a first cache
 _COPIED = 1 << 23  # elements: they do not fit into any
+_TILES = 64, 512  # of torch's attention for the CPU
 _SMALL, _LARGE = (1, 100), (1 << 18, 20)  # elements of a collective, and how often
 
 
 def measure(seconds: float = 0.2, together: bool = False) -> Device:
     """This machine's CPU as a Device, with torch's present number of threads: of each dtype the
     three matrix products of a linear layer in a training step, and a copy that does not fit into a
-    cache. Each is repeated for ``seconds``, and the fastest counts. ``launch`` is what a kernel
-    takes besides, in Python and in torch, in a small training step on DistTensors: of this process
-    alone, or ``together`` with all ranks of the running world, each of which has to call it then.
-    The ranks of this machine share its cores (``Device.sharing``).
+    cache. Each is repeated for ``seconds``, and the fastest counts. By training steps on
+    DistTensors, of this process alone, or ``together`` with all ranks of the running world, each of
+    which has to call it then: ``kernels``, those that take longer, or not as long; ``launch``, what
+    one takes besides, in Python and in torch; ``visit`` and ``post``, those of micro-batches. The
+    ranks of this machine share its cores (``Device.sharing``).
 
     >>> here = dt.devices.measure(seconds=0.001)
     >>> here.name, here.asynchronous, here.peak[torch.float32] > 0 < here.launch
@@ -49,8 +53,12 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     found = Device(
         name="cpu", peak=peak, bandwidth=bandwidth, efficiency=1.0, asynchronous=False,
         sharing=max(1.0, _ranks_here() * torch.get_num_threads() / len(os.sched_getaffinity(0))),
+        tiles=_TILES,
     )  # fmt: skip
-    return replace(found, launch=host_seconds(found, clock(), together))
+    now = clock()
+    found = replace(found, kernels=slower(found, now, together))
+    found = replace(found, launch=host_seconds(found, now, together))
+    return of_micro_batches(found, now, together)
 
 
 def clock() -> Callable[[], float]:
@@ -89,9 +97,9 @@ def _ranks_here() -> int:
 def measure_network() -> Network:
     """What is between the ranks of this world, as gloo brings it; every rank calls it, and all get
     the same. Small and large collectives of all ranks are repeated: by the mean of the small ones
-    ``latency``, by that of the large ones ``bandwidth``, and by what a rank's own processor works
-    meanwhile ``processor``. It takes a few seconds. Raises CommError in a world of one rank, and of
-    another backend than gloo."""
+    ``latency``, by that of the large ones ``bandwidth``, and by what other threads of a rank than
+    the one that waits work meanwhile ``processor``. It takes a few seconds. Raises CommError in a
+    world of one rank, and of another backend than gloo."""
     group = collectives.world_group()
     if group.size == 1 or "gloo" not in dist.get_backend(group.pg):
         raise CommError(
@@ -107,10 +115,10 @@ def measure_network() -> Network:
     hops = Network(ranks_per_node=group.size, within=Link(1e30, 1.0))
     latency = work = sent = moved = extra = 0.0
     for kind, run in kinds.items():
-        small, small_work = _mean(run, *_SMALL)
-        large, large_work = _mean(run, *_LARGE)
-        latency += small / hops.collective(kind, 0, group.ranks) / len(kinds)
-        work += small_work / len(kinds)
+        small, small_work, host = _mean(run, *_SMALL)
+        large, large_work, _ = _mean(run, *_LARGE)
+        latency += (small - host) / hops.collective(kind, 0, group.ranks) / len(kinds)
+        work += (small_work - host) / len(kinds)
         gathered = kind == "all_gather"
         sent += 4 * _LARGE[0] * (group.size - 1) * (1 if gathered else 2 / group.size)
         moved += large - small
@@ -123,11 +131,16 @@ def measure_network() -> Network:
     )
 
 
-def _mean(run: Callable[[torch.Tensor], object], elements: int, times: int) -> tuple[float, float]:
-    """Seconds that pass in a call, and those that this process computes for."""
-    x = torch.ones(elements)
+def _mean(
+    run: Callable[[torch.Tensor], object], elements: int, times: int
+) -> tuple[float, float, float]:
+    """Seconds that pass in a call, those that this process computes for, and this thread."""
+    x, clocks = torch.ones(elements), (time.perf_counter, time.process_time, time.thread_time)
     run(x)
-    passed, worked = time.perf_counter(), time.process_time()
+    begin = [now() for now in clocks]
     for _ in range(times):
         run(x)
-    return (time.perf_counter() - passed) / times, (time.process_time() - worked) / times
+    passed, process, thread = (
+        (now() - start) / times for now, start in zip(clocks, begin, strict=True)
+    )
+    return passed, process, thread

@@ -13,7 +13,7 @@ from torch import nn
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.partition import chosen, elements
 from disttensor.placement import Placement
-from disttensor.simulate.events import Event
+from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.memory import Held
 from disttensor.simulate.one_rank import run_rank
 from disttensor.simulate.rank_run import RankRun
@@ -42,7 +42,8 @@ class Layer:
 class Probe:
     """Rank 0 of ``strategy``, which has one stage and one micro-batch. ``layers``: none where it is
     not known in which order they run; ``events``: outside of the layers, by phase, "last" is what
-    follows the backward. ``held``: bytes at the begin of the step."""
+    follows the backward. ``held``: bytes at the begin of the step. ``visits``: forwards and
+    backwards of a pipeline run."""
 
     strategy: Strategy
     layers: list[Layer]
@@ -51,6 +52,7 @@ class Probe:
     held: Held
     loss: int
     splits_sequence: bool
+    visits: int
 
     @property
     def rows(self) -> int | None:
@@ -148,9 +150,11 @@ class _Watched(Strategy):
         for i, event in enumerate(run.events):
             if i not in within:
                 others["last" if i > back[-1] else _phase(event)].append(event)
+        visits = sum(isinstance(e, Visit) for e in run.events)
         return Probe(
-            strategy, self.layers, self.balance, others, run.held, loss, self.splits_sequence
-        )
+            strategy, self.layers, self.balance, others, run.held, loss, self.splits_sequence,
+            visits,
+        )  # fmt: skip
 
 
 def _phase(event: Event) -> str:

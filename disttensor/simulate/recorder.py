@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.memory = MemoryLog()
         self.recording = self._collects = False
-        self.visits = Visits(self._mark, few)
+        self.visits = Visits(self._mark, self._note, few)
         self.blocks_before = 0  # of the memory, at ``start``
         self.last = Mark(0, 0, 0)
         self._first = 0  # of the memory's changes, at ``start``
@@ -206,8 +206,10 @@ class Recorder(TorchDispatchMode):
             if self.recording:
                 name = func._overloadpacket.__name__
                 layer = self.layers.now() if cost.flops else ""
-                op = Op(name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer)
-                self._note(op)
+                self._note(Op(
+                    name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer,
+                    cost.causal,
+                ))  # fmt: skip
                 return
         self.memory.clock += 1
 

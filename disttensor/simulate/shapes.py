@@ -52,6 +52,7 @@ class Cost(NamedTuple):
     nbytes: int
     dtype: torch.dtype
     views: bool
+    causal: tuple[int, ...] = ()
 
 
 class _Uncached(Exception):
@@ -96,7 +97,25 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
     dtype = next((t.dtype for t in (*outs, *ins) if t.is_floating_point()), torch.int64)
     nothing = views or func._overloadpacket in _EMPTY
     nbytes = 0 if nothing else sum(map(_touched, ins)) + sum(map(_touched, outs))
-    return Cost(flops, nbytes, dtype, views)
+    return Cost(flops, nbytes, dtype, views, _causal(func, args, kwargs) if flops else ())
+
+
+def _causal(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """The numbers of queries and keys, if it is an attention whose kernel is told that it is
+    causal: they are the last dim but one."""
+    at = _causal_at(func)
+    if at is None:
+        return ()
+    given = [args[i] if i < len(args) else kwargs.get(name, False) for name, i in at]
+    return (given[0].shape[-2], given[1].shape[-2]) if given[2] else ()
+
+
+@cache
+def _causal_at(func: Any) -> list[tuple[str, int]] | None:
+    """Where its queries, its keys and ``is_causal`` stand."""
+    names = [a.name for a in func._schema.arguments]
+    wanted = "query", "key", "is_causal"
+    return [(n, names.index(n)) for n in wanted] if {*wanted} <= {*names} else None
 
 
 @cache

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from disttensor import pipeline, runtime
+from disttensor.errors import user_line
+from disttensor.simulate.events import Visit
 from disttensor.simulate.few_micro_batches import left_out
 from disttensor.simulate.grid import Grid
 from disttensor.torch_private import next_node
@@ -61,11 +63,14 @@ class PipelineRun:
 
 class Visits(pipeline.Recorder):
     """Hears of the pipeline runs of one rank. ``now``: the Mark of this moment, None while nothing
-    is recorded. ``few``: no more micro-batches run than show what all of them do."""
+    is recorded. ``note``: is given a Visit for each action. ``few``: no more micro-batches run than
+    show what all of them do, and before anything is recorded only those at the ends."""
 
-    def __init__(self, now: Callable[[], Mark | None], few: bool = False) -> None:
+    def __init__(
+        self, now: Callable[[], Mark | None], note: Callable[[Visit], None], few: bool = False
+    ) -> None:
         super().__init__()
-        self.now, self.few = now, few
+        self.now, self.note, self.few = now, note, few
         self.runs: list[PipelineRun] = []
         self._open: PipelineRun | None = None
         self._tags: dict[int, int] = {}
@@ -75,6 +80,7 @@ class Visits(pipeline.Recorder):
         if mark is not None:
             run.begins.append((action, mark))
             run.nodes.append(next_node())
+            self.note(Visit("forward" if action.kind == "F" else "backward", user_line()))
 
     def follows(
         self, order: Sequence[Any], schedule: pipeline.Schedule, stage: int
@@ -83,7 +89,7 @@ class Visits(pipeline.Recorder):
         run.grids, run.orders, run.stage = tuple(map(Grid.of, order)), schedule.orders, stage
         run.tags = {n: self._tags.get(n + 1, 0) for n in range(schedule.micro_batches)}
         if self.few:
-            run.left_out = left_out(schedule.orders[stage])
+            run.left_out = left_out(schedule.orders[stage], shown=self.now() is not None)
         return run.left_out
 
     def ends(self) -> None:

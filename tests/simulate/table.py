@@ -1,4 +1,5 @@
-"""The table of docs/simulate.md: simulated steps against the same steps of four gloo processes.
+"""The table of docs/simulate.md: simulated steps against the same steps of gloo processes, four of
+them, and eight.
 
 python -m tests.simulate.table          # bytes, FLOPs, memory: exact on any machine
 python -m tests.simulate.table --time FILE [A:B]   # seconds, by a device and a network that are
@@ -20,7 +21,7 @@ import disttensor as dt
 from tests.simulate import gpt_training, huggingface_training
 from tests.simulate.measured import measured
 from tests.simulate.seconds import calibrate, step_time
-from tests.simulate.test_against_real_ranks import CPU, MODELS, STRATEGIES
+from tests.simulate.test_against_real_ranks import CPU, EIGHT, MODELS, STRATEGIES
 from tests.support.pool import run_on_ranks, warning_filters
 
 RANKS = 4
@@ -39,15 +40,17 @@ def main() -> None:
         return
     head = ["options", "collectives", "bytes", "FLOP of rank 0", "peak, simulated", "peak, real"]
     print(*row(head), sep="\n")
-    for build, options in runs:
-        real = run_on_ranks(RANKS, measured, build, options, timeout=300)
+    sizes = [RANKS] * len(runs) + [2 * RANKS] * len(EIGHT)
+    runs += [(gpt_training.build, options) for options in EIGHT]
+    for (build, options), ranks in zip(runs, sizes, strict=True):
+        real = run_on_ranks(ranks, measured, build, options, timeout=300)
         program = functools.partial(build, options)
-        report = dt.simulate(program, RANKS, device=CPU)
+        report = dt.simulate(program, ranks, device=CPU)
         comms = [(len(c), sum(r.bytes for r in c)) for c, _, _ in real]
-        kinds = [report.kind_of(rank) for rank in range(RANKS)]
+        kinds = [report.kind_of(rank) for rank in range(ranks)]
         assert comms == [(len(k.comms), k.comms.total_bytes) for k in kinds], options
         assert [f for _, f, _ in real] == [k.flops for k in kinds], options
-        worst = max(range(RANKS), key=lambda r: abs(kinds[r].peak_memory / real[r][2].peak - 1))
+        worst = max(range(ranks), key=lambda r: abs(kinds[r].peak_memory / real[r][2].peak - 1))
         figures = *comms[0], kinds[0].flops, kinds[worst].peak_memory, real[worst][2].peak
         print(row([f"`{options}`", *(f"{n:,}" for n in figures)])[0], flush=True)
 

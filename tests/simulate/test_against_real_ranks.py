@@ -1,5 +1,5 @@
-"""A simulated step against the same step on four gloo processes: each collective, the FLOPs and the
-memory of every rank."""
+"""A simulated step against the same step on four or eight gloo processes: each collective, the
+FLOPs and the memory of every rank."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ STRATEGIES = [
 ]
 
 
+# Of eight processes.
+EIGHT = [
+    "--pp=2 --dp=2 --tp=2 --batch=8 --accumulate=2",
+    "--pp=4 --tp=2 --batch=8 --accumulate=4",
+    "--sharding=8 --zero=3 --batch=8 --segment-mb=0.02",
+    "--pp=2 --sharding=4 --zero=2 --batch=16 --accumulate=4 --schedule=interleaved_1f1b",
+]
+
 # Of Hugging Face transformers: the name of a model, and its Strategy.
 MODELS = [
     "llama dp=2 tp=2",
@@ -60,6 +68,13 @@ def test_a_simulated_step_is_that_of_real_ranks(options: str) -> None:
     check(gpt_training.build, options)
 
 
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("options", part(EIGHT, 1))
+def test_a_simulated_step_is_that_of_eight_real_ranks(options: str) -> None:
+    check(gpt_training.build, options, world=8)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
@@ -71,9 +86,9 @@ def test_a_simulated_step_of_a_known_model_is_that_of_real_ranks(options: str) -
     check(training.build, options)
 
 
-def check(build: Any, options: str) -> None:
-    real = run_on_ranks(4, measured, build, options, timeout=150)
-    report = dt.simulate(functools.partial(build, options), world=4, device=CPU)
+def check(build: Any, options: str, world: int = 4) -> None:
+    real = run_on_ranks(world, measured, build, options, timeout=150)
+    report = dt.simulate(functools.partial(build, options), world=world, device=CPU)
     for rank, (comms, flops, memory) in enumerate(real):
         kind = report.kind_of(rank)
         mine = list(kind.comms)

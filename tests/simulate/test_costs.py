@@ -19,14 +19,16 @@ import torch
 import disttensor as dt
 from disttensor.simulate import pictures
 from disttensor.simulate.devices import A100, Device, Link, Network
-from disttensor.simulate.events import Collective, Message, Op, Wait
+from disttensor.simulate.events import Collective, Message, Op, Visit, Wait
 from disttensor.simulate.memory import MemoryLog, summary
 from disttensor.simulate.timeline import timelines
 from tests.simulate.gpt_training import build as build_gpt
 from tests.support.examples import ROOT
 
 F32 = torch.float32
-DEVICE = Device(name="d", peak={F32: 1e9}, bandwidth=1e9, launch=1e-9, efficiency=1.0)
+DEVICE = Device(
+    name="d", peak={F32: 1e9}, bandwidth=1e9, launch=1e-9, efficiency=1.0, visit=0.0, post=0.0
+)
 NET = Network(ranks_per_node=2, within=Link(1e9, 1e-3), between=Link(1e8, 1e-2))
 
 
@@ -113,6 +115,52 @@ def test_a_transfer_on_the_processor_of_a_rank_slows_its_kernels_down():
     assert sent.end == pytest.approx(2, rel=1e-2)  # on the wire half a second
     (row,) = timelines([((0, 1), 0, events)], 2, DEVICE, NET)
     assert row.end == pytest.approx(2, rel=1e-2)
+
+
+VISIT = Visit("forward", "a.py:4")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_host_takes_its_time_for_visits_and_messages(asynchronous):
+    """Two visits of 1 s, each with a kernel of 3 s, and a message that is asked for in 0.5 s: where
+    kernels run by themselves they hide all but the first visit."""
+    device = dataclasses.replace(DEVICE, visit=1.0, post=0.5, asynchronous=asynchronous)
+    events = [VISIT, op(3), VISIT, op(3), message(5, False, 0)]
+    (row,) = timelines([((0,), 0, events)], 1, device, NET)
+    assert row.end == pytest.approx(7 if asynchronous else 8.5, rel=1e-2)
+    assert row.total("compute") == pytest.approx(6, rel=1e-2)
+    waits = [VISIT, reduce_((0, 1), 0, 0), Wait(0), VISIT, op(1)]  # nothing hides the host
+    (row,) = timelines([((0, 1), 0, waits)], 2, device, NET)
+    assert row.end == pytest.approx(3.5, rel=1e-2)
+
+
+def test_kernels_that_are_known_to_take_longer_do():
+    device = dataclasses.replace(DEVICE, kernels={("mm", F32): 3.0})
+    assert device.kernel(op(2)) == 6.0 and DEVICE.kernel(op(2)) == 2.0
+    assert device.kernel(op(2)._replace(name="addmm")) == 2.0
+    (row,) = timelines([((0,), 0, [op(2)])], 1, device, NET)
+    assert row.end == pytest.approx(6, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "tiles", "part"),
+    [
+        (256, 256, (128, 128), 3 / 4),  # of four tiles the upper right one is left out
+        (4096, 4096, (128, 128), 33 / 64),
+        (100, 100, (128, 128), 1.0),  # a tile is as large
+        (128, 128, (64, 512), 1.0),
+        (300, 300, (128, 128), (128 + 256 + 300) / 900),  # the last tiles are smaller
+        (128, 512, (128, 128), 1 / 4),
+    ],
+)
+def test_a_causal_attention_takes_the_time_of_the_tiles_that_are_computed(
+    queries, keys, tiles, part
+):
+    device = dataclasses.replace(DEVICE, tiles=tiles)
+    attention = op(4)._replace(causal=(queries, keys))
+    assert device.kernel(attention) == pytest.approx(4 * part)
+    assert device.kernel(attention, 0.5) == pytest.approx(2 * part)
+    assert attention.flops == 4 * 10**9  # torch's formula counts them all
 
 
 def test_memory_is_of_a_category_by_what_becomes_of_it():

@@ -12,6 +12,7 @@ import disttensor as dt
 from disttensor import pipeline, runtime
 from disttensor.comm import p2p
 from disttensor.pipeline.schedules import NAMES, named
+from disttensor.simulate.events import Visit
 from tests.simulate.gpt_training import build as build_gpt
 
 few = importlib.import_module("disttensor.simulate.few_micro_batches")
@@ -51,6 +52,8 @@ def test_what_follows_is_what_a_run_shows(options, ran, monkeypatch) -> None:
         assert list(one.comms) == list(other.comms)
         assert one.messages() == other.messages() and one.flops == other.flops
         assert one.flops_by("layer") == other.flops_by("layer")
+        visits = [[e for e in k.events if isinstance(e, Visit)] for k in (one, other)]
+        assert visits[0] == visits[1] and {v.phase for v in visits[0]} == {"forward", "backward"}
         assert one.memory.peak == other.memory.peak
         assert one.memory.at_peak == other.memory.at_peak
         assert one.memory.kept == other.memory.kept

@@ -21,6 +21,20 @@ def test_attention_on_cpu_tensors_has_the_flops_of_its_two_products():
     assert cost(func.default, (q, q, q), {}, func(q, q, q)).flops == 2 * 2 * (2 * 4 * 8 * 8 * 16)
 
 
+def test_an_attention_says_that_it_is_causal_and_of_what_size():
+    q, k = torch.randn(1, 2, 6, 8, requires_grad=True), torch.randn(1, 2, 9, 8)
+    func = aten._scaled_dot_product_flash_attention_for_cpu
+    out = func(q, k, k, is_causal=True)
+    assert cost(func.default, (q, k, k), {"is_causal": True}, out).causal == (6, 9)
+    assert cost(func.default, (q, k, k, 0.0, True), {}, out).causal == (6, 9)
+    assert cost(func.default, (q, k, k), {}, out).causal == ()
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    args = (out[0], q, k, k, out[0], out[1], 0.0, True)
+    assert cost(back.default, args, {}, back(*args)).causal == (6, 9)
+    x = torch.randn(3, 3)
+    assert cost(aten.mm.default, (x, x), {}, x @ x).causal == ()
+
+
 def test_memory_that_is_asked_for_moves_no_bytes_and_what_is_written_by_name_does():
     x = torch.randn(6, 4)
     assert cost(aten.empty_like.default, (x,), {}, torch.empty_like(x)).nbytes == 0
@@ -30,7 +44,8 @@ def test_memory_that_is_asked_for_moves_no_bytes_and_what_is_written_by_name_doe
     assert cost(func, (x, [2, 4]), {"out": parts}, None).nbytes >= 2 * x.nbytes
 
 
-@on_ranks(4)
+@pytest.mark.limit(300)
+@on_ranks(4, timeout=200)
 def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
     found = dt.devices.measure_network()
     every = [None] * 4
@@ -43,6 +58,12 @@ def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
     cores = len(os.sched_getaffinity(0))
     assert here.sharing == max(1.0, 4 * torch.get_num_threads() / cores)
     assert here.launch > 0 and not here.asynchronous
+    assert here.visit > 0 and here.post > 0
+    dist.all_gather_object(every, (here.visit, here.post))
+    assert every == [(here.visit, here.post)] * 4
+    assert here.kernels["gelu", torch.float32] > 1  # an exponential is no copy
+    names = {name for name, dtype in here.kernels if dtype is torch.bfloat16}
+    assert {"mm", "_scaled_dot_product_flash_attention_for_cpu"} <= names
 
 
 def test_a_network_of_one_rank_is_refused_by_name():

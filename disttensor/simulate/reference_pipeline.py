@@ -1,0 +1,102 @@
+"""A small pipeline, by which is measured what the host takes for a visit of a micro-batch, and for
+a collective or a message.
+
+Each rank of the running world is a stage, and wakes for each message, with its caches full of other
+things. A process by itself is the first of two stages, and nobody is at the other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from disttensor import pipeline
+from disttensor.comm import collectives
+from disttensor.comm.process_group import world
+from disttensor.create import reshard, shard_tensor
+from disttensor.mesh import ProcessMesh, init_mesh
+from disttensor.placement import Replicate, Shard
+from disttensor.simulate.device import Device
+from disttensor.simulate.events import Op
+from disttensor.simulate.reference_step import events_of
+from disttensor.simulate.world import imagined_rank
+
+_FEW, _MANY = 2, 10  # micro-batches
+_LAYERS, _WIDTH, _ROWS = 2, 128, 128  # layers of a stage
+_STEPS, _COLLECTIVES = 10, 50
+
+
+def of_micro_batches(device: Device, clock: Callable[[], float], together: bool) -> Device:
+    """``device`` with ``visit`` and ``post``, the mean of all ranks where they find it
+    ``together``."""
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        if together and world()[1] > 1:
+            found = torch.tensor(_found(device, clock), dtype=torch.float64)
+            visit, post = collectives.all_reduce(found, "avg", collectives.world_group()).tolist()
+        else:
+            with imagined_rank(0, 2, data=True):
+                visit, post = _found(device, clock)
+    return replace(device, visit=visit, post=post)
+
+
+def _found(device: Device, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of this rank's host for a visit, by what more micro-batches take more, and for a
+    collective. A visit in the middle has two messages, one at an end has one."""
+    post = _collective(clock)
+    few, many = _pipeline(_FEW), _pipeline(_MANY)
+    more = _kernels(device, many) - _kernels(device, few)
+    times = []
+    for _ in range(_STEPS):
+        begin = clock()
+        few()
+        middle = clock()
+        many()
+        times.append(clock() - middle - (middle - begin))
+    rank, ranks = world()
+    visit = (median(times) - more) / (2 * (_MANY - _FEW))
+    messages = 1 if rank in (0, ranks - 1) else 2
+    return max(visit - messages * post, 0.1 * visit, 0.0), post
+
+
+def _collective(clock: Callable[[], float]) -> float:
+    mesh = init_mesh((world()[1],), ("ranks",))
+    x = shard_tensor(torch.ones(world()[1]), mesh, [Shard(0)])
+    reshard(x, mesh, [Replicate()])
+    start = clock()
+    for _ in range(_COLLECTIVES):
+        reshard(x, mesh, [Replicate()])
+    return (clock() - start) / _COLLECTIVES
+
+
+def _kernels(device: Device, step: Callable[[], object]) -> float:
+    """Seconds of the kernels, on the device and on the host."""
+    return sum(device.kernel(e) + device.launch for e in events_of(step) if isinstance(e, Op))
+
+
+def _pipeline(micro_batches: int) -> Callable[[], None]:
+    ranks = world()[1]
+    stages = [ProcessMesh((r,), ("one",)) for r in range(ranks)]
+    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS * ranks)]
+    model = nn.Sequential(*layers).float()
+    pipeline.split(model, stages)
+    rows = torch.ones(micro_batches, _ROWS, _WIDTH)
+    targets = torch.zeros(_ROWS, dtype=torch.long)
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        x = shard_tensor(part, stages[0], [Shard(0)])
+        y = shard_tensor(targets, stages[-1], [Shard(0)])
+        return F.cross_entropy(model(x), y)
+
+    def step() -> None:
+        pipeline.run(loss_of, rows, stages=stages)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    step()
+    step()
+    return step
