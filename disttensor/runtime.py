@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch.distributed as dist
-
 from disttensor import cache
+from disttensor.torch_private import default_group
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -36,11 +35,14 @@ class Runtime:
     meetings: int = 0  # calls of create_groups so far
     undelivered: Exception | None = None  # of a message that this rank has sent
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come
+    early: dict[Any, Any] = field(default_factory=dict)  # messages that were asked for ahead
     watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
     steps: Any = None  # disttensor.comm.program
     buffers: Any = None  # disttensor.comm.buffers
     number: int = 0  # of the worlds of this process
     is_fake: bool | None = None  # None: not asked yet
+    is_nccl: bool | None = None
+    foresees: bool = True  # disttensor.pipeline.foresight
     stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one
 
 
@@ -72,7 +74,7 @@ def here() -> Runtime:
 def current() -> Runtime:
     """The Runtime of the default process group."""
     global _current
-    default = dist.group.WORLD
+    default = default_group()
     if default is not _current.default:
         cache.clear()
         _current = _alone if default is None else Runtime(default, number=next(_numbers))

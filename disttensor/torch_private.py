@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -36,12 +37,15 @@ __all__ = [
     "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
     "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
     "autocast_is_on", "backend_of", "count_function_modes", "current_backward", "current_node",
-    "default_store", "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes",
+    "default_group", "default_store", "direct_apply", "dispatch_modes", "fake_like", "fake_mode",
+    "fakes",
     "flash_on_cpu", "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name",
-    "is_composite", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
+    "is_composite", "is_view", "jit_tracers", "lazy_clone", "make_subclass", "modes_see_functions",
+    "need",
     "next_node", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
     "node_number", "outside_transforms", "process_groups_aside", "reduce_scatter_single",
-    "refuse_memory", "renumber", "schemas_named", "schemas_of", "set_timeout", "set_versions",
+    "refuse_memory", "renumber", "run_backward", "schemas_named", "schemas_of", "set_timeout",
+    "set_versions",
     "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
     "use_count", "users_of_storage", "without_fakes",
@@ -75,6 +79,11 @@ current_backward: Callable[[], int] = need(
 current_node: Callable[[], Any] = need(
     "to know of which layer a backward is", torch._C, "_current_autograd_node"
 )
+# torch.autograd.backward behind its checks: (roots, grads, retain_graph, create_graph, inputs).
+run_backward: Callable[..., Any] = partial(
+    need("to run a backward", torch.autograd.graph, "_engine_run_backward"),
+    allow_unreachable=True, accumulate_grad=True,
+)  # fmt: skip
 # Run a function when the present backward has run all its nodes.
 after_backward: Callable[[Callable[[], Any]], None] = _engine.queue_callback
 # The innermost pair of saved-tensors hooks, or None.
@@ -96,8 +105,10 @@ def renumber(node: Any, number: int) -> None:
 
 def next_node() -> int:
     """What autograd counts up with every node that this thread makes."""
-    with torch.enable_grad():
-        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return next_node()
+    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     return node_number(node)
 
 
@@ -122,6 +133,10 @@ refuse_memory: Callable[[torch.Tensor], None] = need(
 )
 is_view: Callable[[torch.Tensor], bool] = need(
     "to tell views from copies", torch.Tensor, "_is_view"
+)
+# The same values in the same memory, of which the first that writes to either makes a copy.
+lazy_clone: Callable[[torch.Tensor], torch.Tensor] = need(
+    "to send without a copy", torch, "_lazy_clone"
 )
 # Of an untyped storage: a number that is its own as long as it lives, also where it is empty.
 STORAGE_ID = "_cdata"
@@ -262,6 +277,10 @@ jit_tracers: tuple[tuple[Any, str], ...] = tuple(
 
 # Process groups -----------------------------------------------------------------------------------
 
+# The default process group; None: there is none. What dist.group.WORLD comes to by two properties.
+default_group: Callable[[], Any] = partial(
+    attrgetter("_default_pg" if hasattr(c10d._world, "_default_pg") else "default_pg"), c10d._world
+)
 default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_default_store")
 # Public since torch 2.14. The private one of before is deprecated there.
 set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or need(

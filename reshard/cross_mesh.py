@@ -7,8 +7,6 @@ planned in cross_mesh_plan.py and routing.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from disttensor.cache import cached
@@ -23,12 +21,15 @@ from reshard.registry import Axes, Tensor
 from reshard.routing import Routes
 
 
-def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
+def start(
+    local: Tensor, src: DistSpec, dst: DistSpec, tag: int, lent: bool = False
+) -> Work[Tensor]:
     """Post and send what this rank has to; called on every rank of either mesh, or on all.
 
     ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
-    result is a view of it only where nothing moves, on any rank. ``tag``:
-    ``p2p.next_tag()``, which every rank of the world must call. Not differentiable.
+    result is a view of it only where nothing moves, on any rank. ``lent``: what is sent is no copy
+    until somebody writes to it. ``tag``: ``p2p.next_tag()``, which every rank of the world must
+    call. Not differentiable.
     """
     plan = plan_between(src, dst)
     if src.mesh.coordinate is not None:
@@ -40,31 +41,41 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]
         local = planner.run(local, src, plan.before)
     elif dst.mesh.coordinate is None:
         return finished(_empty(dst))
-    arrived = send_recv(local, plan, tag)
-    if dst.mesh.coordinate is None:
-        return Work(arrived)
-    return Work(lambda: planner.run(arrived(), plan.after, dst))
+    arrival = send_recv(local, plan, tag, lent)
+    if plan.after is dst or dst.mesh.coordinate is None:
+        return arrival
+    return Work(lambda: planner.run(arrival.wait(), plan.after, dst))
 
 
-def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Callable[[], Tensor]:
-    """The messages of a plan: from the local of ``before`` to (when called) that of ``after``."""
+def expect(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Early]:
+    """Ask for what ``start`` with this tag will ask for, ahead of it. It may never come to that.
+    Gives what was asked for."""
+    plan = plan_between(src, dst)
+    routes = _routes(plan, collectives.world()[0])
+    receives = [(sender, box.shape) for sender, box in routes.receives]
+    return p2p.expect(receives, plan.after.dtype, plan.after.mesh.device, tag)
+
+
+def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int, lent: bool = False) -> Work[Tensor]:
+    """The messages of a plan: from the local of ``before`` to that of ``after``."""
     routes, after = _routes(plan, collectives.world()[0]), plan.after
     source, target, kept = routes.source, routes.target, routes.kept
     dtype, device = after.dtype, after.mesh.device
     x = x.detach()
     sends = [(to, box.cut(x, source)) for to, box in routes.sends] if source else []
     receives = [(sender, box.shape) for sender, box in routes.receives]
-    pending = p2p.transfer(sends, receives, dtype, device, tag, plan)
+    pending = p2p.transfer(sends, receives, dtype, device, tag, plan, lent)
     place = after.mesh.coordinate
     if place is None:
-        return lambda: _empty(after)
+        return finished(_empty(after))
     if target is None:
-        return lambda: fill(_empty(after), place, plan)
+        return finished(fill(_empty(after), place, plan))
     if source and kept == target and not (plan.once or plan.routing.messages):
         whole = target.cut(x, source)
-        return lambda: whole
+        return finished(whole)
     if len(pending) == 1 and routes.receives[0][1] == target:
-        return lambda: fill(pending[0].wait(), place, plan)
+        (message,) = pending
+        return Work(lambda: fill(message.wait(), place, plan)) if plan.once else message
     out = torch.empty(target.shape, dtype=dtype, device=device)
     if source and kept:
         kept.cut(out, target).copy_(kept.cut(x, source))
@@ -74,7 +85,7 @@ def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Callable[[], Tensor]:
             box.cut(out, target).copy_(message.wait())
         return fill(out, place, plan)
 
-    return assembled
+    return Work(assembled)
 
 
 @cached(1024)
@@ -119,7 +130,7 @@ def _across(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     names = ("+".join(spec.mesh.dim_names) for spec in (src, dst))
 
     def move(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-        return send_recv(x, plan, p2p.next_tag())()
+        return send_recv(x, plan, p2p.next_tag()).wait()
 
     step = Step("send_recv", " -> ".join(names), (), plan.most, before, after, move)
     return (*planner.choose(src, before), step, *planner.choose(after, dst))

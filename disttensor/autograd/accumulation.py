@@ -7,8 +7,6 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -30,11 +28,14 @@ def current_context() -> BackwardContext:
     return _stack[-1]
 
 
-@contextmanager
-def backward_context(is_last: bool) -> Iterator[None]:
+class backward_context:
     """For backwards of micro-batches in here."""
-    _stack.append(BackwardContext(is_last))
-    try:
-        yield
-    finally:
+
+    def __init__(self, is_last: bool) -> None:
+        self.context = BackwardContext(is_last)
+
+    def __enter__(self) -> None:
+        _stack.append(self.context)
+
+    def __exit__(self, *exc: object) -> None:
         _stack.pop()

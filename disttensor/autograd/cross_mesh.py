@@ -18,6 +18,7 @@ import torch
 
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.grad_types import Typed, dual
+from disttensor.cache import cached
 from disttensor.comm.work import Work
 from disttensor.torch_private import direct_apply, no_dispatch, storage_id
 from reshard.cross_mesh import start
@@ -25,11 +26,11 @@ from reshard.cross_mesh import start
 Tensor = torch.Tensor
 
 
-def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int) -> Work[Tensor]:
+def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int, lent: bool = False) -> Work[Tensor]:
     """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
-    ``grad`` is that of the local of dst, or of its token."""
+    ``grad`` is that of the local of dst, or of its token. ``lent``: as in ``start``."""
     grad, at, to = _way_back(grad, src, dst)
-    return start(grad, at.spec, to.spec, tag ^ 1)
+    return start(grad, at.spec, to.spec, tag ^ 1, lent)
 
 
 def crossed(x: Tensor, value: Tensor, src: Typed, dst: Typed, tag: int) -> Tensor:
@@ -47,8 +48,15 @@ def apart(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _way_back(grad: Tensor, src: Typed, dst: Typed) -> tuple[Tensor, Typed, Typed]:
+    at, to, scale = _ends_back(src, dst)
+    return grad if scale == 1.0 else grad * scale, at, to
+
+
+@cached(4096)
+def _ends_back(src: Typed, dst: Typed) -> tuple[Typed, Typed, float]:
+    """From where to where a gradient goes, and by what it is scaled."""
     (to, divide_src), (at, divide_dst) = dual(src), dual(dst)
-    return grad if divide_src == divide_dst else grad * (divide_dst / divide_src), at, to
+    return at, to, divide_dst / divide_src
 
 
 class CrossMesh(torch.autograd.Function):

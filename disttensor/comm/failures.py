@@ -20,21 +20,23 @@ from typing import Any
 from disttensor import runtime
 from disttensor.comm import watcher
 from disttensor.comm.process_group import world
+from disttensor.runtime import Runtime
 
 _PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
 _SHOWN = 16  # ranks whose place an error tells
 _before: Any = None  # the hook that ours calls in the end
 
 
-def watch() -> None:
+def watch() -> Runtime:
     """From now on an uncaught error of this process is posted for the others, and theirs are heard.
-    Cheap after the first call."""
+    Cheap after the first call. Gives the world of now."""
     global _before
     now = runtime.current()
     if now.watcher is None:
         watcher.of(now)
     if _before is None:
         _before, sys.excepthook = sys.excepthook, _hook
+    return now
 
 
 def unwatch() -> None:

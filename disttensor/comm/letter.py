@@ -1,63 +1,106 @@
-"""How a message travels over gloo: the bytes of a tensor, and behind them one word that says how
-many they are.
+"""How a message travels over gloo: a small one as the bytes of a tensor and one word behind them
+that says how many they are, any other as the memory of the tensor, without a copy where that is
+lent.
 
 gloo ends the process where a message is larger than what the receiver has made room for, and says
 nothing where it is smaller. So the size is in the tag as well (``sized``): of two sizes most have
-two tags, and never meet, of which ``mismatch`` hears. Two that do meet are told by the word.
+two tags, and never meet, of which ``mismatch`` hears. Two that do meet are told by the word; or by
+a mark at the end of the receiver's room, which a message of that size overwrites.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from ctypes import c_int64
 
 import torch
 
+from disttensor.comm.wire import dense
+from disttensor.torch_private import lazy_clone
+
 Tensor = torch.Tensor
 
+_BARE = 1 << 10  # bytes from which on no word is sent
 _NOTHING = -1  # what the word is before anything has come
 _REFUSED = -2  # what it is where the sender has no message of this size
+_MARK = int.from_bytes(os.urandom(8), "little", signed=True)  # no tensor ends in it
 _SIZES = 61  # as many as fit above the bits of a transfer, below the one of all our tags
 
 
 class Letter:
-    """``content``: a tensor. ``words``: the same memory and what follows, as it is sent."""
+    """``content``: a tensor. ``wire``: the memory that is sent, or is room for what comes."""
 
-    __slots__ = ("content", "nbytes", "words")
+    __slots__ = ("content", "nbytes", "wire")
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, word: int | None = None) -> None:
-        numel = math.prod(shape)
-        self.nbytes = numel * dtype.itemsize
-        pairs = (self.nbytes + 8 + 15) // 16  # of words: whole elements of 16 bytes too
-        self.words = torch.empty(2 * pairs, dtype=torch.int64)
-        self.words[-1].fill_(self.nbytes if word is None else word)
-        self.content = self.words.view(dtype)[:numel].view(shape)
+    def __init__(self, content: Tensor, wire: Tensor, nbytes: int) -> None:
+        self.content, self.wire, self.nbytes = content, wire, nbytes
 
     @classmethod
-    def of(cls, x: Tensor) -> Letter:
-        """With a copy of the elements of ``x``."""
-        letter = cls(x.shape, x.dtype)
+    def of(cls, x: Tensor, lent: bool) -> Letter:
+        """With the elements of ``x``: a copy, or where that is ``lent`` its memory, of which a copy
+        is made when somebody writes to it."""
+        if x.nbytes >= _BARE:
+            content = shared(x) if lent else copied(x)
+            return cls(content, content, x.nbytes)
+        letter = _with_word(x.shape, x.dtype)
         letter.content.copy_(x.detach())
         return letter
 
     @classmethod
     def awaited(cls, shape: Sequence[int], dtype: torch.dtype) -> Letter:
         """Room for one that comes."""
-        return cls(shape, dtype, _NOTHING)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < _BARE:
+            return _with_word(shape, dtype, _NOTHING)
+        content = torch.empty(shape, dtype=dtype)
+        letter = cls(content, content, nbytes)
+        letter._end.value = _MARK
+        return letter
 
     @classmethod
     def refusing(cls, nbytes: int) -> Letter:
         """In place of one that never comes."""
-        return cls((nbytes,), torch.uint8, _REFUSED)
+        if nbytes < _BARE:
+            return _with_word((nbytes,), torch.uint8, _REFUSED)
+        return cls(nothing := torch.zeros(8, dtype=torch.uint8), nothing, nbytes)
 
     @property
     def is_whole(self) -> bool:
         """Did a message of this size arrive?"""
-        return int(self.words[-1]) == self.nbytes
+        if self.nbytes < _BARE:
+            return int(self.wire[-1]) == self.nbytes
+        return self._end.value != _MARK
 
     @property
-    def is_refused(self) -> bool:
-        return int(self.words[-1]) == _REFUSED
+    def _end(self) -> c_int64:
+        return c_int64.from_address(self.content.data_ptr() + self.nbytes - 8)
+
+
+def _with_word(shape: Sequence[int], dtype: torch.dtype, word: int | None = None) -> Letter:
+    numel = math.prod(shape)
+    nbytes = numel * dtype.itemsize
+    pairs = (nbytes + 8 + 15) // 16  # of words: whole elements of 16 bytes too
+    wire = torch.empty(2 * pairs, dtype=torch.int64)
+    wire[-1].fill_(nbytes if word is None else word)
+    return Letter(wire.view(dtype)[:numel].view(shape), wire, nbytes)
+
+
+def copied(x: Tensor) -> Tensor:
+    return dense(x.detach().clone(memory_format=torch.contiguous_format))
+
+
+def shared(x: Tensor) -> Tensor:
+    """The memory of ``x`` until somebody writes to it; a copy where it is a part of more, or is not
+    torch's own."""
+    plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
+    if plain and x.untyped_storage().nbytes() == x.nbytes:
+        try:
+            return lazy_clone(x.detach())
+        except RuntimeError:
+            pass
+    return copied(x)
 
 
 def sized(tag: int, nbytes: int) -> int:

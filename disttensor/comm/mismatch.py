@@ -65,9 +65,10 @@ class Awaited:
 
     def _what_was_sent(self) -> str:
         beside = watcher.of(runtime.current())
-        if beside is None or not self.letter.is_refused:
+        key = "" if beside is None else f"sent/{beside.rank}/{self.tag}"
+        if beside is None or not beside.store.check([key]):
             return "fewer bytes were sent"
-        return str(beside.store.get(f"sent/{beside.rank}/{self.tag}").decode())
+        return str(beside.store.get(key).decode())  # and a message that refuses came in its place
 
 
 _waiting: list[Awaited] = []
@@ -97,10 +98,10 @@ def _answer(beside: watcher.Watcher) -> None:
             what = next(iter(held.values()))
             text = f"{what.nbytes} bytes were sent at {what.line}"
             beside.store.set(f"sent/{peer}/{tag}", text)
-            words, group = Letter.refusing(nbytes).words, cast(Any, dist.group.WORLD)
+            wire, group = Letter.refusing(nbytes).wire, cast(Any, dist.group.WORLD)
             with contextlib.suppress(RuntimeError):  # it is gone, as others will say
-                work = group.send([words], peer, sized(tag, nbytes))
-                OUTBOX.put(work, words, what._replace(nbytes=nbytes))
+                work = group.send([wire], peer, sized(tag, nbytes))
+                OUTBOX.put(work, wire, what._replace(nbytes=nbytes))
 
 
 watcher.EACH_BEAT += [_ask, _answer]

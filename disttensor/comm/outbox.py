@@ -23,7 +23,7 @@ from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import CommError
 from disttensor.runtime import Runtime
 
-LINGER = 0.01  # seconds in which more is sent before the thread looks
+LINGER = 0.05  # seconds in which more is sent before the thread looks
 EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
 
 
@@ -34,32 +34,36 @@ class Outbox:
     """Works and buffers of messages under way."""
 
     def __init__(self) -> None:
-        lock = threading.RLock()
-        self.changed, self.hurry = threading.Condition(lock), threading.Condition(lock)
+        self.lock = threading.RLock()
+        self.changed, self.hurry = (threading.Condition(self.lock) for _ in range(2))
         self.waiting: deque[_Entry] = deque()
         self.batch: deque[_Entry] = deque()  # of those before: the thread waits for the first
         self.open = 0  # messages that are not delivered yet
-        self.used = False
+        self.used = self.idle = False
         self.hurried = 0  # callers that wait for delivery
 
     def put(self, work: Any, buffer: torch.Tensor, what: object) -> None:
         """``what``, of which ``str`` is taken only then, says in an error what was sent. In a fake
         process group there is nobody to wait for."""
-        if is_fake():
+        now = runtime.current()
+        if is_fake() if now.is_fake is None else now.is_fake:
             return
-        with self.changed:
+        with self.lock:
             if not self.used:
                 self.used = True
                 threading.Thread(target=self._deliver, name="p2p outbox", daemon=True).start()
-            self.waiting.append((work, buffer, what, runtime.current()))
+            self.waiting.append((work, buffer, what, now))
             self.open += 1
-            self.changed.notify_all()
+            if self.idle:
+                self.changed.notify_all()
 
     def _deliver(self) -> None:
         while True:
             with self.changed:
+                self.idle = True
                 while not self.waiting:
                     self.changed.wait()
+                self.idle = False
                 self.hurry.wait_for(lambda: self.hurried, LINGER)
                 self.batch, self.waiting = self.waiting, deque()
             while self.batch:

@@ -16,8 +16,9 @@ post them, so there both must take micro-batches in one order.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -26,19 +27,23 @@ import torch.distributed as dist
 
 from disttensor import runtime
 from disttensor.comm import directions, failures, log
-from disttensor.comm.letter import Letter, sized
+from disttensor.comm.letter import Letter, copied, sized
 from disttensor.comm.mismatch import Awaited, Sending
 from disttensor.comm.outbox import OUTBOX, check_delivered, failed
 from disttensor.comm.outbox import flush as flush
 from disttensor.comm.process_group import is_fake, world
-from disttensor.comm.wire import as_bytes, dense
+from disttensor.comm.wire import as_bytes
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
+from disttensor.runtime import Runtime
 
 Tensor = torch.Tensor
 
 CHANNELS = 1 << 10
 _TRANSFERS = 1 << 13  # of one channel, before tags are used again
+Receive = tuple[int, Sequence[int]]  # from which rank, in which shape
+Early = tuple[int, int, int]  # a message that is asked for ahead: source, tag, bytes
+
 _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free; sizes are below
 
 
@@ -47,16 +52,21 @@ _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free; si
 _channel: ContextVar[int] = ContextVar("channel", default=0)
 
 
-@contextlib.contextmanager
-def channel(number: int) -> Iterator[None]:
+class channel:
     """``with channel(3):`` transfers of this thread are numbered on their own. 0 is everybody's."""
-    if not 0 <= number < CHANNELS:
-        raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
-    token = _channel.set(number)
-    try:
-        yield
-    finally:
-        _channel.reset(token)
+
+    __slots__ = ("_number", "_token")
+
+    def __init__(self, number: int) -> None:
+        if not 0 <= number < CHANNELS:
+            raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._token = _channel.set(self._number)
+
+    def __exit__(self, *exc: object) -> None:
+        _channel.reset(self._token)
 
 
 def next_tag() -> int:
@@ -66,6 +76,11 @@ def next_tag() -> int:
     count = tags.get(number, 0)
     tags[number] = count + 1
     return _OURS | number << 14 | count % _TRANSFERS << 1
+
+
+def transfers(channel: int) -> int:
+    """How many transfers a channel has had."""
+    return runtime.current().tags.get(channel, 0)
 
 
 def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
@@ -127,7 +142,8 @@ class Message(Work[Tensor]):
                 raise failed(what, error) from error
             return out
 
-        super().__init__(finish, lambda: all(work.is_completed() for work in works))
+        self._finish, self._done = finish, lambda: all(work.is_completed() for work in works)
+        self._error = self._result = None
         self._posted = works, out, what
 
     def __del__(self) -> None:  # nobody wants it, but the sender must get rid of it
@@ -161,78 +177,126 @@ def receive(
 
 def transfer(
     sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Sequence[int]]],
+    receives: Sequence[Receive],
     dtype: torch.dtype,
     device: torch.device,
     tag: int,
     label: object = "",
+    lent: bool = False,
 ) -> list[Message]:
-    """All messages of one transfer: copies of ``(to, tensor)`` go out, ``(source, shape)`` come in.
+    """All messages of one transfer: ``(to, tensor)`` go out, ``(source, shape)`` come in.
 
-    Gives a Message per receive. The tensors may be changed after. ``label``, of which ``str`` is
-    taken only then, says in errors what was moved. Raises CommError, for an earlier message of this
-    rank too that could not be delivered.
+    Gives a Message per receive. The tensors may be changed after; ``lent``, their memory is the
+    message's until then, not that of a copy. ``label``, of which ``str`` is taken only then, says
+    in errors what was moved. Raises CommError, for an earlier message of this rank too that could
+    not be delivered.
     """
-    failures.watch()
-    check_delivered()
-    me = world()[0]
+    now = failures.watch()
+    if now.undelivered is not None:
+        raise now.undelivered
     if log.active:
+        me = world()[0]
         for to, x in sends:
             log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
         for each in log.active:
             each.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
-    letters = device.type == "cpu" and not is_fake() and not directions.needed(device)
-    post = _post_letters if letters else _post_batches
     try:
-        return post(sends, receives, dtype, device, tag, label)
+        if _by_letters(now, device):
+            messages = [_awaited(now, each, dtype, tag, label) for each in receives]
+            if sends:
+                _post_letters(now, sends, tag, label, lent)
+            return messages
+        return _post_batches(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
         OUTBOX.flush(10.0)  # an earlier message that failed is being put into words
         check_delivered()
-        peers = sorted({r for r, _ in (*sends, *receives)})
+        me, peers = world()[0], sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"
         raise failed(what, error) from error
 
 
+def _by_letters(now: Runtime, device: torch.device) -> bool:
+    fake = is_fake() if now.is_fake is None else now.is_fake
+    return device.type == "cpu" and not fake and not directions.needed(device)
+
+
+# Over gloo: every message on its own, in any dtype. What comes is asked for first.
+
+
+def expect(
+    receives: Sequence[Receive], dtype: torch.dtype, device: torch.device, tag: int
+) -> list[Early]:
+    """Ask for what a transfer brings that this rank has not come to yet: it waits for the
+    ``transfer`` with this tag. Gives what was asked for: nothing where messages match by their
+    order.
+    """
+    now = runtime.current()
+    if not _by_letters(now, device):
+        return []
+    keys = [(source, tag, math.prod(shape) * dtype.itemsize) for source, shape in receives]
+    for key, (source, shape) in zip(keys, receives, strict=True):
+        if key not in now.early:
+            now.early[key] = _asked(now, source, shape, dtype, tag)
+    return keys
+
+
+def in_vain(keys: Iterable[Early]) -> bool:
+    """Was something of this expected, and has not been waited for?"""
+    return not runtime.current().early.keys().isdisjoint(keys)
+
+
+def _awaited(
+    now: Runtime, receive: Receive, dtype: torch.dtype, tag: int, label: object
+) -> Message:
+    source, shape = receive
+    awaited: Awaited | None = None
+    if now.early:
+        awaited = now.early.pop((source, tag, math.prod(shape) * dtype.itemsize), None)
+    if awaited is None:
+        awaited = _asked(now, source, shape, dtype, tag)
+    content = awaited.letter.content
+    if content.dtype != dtype or content.shape != shape:  # it was expected to be another one
+        content = as_bytes(content).view(dtype).view(shape)
+    return Message([awaited], content, _Receiving(now.default.rank(), source, label))
+
+
+def _asked(
+    now: Runtime, source: int, shape: Sequence[int], dtype: torch.dtype, tag: int
+) -> Awaited:
+    letter = Letter.awaited(shape, dtype)
+    work = now.default.recv([letter.wire], source, sized(tag, letter.nbytes))
+    return Awaited(work, letter, source, tag)
+
+
 def _post_letters(
-    sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Sequence[int]]],
-    dtype: torch.dtype,
-    device: torch.device,
-    tag: int,
-    label: object,
-) -> list[Message]:
-    """gloo: every message on its own, in any dtype. What comes is asked for first."""
-    group: Any = dist.group.WORLD
-    me, messages = world()[0], []
-    for source, shape in receives:
-        letter = Letter.awaited(shape, dtype)
-        work = group.recv([letter.words], source, sized(tag, letter.nbytes))
-        awaited, what = Awaited(work, letter, source, tag), _Receiving(me, source, label)
-        messages.append(Message([awaited], letter.content, what))
-    line = user_line()[-100:] if sends else ""
-    copies: dict[int, Letter] = {}
+    now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object, lent: bool
+) -> None:
+    me, line = now.default.rank(), user_line()[-100:]
+    letters: dict[int, Letter] = {}
     for to, x in sends:
-        letter = copies.get(id(x)) or copies.setdefault(id(x), Letter.of(x))
-        work = group.send([letter.words], to, sized(tag, letter.nbytes))
-        OUTBOX.put(work, letter.words, Sending(me, to, label, tag, letter.nbytes, line))
-    return messages
+        letter = letters.get(id(x)) or letters.setdefault(id(x), Letter.of(x, lent))
+        work = now.default.send([letter.wire], to, sized(tag, letter.nbytes))
+        OUTBOX.put(work, letter.wire, Sending(me, to, label, tag, letter.nbytes, line))
+
+
+# Over others, and a fake process group ------------------------------------------------------------
 
 
 def _post_batches(
     sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Sequence[int]]],
+    receives: Sequence[Receive],
     dtype: torch.dtype,
     device: torch.device,
     tag: int,
     label: object,
 ) -> list[Message]:
-    """NCCL, and a fake process group: the messages of a transfer in one communicator as one batch,
-    or two ranks could wait for each other."""
+    """The messages of a transfer in one communicator as one batch, or two ranks could wait for each
+    other."""
     me, apart = world()[0], directions.needed(device)
     if apart:
         directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
-    copies = {id(x): _copied(x) for _, x in sends}
+    copies = {id(x): copied(x) for _, x in sends}
     posts: list[tuple[Any, Tensor, int, Any]] = [
         (dist.irecv, as_bytes(out), r, directions.group(r, me) if apart else None)
         for (r, _), out in zip(receives, outs, strict=True)
@@ -253,7 +317,3 @@ def _post_batches(
         Message([work], out, _Receiving(me, r, label))
         for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]
-
-
-def _copied(x: Tensor) -> Tensor:
-    return dense(x.detach().clone(memory_format=torch.contiguous_format))

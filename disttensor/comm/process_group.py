@@ -35,7 +35,10 @@ def is_fake() -> bool:
 
 def is_nccl() -> bool:
     """Does NCCL carry messages of the world?"""
-    return dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    now = runtime.current()
+    if now.is_nccl is None:
+        now.is_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    return now.is_nccl
 
 
 def backend_name(group: Any, device: torch.device) -> str:

@@ -53,8 +53,9 @@ class Case:
         mesh = self.spec.mesh
         for _ in range(self.draws):
             state.draw(mesh, "fast")
-        tensors = [*inputs, token.orphan(mesh.device)]
-        return execute.filled(self.result, self.specs, tensors, mesh.device)
+        device = mesh.device
+        tensors = [*inputs, token.orphan(device)]
+        return execute.filled(self.result, self.specs, tensors, device)
 
 
 class Unfit(Exception):

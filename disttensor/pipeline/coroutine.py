@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +33,7 @@ class Coroutine:
         self.result: Any = None
         self.ended = False
         self._error: BaseException | None = None
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = _Gate(), _Gate()
         self._started = self._given_up = False
         run, state = copy_context().run, _torch_state()
         self._job = lambda: run(self._run, fn, state)
@@ -81,7 +83,7 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="micro-batch", daemon=True)
-        self._ready = threading.Semaphore(0)
+        self._ready = _Gate()
         self._job: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     @classmethod
@@ -104,6 +106,16 @@ class _Worker(threading.Thread):
             del job
             self._idle.append(self)
             done()
+
+
+class _Gate:
+    """``acquire`` waits for one ``release``: a threading.Semaphore, which is Python, in C."""
+
+    __slots__ = ("acquire", "release")
+
+    def __init__(self) -> None:
+        tokens = SimpleQueue[None]()
+        self.acquire, self.release = tokens.get, partial(tokens.put, None)
 
 
 if hasattr(os, "register_at_fork"):  # threads stay behind

@@ -27,10 +27,14 @@ class MicroBatch:
 
     def __init__(self, step: Step, batch: Any, number: int, chunks: int) -> None:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
+        self.channel = 1 + number % (p2p.CHANNELS - 1)
+        self.begins = 0  # transfers of the channel before its program
+        self.recorders = recorders()
         self.stage = 0
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
-        self.tape = Tape(self._pause, self._waiting, visits, turns=chunks > 1)
+        waiting = self._waiting if self.recorders else None
+        self.tape = Tape(self._pause, waiting, visits, turns=chunks > 1)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
         self.chunk = 0
         self.put_off: set[int] = set()
@@ -43,7 +47,7 @@ class MicroBatch:
         self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
 
     def carry_out(self, action: Action) -> None:
-        for recorder in recorders():
+        for recorder in self.recorders:
             recorder.begins(action)
         start, kind = time.perf_counter(), action.kind
         if kind == "F":
@@ -53,7 +57,8 @@ class MicroBatch:
                 return
         elif not self.backward(action.chunk, put_off_weights=kind == "I"):
             kind = "B"  # nothing could be put off
-        note(kind, self.stage, self.number, action.chunk, start)
+        if self.recorders:
+            note(kind, self.stage, self.number, action.chunk, start)
 
     def forward(self, chunk: int) -> None:
         """Go on to the end of this visit, or of the step in the last visit of the schedule."""
@@ -91,10 +96,11 @@ class MicroBatch:
     def _visits(self, chunk: int) -> tuple[int, int]:
         """The first and the last visit, as the tape counts them, of one of the schedule. Where the
         program does not say that the next one begins, both are one, done with the later."""
-        joined = set() if self.tape.turned else self.next_to
-        if chunk in joined:
-            return 0, -1
-        first = sum(c not in joined for c in range(chunk))
+        first = chunk
+        if self.next_to and not self.tape.turned:
+            if chunk in self.next_to:
+                return 0, -1
+            first = sum(c not in self.next_to for c in range(chunk))
         return first, self.tape.visit if chunk == self.chunks - 1 else first
 
     def close(self) -> None:
@@ -104,11 +110,8 @@ class MicroBatch:
         # It and its tape name each other: what it holds would wait for Python's garbage collection.
         self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
 
-    @property
-    def channel(self) -> int:
-        return 1 + self.number % (p2p.CHANNELS - 1)
-
     def _run_step(self) -> None:
+        self.begins = p2p.transfers(self.channel)
         with p2p.channel(self.channel), self.tape:
             self.loss = self.step(self.batch)
         loss = self.loss

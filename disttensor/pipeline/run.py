@@ -17,6 +17,7 @@ from disttensor.autograd.accumulation import backward_context
 from disttensor.comm import collectives
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
+from disttensor.pipeline.foresight import Foresight
 from disttensor.pipeline.micro_batch import MicroBatch, Step
 from disttensor.pipeline.recorder import recorders
 from disttensor.pipeline.schedule import SHAPES, Schedule
@@ -102,9 +103,10 @@ def _carry_out(
         done.add(Action("F", 0))
         order = first.tape.meshes
         if first.tape.returns and not may_return:
+            src, dst = first.tape.returns[0]
             raise ValueError(
                 "pipeline.run: the step comes back to an earlier mesh "
-                f"({first.tape.returns[0]}), where each stage waits for a later one. Use "
+                f"(from {src!r} to {dst!r}), where each stage waits for a later one. Use "
                 "'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
     plan = named(schedule, max(1, len(order)), len(running), chunks)
@@ -119,10 +121,19 @@ def _carry_out(
         left_out |= recorder.follows(order, plan, stage)
     # The last backward of each visit; I is none, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
+    foresight = Foresight(row, running)
     for action in row:
-        if action not in done and action.micro_batch not in left_out:
-            with backward_context(is_last=action is final.get(action.chunk)):
-                running[action.micro_batch].carry_out(action)
+        kind, number, chunk = action
+        if number in left_out:
+            continue
+        if kind != "F":
+            with backward_context(is_last=action is final.get(chunk)):
+                running[number].carry_out(action)
+            continue
+        if action not in done:
+            running[number].carry_out(action)
+        if not chunk:
+            foresight.after(number)
     for number, other in left_out.items():
         running[number].loss = running[other].loss
 

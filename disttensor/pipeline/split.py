@@ -190,6 +190,13 @@ class _Bring:
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.turns:
             return self._turn(*(self._bring(layer, args, kwargs) or (args, kwargs)))
+        if len(args) == 1 and not kwargs and not self.borrowed.names:  # most calls
+            x = args[0]
+            if type(x) is DistTensor:
+                mesh = self.mesh
+                if x.spec.mesh is mesh:
+                    return None
+                return (reshard(x, mesh, _placements(x, mesh)),), kwargs
         return self._bring(layer, args, kwargs)
 
     def _turn(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -206,10 +213,6 @@ class _Bring:
 
     def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mesh = self.mesh
-        if not kwargs and len(args) == 1 and not self.borrowed.names:  # most calls: nothing to do
-            x = args[0]
-            if type(x) is DistTensor and x.spec.mesh is mesh:
-                return None
         brought = dict[int, Tensor]()
 
         def is_away(x: Any) -> bool:

@@ -10,7 +10,6 @@ after a send) is one call of autograd.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,10 +24,10 @@ from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
 from disttensor.errors import user_line
 from disttensor.mesh import ProcessMesh
-from disttensor.pipeline.transfer import Received, Sent, Transfer, Turn
+from disttensor.pipeline.transfer import Transfer, Turn, received, sent
 from disttensor.pipeline.unsplit import tell
 from disttensor.spec import DistSpec
-from disttensor.tensor.backward import run_engine, seed
+from disttensor.tensor.backward import run_given, seed
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import TAPE
 from disttensor.torch_private import next_node, node_number
@@ -40,23 +39,25 @@ class Tape:
     """The transfers of one micro-batch, as they happen; then its backward, visit by visit, last
     first.
 
-    ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and may note how
-    long it took. ``visits``: how often the program may come to a mesh. ``turns``: a visit may
-    follow another one of the same mesh, see ``turn``.
+    ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and notes how long
+    it took (None: nobody asks). ``visits``: how often the program may come to a mesh. ``turns``: a
+    visit may follow another one of the same mesh, see ``turn``.
     """
 
     def __init__(
-        self, pause: Callable[[], None], waiting: Callable[[Callable[[], Tensor]], Tensor],
+        self, pause: Callable[[], None],
+        waiting: Callable[[Callable[[], Tensor]], Tensor] | None = None,
         visits: float = math.inf, turns: bool = False,
     ) -> None:  # fmt: skip
         self.pause, self.waiting = pause, waiting
-        self.visits, self._visits = visits, Counter[ProcessMesh]()
+        self.visits, self._visits = visits, dict[ProcessMesh, int]()
         self.turns, self.turned = turns, False
         self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
         self._rests = False  # paused before the end of the program's way to the next visit
         self.transfers: list[Transfer] = []
+        self.came: list[tuple[DistSpec, DistSpec, int]] = []  # in the first visit: from, to, tag
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
-        self.returns: list[str] = []  # ways back to an earlier mesh
+        self.returns: list[tuple[ProcessMesh, ProcessMesh]] = []  # ways to an earlier mesh
         self.visit = self.stage = 0
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
@@ -85,9 +86,11 @@ class Tape:
     def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
         """The program goes from one mesh to another, whether this rank has a part in it or not.
         Raises ValueError, before anything is sent, where it comes there once too often."""
-        self._visits[dst] += dst in self._left
-        self._left = self._left - {dst} | {src}
-        if self._visits[dst] >= self.visits:
+        if dst in self._left:
+            self._visits[dst] = self._visits.get(dst, 0) + 1
+            self._left.discard(dst)
+        self._left.add(src)
+        if self._visits.get(dst, 0) >= self.visits:
             raise ValueError(
                 f"pipeline.run: the step comes to {dst!r} more often than stages= says, at "
                 f"{user_line()}: {self.visits} visits. Name the meshes in the order of all visits"
@@ -96,10 +99,11 @@ class Tape:
             if mesh not in self.meshes:
                 self.meshes.append(mesh)
         if self.meshes.index(dst) < self.meshes.index(src):
-            self.returns.append(f"from {src!r} to {dst!r}")
+            self.returns.append((src, dst))
 
-    def arrive(self, arrival: Work[Tensor], sends: bool, receives: bool) -> Tensor:
+    def arrive(self, arrival: Work[Tensor], src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
         """The value of a transfer on this rank. A receive after a send begins a new visit."""
+        sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
         if receives and (self._sent or sends):
             if not self._rests:
                 self.pause()
@@ -107,7 +111,11 @@ class Tape:
             self._began.append(next_node())
         elif sends:
             self._sent = True
-        return self.waiting(arrival.wait) if receives else arrival.wait()
+        elif self.visit == 0:
+            self.came.append((src, dst, tag))
+        if receives and self.waiting is not None:
+            return self.waiting(arrival.wait)
+        return arrival.wait()
 
     def turn(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
         """The next visit begins on the same mesh, with these tensors."""
@@ -125,7 +133,7 @@ class Tape:
         transfer.received_in = self.visit
         self.transfers.append(transfer)
         value = x.local.detach()
-        return x.like(Received.apply(token.anchor(value.device), [value], transfer), x.spec)
+        return x.like(received(token.anchor(value.device), [value], transfer), x.spec)
 
     def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
         """The local (or token) of ``dst``, not joined in the graph to ``local``, that of src."""
@@ -138,13 +146,13 @@ class Tape:
             transfer.upstream = local
         anchor = token.anchor(value.device)
         if not receives:
-            return Sent.apply(anchor, transfer)
+            return sent(anchor, transfer)
         transfer.received_in = self.visit
-        return Received.apply(anchor, [value], transfer)
+        return received(anchor, [value], transfer)
 
     def _made_in(self, local: Tensor, now: int) -> int:
         """The visit whose graph holds ``local``: a skip connection is sent in a later one."""
-        if local.grad_fn is None:
+        if local.grad_fn is None or not now:
             return now
         number = node_number(local.grad_fn)
         return max(v for v, began in enumerate(self._began) if began < number)
@@ -167,9 +175,10 @@ class Tape:
 
     def close(self) -> None:
         """After an error: what was asked for may never come."""
-        with p2p.abandoning():
-            for t in self.transfers:
-                t.arrival = None
+        if any(t.arrival is not None for t in self.transfers):
+            with p2p.abandoning():
+                for t in self.transfers:
+                    t.arrival = None
 
     def backward(
         self, loss: DistTensor, first: int, last: int, put_off_weights: bool = False
@@ -188,15 +197,16 @@ class Tape:
             for t in awaited:
                 assert t.local is not None and t.arrival is not None
                 roots.append(t.local)
-                grads.append(self.waiting(t.arrival.wait))
+                wait = t.arrival.wait
+                grads.append(wait() if self.waiting is None else self.waiting(wait))
             # What this visit read of an earlier one of the same mesh is in that one's graph.
             if roots and put_off_weights:
                 self._split(visit, roots, grads)
             elif roots:
-                run_engine(roots, grads, visit > 0)
+                run_given(roots, grads, visit > 0)
             self._answer(visit)
             self._ask()
-        return any(visit in self._weights for visit in range(first, last + 1))
+        return put_off_weights and any(v in self._weights for v in range(first, last + 1))
 
     def _split(self, visit: int, roots: list[Tensor], grads: list[Tensor]) -> None:
         begin = self._began[visit]
@@ -210,7 +220,7 @@ class Tape:
                 return REGION
             return "made of what an earlier visit computed" if number < begin else ""
 
-        split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_engine)
+        split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_given)
         if split.at_once:
             tell(split.at_once, self.stage)
         split.inputs(retain_graph=visit > 0)
@@ -241,6 +251,6 @@ class Tape:
 def _reach(token: Tensor) -> None:
     """Note the transfers that a backward from a token, which holds no data, would reach."""
     for node in nodes_of([token]):
-        sent = getattr(node, "sent", None)
-        if sent is not None:
-            sent.reached = True
+        transfer = getattr(node, "sent", None)
+        if transfer is not None:
+            transfer.reached = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from disttensor.autograd.cross_mesh import start_back
 from disttensor.autograd.grad_types import Typed
 from disttensor.comm.work import Work, finished
 from disttensor.spec import DistSpec
+from disttensor.torch_private import direct_apply
 
 Tensor = torch.Tensor
 
@@ -43,7 +45,7 @@ class Transfer:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
             grad = token.detached(self.dst.mesh.device, self.dst.dtype)
-        return start_back(grad, Typed(self.src), Typed(self.dst), self.tag)
+        return start_back(grad, Typed(self.src), Typed(self.dst), self.tag, lent=True)
 
 
 class Turn(Transfer):
@@ -86,3 +88,8 @@ class Sent(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.sent.reached = True
         return None, None
+
+
+# Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
+received: Callable[[Tensor, list[Tensor], Transfer], Tensor] = direct_apply(Received)
+sent: Callable[[Tensor, Transfer], Tensor] = direct_apply(Sent)

@@ -18,6 +18,7 @@ from disttensor.layout import Axes
 from disttensor.tensor.base import MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
 from disttensor.tensor.reshard import TAPE, moved_for, resharded
+from disttensor.torch_private import run_backward as engine_backward
 
 Tensor = torch.Tensor
 
@@ -67,6 +68,18 @@ def run_engine(
     order."""
     try:
         torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=inputs)
+    except BaseException:
+        for run in AFTER_FAILURE:
+            run()
+        raise
+
+
+def run_given(
+    roots: Sequence[Any], grads: Sequence[Tensor], retain_graph: bool, inputs: Sequence[Any] = ()
+) -> None:
+    """``run_engine`` of plain tensors, or edges of the graph, which all have a gradient."""
+    try:
+        engine_backward(tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
     except BaseException:
         for run in AFTER_FAILURE:
             run()

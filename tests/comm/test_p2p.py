@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,26 +113,80 @@ def test_a_message_is_recorded_once_by_its_sender():
     assert (entry.kind, entry.axis, entry.bytes) == ("send", f"{rank} -> {1 - rank}", 30)
 
 
-@pytest.mark.parametrize("sent", [2, 1], ids=["of another tag", "of the same tag"])
+@pytest.mark.parametrize(
+    ("room", "sent", "same"),
+    [(62, 2, False), (62, 1, True), (1000, 998, False), (1000, 939, True), (1000, 24, True)],
+)
 @on_ranks(2, timeout=120)
-def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(sent):
-    """With the same tag (248 and 4 bytes) it comes into the room for another."""
-    assert (letter.sized(0, 248) == letter.sized(0, 4 * sent)) == (sent == 1)
+def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(room, sent, same):
+    """With the same tag it comes into the room for another, with a word that says its size or, as
+    large ones, without."""
+    assert (letter.sized(0, 4 * room) == letter.sized(0, 4 * sent)) == same
     tag = p2p.next_tag()
     if dist.get_rank() == 0:
         p2p.send(torch.ones(sent), 1, tag, "a test")
         dist.barrier()
     else:
-        pending = p2p.receive((62,), torch.float32, CPU, 0, tag, "a test")
-        told = "8 bytes were sent at .*test_p2p.py:[0-9]+" if sent == 2 else "fewer bytes were sent"
-        text = f"rank 1 receives from rank 0: a test: {told}, and 248 are expected at .*test_p2p.py"
+        pending = p2p.receive((room,), torch.float32, CPU, 0, tag, "a test")
+        told = f"{4 * sent} bytes were sent at .*test_p2p.py:[0-9]+"
+        told = "fewer bytes were sent" if same else told
+        what = "rank 1 receives from rank 0: a test"
+        text = f"{what}: {told}, and {4 * room} are expected at .*test_p2p.py"
         with pytest.raises(dt.MismatchError, match=text):
             pending.wait()
-        if sent == 2:  # rank 0 gets rid of it
-            p2p.receive((2,), torch.float32, CPU, 0, tag).wait()
+        if not same:  # rank 0 gets rid of it
+            p2p.receive((sent,), torch.float32, CPU, 0, tag).wait()
         dist.barrier()
     p2p.flush(30)
     assert exchange(torch.ones(2), p2p.next_tag()).tolist() == [1, 1]
+
+
+@on_ranks(2)
+def test_what_is_lent_may_be_changed_after():
+    tag = p2p.next_tag()
+    lent = [torch.ones(1 << 12), torch.ones(1 << 13)[: 1 << 12], torch.ones(64, 64).t()]
+    lent.append(torch.from_numpy(numpy.ones(1 << 12, dtype="float32")))
+    if dist.get_rank() == 0:
+        for x in lent:
+            p2p.transfer([(1, x)], [], x.dtype, CPU, tag, "a test", True)
+            x.zero_()  # the other rank has not even asked for it
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for x in lent:
+            assert torch.equal(p2p.receive(x.shape, x.dtype, CPU, 0, tag).wait(), x)
+    p2p.flush(30)
+
+
+def test_what_is_lent_is_copied_when_somebody_writes():
+    address = torch._C._data_address
+    x = torch.ones(1 << 10)
+    sent = letter.Letter.of(x, lent=True)
+    assert address(sent.wire) == address(x)
+    x.add_(1)
+    assert address(sent.wire) != address(x) and (sent.content == 1).all() and (x == 2).all()
+    for held in (torch.ones(1 << 11)[: 1 << 10], torch.ones(32, 32).t()):
+        assert address(letter.Letter.of(held, lent=True).wire) != address(held)
+    assert address(letter.Letter.of(x, lent=False).wire) != address(x)
+
+
+@on_ranks(2)
+def test_what_is_asked_for_ahead_is_there_when_the_transfer_comes():
+    other, known = 1 - dist.get_rank(), len(runtime.current().early)
+    for shape, dtype in (((300,), torch.float32), ((150, 2), torch.int32), ((3,), torch.float32)):
+        tag, x = p2p.next_tag(), torch.ones(shape, dtype=dtype)
+        asked = p2p.expect([(other, (x.numel(),))], torch.float32, CPU, tag)
+        assert p2p.in_vain(asked) and asked == [(other, tag, x.nbytes)]
+        assert torch.equal(exchange(x, tag), x) and not p2p.in_vain(asked)
+    assert len(runtime.current().early) == known
+
+
+@on_ranks(2)
+def test_what_is_asked_for_ahead_and_never_comes_holds_nobody_up():
+    other, tag = 1 - dist.get_rank(), p2p.next_tag()
+    asked = p2p.expect([(other, (301,))], torch.float32, CPU, tag)
+    assert exchange(torch.ones(300), tag).sum() == 300 and p2p.in_vain(asked)
+    p2p.flush(30)
+    assert exchange(torch.ones(301), tag).sum() == 301 and not p2p.in_vain(asked)
 
 
 @on_ranks(2, timeout=60)

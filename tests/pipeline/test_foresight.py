@@ -1,0 +1,117 @@
+"""Messages of the next micro-batch are asked for ahead where it is one of the same kind, and come
+where it does something else all the same."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from disttensor import pipeline, runtime
+from disttensor.pipeline import foresight
+from disttensor.pipeline.foresight import kind_of
+from tests.support.oracle import randn
+from tests.support.pool import on_ranks
+from tests.support.stages import stage_meshes
+
+
+def layers(visits):
+    return [randn(9, 9, seed=stage) for stage in range(visits)]
+
+
+def program(weights, meshes, cut, back):
+    """Of a micro-batch, whose rows may be cut by their values. ``back``: a skip connection to the
+    last visit, so that it receives from two."""
+
+    def step(batch):
+        x = batch[: int(batch[0, 0])] if cut else batch
+        x = first = dt.shard_tensor(x, meshes[0]) if meshes else x
+        for i, w in enumerate(weights):
+            if meshes:
+                x = dt.reshard(x, meshes[i])
+            x = torch.tanh(x @ w)
+            first = x if i == 0 else first
+        if back:
+            x = x + (dt.reshard(first, meshes[-1]) if meshes else first)
+        return (x**2).mean()
+
+    return step
+
+
+def check(batches, schedule="1f1b", visits=2, cut=False, back=False):
+    """Losses and gradients as in one process, bit for bit. Gives how many transfers were asked for
+    ahead on this rank."""
+    meshes = stage_meshes()
+    order = meshes * (visits // 2)
+    plain = [w.requires_grad_() for w in layers(visits)]
+    want = [program(plain, None, cut, back)(batch) for batch in batches]
+    for loss in want:
+        loss.backward()
+    weights = [
+        dt.shard_tensor(w, mesh, requires_grad=True)
+        for w, mesh in zip(layers(visits), order, strict=True)
+    ]
+    with mock.patch.object(foresight, "expect", wraps=foresight.expect) as asked:
+        losses = pipeline.run(
+            program(weights, order, cut, back), batches, schedule,
+            stages=order if visits > 2 else None,
+        )  # fmt: skip
+    for loss, other in zip(losses, want, strict=True):
+        assert dt.broadcast_value(loss).item() == other.item()
+    for w, other in zip(weights, plain, strict=True):
+        if w.is_initialized:
+            assert torch.equal(w.grad.to_local(), other.grad)
+    return asked.call_count
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved_1f1b"])
+@pytest.mark.parametrize("back", [False, True])
+@on_ranks(2)
+def test_the_next_micro_batch_is_asked_for_ahead(schedule, back):
+    early = len(runtime.current().early)
+    visits = 4 if schedule == "interleaved_1f1b" else 2
+    count = check([randn(64, 9, seed=i) for i in range(5)], schedule, visits, back=back)
+    each = 1 + (back and visits == 2)  # the skip of several visits comes in a later one
+    assert count == (4 * each if dist.get_rank() == 1 else 0)
+    assert len(runtime.current().early) == early
+
+
+@on_ranks(2)
+def test_a_micro_batch_of_another_shape_is_not():
+    rows = [64, 64, 50, 1, 1, 64]
+    count = check([randn(n, 9, seed=i) for i, n in enumerate(rows)])
+    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current().foresees
+
+
+@on_ranks(2)
+def test_a_program_that_goes_by_values_is_right_and_nothing_is_asked_for_from_then_on():
+    def batch(rows, seed):
+        made = randn(64, 9, seed=seed)
+        made[0, 0] = rows
+        return made
+
+    batches = [batch(rows, i) for i, rows in enumerate([60, 60, 41, 33, 60, 60])]
+    now = runtime.current()
+    assert now.foresees
+    try:
+        count = check(batches, cut=True)
+        assert count == (2 if dist.get_rank() == 1 else 0)
+        assert now.foresees == (dist.get_rank() == 0)
+        assert check(batches, cut=True) == 0
+    finally:
+        now.foresees = True
+
+
+def test_kinds():
+    a, b = torch.ones(2, 3), torch.zeros(2, 3)
+    assert kind_of((a, {"x": [b, 3, 0.5]})) == kind_of((b, {"x": [a, 3, 0.25]}))
+    for one, other in [
+        (a, a.double()), (a, a[:1]), ([a], (a,)), ([a, 3], [a, 4]), ({"x": a}, {"y": a}),
+        (["a"], ["b"]), ([a], [a, b]), ([None], [a]),
+    ]:  # fmt: skip
+        assert kind_of(one) != kind_of(other)
+    thing = object()
+    assert kind_of(thing) != kind_of(thing)  # nobody knows what is in it
