@@ -40,8 +40,7 @@ __all__ = [
     "default_group", "default_store", "direct_apply", "dispatch_modes", "fake_like", "fake_mode",
     "fakes",
     "flash_on_cpu", "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name",
-    "is_composite", "is_view", "jit_tracers", "lazy_clone", "make_subclass", "modes_see_functions",
-    "need",
+    "is_composite", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
     "next_node", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
     "node_number", "outside_transforms", "process_groups_aside", "reduce_scatter_single",
     "refuse_memory", "renumber", "run_backward", "schemas_named", "schemas_of", "set_timeout",
@@ -133,10 +132,6 @@ refuse_memory: Callable[[torch.Tensor], None] = need(
 )
 is_view: Callable[[torch.Tensor], bool] = need(
     "to tell views from copies", torch.Tensor, "_is_view"
-)
-# The same values in the same memory, of which the first that writes to either makes a copy.
-lazy_clone: Callable[[torch.Tensor], torch.Tensor] = need(
-    "to send without a copy", torch, "_lazy_clone"
 )
 # Of an untyped storage: a number that is its own as long as it lives, also where it is empty.
 STORAGE_ID = "_cdata"

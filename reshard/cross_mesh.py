@@ -21,15 +21,12 @@ from reshard.registry import Axes, Tensor
 from reshard.routing import Routes
 
 
-def start(
-    local: Tensor, src: DistSpec, dst: DistSpec, tag: int, lent: bool = False
-) -> Work[Tensor]:
+def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
     """Post and send what this rank has to; called on every rank of either mesh, or on all.
 
     ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
-    result is a view of it only where nothing moves, on any rank. ``lent``: what is sent is no copy
-    until somebody writes to it. ``tag``: ``p2p.next_tag()``, which every rank of the world must
-    call. Not differentiable.
+    result is a view of it only where nothing moves, on any rank. ``tag``: ``p2p.next_tag()``, which
+    every rank of the world must call. Not differentiable.
     """
     plan = plan_between(src, dst)
     if src.mesh.coordinate is not None:
@@ -41,7 +38,7 @@ def start(
         local = planner.run(local, src, plan.before)
     elif dst.mesh.coordinate is None:
         return finished(_empty(dst))
-    arrival = send_recv(local, plan, tag, lent)
+    arrival = send_recv(local, plan, tag)
     if plan.after is dst or dst.mesh.coordinate is None:
         return arrival
     return Work(lambda: planner.run(arrival.wait(), plan.after, dst))
@@ -56,7 +53,7 @@ def expect(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Early]:
     return p2p.expect(receives, plan.after.dtype, plan.after.mesh.device, tag)
 
 
-def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int, lent: bool = False) -> Work[Tensor]:
+def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Work[Tensor]:
     """The messages of a plan: from the local of ``before`` to that of ``after``."""
     routes, after = _routes(plan, collectives.world()[0]), plan.after
     source, target, kept = routes.source, routes.target, routes.kept
@@ -64,7 +61,7 @@ def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int, lent: bool = False) -> W
     x = x.detach()
     sends = [(to, box.cut(x, source)) for to, box in routes.sends] if source else []
     receives = [(sender, box.shape) for sender, box in routes.receives]
-    pending = p2p.transfer(sends, receives, dtype, device, tag, plan, lent)
+    pending = p2p.transfer(sends, receives, dtype, device, tag, plan)
     place = after.mesh.coordinate
     if place is None:
         return finished(_empty(after))

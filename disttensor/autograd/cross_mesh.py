@@ -26,11 +26,11 @@ from reshard.cross_mesh import start
 Tensor = torch.Tensor
 
 
-def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int, lent: bool = False) -> Work[Tensor]:
+def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int) -> Work[Tensor]:
     """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
-    ``grad`` is that of the local of dst, or of its token. ``lent``: as in ``start``."""
+    ``grad`` is that of the local of dst, or of its token."""
     grad, at, to = _way_back(grad, src, dst)
-    return start(grad, at.spec, to.spec, tag ^ 1, lent)
+    return start(grad, at.spec, to.spec, tag ^ 1)
 
 
 def crossed(x: Tensor, value: Tensor, src: Typed, dst: Typed, tag: int) -> Tensor:

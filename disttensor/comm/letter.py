@@ -1,6 +1,5 @@
 """How a message travels over gloo: a small one as the bytes of a tensor and one word behind them
-that says how many they are, any other as the memory of the tensor, without a copy where that is
-lent.
+that says how many they are, any other as a copy of the tensor.
 
 gloo ends the process where a message is larger than what the receiver has made room for, and says
 nothing where it is smaller. So the size is in the tag as well (``sized``): of two sizes most have
@@ -18,7 +17,6 @@ from ctypes import c_int64
 import torch
 
 from disttensor.comm.wire import dense
-from disttensor.torch_private import lazy_clone
 
 Tensor = torch.Tensor
 
@@ -38,11 +36,11 @@ class Letter:
         self.content, self.wire, self.nbytes = content, wire, nbytes
 
     @classmethod
-    def of(cls, x: Tensor, lent: bool) -> Letter:
-        """With the elements of ``x``: a copy, or where that is ``lent`` its memory, of which a copy
-        is made when somebody writes to it."""
+    def of(cls, x: Tensor) -> Letter:
+        """With a copy of ``x``: its own memory may be written to, by torch and by who does not ask
+        torch, before the message has gone."""
         if x.nbytes >= _BARE:
-            content = shared(x) if lent else copied(x)
+            content = copied(x)
             return cls(content, content, x.nbytes)
         letter = _with_word(x.shape, x.dtype)
         letter.content.copy_(x.detach())
@@ -89,18 +87,6 @@ def _with_word(shape: Sequence[int], dtype: torch.dtype, word: int | None = None
 
 def copied(x: Tensor) -> Tensor:
     return dense(x.detach().clone(memory_format=torch.contiguous_format))
-
-
-def shared(x: Tensor) -> Tensor:
-    """The memory of ``x`` until somebody writes to it; a copy where it is a part of more, or is not
-    torch's own."""
-    plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
-    if plain and x.untyped_storage().nbytes() == x.nbytes:
-        try:
-            return lazy_clone(x.detach())
-        except RuntimeError:
-            pass
-    return copied(x)
 
 
 def sized(tag: int, nbytes: int) -> int:

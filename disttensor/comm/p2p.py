@@ -182,14 +182,12 @@ def transfer(
     device: torch.device,
     tag: int,
     label: object = "",
-    lent: bool = False,
 ) -> list[Message]:
     """All messages of one transfer: ``(to, tensor)`` go out, ``(source, shape)`` come in.
 
-    Gives a Message per receive. The tensors may be changed after; ``lent``, their memory is the
-    message's until then, not that of a copy. ``label``, of which ``str`` is taken only then, says
-    in errors what was moved. Raises CommError, for an earlier message of this rank too that could
-    not be delivered.
+    Gives a Message per receive. The tensors may be changed after. ``label``, of which ``str`` is
+    taken only then, says in errors what was moved. Raises CommError, for an earlier message of this
+    rank too that could not be delivered.
     """
     now = failures.watch()
     if now.undelivered is not None:
@@ -204,7 +202,7 @@ def transfer(
         if _by_letters(now, device):
             messages = [_awaited(now, each, dtype, tag, label) for each in receives]
             if sends:
-                _post_letters(now, sends, tag, label, lent)
+                _post_letters(now, sends, tag, label)
             return messages
         return _post_batches(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
@@ -269,12 +267,12 @@ def _asked(
 
 
 def _post_letters(
-    now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object, lent: bool
+    now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object
 ) -> None:
     me, line = now.default.rank(), user_line()[-100:]
     letters: dict[int, Letter] = {}
     for to, x in sends:
-        letter = letters.get(id(x)) or letters.setdefault(id(x), Letter.of(x, lent))
+        letter = letters.get(id(x)) or letters.setdefault(id(x), Letter.of(x))
         work = now.default.send([letter.wire], to, sized(tag, letter.nbytes))
         OUTBOX.put(work, letter.wire, Sending(me, to, label, tag, letter.nbytes, line))
 

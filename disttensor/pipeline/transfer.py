@@ -45,7 +45,7 @@ class Transfer:
         """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
         if grad is None:
             grad = token.detached(self.dst.mesh.device, self.dst.dtype)
-        return start_back(grad, Typed(self.src), Typed(self.dst), self.tag, lent=True)
+        return start_back(grad, Typed(self.src), Typed(self.dst), self.tag)
 
 
 class Turn(Transfer):

@@ -137,12 +137,6 @@ def target(
 # To another mesh ----------------------------------------------------------------------------------
 
 
-def _is_result(local: Tensor) -> bool:
-    """Is it no leaf, nor the memory of one? That an optimizer writes to."""
-    base: Any = local._base
-    return local.grad_fn is not None and (base is None or base.grad_fn is not None)
-
-
 def _cross(x: T, dst: DistSpec) -> T:
     """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
     src = x.spec
@@ -164,8 +158,7 @@ def _cross(x: T, dst: DistSpec) -> T:
     tag = p2p.next_tag() if held is None else -1
     repeated = held is not None
     if held is None:
-        lent = tape is not None and _is_result(local)
-        arrival = start(local.detach(), src, dst, tag, lent)
+        arrival = start(local.detach(), src, dst, tag)
         held = tape.arrive(arrival, src, dst, tag) if tape is not None else arrival.wait()
         held = apart(held, local) if sends and receives else held
     if where is not None:  # a region that is computed again sends and receives nothing again
