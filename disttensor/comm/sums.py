@@ -22,9 +22,10 @@ from disttensor.torch_private import dispatch_modes
 
 Tensor = torch.Tensor
 
-# Bytes of a tensor, for each further rank of the group, from which on a collective of its own costs
-# less than a copy: it takes as many messages more.
-LARGE = 4 * 2**20
+# Bytes of a tensor, for each further rank of the group, from which on it has a collective of its own
+# and no copy. A collective takes messages to and from each rank, a copy takes memory traffic: where
+# the two are equal depends on the machine.
+LARGE = 2 * 2**20
 
 
 class Slot(NamedTuple):

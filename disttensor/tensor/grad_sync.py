@@ -48,7 +48,7 @@ def sync_gradients(*params: Any) -> None:
     """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
 
     One flat all-reduce for each bucket of gradients that wait on the same mesh axes, and one for
-    each gradient of a megabyte, in its own memory where nobody else can see that. Nothing is sent
+    each that is large, in its own memory where nobody else can see that. Nothing is sent
     where nothing is pending, so a second call costs nothing. Plain tensors are passed by.
     Optimizers, ``clip_grad_norm_`` and GradScaler do this themselves.
 
