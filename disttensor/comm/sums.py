@@ -1,26 +1,31 @@
-"""Sums of many tensors over a group: large ones where they lie, all others in one flat tensor.
+"""Sums of many tensors over a group: large ones where they lie, all others in one flat memory that
+stays (``disttensor.comm.places``).
 
-What is large follows from sizes that all ranks know. A large tensor is summed in its own memory if
-nobody else can see that; where somebody holds it, or a view of it, a copy is summed in its place.
+What is large follows from sizes that all ranks know. A tensor is summed in its own memory if nobody
+else can see that; where somebody holds it, or a view of it, a copy is summed in its place.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from disttensor.comm import collectives
 from disttensor.comm.groups import Group
+from disttensor.comm.places import FREE, LENT, Place, bucket_of, users
 from disttensor.comm.wire import NATIVE
 from disttensor.comm.work import Work
-from disttensor.torch_private import storage_users, tensor_users
+from disttensor.torch_private import dispatch_modes
 
 Tensor = torch.Tensor
 
-LARGE = 2**20  # bytes of a tensor from which on a collective of its own costs less than copies
+# Bytes of a tensor, for each further rank of the group, from which on it has a collective of its own
+# and no copy. A collective takes messages to and from each rank, a copy takes memory traffic: where
+# the two are equal depends on the machine.
+LARGE = 2 * 2**20
 
 
 class Slot(NamedTuple):
@@ -33,15 +38,17 @@ class Slot(NamedTuple):
 
 def sums(
     pieces: list[Tensor], slots: Sequence[Slot], group: Group, dtype: torch.dtype, *,
-    held: int = 0, is_grad: bool = False,
+    places: Sequence[Place], held: int = 0, is_grad: bool = False,
 ) -> list[Work[Any]]:  # fmt: skip
     """Start to sum: ``pieces`` hold the sums when all of what this gives has been waited for.
 
     Replicas get the same bits: uneven pieces, too, have one place in the flat tensor on all ranks.
-    ``held``: how many references the caller knows of, ``pieces`` not counted. ``is_grad``: each is
-    the ``grad`` of a leaf.
+    ``places``: of the first pieces; those that are not large may lie there. ``held``: how many
+    references the caller knows of, ``pieces`` not counted. ``is_grad``: each is the ``grad`` of a
+    leaf.
     """
-    large = [s.is_even and s.numel * dtype.itemsize >= LARGE and dtype in NATIVE for s in slots]
+    bound = LARGE * (group.size - 1)
+    large = [s.is_even and s.numel * dtype.itemsize >= bound and dtype in NATIVE for s in slots]
     works = []
     for i in range(len(pieces)):
         if large[i]:
@@ -51,18 +58,66 @@ def sums(
                 collectives.all_reduce(pieces[i], "sum", group, inplace=True, async_op=True)
             )
     rest = [i for i in range(len(pieces)) if not large[i]]
-    if rest:
-        sizes = [slots[i].numel for i in rest]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=pieces[rest[0]].device)
-        views = []
-        for i, place in zip(rest, flat.split(sizes), strict=True):
-            place[pieces[i].numel() :].zero_()
-            views.append(place[: pieces[i].numel()].view(pieces[i].shape))
-        torch._foreach_copy_(views, [pieces[i].detach() for i in rest])
-        works.append(collectives.all_reduce(flat, "sum", group, inplace=True, async_op=True))
-        for i, view in zip(rest, views, strict=True):
-            pieces[i] = view
+    if rest and (not places or rest[0] >= len(places) or dispatch_modes()):
+        works.append(_in_new_memory(pieces, rest, [slots[i].numel for i in rest], group, dtype))
+    elif rest:
+        alone = _known(held + 1, is_grad)
+        works.append(_in_places(pieces, rest, slots, places, alone, group, dtype))
     return works
+
+
+def _in_places(
+    pieces: list[Tensor], rest: list[int], slots: Sequence[Slot], places: Sequence[Place],
+    alone: tuple[int, int, int], group: Group, dtype: torch.dtype,
+) -> Work[Any]:  # fmt: skip
+    """Those of ``rest``, in the memory that stays. ``alone``: the users of a piece that lies in its
+    place, if nobody else holds it."""
+    bucket = bucket_of(
+        [places[i] for i in rest if i < len(places)], [pieces[i].shape for i in rest],
+        [slots[i].numel for i in rest], pieces[rest[0]], dtype,
+    )  # fmt: skip
+    away, seen = [], []
+    for k, i in enumerate(rest):
+        if pieces[i] is not bucket.tensors[k]:
+            away.append(k)
+            if not bucket.is_free(k):
+                seen.append(k)
+        elif users(pieces, i) != alone:
+            seen.append(k)
+    if seen:
+        bucket.leave(seen)
+        away = list(range(len(rest)))
+    if away:
+        torch._foreach_copy_(
+            [bucket.tensors[k] for k in away], [pieces[rest[k]].detach() for k in away]
+        )
+    work = collectives.all_reduce(bucket.flat, "sum", group, inplace=True, async_op=True)
+    for i, tensor in zip(rest, bucket.tensors, strict=True):
+        pieces[i] = tensor
+    if not bucket.copied:
+        return work
+    return Work(partial(_copy_out, work, pieces, [rest[k] for k in bucket.copied]), work.done)
+
+
+def _copy_out(work: Work[Any], pieces: list[Tensor], copied: list[int]) -> None:
+    work.wait()
+    for i in copied:
+        pieces[i] = pieces[i].clone()
+
+
+def _in_new_memory(
+    pieces: list[Tensor], rest: list[int], sizes: list[int], group: Group, dtype: torch.dtype
+) -> Work[Any]:
+    """Those of ``rest``, where nobody is to see memory that stays."""
+    flat = torch.empty(sum(sizes), dtype=dtype, device=pieces[rest[0]].device)
+    views = []
+    for i, place in zip(rest, flat.split(sizes), strict=True):
+        place[pieces[i].numel() :].zero_()
+        views.append(place[: pieces[i].numel()].view(pieces[i].shape))
+    torch._foreach_copy_(views, [pieces[i].detach() for i in rest])
+    for i, view in zip(rest, views, strict=True):
+        pieces[i] = view
+    return collectives.all_reduce(flat, "sum", group, inplace=True, async_op=True)
 
 
 def _copy(piece: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,27 +127,15 @@ def _copy(piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_grad: bool) -> bool:
     """May ``pieces[i]`` be written to, unseen?"""
-    references, owners, storage = _ALONE[is_grad]
     return (
-        _counts(pieces, i) == (references + held, owners, storage)
+        users(pieces, i) == _known(held, is_grad)
         and pieces[i].dtype is dtype
         and not pieces[i].requires_grad
         and pieces[i].is_contiguous()
     )
 
 
-def _counts(pieces: list[Tensor], i: int) -> tuple[int, int, int]:
-    """How many references of Python, holders in C++, and users of its memory ``pieces[i]`` has."""
-    return sys.getrefcount(pieces[i]), tensor_users(pieces[i]), storage_users(pieces[i])
-
-
-def _alone(is_grad: bool) -> tuple[int, int, int]:
-    """What is counted of a tensor that a list alone holds, and a leaf as its gradient."""
-    leaf = torch.zeros(1, requires_grad=True)
-    pieces = [torch.zeros(1)]
-    if is_grad:
-        leaf.grad = pieces[0]
-    return _counts(pieces, 0)
-
-
-_ALONE = {is_grad: _alone(is_grad) for is_grad in (False, True)}
+def _known(held: int, is_grad: bool) -> tuple[int, int, int]:
+    """The users of a piece of which ``held`` references are known."""
+    references, owners, storage = LENT if is_grad else FREE
+    return references + held, owners, storage

@@ -23,6 +23,7 @@ from disttensor.autograd.activation_checkpoint import AROUND
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import at_once
 from disttensor.comm import buffers
+from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import SegmentForward
@@ -30,6 +31,7 @@ from disttensor.fsdp.param import cast_inputs, shared
 from disttensor.fsdp.reduce import Steps, make_groups, reductions
 from disttensor.fsdp.segment import Segment, share_attributes
 from disttensor.tensor.backward import AFTER_FAILURE
+from disttensor.tensor.base import place_of
 from disttensor.tensor.grad_sync import BEFORE_SYNC
 from disttensor.torch_private import current_backward
 from disttensor.tree import flat, substitute
@@ -217,7 +219,8 @@ class Engine:
                 at = len(segment.leaves)
                 segment.leaves.append(param.name)
                 # Weak: a hook of autograd is no part of what the garbage collector sees.
-                hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at)
+                place = None if param.is_copy else place_of(param.sharded_param)
+                hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at, place)
                 leaf.register_post_accumulate_grad_hook(hook)
 
     # Backward -------------------------------------------------------------------------------------
@@ -303,11 +306,14 @@ class Engine:
 
 
 def _arrived(
-    engine: weakref.ref[Engine], segment: weakref.ref[Segment], leaf: int, _: Tensor
-) -> None:
+    engine: weakref.ref[Engine], segment: weakref.ref[Segment], number: int,
+    place: Place | None, leaf: Tensor,
+) -> None:  # fmt: skip
+    if place is not None:
+        place.settle(leaf)
     owner, of = engine(), segment()
     if owner is not None and of is not None:
-        owner._arrived(of, leaf)
+        owner._arrived(of, number)
 
 
 # Of all engines: called by what reads or abandons gradients ---------------------------------------

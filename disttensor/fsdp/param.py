@@ -23,6 +23,7 @@ from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
 from disttensor.tensor.base import (
     as_parameter,
+    count_leaves,
     grad_leaves,
     keep_grad,
     remember_grad,
@@ -115,6 +116,8 @@ class FSDPParam:
     def new_leaves(self) -> list[Tensor]:
         """The leaves that have come since the last call, that of ``sharded_param`` with them."""
         if not self.unsharded_param.local.requires_grad:
+            return []
+        if count_leaves(self.unsharded_param) == self._hooked:  # most often
             return []
         leaves = [leaf for _, leaf in grad_leaves(self.unsharded_param)]
         new, self._hooked = leaves[self._hooked :], len(leaves)

@@ -28,6 +28,7 @@ from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout, pack
 from disttensor.fsdp.param import FSDPParam
 from disttensor.layout import Axes
+from disttensor.tensor.base import place_of
 
 Tensor = torch.Tensor
 Steps = Generator[Work[Any], None, None]
@@ -199,7 +200,8 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
     slots = [Slot(grad.numel(), param.divisible) for param, grad in zip(params, grads, strict=True)]
     grads.append(grads[0].new_tensor(present, dtype=dtype))
     slots.append(Slot(len(params), False))
-    yield from sums(grads, slots, mesh.group(axes, "reduce"), dtype)
+    places = [place_of(param.sharded_param) for param in params]
+    yield from sums(grads, slots, mesh.group(axes, "reduce"), dtype, places=places)
     counts = grads.pop()
     pieces = [param.own_piece(total) for param, total in zip(params, grads, strict=True)]
     _accumulate(params, pieces, (), present, counts)

@@ -16,6 +16,7 @@ import torch
 
 from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import Typed, move, whole_grad
+from disttensor.comm.places import Place
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
 from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
@@ -51,6 +52,7 @@ class GradState:
     grad       what ``.grad`` gave last
     owner      weak: the leaf whose gradient this tensor is
     collector  gathers the gradients of this leaf in its stead
+    place      of its gradient, in memory that stays
     """
 
     aliases: dict[Axes, tuple[Tensor, int, Any]] | None = None
@@ -60,6 +62,7 @@ class GradState:
     grad: Any = None
     owner: weakref.ref[Any] | None = None
     collector: GradCollector | None = None
+    place: Place | None = None
 
 
 class MeshTensor(Tensor):
@@ -147,6 +150,14 @@ def grad_state(x: MeshTensor) -> GradState:
     return state
 
 
+def place_of(x: MeshTensor) -> Place:
+    """Where its gradient lies that is summed with others."""
+    state = grad_state(x)
+    if state.place is None:
+        state.place = Place()
+    return state.place
+
+
 def from_origin(origin: Callable[[Axes], Tensor]) -> GradState:
     """The state of a new tensor whose aliases are made from what it was made of."""
     state = GradState()
@@ -167,6 +178,22 @@ def grad_leaves(x: MeshTensor) -> list[tuple[Axes, Tensor]]:
     made = state.aliases.items() if state.aliases is not None else ()
     aliases = [(axes, alias) for axes, (alias, made_at, _) in made if apart or made_at < 0]
     return [((), x.local), *aliases, *state.former]
+
+
+def count_leaves(x: MeshTensor) -> int:
+    """How many ``grad_leaves`` a leaf x without an origin has."""
+    state = x._grad_state
+    if state is None:
+        return 1
+    return 1 + len(state.former) + (len(state.aliases) if state.aliases is not None else 0)
+
+
+def alias_leaves(x: MeshTensor) -> list[Tensor]:
+    """The second leaves of a leaf x."""
+    state = x._grad_state
+    if state is None or state.aliases is None:
+        return []
+    return [alias for alias, made_at, _ in state.aliases.values() if made_at < 0]
 
 
 def through(x: MeshTensor, dst: DistSpec, axes: Axes) -> Axes:

@@ -11,16 +11,21 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor import arguments
+from disttensor.cache import cached
 from disttensor.comm import desync
+from disttensor.comm.places import Place
 from disttensor.comm.sums import Slot, sums
 from disttensor.comm.work import Work
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
+from disttensor.spec import DistSpec
+from disttensor.tensor.base import alias_leaves, place_of
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad import set_reduced
 
 Tensor = torch.Tensor
 
+_SETTLES = "disttensor_settles"  # the mark of a leaf whose gradients do
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
 
@@ -43,7 +48,7 @@ def sync_gradients(*params: Any) -> None:
     """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
 
     One flat all-reduce for each bucket of gradients that wait on the same mesh axes, and one for
-    each gradient of a megabyte, in its own memory where nobody else can see that. Nothing is sent
+    each that is large, in its own memory where nobody else can see that. Nothing is sent
     where nothing is pending, so a second call costs nothing. Plain tensors are passed by.
     Optimizers, ``clip_grad_norm_`` and GradScaler do this themselves.
 
@@ -84,8 +89,7 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
             continue
         seen.add(id(p))
         spec = grad.spec
-        busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-        slot = Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
+        busy, slot = _waits_on(spec)
         waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(number, p, grad, slot))
     for (_, _, dtype), members in waiting.items():
         bucket: list[Pending] = []
@@ -100,11 +104,19 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         yield bucket
 
 
+@cached(4096)
+def _waits_on(spec: DistSpec) -> tuple[Axes, Slot]:
+    """The axes over which a gradient of this spec is to be summed, and what all ranks know of
+    it."""
+    busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+    return busy, Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
+
+
 def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
     """The totals of all members' gradients over the axes that they all wait on, once the works are
     done."""
     spec = members[0].grad.spec
-    busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+    busy, _ = _waits_on(spec)
     totals = [m.grad.local for m in members]
     if not busy:
         return [t.detach() for t in totals], []
@@ -113,5 +125,17 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
         names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
         desync.compare(group, f"sync_gradients of {names}")
     # ``m.grad.local`` is one reference
-    works = sums(totals, [m.slot for m in members], group, spec.dtype, held=1, is_grad=True)
+    places = [_settled(m.param) for m in members]
+    slots = [m.slot for m in members]
+    works = sums(totals, slots, group, spec.dtype, places=places, held=1, is_grad=True)
     return totals, works
+
+
+def _settled(x: DistTensor) -> Place:
+    """The place of the gradient of x, which comes to lie there in each backward from now on, if it
+    has one leaf that waits."""
+    place, aliases = place_of(x), alias_leaves(x)
+    if len(aliases) == 1 and not hasattr(aliases[0], _SETTLES):
+        setattr(aliases[0], _SETTLES, True)
+        aliases[0].register_post_accumulate_grad_hook(place.settle)
+    return place
