@@ -44,7 +44,7 @@ _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free; si
 
 # Tags ------------------------------------------------------------------------------------------
 
-_channel: ContextVar[int] = ContextVar("channel", default=0)
+CHANNEL: ContextVar[int] = ContextVar("channel", default=0)
 
 
 @contextlib.contextmanager
@@ -52,17 +52,17 @@ def channel(number: int) -> Iterator[None]:
     """``with channel(3):`` transfers of this thread are numbered on their own. 0 is everybody's."""
     if not 0 <= number < CHANNELS:
         raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
-    token = _channel.set(number)
+    token = CHANNEL.set(number)
     try:
         yield
     finally:
-        _channel.reset(token)
+        CHANNEL.reset(token)
 
 
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
     tags = runtime.current().tags
-    number = _channel.get()
+    number = CHANNEL.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
     return _OURS | number << 14 | count % _TRANSFERS << 1
@@ -181,8 +181,12 @@ def transfer(
             log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
         for each in log.active:
             each.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
-    letters = device.type == "cpu" and not is_fake() and not directions.needed(device)
-    post = _post_letters if letters else _post_batches
+    if is_fake():
+        post = _post_to_nobody
+    elif device.type == "cpu":
+        post = _post_letters
+    else:
+        post = _post_batches
     try:
         return post(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
@@ -226,8 +230,8 @@ def _post_batches(
     tag: int,
     label: object,
 ) -> list[Message]:
-    """NCCL, and a fake process group: the messages of a transfer in one communicator as one batch,
-    or two ranks could wait for each other."""
+    """NCCL: the messages of a transfer in one communicator as one batch, or two ranks could wait
+    for each other."""
     me, apart = world()[0], directions.needed(device)
     if apart:
         directions.meet([rank for rank, _ in (*sends, *receives)])
@@ -253,6 +257,27 @@ def _post_batches(
         Message([work], out, _Receiving(me, r, label))
         for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]
+
+
+def _post_to_nobody(
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Sequence[int]]],
+    dtype: torch.dtype,
+    device: torch.device,
+    tag: int,
+    label: object,
+) -> list[Message]:
+    """A fake process group, where no rank waits for another: each message as it is."""
+    group: Any = dist.group.WORLD
+    me, messages = world()[0], []
+    for source, shape in receives:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        work = group.recv([out], source, tag)
+        messages.append(Message([work], out, _Receiving(me, source, label)))
+    copies = {id(x): _copied(x) for _, x in sends}
+    for to, x in sends:
+        group.send([copies[id(x)]], to, tag)
+    return messages
 
 
 def _copied(x: Tensor) -> Tensor:
