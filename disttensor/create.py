@@ -12,6 +12,7 @@ import reshard as reshard_package
 from disttensor import arguments
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.comm import collectives, objects, program
+from disttensor.dispatch import native
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute, infer
 from disttensor.placement import Placement
@@ -162,6 +163,8 @@ def reshard(
         return shard_tensor(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
+    if dims_mapping is None and partial_status is None:
+        return native.reshard(x, mesh, placements)
     dst = target(x.spec, mesh or x.spec.mesh, placements, dims_mapping, partial_status)
     return started(x, dst)
 

@@ -41,6 +41,8 @@ class Recipe(NamedTuple):
     uncounted   autograd does not count what is written to the targets
     no_graph  only where no graph is made: uses of tensors in lists vary
     answer    the result itself, of a question that the key answers; else None
+    passes    outside of two meshes: the tensor goes from one to the other, which counts as a
+              transfer on all ranks
     """
 
     local_fn: Function | None
@@ -60,6 +62,7 @@ class Recipe(NamedTuple):
     uncounted: bool = False
     no_graph: bool = False
     answer: Any = None
+    passes: bool = False
 
 
 def outputs_of(specs: Sequence[DistSpec]) -> tuple[Any, ...]:

@@ -31,7 +31,8 @@ import torch
 
 from disttensor.torch_private import current_backward, next_node, top_saved_tensors_hooks
 
-_innermost: ContextVar[Run | None] = ContextVar("checkpointed region", default=None)
+# of regions, around this code; changed in this module only
+INNERMOST: ContextVar[Run | None] = ContextVar("checkpointed region", default=None)
 # (first node, node after the last) of the outermost regions, for whoever sets a list
 REGIONS: ContextVar[list[tuple[int, int]] | None] = ContextVar("regions", default=None)
 
@@ -53,25 +54,25 @@ class Run:
         self.ended = False
 
     def __enter__(self) -> None:
-        self.outer = _innermost.get()
+        self.outer = INNERMOST.get()
         self.regions = REGIONS.get() if self.outer is None else None
         if self.regions is not None:
             self.begin = next_node()
-        _innermost.set(self)
+        INNERMOST.set(self)
 
     def __exit__(self, *exc: object) -> None:
         self.ended = True
         if self.regions is not None:
             self.regions.append((self.begin, next_node()))
-        run = _innermost.get()
+        run = INNERMOST.get()
         while run is not None and run.ended:  # after an error a forward may end late
             run = run.outer
-        _innermost.set(run)
+        INNERMOST.set(run)
 
 
 def current_run() -> Run | None:
     """The innermost run of a region around this code; None outside of regions."""
-    return _innermost.get()
+    return INNERMOST.get()
 
 
 def recompute_around(run: Run | None) -> Run | None:

@@ -49,7 +49,7 @@ _OURS = 1 << 30  # set in all our tags: a program's own small tags stay free; si
 
 # Tags ------------------------------------------------------------------------------------------
 
-_channel: ContextVar[int] = ContextVar("channel", default=0)
+CHANNEL: ContextVar[int] = ContextVar("channel", default=0)
 
 
 class channel:
@@ -63,16 +63,16 @@ class channel:
         self._number = number
 
     def __enter__(self) -> None:
-        self._token = _channel.set(self._number)
+        self._token = CHANNEL.set(self._number)
 
     def __exit__(self, *exc: object) -> None:
-        _channel.reset(self._token)
+        CHANNEL.reset(self._token)
 
 
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
     tags = runtime.current().tags
-    number = _channel.get()
+    number = CHANNEL.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
     return _OURS | number << 14 | count % _TRANSFERS << 1

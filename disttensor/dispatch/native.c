@@ -45,6 +45,7 @@
 #define MOST_ARGUMENTS 24  /* of one call; more are carried out by Python */
 #define MOST_WORDS 65536
 #define MOST_NESTED 200 /* calls within calls; deeper ones are Python's, which counts its frames */
+#define MOST_DEPTH 4  /* lists within lists, of the words of an argument */
 #define SHORT 192 /* words that need no allocation */
 #define MOST_IDLE 32 /* dead wrappers that are kept, of one spec and of all */
 #define MOST_IDLE_OF_ALL 4096
@@ -61,12 +62,16 @@
     X(use_count) X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
     X(UNCOUNTED) /* a list with one number */ \
-    X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
+    X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */ \
+    X(ProcessMesh) X(Replicate) X(Shard) X(Partial) /* classes */ \
+    X(reshard) X(first_reshard) X(current_world) /* of disttensor */ \
+    X(TAPE) X(REGION) X(CHANNEL) /* context variables */
 
 /* Names of attributes. */
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
-    X(collector) X(origin) X(former) X(grad) X(uncounted_writes)
+    X(collector) X(origin) X(former) X(grad) X(uncounted_writes) X(tags) X(dim) X(order) \
+    X(reduce_op)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -122,7 +127,7 @@ typedef struct {
     PyObject *local_fn, *names, *after, *nothing, *orphan, *kind, *answer;
     PyObject *specs; /* owned: of the results, for wrap_outputs */
     Py_ssize_t nargs, nuses, noutputs, ntargets, nsources;
-    int itself, views, pending, writes, outside, uncounted, no_graph;
+    int itself, views, pending, writes, outside, uncounted, no_graph, passes;
     Use *uses;
     Output *outputs;
     Py_ssize_t *targets, *sources, *shared; /* shared[i] < 0: no view */
@@ -159,6 +164,7 @@ typedef struct {
     PyObject *const *first; /* of args; a method's are not in a tuple */
     Py_ssize_t nargs, nnamed;
     PyObject *names[MOST_ARGUMENTS], *values[MOST_ARGUMENTS]; /* of kwargs, owned */
+    int reshards; /* dt.reshard, and no function of torch's */
 } Call;
 
 static inline PyObject *
@@ -341,11 +347,11 @@ follow(State *state, Entry *entry, PyObject *recipe)
     Py_ssize_t nshared;
     if (!PyTuple_Check(recipe)
         || !PyArg_ParseTuple(
-            recipe, "OO!O!O!ppOOpOOOO!OppO", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
+            recipe, "OO!O!O!ppOOpOOOO!OppOp", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
             &entry->names, &PyTuple_Type, &outputs, &entry->itself, &entry->views, &targets,
             &entry->after, &entry->pending, &sources, &entry->nothing, &entry->orphan,
             &PyTuple_Type, &shared, &entry->kind, &entry->uncounted,
-            &entry->no_graph, &entry->answer)) {
+            &entry->no_graph, &entry->answer, &entry->passes)) {
         return 0;
     }
     entry->nuses = PyTuple_GET_SIZE(uses);
@@ -549,6 +555,23 @@ add_plain(State *state, Words *words, PyObject *tensor, PyObject *kept)
     return sure;
 }
 
+/* What a mesh axis does to a tensor: the class, and its fields. Classes of others are not sure. */
+static int
+add_placement(State *state, Words *words, PyObject *value, PyObject *kept)
+{
+    PyObject *type = (PyObject *)Py_TYPE(value);
+    PyObject *names[] = {type == state->Partial ? state->str.reduce_op : state->str.dim,
+                         state->str.order};
+    int n = type == state->Replicate ? 0 : type == state->Partial ? 1 : 2;
+    int sure = push_object(words, type, OBJECT, kept);
+    for (int i = 0; sure && i < n; i++) {
+        PyObject *field = PyObject_GetAttr(value, names[i]);
+        sure = field && add_argument(state, words, field, kept, MOST_DEPTH);
+        Py_XDECREF(field);
+    }
+    return sure;
+}
+
 /* The words of an argument, as key_of says. 0: it has none that are sure; an error may be set. */
 static int
 add_argument(State *state, Words *words, PyObject *value, PyObject *kept, int depth)
@@ -583,8 +606,15 @@ add_argument(State *state, Words *words, PyObject *value, PyObject *kept, int de
     if (type == &PyUnicode_Type) {
         return PyUnicode_CHECK_INTERNED(value) && push_object(words, value, STRING, kept);
     }
-    if (depth > 3) {
+    if (depth >= MOST_DEPTH) {
         return 0;
+    }
+    if (type == (PyTypeObject *)state->ProcessMesh) {
+        return push_object(words, value, OBJECT, kept);
+    }
+    if (type == (PyTypeObject *)state->Replicate || type == (PyTypeObject *)state->Shard
+        || type == (PyTypeObject *)state->Partial) {
+        return add_placement(state, words, value, kept);
     }
     if (type == &PyTuple_Type || type == &PyList_Type || type == (PyTypeObject *)state->Size) {
         int list = type == &PyList_Type;
@@ -1322,15 +1352,60 @@ join(State *state, Entry *entry, const Call *call)
     return joined;
 }
 
+/* Is a context variable something else than None? -1: an error. */
+static int
+is_set(PyObject *variable)
+{
+    PyObject *value;
+    if (PyContextVar_Get(variable, NULL, &value) < 0) {
+        return -1;
+    }
+    Py_XDECREF(value);
+    return value && value != Py_None;
+}
+
+/* One more transfer of this channel, in which this rank has no part: as next_tag. 0: an error. */
+static int
+count_transfer(State *state)
+{
+    PyObject *channel, *before, *after = NULL;
+    if (PyContextVar_Get(state->CHANNEL, NULL, &channel) < 0) {
+        return 0;
+    }
+    PyObject *world = channel ? PyObject_CallNoArgs(state->current_world) : NULL;
+    PyObject *tags = world ? PyObject_GetAttr(world, state->str.tags) : NULL;
+    int counted = 0;
+    if (tags && PyDict_CheckExact(tags)) {
+        before = PyDict_GetItemWithError(tags, channel);
+        long long count = before ? PyLong_AsLongLong(before) : 0;
+        after = PyErr_Occurred() ? NULL : PyLong_FromLongLong(count + 1);
+        counted = after && PyDict_SetItem(tags, channel, after) == 0;
+    }
+    if (!counted && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_SystemError, "a world counts transfers in a dict");
+    }
+    Py_XDECREF(after);
+    Py_XDECREF(tags);
+    Py_XDECREF(world);
+    Py_XDECREF(channel);
+    return counted;
+}
+
 /* A call on a rank outside the mesh: a new wrapper for each result, and no kernel. */
 static PyObject *
 quick(State *state, Entry *entry, Call *call)
 {
-    int cast = is_true(PyObject_CallNoArgs(state->autocast_is_on));
-    if (cast < 0) {
+    int apart = entry->passes ? is_set(state->TAPE) : 0; /* is there more to it than tokens? */
+    if (entry->passes && !apart) {
+        apart = is_set(state->REGION);
+    }
+    else if (!entry->passes) {
+        apart = is_true(PyObject_CallNoArgs(state->autocast_is_on));
+    }
+    if (apart < 0) {
         return NULL;
     }
-    if (entry->nuses != call->nargs + call->nnamed || cast || !entry->noutputs
+    if (entry->nuses != call->nargs + call->nnamed || apart || !entry->noutputs
         || (entry->kind == Py_None && entry->noutputs != 1)) {
         return call_runner(entry, call);
     }
@@ -1339,7 +1414,14 @@ quick(State *state, Entry *entry, Call *call)
     if (!joined) {
         return PyErr_Occurred() ? NULL : call_runner(entry, call);
     }
+    if (entry->passes && !count_transfer(state)) {
+        Py_DECREF(joined);
+        return NULL;
+    }
     state->recipes++;
+    if (entry->kind == Py_None && entry->shared[0] < 0) {
+        return wrap(state, entry->outputs, joined);
+    }
     PyObject *results = PyTuple_New(entry->noutputs);
     for (Py_ssize_t i = 0; results && i < entry->noutputs; i++) {
         PyObject *new = wrap(state, &entry->outputs[i], Py_NewRef(joined));
@@ -1545,8 +1627,10 @@ first_call(State *state, Call *call, uint64_t hash, const Words *words, PyObject
 {
     state->misses++;
     PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-    PyObject *found = PyObject_CallFunctionObjArgs(state->first_call, call->func, call->args,
-                                                   kwargs, NULL);
+    PyObject *found = call->reshards
+                          ? PyObject_Vectorcall(state->first_reshard, call->first, 3, NULL)
+                          : PyObject_CallFunctionObjArgs(state->first_call, call->func, call->args,
+                                                         kwargs, NULL);
     if (!found) {
         return NULL;
     }
@@ -1572,6 +1656,9 @@ static PyObject *
 call_python(State *state, Call *call)
 {
     state->unsure++;
+    if (call->reshards) {
+        return PyObject_Vectorcall(state->reshard, call->first, 3, NULL);
+    }
     PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
     return PyObject_CallFunctionObjArgs(state->dispatch, state->DistTensor, call->func, Py_None,
                                         call->args, kwargs, NULL);
@@ -1678,6 +1765,7 @@ method(int number, PyObject *self, PyObject *const *given, Py_ssize_t n, PyObjec
         Call call; /* most of it is left as it is */
         call.func = of->asked;
         call.args = call.kwargs = NULL;
+        call.reshards = 0;
         call.first = stack;
         call.nargs = n + 1;
         call.nnamed = named;
@@ -1753,6 +1841,7 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
     call.func = call.args = call.kwargs = NULL;
     call.first = NULL;
     call.nnamed = 0;
+    call.reshards = 0;
     if (!keywords && n >= 3 && n <= 4) {
         call.func = given[0];
         call.args = given[2];
@@ -1788,6 +1877,33 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
         Py_DECREF(call.names[--call.nnamed]);
         Py_DECREF(call.values[call.nnamed]);
     }
+    return result;
+}
+
+PyDoc_STRVAR(reshard_doc, "reshard(x, mesh, placements)\n--\n\n"
+"What carries out dt.reshard of a DistTensor.");
+
+static PyObject *
+reshard(PyObject *module, PyObject *const *given, Py_ssize_t n)
+{
+    State *state = PyModule_GetState(module);
+    if (!state->first_reshard || n != 3) {
+        PyErr_SetString(PyExc_RuntimeError, "reshard takes three arguments, before Python ends");
+        return NULL;
+    }
+    Call call; /* most of it is left as it is */
+    call.func = state->first_reshard;
+    call.args = call.kwargs = NULL;
+    call.first = given;
+    call.nargs = n;
+    call.nnamed = 0;
+    call.reshards = 1;
+    state->nested++;
+    PyObject *result = state->nested > MOST_NESTED ? call_python(state, &call)
+                                                   : carry_out(state, &call);
+    state->nested--;
+    Py_XDECREF(call.args);
+    Py_XDECREF(call.kwargs);
     return result;
 }
 
@@ -1999,6 +2115,7 @@ static PyMethodDef methods[] = {
      dispatch_doc},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
      configure_doc},
+    {"reshard", (PyCFunction)(void (*)(void))reshard, METH_FASTCALL, reshard_doc},
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {"methods", methods_of, METH_NOARGS, methods_doc},

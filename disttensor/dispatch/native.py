@@ -19,13 +19,17 @@ from typing import Any
 
 import torch
 
-from disttensor import cache
-from disttensor.comm import program
-from disttensor.dispatch import dispatch, execute
+from disttensor import cache, runtime
+from disttensor.autograd import activation_checkpoint
+from disttensor.comm import p2p, program
+from disttensor.dispatch import dispatch, execute, reshards
+from disttensor.mesh import ProcessMesh
+from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import GradState
 from disttensor.tensor.dist_tensor import SHORTCUTS, DistTensor, carry_out_with
+from disttensor.tensor.reshard import TAPE
 from disttensor.torch_private import (
     autocast_is_on,
     make_subclass,
@@ -76,6 +80,10 @@ def _configure(module: Any) -> None:
         wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
         UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
+        ProcessMesh=ProcessMesh, Replicate=Replicate, Shard=Shard, Partial=Partial,
+        reshard=reshards.reshard, first_reshard=reshards.first_reshard,
+        TAPE=TAPE, REGION=activation_checkpoint.INNERMOST, CHANNEL=p2p.CHANNEL,
+        current_world=runtime.current,
     )  # fmt: skip
     cache.also_clear(module.clear)
     for name, method in module.methods().items():
@@ -90,6 +98,9 @@ if module is not None:
     _configure(module)
 
 _in_c = module is not None
+
+# Carries out ``dt.reshard(x, mesh, placements)`` of a DistTensor.
+reshard: Callable[..., DistTensor] = module.reshard if _in_c else reshards.reshard
 
 
 def carrier() -> Callable[..., Any]:
@@ -110,14 +121,18 @@ def active() -> str:
 def using(in_c: bool) -> Iterator[None]:
     """Warm calls are carried out in C, or in Python: for tests and measurements. Where there is no
     C code, in Python."""
-    global _in_c
-    before, _in_c = _in_c, in_c and module is not None
-    carry_out_with(carrier())
+    before = _in_c
+    _choose(in_c and module is not None)
     try:
         yield
     finally:
-        _in_c = before
-        carry_out_with(carrier())
+        _choose(before)
+
+
+def _choose(in_c: bool) -> None:
+    global _in_c, reshard
+    _in_c, reshard = in_c, module.reshard if in_c else reshards.reshard
+    carry_out_with(carrier())
 
 
 carry_out_with(carrier())

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 
 import disttensor as dt
 import ops
-from disttensor import cache, recipe
-from disttensor.comm import program
+from disttensor import cache, recipe, runtime
+from disttensor.autograd import activation_checkpoint, token
+from disttensor.comm import p2p, program
 from disttensor.dispatch import dispatch, native
+from disttensor.pipeline.tape import Tape
 from disttensor.random import state
+from disttensor.spec import spec_of
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import origin_of
 from ops.registry import RULES
@@ -107,6 +110,13 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "number": (lambda x, y: x * 2.5 - 1, True),
     "bool": (lambda x, y: x + True, True),
     "keyword": (lambda x, y: torch.sum(x, dim=1, keepdim=True), True),
+    "asked reshard": (lambda x, y: dt.reshard(x, x.process_mesh, [R, S0]), False),
+    "reshard outside": (
+        lambda x, y: dt.reshard(
+            dt.zeros(2, mesh=dt.ProcessMesh([1], ("x",))), dt.ProcessMesh([2], ("x",)), [R]
+        ),
+        True,
+    ),
     "keyword tensor": (lambda x, y: torch.where(x > 0, input=x, other=y), True),
     "string": (lambda x, y: F.gelu(x, approximate="tanh"), True),
     "dtype": (lambda x, y: x.to(torch.float64), True),
@@ -264,6 +274,81 @@ def test_two_transfers_are_joined_outside_the_mesh(mesh: dt.ProcessMesh) -> None
         assert counted(lambda a=a, b=b: a + b)[1]["in_c"] == 1 and (a + b).local is joined
     above = (x + y).local.grad_fn
     assert {node for node, _ in above.next_functions} == {x.local.grad_fn, y.local.grad_fn}
+
+
+def passing(other: dt.ProcessMesh, grad: bool) -> dt.DistTensor:
+    x = dt.zeros(4, 6, mesh=other, placements=[S0])
+    if grad:
+        x.local = x.local.clone().requires_grad_() * 1  # as what a transfer leaves
+    return x
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_a_reshard_between_other_meshes_is_a_new_wrapper_and_a_tag(
+    mesh: dt.ProcessMesh, in_c: bool
+) -> None:
+    one, two = dt.ProcessMesh([1, 2], ("x",)), dt.ProcessMesh([3, 4], ("x",))
+    tags = runtime.current().tags
+    with native.using(in_c):
+        for placements in ([R], [S0], [dt.Shard(1)], [P], (R,), None, [dt.Balanced(0)]):
+            for _ in range(2):  # the second is known, but for a class of others
+                x, leaf, y = passing(one, True), passing(one, False), passing(one, False)
+                leaf.requires_grad_()
+                before = tags[0] if tags else 0
+                (out, shared, free), counts = counted(
+                    lambda: [dt.reshard(t, two, placements) for t in (x, leaf, y)]
+                )
+                assert tags[0] == before + 3
+                assert out.local is x.local and not free.requires_grad
+                assert shared.local is token.orphan(two.device)
+                spec = spec_of(two, (4, 6), x.dtype, placements)
+                assert {t.spec for t in (out, shared, free)} == {spec} and out is not x
+            assert counts["in_c"] == 3 * (in_c and placements != [dt.Balanced(0)])
+        assert dt.reshard(x, two, [dt.Shard(0)]).placements == (S0,)
+        assert dt.reshard(x, two, [dt.Shard(1)]).placements == (dt.Shard(1),)
+        with torch.no_grad():
+            assert not dt.reshard(x, two, [R]).requires_grad
+        with p2p.channel(7):
+            dt.reshard(x, two, [R])
+        assert tags[7] == 1
+
+
+def test_a_reshard_that_others_hear_of_is_pythons(mesh: dt.ProcessMesh) -> None:
+    """Within a micro-batch, which notes its meshes, and within a region that is computed again,
+    which counts nothing then. A view whose source was written to still says so."""
+    one, two = dt.ProcessMesh([1, 2], ("x",)), dt.ProcessMesh([3, 4], ("x",))
+    x, tags = passing(one, False), runtime.current().tags
+    tape = Tape(lambda: None, lambda wait: wait())
+
+    def move() -> Any:
+        return dt.reshard(x, two, [R])
+
+    move()
+    with tape:
+        assert counted(move)[1]["in_c"] == 0
+    assert tape.meshes == [one, two]
+    for again, more in ((False, 1), (True, 0)):
+        before = tags[0]
+        with activation_checkpoint.Run([], again):
+            assert counted(move)[1]["in_c"] == 0
+        assert tags[0] == before + more
+    before = tags[0]
+    x.local = views.StaleView(x.local)
+    x.local.message = "written to"
+    with pytest.raises(RuntimeError, match="written to"):
+        move()
+    assert tags[0] == before
+
+
+def test_a_reshard_on_one_mesh_is_found_again(mesh: dt.ProcessMesh) -> None:
+    x = tensor(mesh, grad=True)
+    expected = parts(dt.reshard(x, mesh, [R, S0]))
+    for _ in range(2):
+        assert parts(dt.reshard(x, mesh, [R, S0])) == expected
+        assert dt.reshard(x, None, [R, R]).placements == (R, R)
+        assert dt.reshard(x, mesh, [S0, R]) is x
+        with pytest.raises(ValueError, match="placements"):
+            dt.reshard(x, mesh, [R])
 
 
 def test_uses_of_an_old_value_are_not_read(mesh: dt.ProcessMesh) -> None:
