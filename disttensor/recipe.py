@@ -41,6 +41,8 @@ class Recipe(NamedTuple):
     uncounted   autograd does not count what is written to the targets
     no_graph  only where no graph is made: uses of tensors in lists vary
     answer    the result itself, of a question that the key answers; else None
+    wholes    for each tensor the spec that the call reduces it to, or None where it does not. The
+              call is made of what was reduced, and this recipe says nothing else
     """
 
     local_fn: Function | None
@@ -60,10 +62,16 @@ class Recipe(NamedTuple):
     uncounted: bool = False
     no_graph: bool = False
     answer: Any = None
+    wholes: tuple[DistSpec | None, ...] | None = None
 
 
 def outputs_of(specs: Sequence[DistSpec]) -> tuple[Any, ...]:
     return tuple([(s, s.dtype, (DistTensor, s.meta_tensor)) for s in specs])
+
+
+def reducing(wholes: Sequence[DistSpec | None]) -> Recipe:
+    """The recipe of a call that does pending sums of its arguments before it is made."""
+    return Recipe(None, (), (), (), wholes=tuple(wholes))
 
 
 def with_recipe(run: F, recipe: Recipe | None) -> F:

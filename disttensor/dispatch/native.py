@@ -21,7 +21,7 @@ import torch
 
 from disttensor import cache
 from disttensor.comm import program
-from disttensor.dispatch import dispatch, execute
+from disttensor.dispatch import dispatch, execute, reduction_cache, strict
 from disttensor.spec import DistSpec
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import GradState
@@ -74,6 +74,7 @@ def _configure(module: Any) -> None:
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
         wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
+        remember=reduction_cache.remember, strict_depth=strict.depth,
         UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
     )  # fmt: skip
