@@ -29,13 +29,24 @@ def _is_users(file: str) -> bool:
 def user_line(frame: Any = None) -> str:
     """``file.py:12`` of the innermost frame that is neither ours nor torch's; of the caller, or of
     the stack that ``frame`` ends."""
-    frame = frame or sys._getframe(1)
+    return said(user_place(frame or sys._getframe(1)))
+
+
+Place = tuple[str, int] | None
+
+
+def user_place(frame: Any) -> Place:
+    """File and line of ``user_line``, not yet put together; None: there is no such frame."""
     while frame is not None:
         name = frame.f_code.co_filename
         if _is_users(name):
-            return f"{name}:{frame.f_lineno}"
+            return name, frame.f_lineno
         frame = frame.f_back
-    return "(autograd thread)"
+    return None
+
+
+def said(place: Place) -> str:
+    return "(autograd thread)" if place is None else f"{place[0]}:{place[1]}"
 
 
 class StrictError(RuntimeError):

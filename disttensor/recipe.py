@@ -43,6 +43,8 @@ class Recipe(NamedTuple):
     answer    the result itself, of a question that the key answers; else None
     passes    outside of two meshes: the tensor goes from one to the other, which counts as a
               transfer on all ranks
+    wholes    for each tensor the spec that the call reduces it to, or None where it does not. The
+              call is made of what was reduced, and this recipe says nothing else
     """
 
     local_fn: Function | None
@@ -63,10 +65,16 @@ class Recipe(NamedTuple):
     no_graph: bool = False
     answer: Any = None
     passes: bool = False
+    wholes: tuple[DistSpec | None, ...] | None = None
 
 
 def outputs_of(specs: Sequence[DistSpec]) -> tuple[Any, ...]:
     return tuple([(s, s.dtype, (DistTensor, s.meta_tensor)) for s in specs])
+
+
+def reducing(wholes: Sequence[DistSpec | None]) -> Recipe:
+    """The recipe of a call that does pending sums of its arguments before it is made."""
+    return Recipe(None, (), (), (), wholes=tuple(wholes))
 
 
 def with_recipe(run: F, recipe: Recipe | None) -> F:

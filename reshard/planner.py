@@ -75,19 +75,37 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
 
 def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     """``reshard.run`` within one mesh."""
-    if src is dst:
-        return local
+    return local if src is dst else runner(src, dst)(local)
+
+
+@cached(4096)
+def runner(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Tensor]:
+    """What ``run`` does to a local of ``src``, with all that is decided of it."""
     if src.mesh.coordinate is None:
-        return local.new_empty(dst.local_shape)
-    if local.shape != src.local_shape:
-        raise ValueError(
-            f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece of "
-            f"{src!r} is {src.local_shape}; nothing was moved"
-        )
+        return lambda local: local.new_empty(dst.local_shape)
     steps = choose(src, dst)
-    for step in steps:
-        local = step.fn(local, step.src, step.dst, step.axes)
-    return local if len(steps) == 1 else local.contiguous()
+    shape, first = src.local_shape, steps[0]
+    fn, ends = first.fn, (first.src, first.dst, first.axes)
+
+    def check(local: Tensor) -> None:
+        if local.shape != shape:
+            raise ValueError(
+                f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece "
+                f"of {src!r} is {shape}; nothing was moved"
+            )
+
+    def one(local: Tensor) -> Tensor:
+        if local.shape != shape:
+            check(local)
+        return fn(local, *ends)
+
+    def several(local: Tensor) -> Tensor:
+        check(local)
+        for step in steps:
+            local = step.fn(local, step.src, step.dst, step.axes)
+        return local.contiguous()
+
+    return one if len(steps) == 1 else several
 
 
 @cached(4096)

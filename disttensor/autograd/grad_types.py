@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttensor.autograd import activation_checkpoint
 from disttensor.autograd.ahead import Begin, Begun, ahead
-from disttensor.cache import Cache
+from disttensor.cache import Cache, cached
 from disttensor.layout import Axes, Layout
 from disttensor.placement import Shard
 from disttensor.spec import DistSpec
@@ -77,22 +77,56 @@ def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
     return leaf
 
 
+class Way:
+    """From one type to another, and what is decided of that once: ``run`` moves a local (None: its
+    values stay), ``begin`` begins the one reduction that the backward is."""
+
+    __slots__ = ("_back", "begin", "dst", "run", "src")
+
+    def __init__(self, src: Typed, dst: Typed) -> None:
+        self.src, self.dst = src, dst
+        self.run = None if src.spec is dst.spec else planner.runner(src.spec, dst.spec)
+        self.begin = reduction(src, dst) if dst.varying else None
+        self._back: tuple[Way, float] | None = None
+
+    def back(self) -> tuple[Way, float]:
+        """The way of the gradient, and by what that is multiplied before."""
+        if self._back is None:
+            (grad_src, divide_src), (grad_dst, divide_dst) = dual(self.src), dual(self.dst)
+            self._back = way(*grad_dst, *grad_src), divide_dst / divide_src
+        return self._back
+
+
+@cached(8192)
+def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> Way:
+    """From ``src``, read varying over ``read``, to ``dst``, for a use that varies over ``axes``."""
+    return Way(Typed(src, read), Typed(dst, axes))
+
+
+def reduction(src: Typed, dst: Typed) -> Begin | None:
+    """What begins the backward of a move in the background: the one reduction that it is."""
+    if src.spec.layout.partial:
+        return None
+    return planner.background(dual(dst)[0].spec, dual(src)[0].spec)
+
+
 class Move(torch.autograd.Function):
-    """The local of ``src`` as the local of ``dst``. Backward: from dual(dst) to dual(src)."""
+    """A local, along a way. Backward: from dual(dst) to dual(src)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None,
-        begun: Begun | None, own: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, way: Way, held: list[Tensor] | None, begun: Begun | None, own: bool
+    ) -> Tensor:
         """``held``: the result where it is known already, so that nothing is communicated again;
         ``own``: and it is nobody else's. ``begun``: what is communicated in the backward may have
         begun there."""
-        ctx.ends, ctx.begun = (src, dst), begun
+        ctx.way, ctx.begun = way, begun
         activation_checkpoint.join_region(ctx)
         if held is not None:
             return held[0].data if own else held[0].view_as(held[0])
-        out = planner.run(x, src.spec, dst.spec)
+        if way.run is None:
+            return x.view_as(x)
+        out = way.run(x)
         if out is x:
             return x.view_as(x)
         if is_view(out) and storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
@@ -101,17 +135,16 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        src, dst = ctx.ends
         work = ctx.begun.pop(current_backward(), None) if ctx.begun else None
         if work is not None:
-            return work.wait(), None, None, None, None, None
+            return work.wait(), None, None, None, None
         activation_checkpoint.recompute_region(ctx)
-        (grad_src, divide_src), (grad_dst, divide_dst) = dual(src), dual(dst)
-        if divide_src != divide_dst:
-            grad = grad * (divide_dst / divide_src)
+        back, scale = ctx.way.back()
+        if scale != 1.0:
+            grad = grad * scale
         if torch.is_grad_enabled():
-            return move(grad, grad_dst, grad_src, None), None, None, None, None, None
-        return planner.run(grad, grad_dst.spec, grad_src.spec), None, None, None, None, None
+            return along(grad, back, None), None, None, None, None
+        return grad if back.run is None else back.run(grad), None, None, None, None
 
 
 # Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
@@ -119,23 +152,14 @@ _move: Any = direct_apply(Move)
 
 
 def move(x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None, own: bool = False) -> Tensor:
+    """The local ``x`` of ``src`` as the local of ``dst``."""
+    return along(x, way(*src, *dst), held, own)
+
+
+def along(x: Tensor, way: Way, held: list[Tensor] | None, own: bool = False) -> Tensor:
     """``Move``, whose reduction in the backward begins ahead where that is worth it."""
-    begin = reduction(src, dst) if dst.varying else None
-    if begin is None:
-        out: Tensor = _move(x, src, dst, held, None, own)
+    if way.begin is None:
+        out: Tensor = _move(x, way, held, None, own)
         return out
     begun: Begun = {}
-    return ahead(_move(x, src, dst, held, begun, own), begin, begun)
-
-
-_reductions: Cache[tuple[Typed, Typed], tuple[Begin | None]] = Cache(8192)
-
-
-def reduction(src: Typed, dst: Typed) -> Begin | None:
-    """What begins the backward of a move in the background: the one reduction that it is."""
-    found = _reductions.get((src, dst))
-    if found is None:
-        pending = src.spec.layout.partial
-        begin = None if pending else planner.background(dual(dst)[0].spec, dual(src)[0].spec)
-        found = _reductions[src, dst] = (begin,)
-    return found[0]
+    return ahead(_move(x, way, held, begun, own), way.begin, begun)

@@ -141,6 +141,9 @@ def all_reduce(
     """The elementwise ``op`` over all members, of x's shape: a new tensor, or x itself
     ``inplace``."""
     n = len(group.ranks)
+    seen = log.active or desync.enabled
+    if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):
+        return _sum(x, group)
     x = wire.in_place("all_reduce", x, op) if inplace else x
     if n == 1:
         return _alone(x.detach(), async_op)
@@ -159,9 +162,28 @@ def all_reduce(
         return into if decode is None or into is not None else decode(buffer)
 
     args = group.pg, [buffer], _options("AllreduceOptions", async_op, native)
-    fn = dist.ProcessGroup.allreduce
+    fn = _allreduce
     go: Any = partial(start, into=into) if async_op else run
     return go("all_reduce", group, buffer, 2 * (n - 1) / n, fn, args, finish, op)
+
+
+_allreduce = dist.ProcessGroup.allreduce
+_dense = torch.contiguous_format
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    """Most all-reduces: nothing is done to a copy of x but to add it up. A copy is dense as
+    ``wire.dense`` makes it."""
+    if x.requires_grad and torch.is_grad_enabled():
+        x = x.detach()
+    total = x.clone(memory_format=_dense)
+    try:
+        work = _allreduce(group.pg, [total], _options("AllreduceOptions", False, "sum"))
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise _failed("all_reduce", group, error) from error
+    return total
 
 
 @overload

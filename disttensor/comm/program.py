@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 from disttensor import cache, runtime
 from disttensor.comm import watcher
-from disttensor.errors import MismatchError, user_line
+from disttensor.errors import MismatchError, Place, said, user_line, user_place
 from disttensor.torch_private import next_node
 
 _KEPT = 1 << 16  # calls that are remembered between two steps
@@ -35,9 +36,11 @@ class Call:
 
     __slots__ = ("_mark", "effect", "mesh", "where", "words")
 
-    def __init__(self, words: Callable[[], str], mesh: Any, effect: int) -> None:
+    def __init__(
+        self, words: Callable[[], str], mesh: Any, effect: int, where: str | None = None
+    ) -> None:
         self.words, self.mesh, self.effect = words, mesh, effect
-        self.where = user_line()
+        self.where = where or user_line()
         self._mark = 0
 
     @property
@@ -80,8 +83,15 @@ class State(NamedTuple):
 
 def enters(what: str, spec: Any) -> None:
     """Something that is made of nothing, or ends in nothing: a new DistTensor, a backward."""
-    if spec.mesh.size > 1 and spec.mesh.coordinate is not None:
-        note(Call(lambda: f"{what} {spec!r}", spec.mesh, effect=2))
+    mesh = spec.mesh
+    if mesh.coordinate is not None and len(mesh.ranks) > 1:
+        note(_entry(what, spec, user_place(sys._getframe(1))))
+
+
+@cache.cached(4096)
+def _entry(what: str, spec: Any, place: Place) -> Call:
+    """The same each time that a line does this."""
+    return Call(lambda: f"{what} {spec!r}", spec.mesh, 2, said(place))
 
 
 def folded(calls: Sequence[Call], nodes: int, least: int = 1) -> State:

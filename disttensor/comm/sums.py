@@ -22,9 +22,9 @@ from disttensor.torch_private import dispatch_modes
 
 Tensor = torch.Tensor
 
-# Bytes of a tensor, for each further rank of the group, from which on it has a collective of its own
-# and no copy. A collective takes messages to and from each rank, a copy takes memory traffic: where
-# the two are equal depends on the machine.
+# Bytes of a tensor, for each further rank of the group, from which on it has a collective of its
+# own and no copy. A collective takes messages to and from each rank, a copy takes memory traffic:
+# where the two are equal depends on the machine.
 LARGE = 2 * 2**20
 
 

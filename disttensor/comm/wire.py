@@ -17,6 +17,9 @@ Tensor = torch.Tensor
 NATIVE = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
           torch.uint8, torch.int8}  # fmt: skip
 
+# What a sum of needs nothing done before and after it: fp16 does, see ``factors``.
+SUMMED = NATIVE - {torch.float16}
+
 # Backends whose own AVG is a sum and one division. Others reduce a sum that is divided here.
 AVERAGES = {"nccl", "gloo"} if torch.__version__ >= "2.13" else {"nccl"}
 

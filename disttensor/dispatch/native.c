@@ -61,6 +61,7 @@
     X(top_saved_tensors_hooks) \
     X(use_count) X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
+    X(remember) X(strict_depth) \
     X(UNCOUNTED) /* a list with one number */ \
     X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */ \
     X(ProcessMesh) X(Replicate) X(Shard) X(Partial) /* classes */ \
@@ -70,8 +71,8 @@
 /* Names of attributes. */
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
-    X(collector) X(origin) X(former) X(grad) X(uncounted_writes) X(tags) X(dim) X(order) \
-    X(reduce_op)
+    X(_is_param) X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) \
+    X(dim) X(order) X(reduce_op)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -125,6 +126,7 @@ typedef struct {
     int noted;        /* is there a rank to compare the program with? */
     PyObject *recipe; /* NULL: there is none. All below is borrowed of it */
     PyObject *local_fn, *names, *after, *nothing, *orphan, *kind, *answer;
+    PyObject *wholes; /* a tuple, or NULL: the call reduces nothing */
     PyObject *specs; /* owned: of the results, for wrap_outputs */
     Py_ssize_t nargs, nuses, noutputs, ntargets, nsources;
     int itself, views, pending, writes, outside, uncounted, no_graph, passes;
@@ -347,11 +349,17 @@ follow(State *state, Entry *entry, PyObject *recipe)
     Py_ssize_t nshared;
     if (!PyTuple_Check(recipe)
         || !PyArg_ParseTuple(
-            recipe, "OO!O!O!ppOOpOOOO!OppOp", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
+            recipe, "OO!O!O!ppOOpOOOO!OppOpO", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
             &entry->names, &PyTuple_Type, &outputs, &entry->itself, &entry->views, &targets,
             &entry->after, &entry->pending, &sources, &entry->nothing, &entry->orphan,
             &PyTuple_Type, &shared, &entry->kind, &entry->uncounted,
-            &entry->no_graph, &entry->answer, &entry->passes)) {
+            &entry->no_graph, &entry->answer, &entry->passes, &entry->wholes)) {
+        return 0;
+    }
+    if (entry->wholes == Py_None) {
+        entry->wholes = NULL;
+    }
+    else if (!PyTuple_CheckExact(entry->wholes)) {
         return 0;
     }
     entry->nuses = PyTuple_GET_SIZE(uses);
@@ -1066,6 +1074,21 @@ targets(State *state, Entry *entry, const Call *call, PyObject *plain)
     return found;
 }
 
+/* Is nothing kept beside a DistTensor but what DistTensors are made with? Then all the attributes
+ * that are looked for here are those of its class: None. -1: an error. */
+static int
+is_bare(State *state, PyObject *x)
+{
+    PyObject *dict = PyObject_GenericGetDict(x, NULL);
+    if (!dict) {
+        return -1;
+    }
+    Py_ssize_t others = PyDict_GET_SIZE(dict);
+    others -= others && PyDict_Contains(dict, state->str._is_param) > 0; /* of a parameter */
+    Py_DECREF(dict);
+    return PyErr_Occurred() ? -1 : !others;
+}
+
 /* Is there no use of x but its local and, of a leaf, what stays with it? -1: an error. */
 static int
 no_uses(State *state, PyObject *x)
@@ -1093,6 +1116,10 @@ static int
 written(State *state, PyObject *x)
 {
     int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
+    int bare = plain ? is_bare(state, x) : 0;
+    if (bare) {
+        return bare < 0 ? -1 : 0;
+    }
     if (plain) {
         plain = no_uses(state, x);
     }
@@ -1107,29 +1134,12 @@ written(State *state, PyObject *x)
     return done ? 0 : -1;
 }
 
-/* Add to a number; where there is none yet, it is 0. Steals number. */
-static PyObject *
-more(PyObject *number, Py_ssize_t n)
-{
-    if (!number && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        return PyLong_FromSsize_t(n);
-    }
-    long long before = number ? PyLong_AsLongLong(number) : -1;
-    Py_XDECREF(number);
-    return before == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(before + n);
-}
-
-/* The memory of a local was written to, and autograd has not counted it. */
+/* The memory of a local was written to, and autograd has not counted it: the last of so many. */
 static int
-count(State *state, PyObject *local)
+count(State *state, PyObject *local, PyObject *number)
 {
-    PyObject *storage = PyObject_CallOneArg(state->untyped_storage, local), *now = NULL;
-    if (storage) {
-        now = more(PyObject_GetAttr(storage, state->str.uncounted_writes), 1);
-    }
-    int failed = !now || PyObject_SetAttr(storage, state->str.uncounted_writes, now) < 0;
-    Py_XDECREF(now);
+    PyObject *storage = PyObject_CallOneArg(state->untyped_storage, local);
+    int failed = !storage || PyObject_SetAttr(storage, state->str.last_uncounted, number) < 0;
     Py_XDECREF(storage);
     return failed ? -1 : 0;
 }
@@ -1140,17 +1150,20 @@ static int
 count_all(State *state, PyObject *aims, PyObject *only, PyObject *plain)
 {
     Py_ssize_t n = aims ? PyList_GET_SIZE(aims) : 1, others = plain ? PyList_GET_SIZE(plain) : 0;
-    PyObject *total = more(PySequence_GetItem(state->UNCOUNTED, 0), n + others);
-    int failed = !total || PySequence_SetItem(state->UNCOUNTED, 0, total) < 0;
-    Py_XDECREF(total);
+    PyObject *before = PySequence_GetItem(state->UNCOUNTED, 0);
+    long long total = before ? PyLong_AsLongLong(before) : -1;
+    PyObject *number = total < 0 ? NULL : PyLong_FromLongLong(total + n + others);
+    int failed = !number || PySequence_SetItem(state->UNCOUNTED, 0, number) < 0;
     for (Py_ssize_t i = 0; !failed && i < n; i++) {
         PyObject *local = get(state->local, aims ? PyList_GET_ITEM(aims, i) : only);
-        failed = !local || count(state, local) < 0;
+        failed = !local || count(state, local, number) < 0;
         Py_XDECREF(local);
     }
     for (Py_ssize_t i = 0; !failed && i < others; i++) {
-        failed = count(state, PyList_GET_ITEM(plain, i)) < 0;
+        failed = count(state, PyList_GET_ITEM(plain, i), number) < 0;
     }
+    Py_XDECREF(number);
+    Py_XDECREF(before);
     return failed ? -1 : 0;
 }
 
@@ -1196,7 +1209,9 @@ fits(State *state, Entry *entry, const Call *call, PyObject *aims)
         fine = is_none(first, state->str._view_state); /* of a copy in place of a view */
     }
     for (Py_ssize_t i = 0; aims && fine > 0 && i < PyList_GET_SIZE(aims); i++) {
-        fine = is_none(PyList_GET_ITEM(aims, i), state->str._view_state);
+        PyObject *x = PyList_GET_ITEM(aims, i);
+        int bare = is_bare(state, x);
+        fine = bare ? bare : is_none(x, state->str._view_state);
     }
     if (entry->pending && fine > 0) {
         if (call->nnamed || call->nargs > 2) {
@@ -1448,6 +1463,131 @@ quick(State *state, Entry *entry, Call *call)
     return results;
 }
 
+static PyObject *carry_out(State *, Call *);
+static int calls_are_ours(State *);
+
+/* May C make a call of x, after it has reduced x where that is pending? Not where an earlier call has
+ * reduced x, as Python looks whether that still is its value; and gradients are reduced in the
+ * optimizer's way. -1: an error. */
+static int
+reducible(State *state, PyObject *x, int pending)
+{
+    int fine = is_none(x, state->str._reduced);
+    PyObject *grad_state = fine > 0 && pending ? PyObject_GetAttr(x, state->str._grad_state) : NULL;
+    if (grad_state && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
+        fine = is_none(grad_state, state->str.owner);
+    }
+    else if (grad_state) {
+        fine = grad_state == Py_None;
+    }
+    else if (fine > 0 && pending) {
+        fine = -1;
+    }
+    Py_XDECREF(grad_state);
+    return fine;
+}
+
+/* Are there only integers in a list or tuple, as a shape? */
+static int
+is_shape(PyObject *value)
+{
+    int list = PyList_CheckExact(value);
+    Py_ssize_t n = list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (!PyLong_CheckExact(list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i))) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* What C reduces each argument to, or NULL. 0: Python carries the call out. -1: an error. */
+static int
+find_wholes(State *state, Entry *entry, const Call *call, PyObject **wholes)
+{
+    Py_ssize_t known = PyTuple_GET_SIZE(entry->wholes), ntensors = 0;
+    int fine = !call->nnamed && state->nested < MOST_NESTED && calls_are_ours(state);
+    for (Py_ssize_t i = 0; fine > 0 && i < call->nargs; i++) {
+        PyObject *x = argument(call, i);
+        PyTypeObject *type = Py_TYPE(x);
+        int dist = type == (PyTypeObject *)state->DistTensor;
+        wholes[i] = NULL;
+        if (dist || type == (PyTypeObject *)state->Tensor
+            || type == (PyTypeObject *)state->Parameter) {
+            PyObject *whole = ntensors < known ? PyTuple_GET_ITEM(entry->wholes, ntensors) : Py_None;
+            ntensors++;
+            if (dist) {
+                wholes[i] = whole == Py_None ? NULL : whole;
+                fine = reducible(state, x, wholes[i] != NULL);
+            }
+        }
+        else if (type == &PyList_Type || type == &PyTuple_Type) {
+            fine = is_shape(x);
+        }
+    }
+    if (fine > 0) {
+        PyObject *depth = PyObject_CallNoArgs(state->strict_depth);
+        long blocks = depth ? PyLong_AsLong(depth) : -1;
+        fine = blocks < 0 ? -1 : blocks == 0 && ntensors == known;
+        Py_XDECREF(depth);
+    }
+    return fine;
+}
+
+/* A call that does pending sums: each is done once and kept beside its tensor (remember), and the
+ * call is made of what came out. */
+static PyObject *
+reduce(State *state, Entry *entry, Call *call)
+{
+    Py_ssize_t n = call->nargs;
+    PyObject *wholes[MOST_ARGUMENTS], *result = NULL, *args;
+    int fine = find_wholes(state, entry, call, wholes);
+    if (fine <= 0) {
+        return fine < 0 ? NULL : call_runner(entry, call);
+    }
+    args = PyTuple_New(n);
+    for (Py_ssize_t i = 0; args && i < n; i++) { /* each once, and the others as they are */
+        PyObject *x = argument(call, i), *value = NULL;
+        for (Py_ssize_t k = 0; k < n; k++) {
+            if (wholes[k] && argument(call, k) == x) {
+                wholes[i] = wholes[k];
+                value = k < i ? PyTuple_GET_ITEM(args, k) : value;
+            }
+        }
+        value = value       ? Py_NewRef(value)
+                : wholes[i] ? PyObject_CallFunctionObjArgs(state->remember, x, wholes[i], NULL)
+                            : Py_NewRef(x);
+        if (value) {
+            PyTuple_SET_ITEM(args, i, value);
+        }
+        else {
+            Py_CLEAR(args);
+        }
+    }
+    if (!args) {
+        return NULL;
+    }
+    Call again; /* most of it is left as it is */
+    again.func = call->func;
+    again.args = args;
+    again.kwargs = NULL;
+    again.first = &PyTuple_GET_ITEM(args, 0);
+    again.nargs = n;
+    again.nnamed = 0;
+    state->recipes++;
+    state->nested++;
+    result = carry_out(state, &again);
+    state->nested--;
+    for (Py_ssize_t i = 0; result && i < n; i++) {
+        if (wholes[i] && result == PyTuple_GET_ITEM(args, i)) { /* as of x.contiguous() */
+            Py_SETREF(result, Py_NewRef(argument(call, i)));
+            break;
+        }
+    }
+    Py_DECREF(args);
+    return result;
+}
+
 /* Of a question that the key answers. */
 static PyObject *
 answer(State *state, Entry *entry)
@@ -1674,6 +1814,7 @@ run(State *state, Entry *entry, Call *call)
     PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
     if (done || !entry->noted) {
         result = !entry->recipe             ? call_runner(entry, call)
+                 : entry->wholes            ? reduce(state, entry, call)
                  : entry->answer != Py_None ? answer(state, entry)
                  : entry->outside           ? quick(state, entry, call)
                                             : direct(state, entry, call);
@@ -1726,7 +1867,7 @@ unsure:
     return call_python(state, call);
 }
 
-/* Does torch bring calls of methods to __torch_function__ of the class, and to nobody before? */
+/* Does torch bring calls to __torch_function__ of the class, and to nobody before? */
 static int
 calls_are_ours(State *state)
 {

@@ -18,7 +18,7 @@ from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import strict
 from disttensor.dispatch.resolve import Plan
 from disttensor.layout import Layout
-from disttensor.recipe import recipe_of, with_recipe
+from disttensor.recipe import recipe_of, reducing, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
@@ -48,8 +48,9 @@ def _grad(x: DistTensor) -> bool:
 def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Reduce ``x`` to ``dst``, and keep that beside it."""
     local = x.local
+    inside = dst.mesh.coordinate is not None
     # the local alone: what leads back to x would be a circle
-    value = wrap(moved_for(x, dst, ()) if x.is_initialized else resharded(x, dst).local, dst)
+    value = wrap(moved_for(x, dst, ()) if inside else resharded(x, dst).local, dst)
     if local.is_inference():
         INFERENCE[:] = [True]
     x._reduced = Reduced(local, version(local), value, _grad(x), region())
@@ -127,5 +128,8 @@ def reusing(plan: Plan, run: Runner) -> Runner:
                 return t
         return out
 
-    recipe = None if reduces else recipe_of(run)
+    if reduces:
+        inside = plan.mesh.coordinate is not None
+        return with_recipe(call, reducing(wholes) if inside else None)
+    recipe = recipe_of(run)
     return with_recipe(call, recipe._replace(pending=True) if recipe else None)

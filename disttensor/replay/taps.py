@@ -58,9 +58,9 @@ def taps(recorder: Any) -> Iterator[None]:
         (torch.autograd.Function, "apply", _custom),
     ]
     more: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
-        ("base", "move", _one_line), ("execute", "move", _one_line),
+        ("base", "along", _one_line), ("execute", "move", _one_line),
         ("awaited", "beginning", _at_once),
-        ("tensor_reshard", "move", _one_line), ("tensor_reshard", "through", _through),
+        ("tensor_reshard", "along", _one_line), ("tensor_reshard", "through", _through),
         ("execute", "written", _written), ("fallback", "written", _written),
         ("fallback", "forked", _forked), ("fallback", "count", _uncounted),
     )  # fmt: skip

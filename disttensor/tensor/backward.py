@@ -12,9 +12,11 @@ from disttensor.autograd import token
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.tie import Tie
+from disttensor.cache import cached
 from disttensor.comm import program
 from disttensor.comm.collectives import world
 from disttensor.layout import Axes
+from disttensor.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
 from disttensor.tensor.reshard import TAPE, moved_for, resharded
@@ -36,16 +38,19 @@ class Backward(MeshTensor):
     ) -> None:
         """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be
         differentiated."""
-        layout = self.spec.layout
-        program.enters("backward", self.spec)
-        if (
-            gradient is not None
-            or layout.sharded
-            or not self.is_initialized
-            or any(op != "sum" for _, op in layout.partial)
-        ):
+        spec = self.spec
+        program.enters("backward", spec)
+        if gradient is not None or not starts_from_one(spec):
             gradient = seed(self, gradient)
         run_backward([self.local], [gradient], retain_graph, create_graph, inputs)
+
+
+@cached(1024)
+def starts_from_one(spec: DistSpec) -> bool:
+    """Is 1, as torch makes it of a scalar, what the local's gradient is at the loss?"""
+    layout = spec.layout
+    whole = not layout.sharded and all(op == "sum" for _, op in layout.partial)
+    return whole and spec.mesh.coordinate is not None
 
 
 def run_backward(
@@ -56,8 +61,10 @@ def run_backward(
     inputs: Any = None,
 ) -> None:
     """torch.autograd.backward on locals, ``inputs`` may be DistTensors."""
-    _check_crossing(roots, keeps=create_graph)
-    run_engine(roots, grads, retain_graph, create_graph, _leaves_of(inputs))
+    if create_graph or TAPE.get() is not None:
+        _check_crossing(roots, keeps=create_graph)
+    inputs = None if inputs is None else _leaves_of(inputs)
+    run_engine(roots, grads, retain_graph, create_graph, inputs)
 
 
 def run_engine(
@@ -86,11 +93,9 @@ def run_given(
         raise
 
 
-def _leaves_of(inputs: Any) -> list[Tensor] | None:
+def _leaves_of(inputs: Any) -> list[Tensor]:
     """The locals that stand for ``inputs`` of a backward, and the anchors that make it run every
     transfer."""
-    if inputs is None:
-        return None
     out: list[Tensor] = token.anchors()
     for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
         if not isinstance(x, MeshTensor):

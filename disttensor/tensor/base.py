@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
-from disttensor.autograd.grad_types import Typed, move, whole_grad
+from disttensor.autograd.grad_types import along, way, whole_grad
 from disttensor.comm.places import Place
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
@@ -114,7 +114,7 @@ class MeshTensor(Tensor):
         elif local.is_leaf and not state.hooked:
             alias, made_at = whole_grad(local.detach().requires_grad_(), self.spec), -1
         else:
-            alias = move(local, Typed(self.spec), Typed(self.spec, axes), None)
+            alias = along(local, way(self.spec, (), self.spec, axes), None)
         if state.aliases is None:
             state.aliases = {}
         elif axes in state.aliases and not local.is_leaf and state.origin is not None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import reshard
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.cross_mesh import apart, crossed
-from disttensor.autograd.grad_types import Typed, move
+from disttensor.autograd.grad_types import Typed, along, way
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
 from disttensor.layout import Axes
@@ -45,12 +45,21 @@ def relabels(src: DistSpec, dst: DistSpec) -> bool:
     return all(n == 1 or p == q for p, q, n in ends)
 
 
+class Ends(NamedTuple):
+    """stays, with_grad: is a local of the one spec one of the other, of values, and of what
+    requires grad too? (A pending reduction that has no gradient is refused, on one rank too:
+    ``dual`` says so.) cuts: does the move split what is whole on an axis?"""
+
+    stays: bool
+    with_grad: bool
+    cuts: bool
+
+
 @cached(4096)
-def stays(src: DistSpec, dst: DistSpec) -> tuple[bool, bool]:
-    """Is a local of ``src`` one of ``dst``: of values, and of what requires grad too? A pending
-    reduction that has no gradient is refused, on one rank too: ``dual`` says so."""
+def ends(src: DistSpec, dst: DistSpec) -> Ends:
     same = relabels(src, dst)
-    return same, same and all(op in ("sum", "avg") for _, op in src.layout.partial)
+    has_gradient = all(op in ("sum", "avg") for _, op in src.layout.partial)
+    return Ends(same, same and has_gradient, not src.varies.issuperset(dst.layout.sharded))
 
 
 def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
@@ -60,12 +69,15 @@ def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
     if src is dst:
         return x.local_for(axes)
     local = x.local
-    if stays(src, dst)[local.requires_grad]:
+    stays, with_grad, cuts = ends(src, dst)
+    if with_grad if local.requires_grad else stays:
         return x.local_for(axes)
     if not local.requires_grad or not torch.is_grad_enabled():
         return reshard.run(local, src, dst)
-    read = through(x, dst, axes)
-    return move(x.local_for(read), Typed(src, read), Typed(dst, axes), None)
+    if axes or cuts:
+        read = through(x, dst, axes)
+        return along(x.local_for(read), way(src, read, dst, axes), None)
+    return along(local, way(src, (), dst, ()), None)
 
 
 def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
@@ -98,12 +110,9 @@ def again(
     the value is ``known``."""
     # written to since, perhaps through a view: it is no longer x's value
     if version(moved) != made_at:
-        source, src, held = moved, Typed(dst), None
-    else:
-        read = through(x, dst, axes)
-        source, src, held = x.local_for(read), Typed(x.spec, read), [known]
-    out: Tensor = move(source, src, Typed(dst, axes), held)
-    return out
+        return along(moved, way(dst, (), dst, axes), None)
+    read = through(x, dst, axes)
+    return along(x.local_for(read), way(x.spec, read, dst, axes), [known])
 
 
 _targets: Cache[Any, DistSpec] = Cache(4096)

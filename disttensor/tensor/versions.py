@@ -3,8 +3,9 @@ reduction, a gathered copy, an alias) is read while this stays.
 
 Autograd counts writes in ``_version``, but not all: ``x.data`` has a count of its own, inference
 tensors have none, and kernels outside autograd (fused optimizers, custom ops) raise none. Such
-writes are counted here, on the storage, when the dispatcher carries them out, so on all ranks
-alike. Writes past the dispatcher, to what ``to_local()`` gave, are seen where autograd counts them.
+writes are counted here when the dispatcher carries them out, so on all ranks alike, and the storage
+has the number of the last one. Writes past the dispatcher, to what ``to_local()`` gave, are seen
+where autograd counts them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def version(local: torch.Tensor) -> int:
     if not UNCOUNTED[0]:
         return by_autograd
     storage: Any = local.untyped_storage()
-    return by_autograd + int(getattr(storage, "uncounted_writes", 0))
+    return by_autograd + int(getattr(storage, "last_uncounted", 0))
 
 
 def count(*locals_: torch.Tensor) -> None:
@@ -31,4 +32,4 @@ def count(*locals_: torch.Tensor) -> None:
     UNCOUNTED[0] += len(locals_)
     for local in locals_:
         storage: Any = local.untyped_storage()
-        storage.uncounted_writes = getattr(storage, "uncounted_writes", 0) + 1
+        storage.last_uncounted = UNCOUNTED[0]

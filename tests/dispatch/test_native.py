@@ -100,7 +100,8 @@ def fused_step(x: Any, y: Any) -> list[Any]:
         lists = [[param], [y * 1], [average], [square], [], [step]]
         factors = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
         torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **factors)
-    return [param, average, step, *map(versions.version, (param.local, square.local, step))]
+    written = [versions.version(t) for t in (param.local, square.local, step)]
+    return [param, average, step, *[n - versions.UNCOUNTED[0] for n in written]]
 
 
 # name -> (a call, is it carried out in C?)
@@ -132,7 +133,12 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "lists in place": (lambda x, y: torch._foreach_mul_([x.clone(), y.clone()], 2.0), True),
     "assignment": (lambda x, y: x.clone().__setitem__((slice(None), 0), 1.0), True),
     "plain tensor": (lambda x, y: x + torch.arange(6.0), False),
-    "reshard": (lambda x, y: x.sum() + 1, False),
+    "reshard": (lambda x, y: x.sum() + 1, True),
+    "reshard twice": (lambda x, y: x.sum().mul(y.sum()).relu(), True),
+    "reshard of one": (lambda x, y: (s := x.sum(1, True).sum(0)) * s, True),
+    "reshard and dims": (lambda x, y: torch.amax(x.sum(0, True), (0, 1)), True),
+    "reshard in a list": (lambda x, y: torch.stack([x.sum(), y.sum()]).relu(), False),
+    "reshard by name": (lambda x, y: torch.relu(input=x.sum()), False),
     "generator": (lambda x, y: torch.add(x, y, alpha=complex(2).real), True),
     "question": (lambda x, y: torch.is_complex(x), True),
     "fused": (fused_step, True),
@@ -262,6 +268,44 @@ def test_a_pending_sum_that_was_reduced_is_read_instead(mesh: dt.ProcessMesh) ->
     x.relu()  # reduces it
     _, counts = counted(lambda: x * 2)
     assert (x * 2).partial_status == {} and counts["in_c"] < counts["known"]
+
+
+def test_what_a_call_reduces_is_kept_for_the_next(mesh: dt.ProcessMesh) -> None:
+    """By C as by Python, which carries out what follows: it asks whether the value is still x's."""
+    x = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
+    x.clone().exp()
+    _, counts = counted(x.exp)
+    assert counts["in_c"] == counts["known"] == 2 and x._reduced.value.placements == (R, R)
+    _, counts = counted(x.exp)
+    assert counts["in_c"] < counts["known"]
+
+
+def test_calls_that_reduce_ask_python_first(mesh: dt.ProcessMesh) -> None:
+    """Inside strict, of a gradient that is pending, and where a mode sees torch's functions."""
+    x = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
+    for _ in range(2):
+        x.clone().exp()
+    with dt.strict(), pytest.raises(dt.StrictError, match="implicit all_reduce"):
+        x.exp()
+    assert x._reduced is None
+    w = dt.from_local(torch.ones(6), mesh, [R, R], shape=(6,)).requires_grad_()
+    for _ in range(3):
+        w.grad = None
+        (tensor(mesh) * w).sum().backward()
+        assert w.grad.partial_status == {0: "sum"}
+        w.grad.exp()
+        assert w.grad.partial_status == {} and w.grad._reduced is None  # for good
+
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.exp(x.clone())
+    assert torch.exp in seen
 
 
 def test_two_transfers_are_joined_outside_the_mesh(mesh: dt.ProcessMesh) -> None:
