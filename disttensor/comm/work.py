@@ -45,6 +45,6 @@ class Work(Generic[T]):
 def finished(result: T) -> Work[T]:
     """Work with nothing left to do."""
     work: Work[T] = Work.__new__(Work)
-    work._finish = work._done = work._error = None
+    work._finish = work._done = work._error = work.into = None
     work._result = result
     return work

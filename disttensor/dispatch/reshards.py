@@ -14,8 +14,9 @@ from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 from disttensor.recipe import Recipe, outputs_of, with_recipe
 from disttensor.spec import DistSpec
+from disttensor.tensor.awaited import started
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.reshard import resharded, target
+from disttensor.tensor.reshard import target
 
 _UNNOTED = Call(lambda: "reshard", None, effect=0)  # ranks that differ in it wait for each other
 
@@ -24,7 +25,7 @@ def reshard(
     x: DistTensor, mesh: ProcessMesh | None, placements: Sequence[Placement] | None
 ) -> DistTensor:
     """``x`` on ``mesh`` (None: its own) with these placements; it shares no memory with x."""
-    return resharded(x, target(x.spec, mesh or x.spec.mesh, placements, None, None), fresh=True)
+    return started(x, target(x.spec, mesh or x.spec.mesh, placements, None, None))
 
 
 def first_reshard(
@@ -32,12 +33,12 @@ def first_reshard(
 ) -> tuple[DistTensor, Callable[..., Any]]:
     """The same, and what carries out the next ones of this kind: for the C code."""
     dst = target(x.spec, mesh or x.spec.mesh, placements, None, None)
-    return resharded(x, dst, fresh=True), _runner_of(x.spec, dst)
+    return started(x, dst), _runner_of(x.spec, dst)
 
 
 def _runner_of(src: DistSpec, dst: DistSpec) -> Callable[..., Any]:
     def run(args: Sequence[Any], kwargs: Any) -> DistTensor:
-        return resharded(args[0], dst, fresh=True)
+        return started(args[0], dst)
 
     runner: Any = run
     runner.call = _UNNOTED

@@ -9,6 +9,7 @@ import torch
 
 import disttensor as dt
 from disttensor.simulate.events import Collective, Op, Wait
+from disttensor.simulate.network import Link, Network
 from disttensor.tensor import awaited
 
 
@@ -29,7 +30,7 @@ def build():
 def simulated():
     """What a rank does in the forward, less what is neither of a collective nor a product; and its
     seconds."""
-    report = dt.simulate(build, world=2)
+    report = dt.simulate(build, world=2, network=Network(within=Link(20e9, 10e-6)))
     (kind,) = report.kinds
     names = {Collective: "begins", Wait: "waits"}
     of = [
