@@ -71,8 +71,8 @@
 /* Names of attributes. */
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
-    X(_is_param) X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) \
-    X(dim) X(order) X(reduce_op)
+    X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) X(dim) X(order) \
+    X(reduce_op)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -1074,21 +1074,6 @@ targets(State *state, Entry *entry, const Call *call, PyObject *plain)
     return found;
 }
 
-/* Is nothing kept beside a DistTensor but what DistTensors are made with? Then all the attributes
- * that are looked for here are those of its class: None. -1: an error. */
-static int
-is_bare(State *state, PyObject *x)
-{
-    PyObject *dict = PyObject_GenericGetDict(x, NULL);
-    if (!dict) {
-        return -1;
-    }
-    Py_ssize_t others = PyDict_GET_SIZE(dict);
-    others -= others && PyDict_Contains(dict, state->str._is_param) > 0; /* of a parameter */
-    Py_DECREF(dict);
-    return PyErr_Occurred() ? -1 : !others;
-}
-
 /* Is there no use of x but its local and, of a leaf, what stays with it? -1: an error. */
 static int
 no_uses(State *state, PyObject *x)
@@ -1116,10 +1101,6 @@ static int
 written(State *state, PyObject *x)
 {
     int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
-    int bare = plain ? is_bare(state, x) : 0;
-    if (bare) {
-        return bare < 0 ? -1 : 0;
-    }
     if (plain) {
         plain = no_uses(state, x);
     }
@@ -1209,9 +1190,7 @@ fits(State *state, Entry *entry, const Call *call, PyObject *aims)
         fine = is_none(first, state->str._view_state); /* of a copy in place of a view */
     }
     for (Py_ssize_t i = 0; aims && fine > 0 && i < PyList_GET_SIZE(aims); i++) {
-        PyObject *x = PyList_GET_ITEM(aims, i);
-        int bare = is_bare(state, x);
-        fine = bare ? bare : is_none(x, state->str._view_state);
+        fine = is_none(PyList_GET_ITEM(aims, i), state->str._view_state);
     }
     if (entry->pending && fine > 0) {
         if (call->nnamed || call->nargs > 2) {
@@ -1813,11 +1792,11 @@ run(State *state, Entry *entry, Call *call)
     state->hits++;
     PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
     if (done || !entry->noted) {
-        result = !entry->recipe             ? call_runner(entry, call)
-                 : entry->wholes            ? reduce(state, entry, call)
-                 : entry->answer != Py_None ? answer(state, entry)
-                 : entry->outside           ? quick(state, entry, call)
-                                            : direct(state, entry, call);
+        result = !entry->recipe               ? call_runner(entry, call)
+                 : entry->local_fn != Py_None ? direct(state, entry, call)
+                 : entry->wholes              ? reduce(state, entry, call)
+                 : entry->outside             ? quick(state, entry, call)
+                                              : answer(state, entry);
     }
     Py_XDECREF(done);
     release(entry);

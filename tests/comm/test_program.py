@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm.program import State, difference
-from tests.support.pool import on_ranks
+from disttensor.comm.program import NOTED, State, difference
+from tests.support.pool import fake_world, on_ranks
 
 
 def test_what_one_rank_asks_for_alone_is_no_difference():
@@ -35,6 +35,19 @@ def test_a_difference_is_told_by_camps_with_the_lines_of_both():
     assert "ranks [0, 1, 3]: torch.mul(f32[4]) (a.py:2)" in text
     assert "rank 2: no more calls before (SGD.step at a.py:9)" in text
     assert difference("ProcessMesh(dp=4)", 3, dict.fromkeys(range(2), notes[0])) == ""
+
+
+def test_a_backward_is_one_call_for_each_line_that_makes_it():
+    with fake_world(2):
+        loss = dt.ones(4, mesh=dt.ProcessMesh([0, 1], ("dp",)), requires_grad=True).sum()
+        NOTED.clear()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        noted = [n for n in NOTED if "backward" in n.call.words()]
+    first, second, other = (n.call.where.rpartition(":") for n in noted)
+    assert noted[0] is noted[1] and first == second
+    assert first[0] == other[0] == __file__ and int(other[2]) == int(first[2]) + 1
 
 
 def start_anew():
