@@ -1553,6 +1553,7 @@ reduce(State *state, Entry *entry, Call *call)
     again.first = &PyTuple_GET_ITEM(args, 0);
     again.nargs = n;
     again.nnamed = 0;
+    again.reshards = 0;
     state->recipes++;
     state->nested++;
     result = carry_out(state, &again);
