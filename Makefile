@@ -77,7 +77,7 @@ newest:
 native: .venv/.native
 
 python: .venv/.installed
-	DISTTENSOR_PYTHON=1 $(BIN)/python -m pytest -n 2 $$($(BIN)/python -m tests.support.part 16) $(ARGS)
+	DISTTENSOR_PYTHON=1 $(BIN)/python -m pytest -n 2 $$($(BIN)/python -m tests.support.part 32) $(ARGS)
 
 # Both libraries come before Python's own, or exceptions of C++ are not seen.
 ASAN = -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1

@@ -280,6 +280,24 @@ def test_what_a_call_reduces_is_kept_for_the_next(mesh: dt.ProcessMesh) -> None:
     assert counts["in_c"] < counts["known"]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_table_is_emptied_between_a_call_that_reduces_and_what_it_makes(
+    mesh: dt.ProcessMesh, first: int
+) -> None:
+    """All at once, where it is full: then the one is known and the other is not."""
+    assert native.module is not None
+    native.module.clear()
+    x = tensor(mesh)
+    for i in range(16384 - 4 + first):  # kinds of calls; 16384 are kept
+        torch.add(x, i)
+    pending = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
+    for function in (torch.exp, torch.sin, torch.cos, torch.tanh, torch.sigmoid):
+        for _ in range(3):
+            out = function(pending.clone())
+        torch.testing.assert_close(out.to_local(), function(torch.ones(8, 6)))
+    native.module.clear()
+
+
 def test_calls_that_reduce_ask_python_first(mesh: dt.ProcessMesh) -> None:
     """Inside strict, of a gradient that is pending, and where a mode sees torch's functions."""
     x = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
