@@ -142,8 +142,7 @@ class Message(Work[Tensor]):
                 raise failed(what, error) from error
             return out
 
-        self._finish, self._done = finish, lambda: all(work.is_completed() for work in works)
-        self._error = self._result = None
+        super().__init__(finish, lambda: all(work.is_completed() for work in works))
         self._posted = works, out, what
 
     def __del__(self) -> None:  # nobody wants it, but the sender must get rid of it
