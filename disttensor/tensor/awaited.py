@@ -26,11 +26,10 @@ import torch
 from disttensor.autograd.grad_types import Typed, move
 from disttensor.comm.work import Work
 from disttensor.spec import DistSpec
-from disttensor.tensor.base import MeshTensor, set_origin, through
+from disttensor.tensor.base import MeshTensor, through
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import InPlace
-from disttensor.tensor.reshard import again, resharded
-from disttensor.tensor.versions import version
+from disttensor.tensor.reshard import resharded, set_result_of
 from disttensor.torch_private import make_subclass
 from reshard import planner
 
@@ -126,5 +125,5 @@ def started(x: DistTensor, dst: DistSpec) -> DistTensor:
         out._arrival = Arrival(work, moved)
         out.spec = dst
     if in_graph:
-        set_origin(out, partial(again, x, dst, moved, moved.detach(), version(moved)))
+        set_result_of(out, x, moved)
     return out

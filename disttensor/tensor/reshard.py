@@ -95,12 +95,16 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
     moved = moved_for(x, dst, ())
     if fresh and storage_id(moved.untyped_storage()) == storage_id(x.local.untyped_storage()):
         moved = moved.clone()
+    out = x.like(moved, dst)
     if moved.requires_grad:
-        alias = partial(again, x, dst, moved, moved.detach(), version(moved))
-        out = x.like(moved, dst)
-        set_origin(out, alias)
-        return out
-    return x.like(moved, dst)
+        set_result_of(out, x, moved)
+    return out
+
+
+def set_result_of(out: MeshTensor, x: MeshTensor, moved: Tensor) -> None:
+    """``out`` is a reshard of x, and ``moved`` its local."""
+    made_at = version(moved)
+    set_origin(out, partial(again, x, out.spec, moved, moved.detach(), made_at))
 
 
 def again(
