@@ -50,12 +50,13 @@ def test_who_holds_a_tensor_is_seen_and_keeps_its_memory(hold: Any) -> None:
 
 
 def settled(grad: torch.Tensor, keep: bool = False) -> tuple[Bucket, torch.Tensor]:
-    some, place, leaf = bucket(), Place(), torch.zeros(2, 3, dtype=grad.dtype, requires_grad=True)
+    some, place = bucket(), Place()
+    leaf = torch.zeros(grad.shape, dtype=grad.dtype, requires_grad=True)
     place.bucket = some
     leaf.register_post_accumulate_grad_hook(place.settle)
     kept = some.tensors[0] if keep else None
     leaf.backward(grad)
-    assert leaf.grad is not None and torch.equal(leaf.grad, grad)
+    assert leaf.grad is not None and torch.equal(leaf.grad.to_dense(), grad.to_dense())
     assert kept is None or kept.sum() == 0
     return some, leaf
 
@@ -67,11 +68,20 @@ def test_a_gradient_settles_and_adds_up_there() -> None:
     assert leaf.grad is some.tensors[0] and some.flat.tolist() == [2] * 6 + [0] * 3
 
 
-@pytest.mark.parametrize(("dtype", "keep"), [(torch.float64, False), (torch.float32, True)])
-def test_a_gradient_of_another_dtype_or_whose_place_is_held_stays(
-    dtype: torch.dtype, keep: bool
+@pytest.mark.parametrize(
+    ("grad", "keep"),
+    [
+        (torch.ones(2, 3, dtype=torch.float64), False),
+        (torch.ones(1, 3), False),
+        (torch.ones(2, 3).to_sparse(), False),
+        (torch.ones(2, 3), True),
+    ],
+    ids=["another dtype", "another shape", "sparse", "held"],
+)
+def test_a_gradient_that_does_not_fit_or_whose_place_is_held_stays(
+    grad: torch.Tensor, keep: bool
 ) -> None:
-    some, leaf = settled(torch.ones(2, 3, dtype=dtype), keep)
+    some, leaf = settled(grad, keep)
     assert leaf.grad is not some.tensors[0] and some.flat.sum() == 0
 
 
@@ -94,6 +104,7 @@ def test_a_bucket_is_for_the_same_places_in_the_same_order() -> None:
     assert bucket_of(some[::-1], *args) is not first
     assert bucket_of(some, *args) is not first
     assert bucket_of(some, *args[:3], torch.float64).dtype is torch.float64
+    assert len(bucket_of(some, SHAPES, [6, 0, 1], args[2], torch.float64).flat) == 7
 
 
 # Whole steps ----------------------------------------------------------------------------------
@@ -257,11 +268,13 @@ def test_who_holds_a_gradient_before_the_step_does_not_see_its_sum(name: str) ->
     opt, x = sgd(net), dt.shard_tensor(rows(), mesh, [dt.Shard(0)])
     step(net, x, opt)
     keep, values = HOLDERS[name]
-    for _ in range(2):
-        opt.zero_grad()
-        net(x).sum().backward()
-        before = net[0].weight.grad.to_local().clone()
-        kept = keep(net[0].weight.grad)
-        opt.step()
-        found = values(kept).reshape(-1)
-        torch.testing.assert_close(found, before.reshape(-1)[-len(found) :], rtol=0, atol=0)
+    with mock.patch.object(places.Bucket, "leave", autospec=True, side_effect=Bucket.leave) as left:
+        for _ in range(3):
+            opt.zero_grad()
+            net(x).sum().backward()
+            before = net[0].weight.grad.to_local().clone()
+            kept = keep(net[0].weight.grad)
+            opt.step()
+            found = values(kept).reshape(-1)
+            torch.testing.assert_close(found, before.reshape(-1)[-len(found) :], rtol=0, atol=0)
+    assert left.call_count == 1
