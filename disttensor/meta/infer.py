@@ -1,5 +1,9 @@
-"""What a call gives, without computing it: the function runs once on fake tensors of the global
-shapes.
+"""What a call gives, without computing it: the function runs once on tensors without data of the
+global shapes.
+
+Those are on torch's ``meta`` device where that says all, as its kernels are C++. Where it refuses,
+or something may depend on the device, on data or on autocast, they are fakes, which take several
+times as long, and torch's compiler to be imported.
 
 Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it says which arguments
 each result depends on (so that gradients find their way), whether the call draws random numbers
@@ -8,7 +12,10 @@ each result depends on (so that gradients find their way), whether the call draw
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +27,7 @@ from disttensor.torch_private import (
     DynamicOutputShape,
     TorchDispatchMode,
     fake_mode,
+    no_dispatch,
     storage_id,
 )
 from disttensor.tree import flat, rebuilt, substitute
@@ -55,13 +63,23 @@ class Found(NamedTuple):
 
 
 class _Seeded(TorchDispatchMode):
-    """Notes whether anything draws random numbers."""
+    """Notes whether anything draws random numbers. ``alone``: modes below it see nothing."""
 
     drew = False
 
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.around: Any = no_dispatch if alone else nullcontext
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, to tell that to leave this alone."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        with self.around():
+            return func(*args, **(kwargs or {}))
 
 
 _DYNAMIC = (
@@ -138,6 +156,11 @@ def _around() -> tuple[Any, ...]:
 def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
     tensors = flat((tuple(args), kwargs), [])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
+    if _on_meta(func, args, kwargs, tensors):
+        with contextlib.suppress(Exception):  # no such kernel, or an error: fakes say which
+            known = _run(func, args, kwargs, every, on_meta=True)
+            if not known.draws:  # by which kernels, is the device's own
+                return known
     try:
         return _run(func, args, kwargs, every)
     except DataDependent:
@@ -154,6 +177,34 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return _run(func, args, kwargs, taken) if taken else bare
 
 
+def _on_meta(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> bool:
+    """Do tensors on the ``meta`` device say all, unless there is an error?"""
+    values = (*args, *kwargs.values())
+    return (
+        bool(tensors)
+        and _makes_nothing(func)
+        and not named_dynamic(func)
+        and not by_mask(func, args)
+        and all(t.device == tensors[0].device for t in tensors)
+        and not any(isinstance(v, (torch.device, str)) for v in values)
+        and _around()[1:] == (None, None)
+    )
+
+
+def _makes_nothing(func: Any) -> bool:
+    """Does it make tensors from its arguments alone? What torch has written in Python may make some
+    on the default device, and draw there, as ``nn.init`` does."""
+    if isinstance(func, FunctionType):
+        return func.__module__ == "torch.nn.functional"
+    return _is_torch(func)
+
+
+class _Other(Exception):
+    """The result is not of tensors alone: it may be about the device."""
+
+
 def _takes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], i: int) -> bool:
     """Can tensor ``i`` require grad?"""
     try:
@@ -168,14 +219,19 @@ def _hidden() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequence[int]) -> Found:
+def _run(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequence[int],
+    on_meta: bool = False,
+) -> Found:  # fmt: skip
     """``needing``: the tensors that require grad, by number."""
-    seeded = _Seeded()
+    seeded = _Seeded(alone=on_meta)
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
 
     def fake(t: Tensor) -> Any:
-        leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device)
+        with no_dispatch() if on_meta else nullcontext():
+            device = "meta" if on_meta else t.device
+            leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=device)
         differentiable = len(leaves) in needing
         leaves.append(leaf.requires_grad_(differentiable))
         number = leaves[1:] and t.ndim == 0 and func in _INDEXING
@@ -186,7 +242,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
         return fakes[-1]
 
     try:
-        with fake_mode(), seeded, torch.set_grad_enabled(bool(needing)), _hidden():
+        mode = nullcontext() if on_meta else fake_mode()
+        with mode, seeded, torch.set_grad_enabled(bool(needing)), _hidden():
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
     except DynamicOutputShape:
@@ -212,6 +269,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequen
             return outs[-1]
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             return rebuilt(value, [describe(v) for v in value])
+        if on_meta and value is not None:
+            raise _Other
         return value
 
     return Found(describe(result), outs, seeded.drew)
