@@ -145,14 +145,15 @@ def restated(
     None where it is so already."""
     if not kwargs and all(map(_stays, args)):
         return None  # most calls: torch need not be asked
-    ways = signatures(func)
 
     def read(at: int | str, value: Any) -> Any:
         if isinstance(value, slice) or type(value) is tuple:
             value = _index(value)
-        if not ways or any(s.tensor_at(at) for s in ways):
-            return value
-        return substitute(value, _number) if any(not t.ndim for t in flat(value, [])) else value
+        if all(t.ndim for t in flat(value, [])):
+            return value  # mostly: torch need not be asked
+        ways = signatures(func)
+        taken = not ways or any(s.tensor_at(at) for s in ways)
+        return value if taken else substitute(value, _number)
 
     said = chosen(func, args, kwargs) if kwargs and flat(kwargs, []) else None
     placed, words = args, kwargs
