@@ -200,6 +200,19 @@ def test_small_ones_are_waited_for_at_once():
     assert type(y) is DistTensor and seen == []
 
 
+@pytest.mark.parametrize("shape", [(5, 3), (512, 384)], ids=str)
+@pytest.mark.parametrize("pair", [(R, S0), *PAIRS], ids=["R-S0", *NAMES])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(2)
+def test_the_result_has_memory_of_its_own(pair, shape, ranks):
+    """On an axis of one rank too, where both layouts are the same memory."""
+    mesh = dt.ProcessMesh(torch.arange(2).view(-1, ranks), ("a", "b"))
+    x = place(randn(*shape), mesh, (R, pair[0]))
+    before = x.full_tensor()
+    dt.reshard(x, mesh, (R, pair[1])).to_local().fill_(7)
+    assert torch.equal(x.full_tensor(), before)
+
+
 def test_what_begins_in_the_background():
     """One collective; over gloo a reduce-scatter would be another one, which adds up in another
     order."""
