@@ -54,7 +54,7 @@
 #define REFERENCES(X) \
     X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) X(GradState) \
-    X(local) X(spec) X(idle) /* descriptors of DistTensor, and of DistSpec */ \
+    X(local) X(spec) X(idle) X(meta_tensor) /* descriptors of DistTensor, and of DistSpec */ \
     X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) X(is_leaf) X(version) /* of Tensor */ \
     X(dist_grad) /* DistTensor's, in Python */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(untyped_storage) /* of torch */ \
@@ -797,24 +797,31 @@ end_of_life(PyObject *self)
     }
 }
 
-/* A DistTensor of what this rank computed. Steals local. */
+/* A DistTensor of what this rank computed. ``making``: what make_subclass takes. Steals local. */
 static PyObject *
-wrap(State *state, const Output *output, PyObject *local)
+wrap_as(State *state, PyObject *idle, PyObject *making, PyObject *local, PyObject *spec)
 {
-    Py_ssize_t n = PyList_GET_SIZE(output->idle);
+    Py_ssize_t n = PyList_CheckExact(idle) ? PyList_GET_SIZE(idle) : 0;
     PyObject *new;
     if (n) {
-        new = Py_NewRef(PyList_GET_ITEM(output->idle, n - 1));
+        new = Py_NewRef(PyList_GET_ITEM(idle, n - 1));
         state->idle_wrappers -= state->idle_wrappers > 0;
         state->reused++;
-        if (PyList_SetSlice(output->idle, n - 1, n, NULL) < 0) {
+        if (PyList_SetSlice(idle, n - 1, n, NULL) < 0) {
             Py_CLEAR(new);
         }
     }
-    else {
-        new = PyObject_Call(state->make_subclass, output->making, NULL);
+    else if (making) {
+        new = PyObject_Call(state->make_subclass, making, NULL);
     }
-    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, output->spec) < 0)) {
+    else {
+        PyObject *meta_tensor = get(state->meta_tensor, spec);
+        new = meta_tensor ? PyObject_CallFunctionObjArgs(state->make_subclass, state->DistTensor,
+                                                         meta_tensor, NULL)
+                          : NULL;
+        Py_XDECREF(meta_tensor);
+    }
+    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, spec) < 0)) {
         Py_CLEAR(new);
     }
     if (new && n) {
@@ -822,6 +829,12 @@ wrap(State *state, const Output *output, PyObject *local)
     }
     Py_DECREF(local);
     return new;
+}
+
+static PyObject *
+wrap(State *state, const Output *output, PyObject *local)
+{
+    return wrap_as(state, output->idle, output->making, local, output->spec);
 }
 
 /* Is it a plain tensor of the dtype that was expected? -1: an error. */
@@ -2028,6 +2041,22 @@ reshard(PyObject *module, PyObject *const *given, Py_ssize_t n)
     return result;
 }
 
+PyDoc_STRVAR(wrap_doc, "wrap(local, spec)\n--\n\nAs disttensor.tensor.dist_tensor.wrap.");
+
+static PyObject *
+wrap_method(PyObject *module, PyObject *const *given, Py_ssize_t n)
+{
+    State *state = PyModule_GetState(module);
+    if (!state->idle || n != 2) {
+        PyErr_SetString(PyExc_TypeError, "wrap takes a local and a spec");
+        return NULL;
+    }
+    PyObject *idle = get(state->idle, given[1]); /* None: no call gives such tensors */
+    PyObject *new = idle ? wrap_as(state, idle, NULL, Py_NewRef(given[0]), given[1]) : NULL;
+    Py_XDECREF(idle);
+    return new;
+}
+
 /* The module ---------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(configure_doc, "configure(**references)\n--\n\n"
@@ -2237,6 +2266,7 @@ static PyMethodDef methods[] = {
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
      configure_doc},
     {"reshard", (PyCFunction)(void (*)(void))reshard, METH_FASTCALL, reshard_doc},
+    {"wrap", (PyCFunction)(void (*)(void))wrap_method, METH_FASTCALL, wrap_doc},
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {"methods", methods_of, METH_NOARGS, methods_doc},

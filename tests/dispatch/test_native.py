@@ -27,11 +27,13 @@ from disttensor import cache, recipe, runtime
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.comm import p2p, program
 from disttensor.dispatch import dispatch, native
+from disttensor.patches import tracers
 from disttensor.pipeline.tape import Tape
 from disttensor.random import state
 from disttensor.spec import spec_of
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import origin_of
+from disttensor.tensor.dist_tensor import WRAP, wrap, wrapped
 from ops.registry import RULES
 from tests.support.pool import fake_world
 
@@ -828,6 +830,37 @@ def test_a_wrapper_that_died_is_the_next_result_and_nobody_sees_it_meanwhile(
         z, counts = counted(lambda: x + x)
         assert counts["reused"] == 1 and vars(z) == {} and known() is None
         assert parts(z) == parts(x + x) and gc.is_tracked(z) and z._grad_state is None
+
+
+def test_wrap_takes_a_wrapper_that_waits(mesh: dt.ProcessMesh) -> None:
+    """As what a skipped module gives: of a spec that calls give, too; of others it makes one."""
+    x, unknown = tensor(mesh), dt.zeros(5, 3, mesh=mesh)
+    x + x
+    for in_c in (True, False):
+        with native.using(in_c):
+            y = x + x
+            y.mine = 3.0  # type: ignore[attr-defined]
+            del y
+            for of, reused in ((x, int(in_c)), (unknown, 0)):
+                waiting = len(of.spec.idle or ())
+                z, counts = counted(lambda of=of: wrap(of.local, of.spec))
+                assert counts["reused"] == reused and len(of.spec.idle or ()) == waiting - reused
+                assert type(z) is dt.DistTensor and z.local is of.local and z.spec is of.spec
+                assert parts(z) == parts(of) and vars(z) == {} and gc.is_tracked(z)
+                del z
+    for wrong in ((), (x.local,), (x.local, 3), (x.local, x.spec, x.spec)):
+        with pytest.raises(TypeError):
+            native.module.wrap(*wrong)
+
+
+def test_a_tracer_makes_its_wrappers_in_python(mesh: dt.ProcessMesh) -> None:
+    """It has to see how they are made."""
+    x = tensor(mesh)
+    assert [native.module.wrap] == WRAP
+    with native.using(False):
+        assert [wrapped] == WRAP
+    assert tracers.within("a tracer")(lambda: list(WRAP))() == [wrapped]
+    assert [native.module.wrap] == WRAP and parts(wrap(x.local, x.spec)) == parts(x)
 
 
 def test_a_wrapper_that_somebody_has_a_hold_of_is_not_used_again(mesh: dt.ProcessMesh) -> None:
