@@ -47,7 +47,7 @@
 #define MOST_NESTED 200 /* calls within calls; deeper ones are Python's, which counts its frames */
 #define MOST_DEPTH 4  /* lists within lists, of the words of an argument */
 #define SHORT 192 /* words that need no allocation */
-#define MOST_IDLE 32 /* dead wrappers that are kept, of one spec and of all */
+#define MOST_IDLE 128 /* dead wrappers that are kept, of one spec and of all */
 #define MOST_IDLE_OF_ALL 4096
 
 /* What Python gives by configure(), by the same names. */

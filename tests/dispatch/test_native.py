@@ -928,13 +928,21 @@ def test_a_wrapper_that_somebody_has_a_hold_of_is_not_used_again(mesh: dt.Proces
 
 
 def test_of_many_specs_few_wrappers_wait(mesh: dt.ProcessMesh) -> None:
-    for n in range(1, 300):
+    for n in range(1, 100):
         x = dt.zeros(8, n, mesh=mesh)
         for _ in range(2):
-            del [x + x for _ in range(40)][:]
-        assert len((x + x).spec.idle or ()) <= 32
+            del [x + x for _ in range(150)][:]
+        assert len((x + x).spec.idle or ()) <= 128
     kept = sum(len(s.idle or ()) for s in mesh.specs.values())
-    assert 0 < kept < 300 * 32 / 2
+    assert 0 < kept < 100 * 128 / 2
+
+
+def test_results_of_a_call_on_many_tensors_are_used_again(mesh: dt.ProcessMesh) -> None:
+    """As many as an optimizer of many layers makes in one call."""
+    tensors = [tensor(mesh) for _ in range(120)]
+    for _ in range(3):
+        torch._foreach_abs(tensors)
+    assert counted(lambda: torch._foreach_abs(tensors))[1]["reused"] == 120
 
 
 def test_methods_of_known_calls_come_past_the_parser_of_torch(mesh: dt.ProcessMesh) -> None:
