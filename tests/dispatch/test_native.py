@@ -458,7 +458,7 @@ def lists(mesh: dt.ProcessMesh) -> list[Any]:
         ones, states = [dt.ones(8, 6, mesh=mesh) for _ in range(6)], [torch.ones(()) for _ in "ab"]
         for member in ones:
             member.local_for((1,))
-        args = ones[:2], ones[2:4], ones[4:], [tensor(mesh).abs() for _ in "ab"], [], states
+        args: Any = ones[:2], ones[2:4], ones[4:], [tensor(mesh).abs() for _ in "ab"], [], states
         before = [versions.version(x.local) for x in ones]
         torch._fused_adamw_(
             *args, amsgrad=False, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
