@@ -47,14 +47,14 @@
 #define MOST_NESTED 200 /* calls within calls; deeper ones are Python's, which counts its frames */
 #define MOST_DEPTH 4  /* lists within lists, of the words of an argument */
 #define SHORT 192 /* words that need no allocation */
-#define MOST_IDLE 32 /* dead wrappers that are kept, of one spec and of all */
+#define MOST_IDLE 128 /* dead wrappers that are kept, of one spec and of all */
 #define MOST_IDLE_OF_ALL 4096
 
 /* What Python gives by configure(), by the same names. */
 #define REFERENCES(X) \
     X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) X(GradState) \
-    X(local) X(spec) X(idle) /* descriptors of DistTensor, and of DistSpec */ \
+    X(local) X(spec) X(idle) X(meta_tensor) /* descriptors of DistTensor, and of DistSpec */ \
     X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) X(is_leaf) X(version) /* of Tensor */ \
     X(dist_grad) /* DistTensor's, in Python */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(untyped_storage) /* of torch */ \
@@ -384,6 +384,11 @@ follow(State *state, Entry *entry, PyObject *recipe)
             return 0;
         }
     }
+    for (Py_ssize_t i = 0; i < entry->ntargets; i++) {
+        if (entry->targets[i] < (i ? entry->targets[i - 1] + 1 : 0)) {
+            return 0; /* search_in goes once over the tensors */
+        }
+    }
     for (Py_ssize_t i = 0; i < entry->nsources; i++) {
         if (entry->sources[i] < 0 || entry->sources[i] >= entry->nuses) {
             return 0;
@@ -485,6 +490,28 @@ is_none(PyObject *x, PyObject *name)
     int none = value == Py_None;
     Py_DECREF(value);
     return none;
+}
+
+/* What is kept beside a DistTensor by this name: borrowed of its __dict__. NULL: None, as the class
+ * has it, or an error. An empty __dict__ is seen at once, and most are. */
+static inline PyObject *
+beside(PyObject *dict, PyObject *name)
+{
+    PyObject *value = PyDict_GET_SIZE(dict) ? PyDict_GetItemWithError(dict, name) : NULL;
+    return value == Py_None ? NULL : value;
+}
+
+/* Is nothing kept beside a DistTensor by this name? -1: an error. */
+static int
+nothing_beside(PyObject *x, PyObject *name)
+{
+    PyObject *dict = PyObject_GenericGetDict(x, NULL);
+    if (!dict) {
+        return -1;
+    }
+    int nothing = !beside(dict, name);
+    Py_DECREF(dict);
+    return PyErr_Occurred() ? -1 : nothing;
 }
 
 /* Does a function, or the descriptor of an object, give True? -1: an error. */
@@ -797,24 +824,31 @@ end_of_life(PyObject *self)
     }
 }
 
-/* A DistTensor of what this rank computed. Steals local. */
+/* A DistTensor of what this rank computed. ``making``: what make_subclass takes. Steals local. */
 static PyObject *
-wrap(State *state, const Output *output, PyObject *local)
+wrap_as(State *state, PyObject *idle, PyObject *making, PyObject *local, PyObject *spec)
 {
-    Py_ssize_t n = PyList_GET_SIZE(output->idle);
+    Py_ssize_t n = PyList_CheckExact(idle) ? PyList_GET_SIZE(idle) : 0;
     PyObject *new;
     if (n) {
-        new = Py_NewRef(PyList_GET_ITEM(output->idle, n - 1));
+        new = Py_NewRef(PyList_GET_ITEM(idle, n - 1));
         state->idle_wrappers -= state->idle_wrappers > 0;
         state->reused++;
-        if (PyList_SetSlice(output->idle, n - 1, n, NULL) < 0) {
+        if (PyList_SetSlice(idle, n - 1, n, NULL) < 0) {
             Py_CLEAR(new);
         }
     }
-    else {
-        new = PyObject_Call(state->make_subclass, output->making, NULL);
+    else if (making) {
+        new = PyObject_Call(state->make_subclass, making, NULL);
     }
-    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, output->spec) < 0)) {
+    else {
+        PyObject *meta_tensor = get(state->meta_tensor, spec);
+        new = meta_tensor ? PyObject_CallFunctionObjArgs(state->make_subclass, state->DistTensor,
+                                                         meta_tensor, NULL)
+                          : NULL;
+        Py_XDECREF(meta_tensor);
+    }
+    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, spec) < 0)) {
         Py_CLEAR(new);
     }
     if (new && n) {
@@ -822,6 +856,12 @@ wrap(State *state, const Output *output, PyObject *local)
     }
     Py_DECREF(local);
     return new;
+}
+
+static PyObject *
+wrap(State *state, const Output *output, PyObject *local)
+{
+    return wrap_as(state, output->idle, output->making, local, output->spec);
 }
 
 /* Is it a plain tensor of the dtype that was expected? -1: an error. */
@@ -1016,27 +1056,42 @@ locals_of(State *state, PyObject *value)
     return locals;
 }
 
-/* Tensors in order of appearance, appended to found. */
+typedef struct {
+    Entry *entry;
+    Py_ssize_t seen, next; /* how many tensors there were so far; the target that is looked for */
+    PyObject *found, *plain;
+} Search;
+
+/* Append those of the tensors in a value that are targets. */
 static int
-flat(State *state, PyObject *value, PyObject *found)
+search_in(State *state, Search *search, PyObject *value)
 {
-    PyTypeObject *type = Py_TYPE(value);
-    if (type == (PyTypeObject *)state->DistTensor || type == (PyTypeObject *)state->Tensor
-        || type == (PyTypeObject *)state->Parameter) {
-        return PyList_Append(found, value);
+    if (search->next == search->entry->ntargets) {
+        return 0;
     }
-    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
+    PyTypeObject *type = Py_TYPE(value);
+    int dist = type == (PyTypeObject *)state->DistTensor;
+    if (dist || type == (PyTypeObject *)state->Tensor
+        || type == (PyTypeObject *)state->Parameter) {
+        if (search->entry->targets[search->next] != search->seen++) {
+            return 0;
+        }
+        search->next++;
+        PyObject *list = dist ? search->found : search->plain;
+        return list ? PyList_Append(list, value) : 0;
+    }
+    int list = PyList_CheckExact(value), failed = 0;
+    if (!list && !PyTuple_CheckExact(value)) {
         return 0;
     }
     if (Py_EnterRecursiveCall(" in a list of tensors")) {
-        return -1;
+        return -1; /* it was put into itself meanwhile */
     }
-    int list = PyList_CheckExact(value), failed = 0;
     for (Py_ssize_t i = 0; !failed && i < (list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value));
          i++) {
         PyObject *item = list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i);
         Py_INCREF(item);
-        failed = flat(state, item, found);
+        failed = search_in(state, search, item);
         Py_DECREF(item);
     }
     Py_LeaveRecursiveCall();
@@ -1048,39 +1103,28 @@ flat(State *state, PyObject *value, PyObject *found)
 static PyObject *
 targets(State *state, Entry *entry, const Call *call, PyObject *plain)
 {
-    PyObject *tensors = PyList_New(0), *found = PyList_New(0);
-    int failed = !tensors || !found;
+    Search search = {entry, 0, 0, PyList_New(0), plain};
+    int failed = !search.found;
     for (Py_ssize_t i = 0; !failed && i < call->nargs + call->nnamed; i++) {
-        failed = flat(state, argument(call, i), tensors);
+        failed = search_in(state, &search, argument(call, i));
     }
-    for (Py_ssize_t i = 0; !failed && i < entry->ntargets; i++) {
-        if (entry->targets[i] < 0 || entry->targets[i] >= PyList_GET_SIZE(tensors)) {
-            PyErr_SetString(PyExc_SystemError, "a recipe writes to a tensor that is not there");
-            failed = 1;
-            break;
-        }
-        PyObject *x = PyList_GET_ITEM(tensors, entry->targets[i]);
-        if (Py_TYPE(x) == (PyTypeObject *)state->DistTensor) {
-            failed = PyList_Append(found, x);
-        }
-        else if (plain) {
-            failed = PyList_Append(plain, x);
-        }
+    if (!failed && search.next < entry->ntargets) {
+        PyErr_SetString(PyExc_SystemError, "a recipe writes to a tensor that is not there");
+        failed = 1;
     }
-    Py_XDECREF(tensors);
     if (failed) {
-        Py_CLEAR(found);
+        Py_CLEAR(search.found);
     }
-    return found;
+    return search.found;
 }
 
 /* Is there no use of x but its local and, of a leaf, what stays with it? -1: an error. */
 static int
-no_uses(State *state, PyObject *x)
+no_uses(State *state, PyObject *x, PyObject *grad_state)
 {
-    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state);
-    int none = !grad_state ? -1 : grad_state == Py_None;
-    if (!none && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
+    int none = 0;
+    Py_INCREF(grad_state);
+    if (Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
         none = is_none(grad_state, state->str.origin);
         if (none > 0) {
             none = is_none(grad_state, state->str.aliases);
@@ -1091,7 +1135,7 @@ no_uses(State *state, PyObject *x)
             }
         }
     }
-    Py_XDECREF(grad_state);
+    Py_DECREF(grad_state);
     return none;
 }
 
@@ -1100,15 +1144,22 @@ no_uses(State *state, PyObject *x)
 static int
 written(State *state, PyObject *x)
 {
-    int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
-    if (plain) {
-        plain = no_uses(state, x);
+    PyObject *dict = PyObject_GenericGetDict(x, NULL);
+    if (!dict) {
+        return -1;
     }
-    if (plain > 0) {
-        plain = is_none(x, state->str._reduced);
+    int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0
+                && !beside(dict, state->str._reduced);
+    if (plain) {
+        PyObject *grad_state = beside(dict, state->str._grad_state);
+        plain = grad_state ? no_uses(state, x, grad_state) : 1;
+    }
+    Py_DECREF(dict);
+    if (PyErr_Occurred()) {
+        return -1;
     }
     if (plain) {
-        return plain < 0 ? -1 : 0;
+        return 0;
     }
     PyObject *done = PyObject_CallOneArg(state->written, x);
     Py_XDECREF(done);
@@ -1187,10 +1238,10 @@ fits(State *state, Entry *entry, const Call *call, PyObject *aims)
         return 0;
     }
     if (dist && (entry->views || (entry->writes && !aims))) {
-        fine = is_none(first, state->str._view_state); /* of a copy in place of a view */
+        fine = nothing_beside(first, state->str._view_state); /* of a copy in place of a view */
     }
     for (Py_ssize_t i = 0; aims && fine > 0 && i < PyList_GET_SIZE(aims); i++) {
-        fine = is_none(PyList_GET_ITEM(aims, i), state->str._view_state);
+        fine = nothing_beside(PyList_GET_ITEM(aims, i), state->str._view_state);
     }
     if (entry->pending && fine > 0) {
         if (call->nnamed || call->nargs > 2) {
@@ -1199,7 +1250,7 @@ fits(State *state, Entry *entry, const Call *call, PyObject *aims)
         for (Py_ssize_t i = 0; fine > 0 && i < call->nargs; i++) {
             PyObject *x = argument(call, i);
             if (Py_TYPE(x) == (PyTypeObject *)state->DistTensor) {
-                fine = is_none(x, state->str._reduced);
+                fine = nothing_beside(x, state->str._reduced);
             }
             else if (PyList_CheckExact(x) || PyTuple_CheckExact(x)) {
                 return 0;
@@ -1451,7 +1502,7 @@ static int calls_are_ours(State *);
 static int
 reducible(State *state, PyObject *x, int pending)
 {
-    int fine = is_none(x, state->str._reduced);
+    int fine = nothing_beside(x, state->str._reduced);
     PyObject *grad_state = fine > 0 && pending ? PyObject_GetAttr(x, state->str._grad_state) : NULL;
     if (grad_state && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
         fine = is_none(grad_state, state->str.owner);
@@ -2028,6 +2079,22 @@ reshard(PyObject *module, PyObject *const *given, Py_ssize_t n)
     return result;
 }
 
+PyDoc_STRVAR(wrap_doc, "wrap(local, spec)\n--\n\nAs disttensor.tensor.dist_tensor.wrap.");
+
+static PyObject *
+wrap_method(PyObject *module, PyObject *const *given, Py_ssize_t n)
+{
+    State *state = PyModule_GetState(module);
+    if (!state->idle || n != 2) {
+        PyErr_SetString(PyExc_TypeError, "wrap takes a local and a spec");
+        return NULL;
+    }
+    PyObject *idle = get(state->idle, given[1]); /* None: no call gives such tensors */
+    PyObject *new = idle ? wrap_as(state, idle, NULL, Py_NewRef(given[0]), given[1]) : NULL;
+    Py_XDECREF(idle);
+    return new;
+}
+
 /* The module ---------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(configure_doc, "configure(**references)\n--\n\n"
@@ -2237,6 +2304,7 @@ static PyMethodDef methods[] = {
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
      configure_doc},
     {"reshard", (PyCFunction)(void (*)(void))reshard, METH_FASTCALL, reshard_doc},
+    {"wrap", (PyCFunction)(void (*)(void))wrap_method, METH_FASTCALL, wrap_doc},
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {"methods", methods_of, METH_NOARGS, methods_doc},

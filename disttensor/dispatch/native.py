@@ -28,7 +28,7 @@ from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import GradState
-from disttensor.tensor.dist_tensor import SHORTCUTS, DistTensor, carry_out_with
+from disttensor.tensor.dist_tensor import SHORTCUTS, WRAP, DistTensor, carry_out_with, wrapped
 from disttensor.tensor.reshard import TAPE
 from disttensor.torch_private import (
     autocast_is_on,
@@ -72,6 +72,7 @@ def _configure(module: Any) -> None:
         grad_fn=Tensor.grad_fn, grad=Tensor.grad, is_leaf=Tensor.is_leaf,
         version=Tensor._version,
         dist_grad=DistTensor.grad,
+        meta_tensor=DistSpec.__dict__["meta_tensor"],
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
         autocast_is_on=autocast_is_on, untyped_storage=Tensor.untyped_storage, use_count=use_count,
         top_saved_tensors_hooks=top_saved_tensors_hooks,
@@ -92,6 +93,7 @@ def _configure(module: Any) -> None:
         if not own or name == "grad":
             setattr(DistTensor, name, method)
     SHORTCUTS.append(module.shortcuts)
+    SHORTCUTS.append(lambda on: WRAP.__setitem__(0, module.wrap if on else wrapped))
 
 
 module, why = _compiled()

@@ -25,6 +25,7 @@ from ops.nn.attention_policy import current as attention_policy
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _grad: Any = torch.is_grad_enabled
+_dtype: Any = torch.get_default_dtype
 _MOST = 64  # kinds of calls that are kept of a module
 _TRIALS = 16  # traces beyond the number of calls that they have saved
 
@@ -174,6 +175,14 @@ class Skip(InstanceForward):
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
         """What the metadata of the results depends on; and the tensors among the arguments."""
+        subtree: Any = self._subtree
+        if len(args) == 1 and not kwargs and not subtree.attached and not autocast_is_on():
+            x = args[0]
+            if type(x) is DistTensor:  # mostly: the same as below
+                return (
+                    1, x.spec, x.local.requires_grad, subtree.flags(), _grad(), _dtype(),
+                    attention_policy(),
+                ), [x]  # fmt: skip
         inputs: list[DistTensor] = []
         parts: list[Any] = [len(args)]
         for x in args:
@@ -184,10 +193,9 @@ class Skip(InstanceForward):
                 parts.append(_part(x, inputs))
         if kwargs:
             parts.append(_part(kwargs, inputs))
-        subtree: Any = self._subtree
         for attributes, name in subtree.attached:
             parts.append(_part(attributes.get(name), inputs))
-        parts += (subtree.flags(), _grad(), torch.get_default_dtype(), attention_policy())
+        parts += (subtree.flags(), _grad(), _dtype(), attention_policy())
         if autocast_is_on():
             device = inputs[0].device.type if inputs else "cpu"
             parts += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

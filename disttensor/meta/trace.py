@@ -28,7 +28,7 @@ from disttensor.meta.guards import Subtree
 from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tree import flat, map_leaves
 
 Tensor = torch.Tensor
@@ -48,14 +48,25 @@ class Case:
     specs: list[DistSpec]
     draws: int
     spec: DistSpec  # of an input
+    nothing: Tensor  # the tokens of results that need no gradient, and
+    orphan: Tensor  # of those that depend on nothing that this rank has sent
+    single: bool  # one new tensor comes out, which is no view
 
     def give(self, inputs: Sequence[DistTensor]) -> Any:
-        mesh = self.spec.mesh
+        mesh, result = self.spec.mesh, self.result
         for _ in range(self.draws):
             state.draw(mesh, "fast")
-        device = mesh.device
-        tensors = [*inputs, token.orphan(device)]
-        return execute.filled(self.result, self.specs, tensors, device)
+        if not self.single:
+            return execute.filled(result, self.specs, [*inputs, self.orphan], mesh.device)
+        joined = self.nothing
+        if result.sources:  # as token.join: gradients are on, and the last source is the orphan
+            joined = self.orphan
+            for i in result.sources[:-1]:
+                local = inputs[i].local
+                if local is joined or local is self.orphan or local.grad_fn is None:
+                    continue
+                joined = local if joined is self.orphan else torch.cat((joined, local))
+        return wrap(joined, self.specs[0])
 
 
 class Unfit(Exception):
@@ -121,7 +132,10 @@ def trace(
 
         _check(result)
         described = map_leaves(result, DistTensor, describe)
-        return result, Case(described, results, draws, specs[0])
+        one = type(described) is infer.Out and described.same is None and described.viewed is None
+        device = specs[0].mesh.device
+        shared = token.detached(device), token.orphan(device)
+        return result, Case(described, results, draws, specs[0], *shared, one)
     except Unfit as why:
         return result, str(why)
 

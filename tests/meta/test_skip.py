@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
+from disttensor.autograd import token
+from disttensor.dispatch import native
 from disttensor.meta.skip import Skip
 from disttensor.tensor import views
 from tests.support.oracle import randn
@@ -422,6 +425,81 @@ def test_results_depend_on_the_inputs_that_they_are_made_of(world):
         assert out["b"][0].local is x.local
 
 
+class Sum(nn.Module):
+    """One result: of the inputs that it is told, in this order, and of a parameter."""
+
+    def __init__(self, *of: int) -> None:
+        super().__init__()
+        self.scale, self.of = nn.Parameter(torch.ones(())), of
+
+    def forward(self, *inputs):
+        CALLS["inner"] += 1
+        return sum((inputs[i] for i in self.of), start=self.scale * 2)
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_a_single_result_depends_on_the_inputs_that_it_is_made_of(world, in_c):
+    mine = dt.ProcessMesh([1], ("x",))
+    cases = [((), []), ((0,), [0]), ((1, 1), [1]), ((1, 0), [0, 1]), ((2,), []), ((2, 0), [0])]
+    for of, sources in cases:
+        module, mesh = elsewhere(partial(Sum, *of))
+        for i in range(3):
+            x, y = (dt.reshard(value(mine, 4, 5, requires_grad=True) * 1.0, mesh) for _ in range(2))
+            leaf = value(mesh, 4, 5, requires_grad=True)
+            with native.using(in_c):
+                before = CALLS["inner"]
+                out = module(x, y, leaf)
+                with torch.no_grad():
+                    assert module(x, y, leaf).local is token.detached(mesh.device)
+            assert CALLS["inner"] - before == (0 if i else 2) and not module.forward.why()
+            local, sent = out.local, [(x, y)[s].local for s in sources]
+            if not i:  # a real run, on tokens of its own
+                continue
+            if len(sent) == 2:  # two that carry on one transfer
+                assert module(x, x * 2, leaf).local is x.local
+            if len(sent) == 2:
+                assert {n for n, _ in local.grad_fn.next_functions} == {t.grad_fn for t in sent}
+            else:
+                assert local is (sent[0] if sent else token.orphan(mesh.device))
+
+
+def test_calls_of_one_tensor_differ_by_all_that_others_differ_by(world):
+    """One positional tensor has a shorter key: each of what it leaves out runs the forward once."""
+    block, mesh = elsewhere(Block)
+    x, y = value(mesh, 4, 5), value(mesh, 4, 5, requires_grad=True)
+    other = dt.shard_tensor(torch.ones(4, 5), mesh, [dt.Shard(0)])
+
+    def of_another_dtype(x):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return block(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def in_bfloat16(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(x)
+
+    def by_ring(x):
+        with dt.attention_policy("ring"):
+            return block(x)
+
+    def evaluated(x):
+        block.eval()
+        try:
+            return block(x)
+        finally:
+            block.train()
+
+    calls = [
+        (block, x), (block, y), (block, other), (torch.no_grad()(block.__call__), x),
+        (of_another_dtype, x), (in_bfloat16, x), (by_ring, x), (evaluated, x),
+        (lambda x: block(x=x), x),
+    ]  # fmt: skip
+    assert [count(call, of) for call, of in calls] == [2] * len(calls)
+    assert [count(call, of) for call, of in calls] == [0] * len(calls)
+
+
 def test_never_skip(world):
     block, mesh = elsewhere(Block)
     assert [count(block, value(mesh, 4, 5)) for _ in range(2)] == [2, 0]
@@ -451,6 +529,25 @@ def test_an_input_that_is_given_back_is_itself(world):
         x = value(mesh, 4, 5)
         same, _, view = module(x)
         assert same is x and views.base_of(view) is x
+
+
+def test_a_single_input_or_view_of_it_that_is_given_back(world):
+    same, mesh = elsewhere(Plain, body=lambda self, y, x: x)
+    view, _ = elsewhere(Plain, body=lambda self, y, x: x.view(20))
+    x = value(mesh, 4, 5)
+    for i in range(3):
+        before = CALLS["outer"]
+        assert same(x) is x and views.base_of(view(x)) is x
+        assert CALLS["outer"] - before == (0 if i else 2)
+
+
+def test_a_tensor_that_is_an_attribute_counts_as_an_input(world):
+    module, mesh = elsewhere(Plain, body=lambda self, y, x: y * self.beside)
+    module.beside = value(mesh, 4, 5)
+    x = value(mesh, 4, 5)
+    assert [count(module, x) for _ in range(3)] == [1, 0, 0]
+    module.beside.requires_grad_()
+    assert [count(module, x) for _ in range(3)] == [1, 0, 0]
 
 
 def test_shapes_that_always_change_end_the_trials(world):
