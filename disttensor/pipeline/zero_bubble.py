@@ -1,6 +1,7 @@
 """The schedules in which the gradients of weights fill the bubble. A backward is I, which the stage
 before waits for, and W, which nobody waits for. On the very first stage, where nobody waits for I
-either, a W that would follow at once is one B with it: that takes less time than both.
+either, and on others while nobody waits, a W that would follow at once is one B with it: that takes
+less time than both.
 
 From Qi et al., Zero Bubble Pipeline Parallelism (2023; ZB-H1, ZB-V), and the DualPipe of DeepSeek
 cut in half, DualPipeV (2025).
@@ -54,26 +55,32 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """ZB-V: every mesh is visited on the way there and on the way back, so that the first one has
     the loss. It holds as much as "1f1b" and, where F, I and W take as long and there are 2 p - 1
-    micro-batches or more, idles p - 1 of them only.
+    micro-batches or more, idles p - 1 of them only. Backwards between the two ends are whole: in
+    the paper they are I and, at once, W, and nobody waits for that I before W is over.
 
     >>> pipeline.zbv(1, 1)
-    Schedule(['F0 F0.1 I0.1 W0.1 B0'], shape='v')
+    Schedule(['F0 F0.1 B0.1 B0'], shape='v')
     """
     _two("zbv", stages, micro_batches, chunks)
     m = max(micro_batches, 2 * stages - 1)
     rows = []
     for s in range(stages):
         row = _Row()
+        # An I that is waited for is parted from its W: towards the ends, or always where both meet.
+        back = "B.1" if m == micro_batches else "I.1 W.1"
+        parted = (m - 2 * stages + s if s else m) if m == micro_batches else 0
         row.add("F.0", 2 * (stages - s) - 1)
         row.add("F.1 F.0", s)
-        row.add("F.1 I.1 W.1", stages - s)
+        row.add("F.1 I.1 W.1", stages - 1 - s)
+        row.add(f"F.1 {back}")
         while row.count["F.1"] < m:
             row.add("F.0" if row.count["F.0"] < m else "")
-            row.add("I.0 W.0 F.1 I.1 W.1")
+            row.add("B.0" if row.count["I.0"] < parted else "I.0 W.0")
+            row.add(f"F.1 {back}")
         row.add("I.0 I.1", s)
         row.add("I.0 W.0", stages - s)
-        row.add("W.1", m - row.count["W.1"])
-        row.add("W.0", m - row.count["W.0"])
+        for chunk in (1, 0):
+            row.add(f"W.{chunk}", sum(a.chunk == chunk for a in row.put_off))
         rows.append(row.actions)
     return _without(rows, micro_batches)
 
@@ -106,27 +113,33 @@ def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 class _Row:
-    """The order of one stage: ``add("F.0 I.1")`` takes the next micro-batch of each; a W without a
-    chunk is that of the oldest I that has none."""
+    """The order of one stage: ``add("F.0 I.1")`` takes the next micro-batch of each; a W is that of
+    the oldest I that has none, of this chunk where one is given."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.count: Counter[str] = Counter()
-        self.put_off: deque[Action] = deque()
+        self.put_off: list[Action] = []
 
     def add(self, what: str, times: int = 1) -> None:
         for item in what.split() * times:
             kind, _, chunk = item.partition(".")
-            if not chunk:
-                action = self.put_off.popleft()._replace(kind="W") if self.put_off else None
-            else:
-                step = "I" if kind == "B" else kind  # both take the next gradient
-                action = Action(kind, self.count[f"{step}.{chunk}"], int(chunk))
-                self.count[f"{step}.{chunk}"] += 1
-                if kind == "I":
-                    self.put_off.append(action)
-            if action is not None:
-                self.actions.append(action)
+            if kind == "W":
+                self._add_weights(chunk)
+                continue
+            step = "I" if kind == "B" else kind  # both take the next gradient
+            action = Action(kind, self.count[f"{step}.{chunk}"], int(chunk))
+            self.count[f"{step}.{chunk}"] += 1
+            self.actions.append(action)
+            if kind == "I":
+                self.put_off.append(action)
+
+    def _add_weights(self, chunk: str) -> None:
+        for action in self.put_off:
+            if chunk in ("", str(action.chunk)):
+                self.put_off.remove(action)
+                self.actions.append(action._replace(kind="W"))
+                return
 
 
 def _put_off(order: Iterable[Action], by: int) -> list[Action]:

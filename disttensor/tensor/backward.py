@@ -73,20 +73,19 @@ def run_engine(
 ) -> None:  # fmt: skip
     """torch.autograd.backward. If it ends with an error, whoever follows backwards puts things in
     order."""
-    try:
-        torch.autograd.backward(roots, grads, retain_graph, create_graph, inputs=inputs)
-    except BaseException:
-        for run in AFTER_FAILURE:
-            run()
-        raise
+    _followed(torch.autograd.backward, roots, grads, retain_graph, create_graph, None, inputs)
 
 
 def run_given(
     roots: Sequence[Any], grads: Sequence[Tensor], retain_graph: bool, inputs: Sequence[Any] = ()
 ) -> None:
     """``run_engine`` of plain tensors, or edges of the graph, which all have a gradient."""
+    _followed(engine_backward, tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
+
+
+def _followed(engine: Callable[..., object], *args: Any) -> None:
     try:
-        engine_backward(tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
+        engine(*args)
     except BaseException:
         for run in AFTER_FAILURE:
             run()

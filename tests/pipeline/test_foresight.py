@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import pipeline, runtime
+from disttensor.comm import p2p
 from disttensor.pipeline import foresight
 from disttensor.pipeline.foresight import kind_of
 from tests.support.oracle import randn
@@ -105,9 +106,20 @@ def test_a_program_that_goes_by_values_is_right_and_nothing_is_asked_for_from_th
         now.foresees = True
 
 
+@on_ranks(2)
+def test_micro_batches_that_share_a_channel_are_not():
+    """Their messages are counted together, so nobody knows the tags ahead."""
+    with mock.patch.object(p2p, "CHANNELS", 4):
+        assert check([randn(64, 9, seed=i) for i in range(5)]) == 0
+        count = check([randn(64, 9, seed=i) for i in range(3)])
+    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current().foresees
+
+
 def test_kinds():
     a, b = torch.ones(2, 3), torch.zeros(2, 3)
     assert kind_of((a, {"x": [b, 3, 0.5]})) == kind_of((b, {"x": [a, 3, 0.25]}))
+    for same in (3, True, "mean", None):
+        assert kind_of([a, same]) == kind_of([b, same])
     for one, other in [
         (a, a.double()), (a, a[:1]), ([a], (a,)), ([a, 3], [a, 4]), ({"x": a}, {"y": a}),
         (["a"], ["b"]), ([a], [a, b]), ([None], [a]),

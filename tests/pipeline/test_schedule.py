@@ -100,6 +100,19 @@ def test_zero_bubbles_of_several_visits():
         assert max(map(pipeline.zbv(p, 12).peak, range(p))) == 2 * p
 
 
+def test_zbv_parts_the_backwards_of_both_ends_alone():
+    """A whole one takes less time, and between the ends nobody waits for its I."""
+    for p in range(1, 7):
+        parted = [
+            [sum(a.kind == "I" for a in row) for row in pipeline.zbv(p, m).orders]
+            for m in (2 * p, 12, 40)
+        ]
+        assert parted[0] == parted[1] == parted[2] and max(parted[0]) < 4 * p
+        for m in range(2 * p - 1, 13):  # those of I and of B are as long here: none idles for it
+            span = max(t.end for row in pipeline.zbv(p, m).ticks(3, 7, 2) for t in row)
+            assert span == pipeline.zbv(p, m).micro_batches * 20 + (p - 1) * 6
+
+
 def test_a_v_goes_there_and_back():
     made = Schedule(["F0 F0.1 B0.1 B0", "F0 F0.1 B0.1 B0"], shape="v")
     assert [(made.virtual(s, c)) for s in range(2) for c in range(2)] == [0, 3, 1, 2]
