@@ -18,7 +18,7 @@ from typing import Any
 from disttensor.simulate.agenda import Agenda
 from disttensor.simulate.devices import Device
 from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.events import Collective, Event, Message, Op, Visit, Wait
+from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.network import Network
 from disttensor.simulate.shared_clock import SharedClock
 from disttensor.simulate.spans import Row, Span
@@ -100,6 +100,8 @@ class _Simulation:
             op = one.events[one.at]
             if isinstance(op, Visit):
                 self._host_works(one, device.visit)
+            elif isinstance(op, Gradient):
+                self._host_works(one, device.gradient)
             elif isinstance(op, Op):
                 self._host_works(one, device.launch)
                 start = one.now

@@ -18,7 +18,7 @@ WORLD, WIDTH = 4, 256
 # A step is decided by arithmetic, and by what is sent.
 DEVICE = dt.devices.Device(
     name="d", peak={torch.float32: 1e12}, bandwidth=1e12, launch=1e-9, memory=1e9, visit=1e-9,
-    post=1e-9,
+    post=1e-9, gradient=1e-9,
 )  # fmt: skip
 NETWORK = dt.devices.Network(ranks_per_node=4, within=dt.devices.Link(1e11, 1e-6))
 
@@ -172,13 +172,17 @@ def test_estimates_are_near_what_is_simulated():
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_estimates_count_the_host(asynchronous):
-    """Where visits and messages take longer than all kernels."""
-    device = dataclasses.replace(DEVICE, visit=1e-3, post=1e-3, asynchronous=asynchronous)
+    """Where visits, messages and gradients take longer than all kernels."""
+    device = dataclasses.replace(
+        DEVICE, visit=1e-3, post=1e-3, gradient=1e-3, asynchronous=asynchronous
+    )
     search = Search(build_gpt, WORLD, device, NETWORK, 0.0, None, dt.Strategy(), 8, print)
     estimator = Estimator(search._probe(dt.Strategy(tp=1)), WORLD, device, NETWORK)
     for strategy in (
         dt.Strategy(pp=4, accumulate_steps=8), dt.Strategy(pp=2, dp=2, accumulate_steps=4),
         dt.Strategy(pp=2, dp=2, accumulate_steps=8, schedule="interleaved_1f1b"),
+        dt.Strategy(sharding=4, zero_stage=2, accumulate_steps=4),
+        dt.Strategy(pp=2, sharding=2, zero_stage=3, accumulate_steps=4),
     ):  # fmt: skip
         report = dt.simulate(lambda s=strategy: build_gpt(s), WORLD, device=device, network=NETWORK)
         ratio = estimator(strategy, frozenset()).seconds / report.step_time
