@@ -89,8 +89,7 @@ class Estimator:
         chunks = sum(map(len, visits)) // d.pp
         ratio = round(2 * sum(backward) / max(sum(forward), 1e-12)) / 2
         idle, live, actions = _of_schedule(strategy.schedule, d.pp, steps, chunks, ratio)
-        scatters = d.sharding > 1 and strategy.zero_stage != 1
-        host = self._host(visits, actions, micro.idle, scatters)
+        host = self._host(visits, actions, micro.idle, d.sharding > 1)
         busy, mean = _loads(visits, forward, backward, host)
         repeated = [s * r for s, r in zip(micro.sends, repeats, strict=True)]
         sends, _ = _loads(visits, [a + b for a, b in zip(micro.all_sends, repeated, strict=True)])
@@ -161,11 +160,11 @@ class Estimator:
         return sum(self.device.kernel(e, share) for e in ops), len(ops) * self.device.launch
 
     def _host(
-        self, visits: Any, actions: float, free: Sequence[float], scatters: bool
+        self, visits: Any, actions: float, free: Sequence[float], shards: bool
     ) -> list[float]:
         """Of each stage, seconds of a micro-batch that the host takes for its visits, messages and
-        gradients that go to shards, and that kernels do not hide. In the middle each visit gets and
-        sends."""
+        gradients of parameters in shards, and that kernels do not hide. In the middle each visit
+        gets and sends."""
         device, pp, layers = self.device, len(visits), self.probe.layers
         out = []
         for s, stage in enumerate(visits):
@@ -173,7 +172,7 @@ class Estimator:
             taken = messages * device.post
             if pp > 1 or self.probe.visits:
                 taken += actions * device.visit
-            if scatters:
+            if shards:
                 taken += device.gradient * sum(layers[i].parameters for v in stage for i in v)
             out.append(max(taken - sum(free[i] for v in stage for i in v), 0.0))
         return out

@@ -73,7 +73,7 @@ class Visit(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of a parameter whose gradients lie in shards has come."""
+    """The gradient of a parameter that lies in shards has come."""
 
     where: str
 

@@ -58,8 +58,8 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     now = clock()
     found = replace(found, kernels=slower(found, now, together))
     found = replace(found, post=of_collective(now, together))
-    found = replace(found, launch=of_kernel(found, now, together))
-    found = replace(found, gradient=of_gradient(found, now, together))
+    found = replace(found, launch=_of_all(of_kernel(found, now, together), together))
+    found = replace(found, gradient=_of_all(of_gradient(found, now, together), together))
     return replace(found, visit=of_micro_batch(found, now, together))
 
 
@@ -85,6 +85,14 @@ def _fastest(run: Callable[[], object], seconds: float) -> float:
         best = min(best, now() - start)
         if time.perf_counter() > end:
             return best
+
+
+def _of_all(seconds: float, together: bool) -> float:
+    """The mean of all ranks, where they measure ``together``."""
+    if not together or not dist.is_initialized():
+        return seconds
+    found = torch.tensor(seconds, dtype=torch.float64)
+    return float(collectives.all_reduce(found, "avg", collectives.world_group()))
 
 
 # Networks -----------------------------------------------------------------------------------------

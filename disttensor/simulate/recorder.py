@@ -107,11 +107,11 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Notes those that go to shards."""
+        """Notes those of parameters in shards."""
         usual = Engine._arrived
 
         def arrived(engine: Engine, segment: Segment, leaf: int) -> None:
-            if engine.scatter and any(p.axis is not None for p in segment.params):
+            if any(p.axis is not None for p in segment.params):
                 self._note(Gradient(user_line()))
             usual(engine, segment, leaf)
 

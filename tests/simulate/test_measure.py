@@ -72,8 +72,9 @@ def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
     assert here.sharing == max(1.0, 4 * torch.get_num_threads() / cores)
     assert here.launch > 0 and not here.asynchronous
     assert here.visit > 0 and here.post > 0
-    dist.all_gather_object(every, (here.visit, here.post))
-    assert every == [(here.visit, here.post)] * 4
+    host = here.launch, here.gradient, here.visit, here.post
+    dist.all_gather_object(every, host)
+    assert every == [host] * 4
     assert here.kernels["gelu", torch.float32] > 1  # an exponential is no copy
     names = {name for name, dtype in here.kernels if dtype is torch.bfloat16}
     assert {"mm", "_scaled_dot_product_flash_attention_for_cpu"} <= names
@@ -87,8 +88,8 @@ BARE = dt.devices.Device(
 
 
 class Counted(TorchDispatchMode):
-    """A clock on which kernels, collectives and messages, visits and gradients that go to shards
-    take their time."""
+    """A clock on which kernels, collectives and messages, visits and gradients of parameters in
+    shards take their time."""
 
     def __init__(self):
         super().__init__()
