@@ -135,6 +135,16 @@ def test_the_host_takes_its_time_for_visits_and_messages(asynchronous):
     assert row.end == pytest.approx(3.5, rel=1e-2)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_host_takes_its_time_for_each_kernel(asynchronous):
+    """Two kernels of 1 s, for each of which the host takes half of one: beside the device it has
+    begun the second one before the first is over."""
+    device = dataclasses.replace(DEVICE, launch=0.5, asynchronous=asynchronous)
+    (row,) = timelines([((0,), 0, [op(1), op(1)])], 1, device, NET)
+    assert row.end == pytest.approx(2.5 if asynchronous else 3)
+    assert row.times == pytest.approx([1.5, row.end])
+
+
 def test_the_host_takes_its_time_for_each_gradient_of_a_parameter_in_shards():
     device = dataclasses.replace(DEVICE, gradient=0.5, asynchronous=False)
     events = [op(1), Gradient("a.py:5"), Gradient("a.py:5"), op(1)]

@@ -189,6 +189,22 @@ def test_estimates_count_the_host(asynchronous):
         assert 0.67 < ratio < 1.5, (strategy, ratio)
 
 
+def test_what_kernels_hide_of_the_host_is_not_estimated():
+    """Where kernels take longer than the host has to do, and run beside it."""
+    found = Search(build_gpt, WORLD, DEVICE, NETWORK, 0.0, None, dt.Strategy(), 8, print)
+    one = found._probe(dt.Strategy(tp=1))
+    slow = dataclasses.replace(DEVICE, peak={torch.float32: 1e8})
+    for strategy in dt.Strategy(pp=2, dp=2, accumulate_steps=4), dt.Strategy(sharding=4):
+        without, hidden, beside = [
+            Estimator(one, WORLD, device, NETWORK)(strategy, frozenset()).seconds
+            for device in (
+                slow, dataclasses.replace(slow, visit=1e-4, post=1e-4, gradient=1e-4),
+                dataclasses.replace(slow, visit=1e-2, gradient=1e-2, asynchronous=False),
+            )
+        ]  # fmt: skip
+        assert hidden == pytest.approx(without, rel=1e-3) and beside > 1.02 * without
+
+
 def test_of_all_strategies_few_are_simulated_and_each_other_says_why():
     lines = []
     table = dt.plan_strategy(
