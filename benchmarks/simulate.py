@@ -48,8 +48,11 @@ LAYERS = ["model.embed_tokens", "model.layers.*", "model.norm", "lm_head"]
 
 def llama(shape: str, sequences: int, context: int) -> Callable[[dt.Strategy], Callable[[], None]]:
     """``build_with`` of a step on ``sequences`` of ``context`` tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # only this program needs it
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils  # only we need it
 
+    # It reads positions for whether sequences are packed, and without data makes a mask, as if they
+    # were. They are not: real ranks have an attention that is causal, and no mask.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     config = LlamaConfig(**SHAPES[shape], use_cache=False)
 
     def build_with(strategy: dt.Strategy) -> Callable[[], None]:

@@ -293,14 +293,15 @@ def _post_batches(
     if apart:
         directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
-    copies = {id(x): copied(x) for _, x in sends}
+    given = {id(x): x for _, x in sends}  # one copy for all who get it
+    copies = {key: copied(x) for key, x in given.items()}
+    raw = {key: as_bytes(copy) for key, copy in copies.items()}
     posts: list[tuple[Any, Tensor, int, Any]] = [
         (dist.irecv, as_bytes(out), r, directions.group(r, me) if apart else None)
         for (r, _), out in zip(receives, outs, strict=True)
     ]
     posts += [
-        (dist.isend, as_bytes(copies[id(x)]), r, directions.group(me, r) if apart else None)
-        for r, x in sends
+        (dist.isend, raw[id(x)], r, directions.group(me, r) if apart else None) for r, x in sends
     ]
     works: list[Any] = [None] * len(posts)
     for group in dict.fromkeys(group for *_, group in posts):

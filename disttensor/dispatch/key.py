@@ -21,6 +21,7 @@ _BY_VALUE = frozenset(
     {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
 _FLOAT = {float}
+_CONSTANT = _BY_VALUE | {DistSpec, torch.Size, bool, float, complex, type(...)}
 
 
 class Uncacheable(Exception):
@@ -72,6 +73,16 @@ def likeness(key: Any) -> Any:
     return tuple([
         p.kind if type(p) is DistSpec else likeness(p) if type(p) is tuple else p for p in key
     ])  # fmt: skip
+
+
+def of_no_mesh(func: Any, key: Any) -> bool:
+    """Does the key of a call of ``func`` hold DistSpecs and plain constants alone? What follows
+    from all but their meshes may outlive those."""
+    return all(
+        of_no_mesh(func, p) if type(p) is tuple
+        else type(p) in _CONSTANT or isinstance(p, type) or p is func
+        for p in key
+    )  # fmt: skip
 
 
 def words_of(func: Any, key: Any) -> str:

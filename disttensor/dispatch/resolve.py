@@ -18,7 +18,7 @@ from disttensor import errors
 from disttensor.cache import Cache
 from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.key import likeness
+from disttensor.dispatch.key import likeness, of_no_mesh
 from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.layout import Axes, Layout, replicated
 from disttensor.mesh import ProcessMesh
@@ -150,6 +150,9 @@ class Resolution:
 
 # what holds for calls that differ in sizes only
 _ALIKE: Cache[Any, tuple[Factors, Decision]] = Cache(4096)
+# what holds for a call on each mesh of a shape, as those of stages: it is of no world
+_SAME: dict[Any, tuple[Factors, Decision]] = {}
+_MOST = 4096
 
 
 def resolve(
@@ -166,13 +169,19 @@ def resolve(
     if foreach.meshes_of(func, args) > 1:
         return Resolution("each_mesh")
     specs = specs_of(func, flat((args, kwargs), []))
-    mesh, rule, alike = specs[0].mesh, RULES[func], None
+    mesh, rule, alike, same = specs[0].mesh, RULES[func], None, None
     if key is not None and rule.sizes == "letters":
         alike = rule, mesh.shape, likeness(key)
         known = _ALIKE.get(alike)
         sizes = None if known is None else sizes_of(known[0], [s.shape for s in specs])
         if known is not None and sizes is not None:
             shapes = known[0].shapes_for(sizes)
+            return Resolution("rule", plan=Plan(func, rule, *known, mesh, specs, shapes))
+    if key is not None and of_no_mesh(func, key):
+        same = rule, mesh.shape, likeness(key), *[s.shape for s in specs]
+        known = _SAME.get(same)
+        if known is not None:
+            shapes = known[0].output_shapes()
             return Resolution("rule", plan=Plan(func, rule, *known, mesh, specs, shapes))
     layouts = bare = [s.layout for s in specs]
     own = any(layout.own for layout in layouts)
@@ -206,6 +215,10 @@ def resolve(
         return Resolution("gather", why, expected=True)
     if alike and not own and of_any_size(factors, decision, [s.shape for s in specs]):
         _ALIKE[alike] = factors, decision
+    if same is not None and not own:
+        if len(_SAME) >= _MOST:
+            _SAME.clear()
+        _SAME[same] = factors, decision
     shapes = factors.output_shapes()
     return Resolution("rule", plan=Plan(func, rule, factors, decision, mesh, specs, shapes))
 

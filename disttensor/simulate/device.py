@@ -26,7 +26,8 @@ class Device:
     as four do on two cores: one computes at full speed while the others wait, and all of them at
     half of it. ``visit``: seconds that the host spends on each forward and backward of a
     micro-batch in a pipeline run, besides its kernels, and ``post`` on a collective and on a
-    message, when it sends and when it asks for one. ``tiles``: so many queries and keys are an
+    message, when it sends and when it asks for one, and ``gradient`` on each parameter in shards in
+    each backward: on its gradient, and on gathering it. ``tiles``: so many queries and keys are an
     attention's kernel at a time: of a causal one those above the diagonal are left out.
     ``kernels``: those that take so many times as long as the roofline says, by the name of their
     operator and the dtype.
@@ -48,6 +49,7 @@ class Device:
     sharing: float = 1.0
     visit: float = 2e-4
     post: float = 5e-5
+    gradient: float = 3e-5
     tiles: tuple[int, int] = (128, 128)
     kernels: Mapping[tuple[str, torch.dtype], float] = field(default_factory=dict, repr=False)
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from disttensor.comm.log import CommRecord
-from disttensor.simulate.events import Collective, Event, Message, Op, Visit, Wait
+from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.grid import Grid
 from disttensor.simulate.layers import counterparts, renamed
 from disttensor.simulate.memory import Step
@@ -188,7 +188,7 @@ def _event(
         ranks = tuple(map(follower.at, a.ranks, b.ranks))
         count[a.group] += 1
         return a._replace(ranks=ranks, number=count[a.group] - 1)
-    if type(a) is not type(b) or not isinstance(a, Wait | Visit):
+    if type(a) is not type(b) or not isinstance(a, Wait | Visit | Gradient):
         raise ValueError(f"{a} and {b}")
     return a
 

@@ -89,7 +89,8 @@ class Estimator:
         chunks = sum(map(len, visits)) // d.pp
         ratio = round(2 * sum(backward) / max(sum(forward), 1e-12)) / 2
         idle, live, actions = _of_schedule(strategy.schedule, d.pp, steps, chunks, ratio)
-        busy, mean = _loads(visits, forward, backward, self._host(visits, actions, micro.idle))
+        host = self._host(visits, actions, micro.idle, d.sharding > 1)
+        busy, mean = _loads(visits, forward, backward, host)
         repeated = [s * r for s, r in zip(micro.sends, repeats, strict=True)]
         sends, _ = _loads(visits, [a + b for a, b in zip(micro.all_sends, repeated, strict=True)])
         fullest = self._fullest(visits)
@@ -158,16 +159,21 @@ class Estimator:
         ops = [e for e in events if isinstance(e, Op)]
         return sum(self.device.kernel(e, share) for e in ops), len(ops) * self.device.launch
 
-    def _host(self, visits: Any, actions: float, free: Sequence[float]) -> list[float]:
-        """Of each stage, seconds of a micro-batch that the host takes for its visits and messages,
-        and that kernels do not hide. In the middle each visit gets and sends."""
-        device, pp = self.device, len(visits)
-        if pp == 1 and not self.probe.visits:
-            return [0.0]
+    def _host(
+        self, visits: Any, actions: float, free: Sequence[float], shards: bool
+    ) -> list[float]:
+        """Of each stage, seconds of a micro-batch that the host takes for its visits, messages and
+        gradients of parameters in shards, and that kernels do not hide. In the middle each visit
+        gets and sends."""
+        device, pp, layers = self.device, len(visits), self.probe.layers
         out = []
         for s, stage in enumerate(visits):
-            messages = 4 * len(stage) - 2 * (s == 0) - 2 * (s == pp - 1)
-            taken = actions * device.visit + messages * device.post
+            messages = 4 * len(stage) - 2 * (s == 0) - 2 * (s == pp - 1) if pp > 1 else 0
+            taken = messages * device.post
+            if pp > 1 or self.probe.visits:
+                taken += actions * device.visit
+            if shards:
+                taken += device.gradient * sum(layers[i].parameters for v in stage for i in v)
             out.append(max(taken - sum(free[i] for v in stage for i in v), 0.0))
         return out
 

@@ -1,5 +1,5 @@
-"""What a rank does in a step, as it is recorded: operators, collectives, messages, waits, and where
-forwards and backwards of a pipeline begin."""
+"""What a rank does in a step, as it is recorded: operators, collectives, messages, waits, where
+forwards and backwards of a pipeline begin, and gradients that come."""
 
 from __future__ import annotations
 
@@ -72,4 +72,10 @@ class Visit(NamedTuple):
     where: str
 
 
-Event = Op | Collective | Message | Wait | Visit
+class Gradient(NamedTuple):
+    """The gradient of a parameter that lies in shards has come."""
+
+    where: str
+
+
+Event = Op | Collective | Message | Wait | Visit | Gradient

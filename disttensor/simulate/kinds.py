@@ -61,27 +61,23 @@ class Differences:
     def groups(self, world: int) -> list[list[int]]:
         """The ranks of each kind, in order of their first."""
         keys: list[list[Any]] = [[] for _ in range(world)]
-        for grid, pieces in self.pieces.items():
+        for number, (grid, pieces) in enumerate(self.pieces.items()):
             if grid.ranks == tuple(range(world)) and not pieces and grid not in self.numbered:
                 continue
-            places, sizes = grid.places(), {}
+            sizes: dict[Any, int] = {}
             split, numbered = sorted(pieces), sorted(self.numbered.get(grid, ()))
-            for rank in range(world):
-                place = places.get(rank)
-                keys[rank].append(place is not None)
-                if place is None:
-                    continue
+            for rank, place in grid.places().items():
+                keys[rank].append(number)
                 for size, axes in split:
-                    at = size, axes, tuple(place[a] for a in axes)
+                    at = size, axes, tuple([place[a] for a in axes])
                     if at not in sizes:
                         sizes[at] = box_at((size,), (axes,), grid.shape, place).shape[0]
                     keys[rank].append(sizes[at])
                 for axes in numbered:
-                    keys[rank].append(tuple(place[a] for a in axes))
-        for volumes in sorted(self.volumes, key=sorted):
-            of = dict(volumes)
-            for rank in range(world):
-                keys[rank].append(of.get(rank))
+                    keys[rank].append(tuple([place[a] for a in axes]))
+        for number, volumes in enumerate(self.volumes):
+            for rank, volume in volumes:
+                keys[rank].append((number, volume))
         kinds: dict[Any, list[int]] = {}
         for rank, key in enumerate(keys):
             kinds.setdefault((*key, rank if rank in self.sources else None), []).append(rank)

@@ -21,8 +21,8 @@ from disttensor.errors import CommError
 from disttensor.simulate.device import Device
 from disttensor.simulate.kernel_times import slower
 from disttensor.simulate.network import Link, Network
-from disttensor.simulate.reference_pipeline import of_micro_batches
-from disttensor.simulate.reference_step import host_seconds
+from disttensor.simulate.reference_pipeline import of_collective, of_micro_batch
+from disttensor.simulate.reference_step import of_gradient, of_kernel
 
 _N = 512  # rows and columns of matrices: they do not fit into a first cache
 _COPIED = 1 << 23  # elements: they do not fit into any
@@ -36,8 +36,8 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     cache. Each is repeated for ``seconds``, and the fastest counts. By training steps on
     DistTensors, of this process alone, or ``together`` with all ranks of the running world, each of
     which has to call it then: ``kernels``, those that take longer, or not as long; ``launch``, what
-    one takes besides, in Python and in torch; ``visit`` and ``post``, those of micro-batches. The
-    ranks of this machine share its cores (``Device.sharing``).
+    one takes besides, in Python and in torch; ``post``, ``gradient`` and ``visit``, what is the
+    host's elsewhere. The ranks of this machine share its cores (``Device.sharing``).
 
     >>> here = dt.devices.measure(seconds=0.001)
     >>> here.name, here.asynchronous, here.peak[torch.float32] > 0 < here.launch
@@ -57,8 +57,10 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     )  # fmt: skip
     now = clock()
     found = replace(found, kernels=slower(found, now, together))
-    found = replace(found, launch=host_seconds(found, now, together))
-    return of_micro_batches(found, now, together)
+    found = replace(found, post=of_collective(now, together))
+    found = replace(found, launch=_of_all(of_kernel(found, now, together), together))
+    found = replace(found, gradient=_of_all(of_gradient(found, now, together), together))
+    return replace(found, visit=of_micro_batch(found, now, together))
 
 
 def clock() -> Callable[[], float]:
@@ -83,6 +85,14 @@ def _fastest(run: Callable[[], object], seconds: float) -> float:
         best = min(best, now() - start)
         if time.perf_counter() > end:
             return best
+
+
+def _of_all(seconds: float, together: bool) -> float:
+    """The mean of all ranks, where they measure ``together``."""
+    if not together or not dist.is_initialized():
+        return seconds
+    found = torch.tensor(seconds, dtype=torch.float64)
+    return float(collectives.all_reduce(found, "avg", collectives.world_group()))
 
 
 # Networks -----------------------------------------------------------------------------------------

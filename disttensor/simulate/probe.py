@@ -25,13 +25,14 @@ from disttensor.tree import flat
 
 @dataclass
 class Layer:
-    """A layer that stages are made of: its ``elements`` of parameters, and of the forward of a
-    micro-batch the ``events``, the bytes that are ``kept`` for the backward, those of its ``input``
-    and the global shape of that."""
+    """A layer that stages are made of: its ``parameters``, their ``elements``, and of the forward
+    of a micro-batch the ``events``, the bytes that are ``kept`` for the backward, those of its
+    ``input`` and the global shape of that."""
 
     name: str
     of: str
     elements: int
+    parameters: int
     events: list[Event] = field(default_factory=list)
     kept: int = 0
     input: int = 0
@@ -115,7 +116,8 @@ class _Watched(Strategy):
         self._note(balance=how.get("balance"))
         out = super().apply(model, *args, **how)
         for (name, module), size in zip(modules, sizes, strict=True):
-            layer = Layer(name, type(module).__qualname__, size)
+            number = sum(1 for _ in module.parameters())
+            layer = Layer(name, type(module).__qualname__, size, number)
             self.layers.append(layer)
             self._watch(layer, module)
         return out

@@ -16,9 +16,11 @@ from torch.optim.optimizer import (
 )
 
 from disttensor.errors import name_of, user_line
+from disttensor.fsdp.engine import Engine
+from disttensor.fsdp.segment import Segment
 from disttensor.simulate import shapes
 from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.events import Event, Op
+from disttensor.simulate.events import Event, Gradient, Op
 from disttensor.simulate.fake_collectives import FakeCollectives
 from disttensor.simulate.kinds import Listener
 from disttensor.simulate.layers import Layers
@@ -93,12 +95,31 @@ class Recorder(TorchDispatchMode):
         begin = register_optimizer_step_pre_hook(self._step_begins)
         end = register_optimizer_step_post_hook(self._step_ends)
         try:
-            with self.memory.resizing(), self.comms, self.visits, self.layers.following(), self:
+            with (
+                self.memory.resizing(), self.comms, self.visits, self.layers.following(),
+                self._gradients(), self,
+            ):  # fmt: skip
                 yield
         finally:
             self.stop()
             begin.remove()
             end.remove()
+
+    @contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Notes those of parameters in shards."""
+        usual = Engine._arrived
+
+        def arrived(engine: Engine, segment: Segment, leaf: int) -> None:
+            if any(p.axis is not None for p in segment.params):
+                self._note(Gradient(user_line()))
+            usual(engine, segment, leaf)
+
+        Engine._arrived = arrived  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            Engine._arrived = usual  # type: ignore[method-assign]
 
     def start(self) -> None:
         """What follows is recorded. Python collects its garbage before, and not meanwhile: when it
@@ -171,8 +192,9 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if fakes() is not self.mode or func.namespace == "prim":
             return func(*args, **kwargs)  # the engine asks for a shape
-        if self.mode is not None and func.namespace == "c10d":
-            return self._communicates(func, args, kwargs)
+        if func.namespace == "c10d":  # no kernel
+            data = self.mode is None
+            return func(*args, **kwargs) if data else self._communicates(func, args, kwargs)
         if self.mode is not None and func in _READS:
             return self._reads(func, args, kwargs)
         if self.mode is not None and func.is_view and type(args[0]) is not FakeTensor:

@@ -8,7 +8,6 @@ things. A process by itself is the first of two stages, and nobody is at the oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -31,23 +30,30 @@ _LAYERS, _WIDTH, _ROWS = 2, 128, 128  # layers of a stage
 _STEPS, _COLLECTIVES = 10, 50
 
 
-def of_micro_batches(device: Device, clock: Callable[[], float], together: bool) -> Device:
-    """``device`` with ``visit`` and ``post``, the mean of all ranks where they find it
+def of_collective(clock: Callable[[], float], together: bool) -> float:
+    """``Device.post``: seconds of the host for a collective."""
+    return _measured(lambda: _collective(clock), together)
+
+
+def of_micro_batch(device: Device, clock: Callable[[], float], together: bool) -> float:
+    """``Device.visit`` of a device that has the others of its times."""
+    return _measured(lambda: _visit(device, clock), together)
+
+
+def _measured(find: Callable[[], float], together: bool) -> float:
+    """What this process finds as the first of two, or the mean of all ranks where they find it
     ``together``."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if together and world()[1] > 1:
-            found = torch.tensor(_found(device, clock), dtype=torch.float64)
-            visit, post = collectives.all_reduce(found, "avg", collectives.world_group()).tolist()
-        else:
-            with imagined_rank(0, 2, data=True):
-                visit, post = _found(device, clock)
-    return replace(device, visit=visit, post=post)
+            found = torch.tensor(find(), dtype=torch.float64)
+            return float(collectives.all_reduce(found, "avg", collectives.world_group()))
+        with imagined_rank(0, 2, data=True):
+            return find()
 
 
-def _found(device: Device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of this rank's host for a visit, by what more micro-batches take more, and for a
-    collective. A visit in the middle has two messages, one at an end has one."""
-    post = _collective(clock)
+def _visit(device: Device, clock: Callable[[], float]) -> float:
+    """Seconds of this rank's host for a visit, by what more micro-batches take more. A visit in the
+    middle has two messages, one at an end has one."""
     few, many = _pipeline(_FEW), _pipeline(_MANY)
     more = _kernels(device, many) - _kernels(device, few)
     times = []
@@ -60,7 +66,7 @@ def _found(device: Device, clock: Callable[[], float]) -> tuple[float, float]:
     rank, ranks = world()
     visit = (median(times) - more) / (2 * (_MANY - _FEW))
     messages = 1 if rank in (0, ranks - 1) else 2
-    return max(visit - messages * post, 0.1 * visit, 0.0), post
+    return max(visit - messages * device.post, 0.1 * visit, 0.0)
 
 
 def _collective(clock: Callable[[], float]) -> float:

@@ -1,22 +1,22 @@
-"""A small training step on DistTensors, by which kernels and the host are measured."""
+"""Small training steps on DistTensors, by which kernels and the host are measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttensor.comm.log import record_comms
 from disttensor.comm.process_group import world
 from disttensor.create import shard_tensor
-from disttensor.mesh import init_mesh
-from disttensor.nn.shard_module import shard_module
-from disttensor.placement import Shard
+from disttensor.parallel.strategy import Strategy
 from disttensor.simulate.device import Device
-from disttensor.simulate.events import Event, Op
+from disttensor.simulate.events import Event, Gradient, Op
 from disttensor.simulate.recorder import Recorder
 from disttensor.simulate.world import imagined_rank
 
@@ -25,50 +25,104 @@ _SEQUENCE = 128  # rows that attend to each other
 _STEPS = 20
 
 
-class _Block(nn.Module):
-    """Of a transformer."""
-
+class _Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
         self.qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(0.0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norms[0](x)
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        y = self.norm(x)
         q, k, v = (layer(y).unflatten(-1, (4, -1)).transpose(1, 2) for layer in self.qkv)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        y = F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
+        out: torch.Tensor = self.dropout(self.out(y))
         return out
 
 
-def host_seconds(device: Device, clock: Callable[[], float], together: bool) -> float:
-    """What a kernel of a training step takes beside what ``device`` says of its arithmetic and its
-    memory traffic, by the median step: of a world of one, or ``together`` with the other ranks,
-    which put Python out of the caches as they do in training."""
+class _MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(width), nn.GELU()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.dropout(self.down(self.act(self.up(self.norm(x)))))
+        return out
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention, self.mlp = _Attention(width), _MLP(width)
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        x = x + self.attention(x, **options)
+        out: torch.Tensor = x + self.mlp(x)
+        return out
+
+
+class _Model(nn.Module):
+    """A transformer on rows that are there."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
+
+    def forward(self, rows: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+        x = rows
+        for block in self.blocks:
+            x = block(x, is_causal=False)
+        return {"hidden": x, "loss": (x.float() - targets).square().mean()}
+
+
+def of_kernel(device: Device, clock: Callable[[], float], together: bool) -> float:
+    """``Device.launch``: what a kernel of a training step takes beside what ``device`` says of its
+    arithmetic, its memory traffic and collectives. In a world of one, or ``together`` with the
+    other ranks, which put Python out of the caches as they do in training."""
     with world_of_one(together):
-        step = reference_step(_WIDTH, _ROWS, _BLOCKS)
+        whole, rest, events = _timed(device, clock, sharded=False)
+    return max(rest, 0.05 * whole) / sum(isinstance(e, Op) for e in events)
+
+
+def of_gradient(device: Device, clock: Callable[[], float], together: bool) -> float:
+    """``Device.gradient`` of a device that has ``launch``: what a step on shards takes besides, for
+    each gradient."""
+    with world_of_one(together, ranks=2):
+        _, rest, events = _timed(device, clock, sharded=True)
+    rest -= device.launch * sum(isinstance(e, Op) for e in events)
+    return max(rest, 0.0) / max(sum(isinstance(e, Gradient) for e in events), 1)
+
+
+def _timed(
+    device: Device, clock: Callable[[], float], sharded: bool
+) -> tuple[float, float, list[Event]]:
+    """The seconds of the median step, those that ``device`` does not know of, and its events."""
+    step = reference_step(_WIDTH, _ROWS, _BLOCKS, sharded=sharded)
+    step()
+    events = events_of(step)
+    with record_comms() as comms:
         step()
-        ops = [e for e in events_of(step) if isinstance(e, Op)]
-        times = []
-        for _ in range(_STEPS):
-            start = clock()
-            step()
-            times.append(clock() - start)
+    times = []
+    for _ in range(_STEPS):
+        start = clock()
+        step()
+        times.append(clock() - start)
     whole = median(times)
-    return max(whole - sum(map(device.kernel, ops)), 0.05 * whole) / len(ops)
+    known = sum(device.kernel(e) for e in events if isinstance(e, Op)) + len(comms) * device.post
+    return whole, whole - known, events
 
 
 @contextmanager
-def world_of_one(together: bool) -> Iterator[None]:
-    """Inside, this process is alone, unless it works ``together`` with the others."""
+def world_of_one(together: bool, ranks: int = 1) -> Iterator[None]:
+    """Inside, this process is alone, the first of so many ``ranks`` of which the others are not
+    there, unless it works ``together`` with the others."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if not together:
-            stack.enter_context(imagined_rank(0, 1, data=True))
+            stack.enter_context(imagined_rank(0, ranks, data=True))
         yield
 
 
@@ -83,20 +137,23 @@ def events_of(step: Callable[[], object]) -> list[Event]:
 
 
 def reference_step(
-    width: int, rows: int, blocks: int, amp: torch.dtype | None = None
+    width: int, rows: int, blocks: int, amp: torch.dtype | None = None, sharded: bool = False
 ) -> Callable[[], None]:
-    """Of a transformer on replicas, each with so many rows; under autocast with ``amp``."""
+    """Of a transformer on all ranks, each with so many rows; on replicas, or on shards of the
+    parameters; under autocast with ``amp``."""
     ranks = world()[1]
-    mesh = init_mesh((ranks,), ("ranks",))
-    model = shard_module(nn.Sequential(*[_Block(width) for _ in range(blocks)]).float(), mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
+    strategy = Strategy(sharding=ranks, zero_stage=3) if sharded else Strategy(dp=ranks)
+    (mesh,) = strategy.stages()
+    model, optimizer = strategy.apply(_Model(width, blocks).float(), torch.optim.AdamW)
+    assert optimizer is not None
     sequence = min(rows, _SEQUENCE)
     batch = torch.ones(ranks * rows // sequence, sequence, width)
-    x = shard_tensor(batch, mesh, [Shard(0)])
 
     def step() -> None:
+        places = strategy.batch(sequence=None)
+        given = {name: shard_tensor(batch, mesh, places) for name in ("rows", "targets")}
         with torch.autocast("cpu", amp, enabled=amp is not None):
-            loss = model(x).float().square().mean()
+            loss = model(**given)["loss"]
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -18,7 +18,7 @@ from typing import Any
 from disttensor.simulate.agenda import Agenda
 from disttensor.simulate.devices import Device
 from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.events import Collective, Event, Message, Op, Visit, Wait
+from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.network import Network
 from disttensor.simulate.shared_clock import SharedClock
 from disttensor.simulate.spans import Row, Span
@@ -99,9 +99,11 @@ class _Simulation:
         while one.at < len(one.events):
             op = one.events[one.at]
             if isinstance(op, Visit):
-                self._host_works(one, device.visit)
+                one.host += device.visit
+            elif isinstance(op, Gradient):
+                one.host += device.gradient
             elif isinstance(op, Op):
-                self._host_works(one, device.launch)
+                one.host += device.launch
                 start = one.now
                 one.device = start + device.kernel(op)
                 if not device.asynchronous:
@@ -114,12 +116,6 @@ class _Simulation:
             one.goes_on()
         self.agenda.at_work(one.now, lambda: self._communicates(k))
 
-    def _host_works(self, one: _Rank, seconds: float) -> None:
-        """Beside the device, or in its place."""
-        one.host += seconds
-        if not self.device.asynchronous:
-            one.device = one.host
-
     def _communicates(self, k: int) -> None:
         one = self.ranks[k]
         if one.at == len(one.events):
@@ -127,7 +123,7 @@ class _Simulation:
             return
         event = one.events[one.at]
         if isinstance(event, Collective | Message):
-            self._host_works(one, self.device.post)
+            one.host += self.device.post
             awaited = self.transfers.post(k, event)
             if awaited is not None:
                 one.works[event.work] = awaited

@@ -188,6 +188,18 @@ def test_a_sender_that_is_late_is_waited_for():
         assert p2p.receive((2,), torch.float32, CPU, 0, tag).wait().tolist() == [1, 1]
 
 
+def test_where_no_letters_go_a_tensor_for_many_ranks_is_copied_once(monkeypatch):
+    copied = []
+    usual = p2p.copied
+    monkeypatch.setattr(p2p, "copied", lambda x: (copied.append(x), usual(x))[1])
+    with fake_world(8):
+        x, y = torch.ones(3), torch.ones(3)
+        p2p.send(x, range(1, 8), 1)
+        assert [c is x for c in copied] == [True]
+        p2p.transfer([(1, x), (2, y), (3, x)], [(4, (3,))], x.dtype, x.device, 2)
+        assert [c is x for c in copied] == [True, True, False]
+
+
 # Tags --------------------------------------------------------------------------------------------
 
 

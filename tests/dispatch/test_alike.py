@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import disttensor as dt
 from disttensor import cache
 from disttensor.dispatch import resolve
-from disttensor.dispatch.key import key_of
+from disttensor.dispatch.key import key_of, of_no_mesh
 from disttensor.spec import DistSpec
 from ops.factors import Factors
 from tests.support.pool import fake_world
@@ -109,10 +109,58 @@ def test_a_call_of_other_sizes_asks_no_rule(
     of_rule = resolve.decide
     monkeypatch.setattr(resolve, "decide", lambda *a: (asked.append(a[0]), of_rule(*a))[1])
     cache.clear()
+    resolve._SAME.clear()
     for n in (4, 6, 7, 1, 1, 0):
         x, y = (dt.ones(n, 8, mesh=mesh, placements=S0) for _ in range(2))
         assert (x + y).softmax(1).t().shape == (8, n)
     assert asked == [torch.Tensor.add, torch.Tensor.softmax, torch.Tensor.t] * 2  # n is 1: others
+
+
+STAGED: list[tuple[Any, Any, list[tuple[int, ...]], list[Any]]] = [
+    (lambda x: x.view(4, -1, 3), torch.Tensor.view, [(8, 6)], [S0[:1]]),
+    (lambda x: x.view(8, 2, 3), torch.Tensor.view, [(8, 6)], [S0[:1]]),
+    (lambda x: x[1:, None], torch.Tensor.__getitem__, [(8, 6)], [S0[:1]]),
+    (F.linear, F.linear, [(2, 64), (512, 64)], [[dt.Shard(1)], [dt.Shard(0)]]),
+    (F.linear, F.linear, [(512, 64), (2, 64)], [[dt.Shard(1)], [dt.Shard(0)]]),
+]
+
+
+@pytest.mark.parametrize("staged", STAGED, ids=range(len(STAGED)))
+def test_what_one_stage_has_decided_holds_on_the_others(
+    mesh: dt.ProcessMesh, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another mesh of the shape, also in another world; not on one of another shape."""
+    call, func, shapes, placements = staged
+    asked: list[Any] = []
+    of_rule = resolve.decide
+    monkeypatch.setattr(resolve, "decide", lambda *a: (asked.append(a[0]), of_rule(*a))[1])
+
+    def laid(ranks: list[int]) -> tuple[Any, ...]:
+        cache.clear()
+        stage = dt.ProcessMesh(ranks, ("tp",))
+        out = call(*tensors(stage, shapes, placements, torch.float32))
+        assert out.spec.mesh is stage
+        return out.shape, out.placements, out.to_local().shape
+
+    def decisions(ranks: list[int]) -> tuple[Any, int]:
+        before = asked.count(func)
+        return laid(ranks), asked.count(func) - before
+
+    resolve._SAME.clear()
+    first, one = decisions([0, 1])
+    assert one == 1 and decisions([0, 3]) == (first, 0)
+    other = decisions([0, 1, 2, 3])
+    assert other[1] == 1
+    resolve._SAME.clear()
+    assert decisions([0, 1, 2, 3]) == other
+
+
+def test_a_key_with_a_mesh_in_it_is_told(mesh: dt.ProcessMesh) -> None:
+    x = dt.ones(4, 4, mesh=mesh, placements=S0)
+    plain = [x.spec, 2, 2.0, True, None, "a", slice(1, 2), [1, (x, 3)], {"dim": ...}, torch.float32]
+    assert of_no_mesh(torch.add, (torch.add, *map(key_of, plain)))
+    for held in (mesh, [mesh], (1, [dt.Shard(0)]), {"to": mesh}, torch.Generator()):
+        assert not of_no_mesh(torch.add, (torch.add, key_of(x), key_of(held)))
 
 
 def test_what_was_weighed_by_bytes_is_weighed_again(mesh: dt.ProcessMesh) -> None:

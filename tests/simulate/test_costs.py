@@ -19,7 +19,7 @@ import torch
 import disttensor as dt
 from disttensor.simulate import pictures
 from disttensor.simulate.devices import A100, Device, Link, Network
-from disttensor.simulate.events import Collective, Message, Op, Visit, Wait
+from disttensor.simulate.events import Collective, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.memory import MemoryLog, summary
 from disttensor.simulate.timeline import timelines
 from tests.simulate.gpt_training import build as build_gpt
@@ -27,8 +27,9 @@ from tests.support.examples import ROOT
 
 F32 = torch.float32
 DEVICE = Device(
-    name="d", peak={F32: 1e9}, bandwidth=1e9, launch=1e-9, efficiency=1.0, visit=0.0, post=0.0
-)
+    name="d", peak={F32: 1e9}, bandwidth=1e9, launch=1e-9, efficiency=1.0, visit=0.0, post=0.0,
+    gradient=0.0,
+)  # fmt: skip
 NET = Network(ranks_per_node=2, within=Link(1e9, 1e-3), between=Link(1e8, 1e-2))
 
 
@@ -132,6 +133,50 @@ def test_the_host_takes_its_time_for_visits_and_messages(asynchronous):
     waits = [VISIT, reduce_((0, 1), 0, 0), Wait(0), VISIT, op(1)]  # nothing hides the host
     (row,) = timelines([((0, 1), 0, waits)], 2, device, NET)
     assert row.end == pytest.approx(3.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_host_takes_its_time_for_each_kernel(asynchronous):
+    """Two kernels of 1 s, for each of which the host takes half of one: beside the device it has
+    begun the second one before the first is over."""
+    device = dataclasses.replace(DEVICE, launch=0.5, asynchronous=asynchronous)
+    (row,) = timelines([((0,), 0, [op(1), op(1)])], 1, device, NET)
+    assert row.end == pytest.approx(2.5 if asynchronous else 3)
+    assert row.times == pytest.approx([1.5, row.end])
+
+
+def test_the_host_takes_its_time_for_each_gradient_of_a_parameter_in_shards():
+    device = dataclasses.replace(DEVICE, gradient=0.5, asynchronous=False)
+    events = [op(1), Gradient("a.py:5"), Gradient("a.py:5"), op(1)]
+    (row,) = timelines([((0,), 0, events)], 1, device, NET)
+    assert row.end == pytest.approx(3, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        (dt.Strategy(sharding=4, zero_stage=3), 3),
+        (dt.Strategy(sharding=2, dp=2, zero_stage=2, accumulate_steps=2), 6),
+        (dt.Strategy(sharding=4, zero_stage=1), 3),
+        (dt.Strategy(dp=4), 0),
+    ],
+    ids=str,
+)
+def test_a_gradient_is_noted_for_each_parameter_in_shards_in_each_backward(strategy, number):
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False))
+        strategy.apply(model)
+        (stage,) = strategy.stages()
+
+        def step():
+            for rows in torch.ones(8, 8).chunk(strategy.accumulate_steps):
+                x = dt.shard_tensor(rows, stage, strategy.batch(sequence=None))
+                model(x).sum().backward()
+
+        return step
+
+    (kind,) = dt.simulate(build, world=4).kinds
+    assert sum(isinstance(e, Gradient) for e in kind.events) == number
 
 
 def test_kernels_that_are_known_to_take_longer_do():

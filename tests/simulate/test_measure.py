@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import disttensor as dt
+from disttensor import pipeline
+from disttensor.fsdp.engine import Engine
+from disttensor.simulate.events import Op
+from disttensor.simulate.reference_pipeline import of_collective, of_micro_batch
+from disttensor.simulate.reference_step import (
+    events_of,
+    of_gradient,
+    of_kernel,
+    reference_step,
+    world_of_one,
+)
 from disttensor.simulate.shapes import cost
 from tests.support.pool import on_ranks
 
@@ -59,11 +72,78 @@ def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
     assert here.sharing == max(1.0, 4 * torch.get_num_threads() / cores)
     assert here.launch > 0 and not here.asynchronous
     assert here.visit > 0 and here.post > 0
-    dist.all_gather_object(every, (here.visit, here.post))
-    assert every == [(here.visit, here.post)] * 4
+    host = here.launch, here.gradient, here.visit, here.post
+    dist.all_gather_object(every, host)
+    assert every == [host] * 4
     assert here.kernels["gelu", torch.float32] > 1  # an exponential is no copy
     names = {name for name, dtype in here.kernels if dtype is torch.bfloat16}
     assert {"mm", "_scaled_dot_product_flash_attention_for_cpu"} <= names
+
+
+# seconds
+KERNEL, POST, VISIT, GRADIENT = 1e-5, 3e-4, 1e-3, 2e-4
+BARE = dt.devices.Device(
+    name="d", peak={torch.float32: 1e11}, bandwidth=1e10, efficiency=1.0, asynchronous=False
+)
+
+
+class Counted(TorchDispatchMode):
+    """A clock on which kernels, collectives and messages, visits and gradients of parameters in
+    shards take their time."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.seconds += POST
+        elif func.namespace == "aten":
+            spent = cost(func, args, kwargs or {}, out)
+            if not spent.views:
+                self.seconds += KERNEL + BARE.seconds(spent.flops, spent.nbytes, torch.float32)
+        return out
+
+
+class Visited(pipeline.Recorder):
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def begins(self, action):
+        self.clock.seconds += VISIT
+
+
+def test_what_the_host_takes_is_found_of_steps_that_take_so_long(monkeypatch):
+    """By a clock that counts, the times come out that it counts by, and none of them in another
+    one."""
+    usual = Engine._arrived
+
+    def arrived(engine, segment, leaf):
+        clock.seconds += GRADIENT * (segment.params[0].axis is not None)
+        usual(engine, segment, leaf)
+
+    monkeypatch.setattr(Engine, "_arrived", arrived)
+    with Counted() as clock, Visited(clock):
+        found = {}
+        for name, measured, expected in (
+            ("post", lambda _, now, t: of_collective(now, t), POST),
+            ("launch", of_kernel, KERNEL),
+            ("gradient", of_gradient, GRADIENT),
+            ("visit", of_micro_batch, VISIT),
+        ):
+            device = dataclasses.replace(BARE, **found)
+            found[name] = measured(device, lambda: clock.seconds, False)
+            assert found[name] == pytest.approx(expected, rel=0.05), name
+
+
+def test_a_collective_on_data_is_no_kernel():
+    with world_of_one(False, ranks=2):
+        step = reference_step(32, 16, 1, sharded=True)
+        step()
+        names = {e.name for e in events_of(step) if isinstance(e, Op)}
+        assert "_chunk_cat" in names and not any("all" in n or "reduce_scatter" in n for n in names)
 
 
 def test_a_network_of_one_rank_is_refused_by_name():

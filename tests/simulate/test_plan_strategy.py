@@ -18,7 +18,7 @@ WORLD, WIDTH = 4, 256
 # A step is decided by arithmetic, and by what is sent.
 DEVICE = dt.devices.Device(
     name="d", peak={torch.float32: 1e12}, bandwidth=1e12, launch=1e-9, memory=1e9, visit=1e-9,
-    post=1e-9,
+    post=1e-9, gradient=1e-9,
 )  # fmt: skip
 NETWORK = dt.devices.Network(ranks_per_node=4, within=dt.devices.Link(1e11, 1e-6))
 
@@ -172,17 +172,37 @@ def test_estimates_are_near_what_is_simulated():
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_estimates_count_the_host(asynchronous):
-    """Where visits and messages take longer than all kernels."""
-    device = dataclasses.replace(DEVICE, visit=1e-3, post=1e-3, asynchronous=asynchronous)
+    """Where visits, messages and gradients take longer than all kernels."""
+    device = dataclasses.replace(
+        DEVICE, visit=1e-3, post=1e-3, gradient=1e-3, asynchronous=asynchronous
+    )
     search = Search(build_gpt, WORLD, device, NETWORK, 0.0, None, dt.Strategy(), 8, print)
     estimator = Estimator(search._probe(dt.Strategy(tp=1)), WORLD, device, NETWORK)
     for strategy in (
         dt.Strategy(pp=4, accumulate_steps=8), dt.Strategy(pp=2, dp=2, accumulate_steps=4),
         dt.Strategy(pp=2, dp=2, accumulate_steps=8, schedule="interleaved_1f1b"),
+        dt.Strategy(sharding=4, zero_stage=2, accumulate_steps=4),
+        dt.Strategy(pp=2, sharding=2, zero_stage=3, accumulate_steps=4),
     ):  # fmt: skip
         report = dt.simulate(lambda s=strategy: build_gpt(s), WORLD, device=device, network=NETWORK)
         ratio = estimator(strategy, frozenset()).seconds / report.step_time
         assert 0.67 < ratio < 1.5, (strategy, ratio)
+
+
+def test_what_kernels_hide_of_the_host_is_not_estimated():
+    """Where kernels take longer than the host has to do, and run beside it."""
+    found = Search(build_gpt, WORLD, DEVICE, NETWORK, 0.0, None, dt.Strategy(), 8, print)
+    one = found._probe(dt.Strategy(tp=1))
+    slow = dataclasses.replace(DEVICE, peak={torch.float32: 1e8})
+    for strategy in dt.Strategy(pp=2, dp=2, accumulate_steps=4), dt.Strategy(sharding=4):
+        without, hidden, beside = [
+            Estimator(one, WORLD, device, NETWORK)(strategy, frozenset()).seconds
+            for device in (
+                slow, dataclasses.replace(slow, visit=1e-4, post=1e-4, gradient=1e-4),
+                dataclasses.replace(slow, visit=1e-2, gradient=1e-2, asynchronous=False),
+            )
+        ]  # fmt: skip
+        assert hidden == pytest.approx(without, rel=1e-3) and beside > 1.02 * without
 
 
 def test_of_all_strategies_few_are_simulated_and_each_other_says_why():

@@ -13,6 +13,8 @@ from torch import nn
 import disttensor as dt
 from disttensor import runtime
 from disttensor.simulate.errors import SimulationError
+from disttensor.simulate.grid import Grid
+from disttensor.simulate.kinds import Differences
 from tests.simulate.gpt_training import build as build_gpt
 from tests.support.pool import on_ranks
 
@@ -191,3 +193,19 @@ def test_a_model_that_no_machine_holds():
     (kind,) = report.kinds
     assert kind.memory.at_peak["other"] >= (1 << 40) * 4 // 4096
     assert kind.flops == 2 * 2 * (1 << 40) // 4096 * 2
+
+
+def test_ranks_are_of_a_kind_by_meshes_sizes_places_and_messages():
+    """Of six ranks: on two meshes of two and on none; uneven pieces; messages; one that tells."""
+    first, second, all_ = Grid((0, 1), (2,)), Grid((2, 3), (2,)), Grid(tuple(range(6)), (2, 3))
+    meshes = {first: set(), second: set(), all_: set()}
+    assert Differences(meshes).groups(6) == [[0, 1], [2, 3], [4, 5]]
+    assert Differences({all_: {(4, (0,))}}).groups(6) == [[0, 1, 2, 3, 4, 5]]
+    assert Differences({all_: {(4, (1,)), (4, (0,))}}).groups(6) == [[0, 1, 3, 4], [2, 5]]
+    assert Differences({second: {(5, (0,))}}).groups(6) == [[0, 1, 4, 5], [2], [3]]
+    assert Differences({all_: set()}, {all_: {(0,)}}).groups(6) == [[0, 1, 2], [3, 4, 5]]
+    sent = frozenset({(0, ((8,), ())), (1, ((8,), ())), (2, ((), (8, 8)))})
+    assert Differences(volumes={sent}).groups(6) == [[0, 1], [2], [3, 4, 5]]
+    other = frozenset({(3, ((8,), ()))})
+    assert Differences(volumes={sent, other}).groups(6) == [[0, 1], [2], [3], [4, 5]]
+    assert Differences(meshes, sources={4}).groups(6) == [[0, 1], [2, 3], [4], [5]]
