@@ -72,7 +72,7 @@
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
     X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) X(dim) X(order) \
-    X(reduce_op)
+    X(reduce_op) X(_once)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -775,7 +775,7 @@ keep_idle(State *state, PyObject *self)
     dict = PyObject_GenericGetDict(self, NULL);
 end:
     Py_XDECREF(users);
-    if (!dict || Py_REFCNT(dict) != 2) { /* somebody else has it */
+    if (!dict || Py_REFCNT(dict) != 2 || beside(dict, state->str._once)) { /* somebody else's */
         PyErr_Clear();
         Py_XDECREF(dict);
         Py_XDECREF(idle);

@@ -92,11 +92,15 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
                 f"{func} of a DistTensor inside {TRACERS.names[-1]}, which follows plain tensors "
                 f"only. {WAY_OUT}"
             )
+        out: DistTensor | None = None
         if func is torch.ops.aten.detach.default:
-            return x.detach()
-        if func in _COPIES and isinstance(x, DistTensor) and not x.requires_grad:
+            out = x.detach()
+        elif func in _COPIES and isinstance(x, DistTensor) and not x.requires_grad:
             local = func(x.local, *args[1:], **(kwargs or {}))
-            return wrap(local, x.spec.with_dtype(local.dtype))
+            out = wrap(local, x.spec.with_dtype(local.dtype))
+        if out is not None:
+            out._once = True
+            return out
         refuse_collectives(func)
         raise RuntimeError(
             f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "

@@ -856,6 +856,17 @@ def test_a_wrapper_that_died_is_the_next_result_and_nobody_sees_it_meanwhile(
         assert parts(z) == parts(x + x) and gc.is_tracked(z) and z._grad_state is None
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_wrapper_that_torch_has_made_a_view_serves_once(mesh: dt.ProcessMesh) -> None:
+    """``torch.Tensor(x)`` makes a view in C++, and ``torch.tensor`` detaches a copy in place."""
+    x = tensor(mesh)
+    for _ in range(3):
+        x.float()  # a known call, whose results wait
+    for _ in range(3):
+        assert torch.Tensor(x.float()).spec.dtype == torch.float32
+        assert torch.tensor(x, dtype=torch.float32).spec.dtype == torch.float32
+
+
 def test_wrap_takes_a_wrapper_that_waits(mesh: dt.ProcessMesh) -> None:
     """As what a skipped module gives: of a spec that calls give, too; of others it makes one."""
     x, unknown = tensor(mesh), dt.zeros(5, 3, mesh=mesh)
