@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from disttensor.simulate.candidates import Program, strategies
 from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.estimate import Estimator
 from disttensor.simulate.strategy_search import Search
+from disttensor.simulate.strategy_table import Candidate, StrategyTable
 
 WORLD, WIDTH = 4, 256
 # A step is decided by arithmetic, and by what is sent.
@@ -241,3 +244,21 @@ def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
         for way in ways
     ]
     assert staged[1] < 1.2 * staged[0] and replicas[1] > 1.3 * replicas[0]
+
+
+def test_of_times_that_are_alike_the_default_schedule_is_chosen() -> None:
+    def simulated(schedule: str, seconds: float) -> Candidate:
+        report: Any = SimpleNamespace(
+            world=1, kinds=[SimpleNamespace(ranks=(0,))], step_time=seconds,
+            exposed_communication=0.0, bubble=0.0,
+        )  # fmt: skip
+        return Candidate(dt.Strategy(schedule=schedule), report, "", fits=True)
+
+    for slower, chosen in ((1.019, "1f1b"), (1.021, "zero_bubble")):
+        tried = [simulated("gpipe", 1.5), simulated("1f1b", slower), simulated("zero_bubble", 1.0)]
+        found = StrategyTable.of(1, tried)
+        assert found.best.schedule == chosen
+        assert [c.step_time for c in found.candidates[1:]] == sorted(
+            c.step_time for c in tried if c.strategy.schedule != chosen
+        )
+        assert (found.candidates[1].reason == "as fast, by another schedule") is (chosen == "1f1b")
