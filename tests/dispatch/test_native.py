@@ -867,6 +867,37 @@ def test_a_wrapper_that_torch_has_made_a_view_serves_once(mesh: dt.ProcessMesh) 
         assert torch.tensor(x, dtype=torch.float32).spec.dtype == torch.float32
 
 
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "tensor": torch.tensor,
+    "tensor of another dtype": lambda x: torch.tensor(x, dtype=torch.float64),
+    "tensor that requires grad": lambda x: torch.tensor(x, requires_grad=True),
+    "as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float64),
+    "Tensor": torch.Tensor,
+    "asarray": lambda x: torch.asarray(x, copy=True),
+    "new_tensor": lambda x: torch.ones(1).new_tensor(x, requires_grad=True),
+    "Parameter": nn.Parameter,
+    "detach_": lambda x: (x + x).detach_(),
+    "requires_grad_": lambda x: (x + x).requires_grad_(),
+    "set_": lambda x: (x + x).set_(x.detach()),
+    "view": lambda x: x.view(-1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("name", COPIES)
+def test_wrappers_that_wait_are_as_they_were_made(mesh: dt.ProcessMesh, name: str) -> None:
+    x = tensor(mesh)
+    for _ in range(3):
+        specs = {(x.to(dtype) + 1).spec for dtype in (torch.float32, torch.float64)}  # results wait
+        COPIES[name](x)
+    waiting = [wrapper for spec in specs for wrapper in spec.idle]
+    assert len(waiting) > 1
+    with torch._C.DisableTorchFunctionSubclass():  # of the wrappers themselves
+        for wrapper in waiting:
+            assert not Tensor._is_view(wrapper)
+            assert not Tensor.requires_grad.__get__(wrapper)  # type: ignore[attr-defined]
+
+
 def test_wrap_takes_a_wrapper_that_waits(mesh: dt.ProcessMesh) -> None:
     """As what a skipped module gives: of a spec that calls give, too; of others it makes one."""
     x, unknown = tensor(mesh), dt.zeros(5, 3, mesh=mesh)
