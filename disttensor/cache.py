@@ -1,8 +1,8 @@
 """Caches: of a bounded size, and emptied when their world ends.
 
 Specs and meshes are keys of nearly all of them, and would keep process groups alive that have been
-destroyed. A cache of things without a mesh (a dtype, a device, a function) needs no more than
-``functools.lru_cache``.
+destroyed. A function of things without a mesh (a dtype, a device, a function) needs no more than
+``functools.lru_cache``, and a dict of such is a Cache that is ``lasting``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _lock = threading.RLock()
 
 class Cache(dict[K, V]):
     """A dict of at most ``limit`` entries: one more drops the oldest. Read it with ``get``, which
-    is that of dict."""
+    is that of dict. ``lasting``: there is no mesh in it, and it outlives worlds."""
 
     __slots__ = ("__weakref__", "limit")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, lasting: bool = False) -> None:
         super().__init__()
         self.limit = limit
-        _dicts[id(self)] = self  # type: ignore[assignment]
+        if not lasting:
+            _dicts[id(self)] = self  # type: ignore[assignment]
 
     def __setitem__(self, key: K, value: V) -> None:
         with _lock:

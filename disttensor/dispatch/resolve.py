@@ -150,9 +150,8 @@ class Resolution:
 
 # what holds for calls that differ in sizes only
 _ALIKE: Cache[Any, tuple[Factors, Decision]] = Cache(4096)
-# what holds for a call on each mesh of a shape, as those of stages: it is of no world
-_SAME: dict[Any, tuple[Factors, Decision]] = {}
-_MOST = 4096
+# what holds for a call on each mesh of a shape, as those of stages
+_SAME: Cache[Any, tuple[Factors, Decision]] = Cache(4096, lasting=True)
 
 
 def resolve(
@@ -216,8 +215,6 @@ def resolve(
     if alike and not own and of_any_size(factors, decision, [s.shape for s in specs]):
         _ALIKE[alike] = factors, decision
     if same is not None and not own:
-        if len(_SAME) >= _MOST:
-            _SAME.clear()
         _SAME[same] = factors, decision
     shapes = factors.output_shapes()
     return Resolution("rule", plan=Plan(func, rule, factors, decision, mesh, specs, shapes))

@@ -12,15 +12,15 @@ each result depends on (so that gradients find their way), whether the call draw
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from disttensor.autograd.graph import nodes_of
+from disttensor.cache import Cache
 from disttensor.errors import name_of
 from disttensor.torch_private import DataDependentOutput as DataDependent
 from disttensor.torch_private import (
@@ -105,8 +105,6 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     if known is None:
         known = _find(func, args, kwargs)
         if _is_torch(func):
-            while len(_known) >= _MOST:
-                del _known[next(iter(_known))]
             _known[key] = known
     return known
 
@@ -115,8 +113,7 @@ class _NoKey(Exception):
     """An argument whose value may matter in other ways."""
 
 
-_known: dict[Any, Found] = {}  # there is no mesh in it
-_MOST = 4096
+_known: Cache[Any, Found] = Cache(4096, lasting=True)
 _CONSTANTS = frozenset({
     int, float, complex, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device,
     torch.layout, torch.memory_format,
@@ -157,7 +154,7 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     tensors = flat((tuple(args), kwargs), [])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     if _on_meta(func, args, kwargs, tensors):
-        with contextlib.suppress(Exception):  # no such kernel, or an error: fakes say which
+        with suppress(Exception):  # no such kernel, or an error: fakes say which
             known = _run(func, args, kwargs, every, on_meta=True)
             if not known.draws:  # by which kernels, is the device's own
                 return known
