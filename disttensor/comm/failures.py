@@ -60,18 +60,17 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def post(what: str) -> str:
     """Let all ranks know what went wrong, unless they do. Gives what did first."""
     beside = watcher.of(runtime.current())
-    if beside is None or beside.lost or beside.failed:
-        return beside.failed if beside and beside.failed else what
-    known = str(beside.store.compare_set("failed", "", what).decode())
-    if beside.keeps_store:  # which goes with this rank
-        _wait_for(beside, "heard", beside.size, _PATIENCE)
-    return known
+    if beside is None or beside.lost:
+        return what
+    if not beside.failed:
+        _hear_failed(beside, beside.store.compare_set("failed", "", what).decode())
+    return beside.failed
 
 
-def _wait_for(beside: watcher.Watcher, count: str, ranks: int, seconds: float) -> bool:
-    """Until so many ranks have counted (True), or some seconds have passed."""
-    end = time.monotonic() + seconds
-    while beside.store.add(count, 0) < ranks:
+def _all_ended(beside: watcher.Watcher) -> bool:
+    """Waits until all other ranks have (True), or two seconds have passed."""
+    end = time.monotonic() + 2.0
+    while beside.store.add("ended", 0) < beside.size - 1:
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -93,7 +92,8 @@ def first() -> str:
             time.sleep(0.1)
             gone = beside.gone(_PATIENCE)
         if gone is None:
-            return f" {beside.store.get('failed').decode()}."
+            _hear_failed(beside, beside.store.get("failed").decode())
+            return f" {beside.failed}."
         how = "is gone without a word: killed, or ended by os._exit, or by gloo (which does that "
         how += "where two ranks send different sizes; DISTTENSOR_DEBUG=1 compares them first)"
         if beside.store.check([f"left/{gone}"]):
@@ -109,7 +109,7 @@ _LOST = "The store of the world is gone, with rank 0 if that keeps it, or with t
 
 def _hear_failed(beside: watcher.Watcher, what: str) -> bool:
     beside.failed = what
-    beside.store.add("heard", 1)
+    beside.store.set(f"heard/{beside.rank}", "")
     return True
 
 
@@ -138,13 +138,16 @@ def _leave() -> None:
     beside = runtime.here().watcher
     if beside:
         with contextlib.suppress(Exception):
-            if beside.lost or beside.failed:  # there may be no store by now
+            if beside.lost:  # there is no store any more
                 return
-            beside.store.set(f"left/{beside.rank}", "")
-            if not beside.keeps_store:
-                beside.store.add("ended", 1)
-            elif not hasattr(sys, "last_value") and not _wait_for(
-                beside, "ended", beside.size - 1, 2.0
-            ):
-                post(f"rank {beside.rank} has ended its program before the others")
+            if not beside.failed:
+                beside.store.set(f"left/{beside.rank}", "")
+                if not beside.keeps_store:
+                    beside.store.add("ended", 1)
+                elif not hasattr(sys, "last_value") and not _all_ended(beside):
+                    post(f"rank {beside.rank} has ended its program before the others")
+            if beside.failed:
+                if beside.keeps_store:  # which goes with this rank, and what failed with it
+                    beside.said("heard", range(beside.size), _PATIENCE)
+                return
         beside.stop()

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 import disttensor as dt
+from disttensor.comm import watcher
 from disttensor.torch_private import timeout_of
 
 WORLD = 3  # hsdp: 4
@@ -159,6 +160,20 @@ def groups(rank, how, dying):
     dt.ones(6, mesh=mesh, placements=[dt.Replicate(), dt.Shard(0)]).sum().item()
 
 
+def late(rank, how, dying):
+    """The rank that keeps the store has heard of it, and ends before another one misses it."""
+    if rank == 1:
+        watcher.PERIOD = 3.0
+    dt.init_mesh((WORLD,), ("all",))
+    meshes = [dt.ProcessMesh([r], ("x",)) for r in range(WORLD)]
+    x = dt.ones(2, 4, mesh=meshes[dying])
+    if rank == dying:
+        die(how)
+    time.sleep((1.5, 2.5, 0)[rank])
+    for mesh in meshes:
+        dt.reshard(x, mesh).sum()
+
+
 def early(rank, how, dying):
     """Before ``init_mesh``."""
     if rank == dying:
@@ -167,7 +182,8 @@ def early(rank, how, dying):
 
 
 PROGRAMS = {
-    f.__name__: f for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, early)
+    f.__name__: f
+    for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, late, early)
 }
 
 

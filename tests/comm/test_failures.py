@@ -28,6 +28,7 @@ ALL = [
     if point[0] != "early" and (point[0] != "backward" or point[2] == "1")
 ]
 ALWAYS = ["stages-raise-1", "stages-kill-1", "data-leave-2", "data-raise-0", "data-slow-1"]
+ALWAYS += ["late-raise-2"]
 
 
 def worlds(names):
