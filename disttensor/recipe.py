@@ -15,6 +15,7 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 
 Function = Callable[..., Any]
+Runner = Callable[[Sequence[Any], Any], Any]  # of calls of one kind: (args, kwargs or None)
 F = TypeVar("F", bound=Function)
 
 NESTED = "nested"  # a list or tuple with DistTensors in it

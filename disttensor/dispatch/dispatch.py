@@ -15,13 +15,13 @@ from disttensor.comm.program import Call, note
 from disttensor.dispatch import execute, fallback, foreach
 from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
+from disttensor.recipe import Runner
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from disttensor.tree import flat
 from ops.registry import RULES
 from ops.signatures import restated
 
 Function = Callable[..., Any]
-Runner = Callable[[Sequence[Any], Any], Any]
 
 PLANS: Cache[Any, Runner] = Cache(16384)
 _known = PLANS.get

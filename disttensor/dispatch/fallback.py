@@ -14,9 +14,10 @@ from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.execute import reduce_pending, written
+from disttensor.dispatch.general import reduce_pending
 from disttensor.dispatch.key import Uncacheable, key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
+from disttensor.dispatch.writes import written
 from disttensor.meta import execute, infer
 from disttensor.random.state import forked
 from disttensor.tensor import views

@@ -22,7 +22,7 @@ import torch
 from disttensor import cache, runtime
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import p2p, program
-from disttensor.dispatch import dispatch, execute, reduction_cache, reshards, strict
+from disttensor.dispatch import dispatch, outputs, reduction_cache, reshards, strict, writes
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
@@ -78,7 +78,7 @@ def _configure(module: Any) -> None:
         top_saved_tensors_hooks=top_saved_tensors_hooks,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
-        wrap_outputs=execute.wrap_outputs, written=execute.written, share=views.share,
+        wrap_outputs=outputs.wrap_outputs, written=writes.written, share=views.share,
         remember=reduction_cache.remember, strict_depth=strict.depth,
         UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,

@@ -9,7 +9,7 @@ forward made). Ranks outside the mesh take the same decision, without values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import strict
 from disttensor.dispatch.resolve import Plan
 from disttensor.layout import Layout
-from disttensor.recipe import recipe_of, reducing, with_recipe
+from disttensor.recipe import Runner, recipe_of, reducing, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
@@ -27,7 +27,6 @@ from disttensor.tensor.versions import INFERENCE, version
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
-Runner = Callable[[Sequence[Any], Any], Any]
 
 
 class Reduced(NamedTuple):

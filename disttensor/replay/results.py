@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
-from disttensor.dispatch import execute
+from disttensor.dispatch import direct, rematerialize
 from disttensor.dispatch.reduction_cache import Reduced
 from disttensor.meta.trace import Unfit
 from disttensor.replay.tape import Tape, is_constant, spelled
@@ -151,16 +151,16 @@ def _of_reshard(x: Any, origin: Any) -> list[Any]:
 def _of_cheap(x: Any, origin: Any) -> list[Any]:
     local_fn, args, words, _, value, _, spec = origin.args
     tensors = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
-    versions = Later(execute.versions_of, tensors)
+    versions = Later(rematerialize.versions_of, tensors)
     return [
         origin.func, local_fn, tuple(args), words, versions, value,
-        Later(execute.writes_to, value), spec,
+        Later(rematerialize.writes_to, value), spec,
     ]  # fmt: skip
 
 
 # of each kind of origin: the parts that a new one is made of
 _ORIGINS: dict[Any, Callable[[Any, Any], list[Any]]] = {
-    execute.replay: _of_view,
+    direct.replay: _of_view,
     tensor_reshard.again: _of_reshard,
-    execute.once_more: _of_cheap,
+    rematerialize.once_more: _of_cheap,
 }

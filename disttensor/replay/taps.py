@@ -17,7 +17,7 @@ import torch
 import reshard
 from disttensor.cache import Cache
 from disttensor.comm import log, objects
-from disttensor.dispatch import dispatch, execute, fallback
+from disttensor.dispatch import direct, dispatch, fallback, general, rematerialize, writes
 from disttensor.dispatch.resolve import Plan
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
@@ -41,7 +41,8 @@ def recording(recorder: Any) -> bool:
 def taps(recorder: Any) -> Iterator[None]:
     """They stand while the block runs. One recorder of the process at a time."""
     modules: dict[str, Any] = {
-        "base": base, "dispatch": dispatch, "execute": execute, "fallback": fallback,
+        "base": base, "dispatch": dispatch, "direct": direct, "general": general,
+        "fallback": fallback, "rematerialize": rematerialize,
         "tensor_reshard": tensor_reshard, "awaited": awaited,
     }  # fmt: skip
     plans: Cache[Any, Any] = Cache(16384)  # new runners, of local functions that are tapped
@@ -58,10 +59,11 @@ def taps(recorder: Any) -> Iterator[None]:
         (torch.autograd.Function, "apply", _custom),
     ]
     more: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
-        ("base", "along", _one_line), ("execute", "move", _one_line),
+        ("base", "along", _one_line), ("rematerialize", "move", _one_line),
         ("awaited", "beginning", _at_once),
         ("tensor_reshard", "along", _one_line), ("tensor_reshard", "through", _through),
-        ("execute", "written", _written), ("fallback", "written", _written),
+        ("direct", "written", _written), ("general", "written", _written),
+        ("fallback", "written", _written),
         ("fallback", "forked", _forked), ("fallback", "count", _uncounted),
     )  # fmt: skip
     table += [(modules[where], name, tap) for where, name, tap in more]
@@ -128,7 +130,7 @@ def _local_fn(recorder: Any, original: Function) -> Function:
         func: Function = original(plan)
         if not recording(recorder):
             return func
-        if plan.rule.inplace and execute.uncounted(plan.func):
+        if plan.rule.inplace and writes.uncounted(plan.func):
             recorder.refuse(f"{name_of(plan.func)} writes in a way that autograd does not count")
         opened: Function = recorder.opened(func)
         return opened

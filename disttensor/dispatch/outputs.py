@@ -1,0 +1,48 @@
+"""What a local function gave, checked against what the rule says and wrapped as DistTensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disttensor.dispatch.resolve import Plan
+from disttensor.spec import DistSpec
+from disttensor.tensor.dist_tensor import wrap
+from disttensor.tree import flat, substitute
+
+Tensor = torch.Tensor
+
+
+def check_outputs(plan: Plan, out: Any) -> None:
+    """Check the rule's local shapes against the first result, and note its dtypes."""
+    for i, (t, spec) in enumerate(zip(flat(out, []), plan.output_specs, strict=False)):
+        if tuple(t.shape) != tuple(spec.local_shape):
+            raise RuntimeError(
+                f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is "
+                f"{list(spec.local_shape)}, but the local function gave {list(t.shape)}: the rule "
+                "is wrong"
+            )
+        plan.output_specs[i] = spec.with_dtype(t.dtype)
+
+
+def wrap_outputs(out: Any, specs: Sequence[DistSpec]) -> Any:
+    """Local results as DistTensors, in the structure they came in."""
+    if type(out) is Tensor:
+        spec = specs[0]
+        return wrap(out, spec if out.dtype is spec.dtype else spec.with_dtype(out.dtype))
+    if (
+        (type(out) is tuple or type(out) is list)
+        and len(out) == len(specs)
+        and all(type(t) is Tensor for t in out)
+    ):
+        return type(out)(
+            [
+                wrap(t, s if t.dtype is s.dtype else s.with_dtype(t.dtype))
+                for t, s in zip(out, specs, strict=True)
+            ]
+        )
+    numbers = itertools.count()
+    return substitute(out, lambda t: wrap(t, specs[next(numbers)].with_dtype(t.dtype)))

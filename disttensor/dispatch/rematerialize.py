@@ -1,0 +1,74 @@
+"""A cheap result is computed once more where it is used in another way, rather than moved: each set
+of axes over which uses of it vary has a value of its own in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from disttensor.autograd.grad_types import Typed, move
+from disttensor.layout import Axes
+from disttensor.recipe import Runner, recipe_of, with_recipe
+from disttensor.spec import DistSpec
+from disttensor.tensor.base import origin_of, set_origin
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.versions import UNCOUNTED
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+_grad: Callable[[], bool] = torch.is_grad_enabled
+
+
+def rematerializing(local_fn: Function, run: Runner) -> Runner:
+    """``run``, whose result is computed once more for each set of axes over which uses of it vary;
+    unless somebody has written to it, or to what it was made of, by then."""
+
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        out = run(args, kwargs)
+        if out.local.requires_grad and _grad():
+            after(args, kwargs, out)
+        return out
+
+    def after(args: Sequence[Any], kwargs: Any, out: Any) -> None:
+        if origin_of(out) is not None:
+            return
+        words = kwargs or {}
+        made = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
+        value = out.local
+        parts = local_fn, tuple(args), words, made, value, writes_to(value), out.spec
+        set_origin(out, partial(once_more, *parts))
+
+    recipe = recipe_of(run)
+    single = recipe is not None and len(recipe.outputs) == 1 and recipe.after is None
+    return with_recipe(call, recipe._replace(after=after) if recipe and single else None)
+
+
+def once_more(
+    local_fn: Function, args: Sequence[Any], words: dict[str, Any], made: list[int],
+    value: Tensor, made_at: int, spec: DistSpec, axes: Axes,
+) -> Tensor:  # fmt: skip
+    """The origin of a cheap result: the call again, of uses that vary. ``made``, ``made_at``: the
+    versions of its arguments and of its ``value`` when it was made."""
+    now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
+    if writes_to(value) != made_at or now != made:
+        out: Tensor = move(value, Typed(spec), Typed(spec, axes), None)
+        return out
+    varying = [_varying(a, axes) for a in args]
+    again: Tensor = local_fn(*varying, **{k: _varying(v, axes) for k, v in words.items()})
+    return again
+
+
+def _varying(a: Any, axes: Axes) -> Any:
+    return a.local_for(axes) if type(a) is DistTensor else a
+
+
+def writes_to(value: Tensor) -> int:
+    return value._version + UNCOUNTED[0]
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [(t.local if type(t) is DistTensor else t)._version for t in tensors]
