@@ -19,7 +19,7 @@ from typing import Any
 
 from disttensor import runtime
 from disttensor.comm import watcher
-from disttensor.comm.process_group import world
+from disttensor.comm.process_group import is_fake, world
 from disttensor.runtime import Runtime
 
 _PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
@@ -81,7 +81,8 @@ def first() -> str:
     """A sentence about the rank that failed first; where all live, about where each of them is."""
     beside = watcher.of(runtime.current())
     if beside is None:
-        return ""
+        alone = world()[1] == 1 or is_fake() or watcher.store_answers()
+        return "" if alone else f" {_LOST}."
     if beside.lost or beside.failed:
         return f" {beside.failed or _LOST}."
     end, gone = time.monotonic() + _PATIENCE, None
@@ -114,11 +115,16 @@ def _hear_failed(beside: watcher.Watcher, what: str) -> bool:
 
 
 def _places(beside: watcher.Watcher) -> str:
-    """All ranks live: they wait for each other, or for one that is slow."""
+    """All ranks live: they wait for each other, or for one that is slow. Of one that has never
+    communicated nobody knows that."""
+    seen = [r for r in range(beside.size) if beside.store.check([f"process/{r}"])]
+    who = "All ranks live"
+    if unseen := sorted({*range(beside.size)} - {*seen}):
+        who = post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
     beside.store.set("asked", "")
-    said = beside.said("place", range(min(beside.size, _SHOWN)), _PATIENCE)
+    said = beside.said("place", seen[:_SHOWN], _PATIENCE)
     lines = [f"\n  rank {rank}: {place}" for rank, place in said.items()]
-    return " All ranks live. Where they are:" + "".join(lines) + "\n "
+    return f" {who}. Where {'the others' if unseen else 'they'} are:" + "".join(lines) + "\n "
 
 
 def _say_place(beside: watcher.Watcher, asked: str) -> bool:

@@ -153,10 +153,19 @@ def of(now: Runtime) -> Watcher | None:
     """The watcher of this world, started if there is none yet; None where nobody else is there."""
     if now.watcher is None and now.default is not None:
         now.watcher = False
-        if world()[1] > 1 and not is_fake():
+        if world()[1] > 1 and not is_fake() and store_answers():
             with contextlib.suppress(RuntimeError, AttributeError):  # a store of another kind
                 now.watcher = Watcher(now)
     return now.watcher or None
+
+
+def store_answers() -> bool:
+    """False: the store of the world went with the rank, or the launcher, that kept it."""
+    try:
+        default_store().check([""])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _own_connection(store: Any, number: int) -> Any:

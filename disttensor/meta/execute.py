@@ -18,7 +18,7 @@ from disttensor.layout import Layout, replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import infer
 from disttensor.random import state
-from disttensor.recipe import Recipe, outputs_of, with_recipe
+from disttensor.recipe import Recipe, Runner, outputs_of, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -28,7 +28,6 @@ from disttensor.tree import flat, map_leaves
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
-Runner = Callable[[Sequence[Any], Any], Any]
 Reader = Callable[[Any, Any], Sequence[Any]]
 
 _grad: Callable[[], bool] = torch.is_grad_enabled

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -174,6 +175,17 @@ def late(rank, how, dying):
         dt.reshard(x, mesh).sum()
 
 
+def unheard(rank, how, dying):
+    """As soon as there is a world, before any rank watches."""
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+    time.sleep(0.5)  # all have returned from it
+    if rank == dying:
+        die(how)
+    time.sleep(0.5)
+    mesh = dt.init_mesh((WORLD,), ("all",))
+    dt.ones(6, mesh=mesh, placements=[dt.Shard(0)]).sum().item()
+
+
 def early(rank, how, dying):
     """Before ``init_mesh``."""
     if rank == dying:
@@ -183,7 +195,7 @@ def early(rank, how, dying):
 
 PROGRAMS = {
     f.__name__: f
-    for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, late, early)
+    for f in (stages, backward, data, replicas, hsdp, tp, schedule, groups, late, unheard, early)
 }
 
 

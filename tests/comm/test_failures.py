@@ -28,7 +28,7 @@ ALL = [
     if point[0] != "early" and (point[0] != "backward" or point[2] == "1")
 ]
 ALWAYS = ["stages-raise-1", "stages-kill-1", "data-leave-2", "data-raise-0", "data-slow-1"]
-ALWAYS += ["late-raise-2"]
+ALWAYS += ["late-raise-2", "unheard-leave-0", "unheard-kill-1"]
 
 
 def worlds(names):
@@ -59,7 +59,9 @@ def test_the_rank_that_died_is_named_by_all():
                 assert where == "backward" or (where, dying, how) == ("stages", "2", "leave"), told
                 continue
             words = HOW[how].format(dying)
-            if dying == "0" and how in ("kill", "_exit"):
+            if where == "unheard":
+                words = f"ranks [{dying}] ended before they made a mesh"
+            if dying == "0" and (where == "unheard" or how in ("kill", "_exit")):
                 words = "The store of the world is gone, with rank 0"  # which keeps it
             assert status == 1 and words in text, told
 
