@@ -140,6 +140,8 @@ def _cheapest(
         decision.compared = True
         if moved < least - LESS:
             best, least = decision, moved
+        if least <= LESS:
+            break  # none moves less
     return best
 
 

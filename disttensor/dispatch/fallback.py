@@ -160,7 +160,7 @@ def run_replicated(
         for t in flat(result, []) if sources else ():
             source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
             if source is not None:  # a view, in one process
-                views.enter(t, source, errors.name_of(func))
+                views.enter(t, source, func)
         if objects.others(mesh.ranks) and infer.dynamic(func, args, kwargs):
             objects.send_object(described(result), mesh.ranks, mesh.device)
         return result

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from disttensor import errors
 from disttensor.dispatch import strict
 from disttensor.dispatch.direct import replay
 from disttensor.dispatch.outputs import check_outputs, wrap_outputs
@@ -103,7 +102,7 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
         if moved:
             back = partial(_setitem, x, args[1]) if func is Tensor.__getitem__ else None
             for r in flat(result, []):
-                views.enter(r, x, errors.name_of(func), back)
+                views.enter(r, x, func, back)
         elif x._view_state is not None:
             for r in flat(result, []):
                 views.inherit(r, x)

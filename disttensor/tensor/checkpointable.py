@@ -44,7 +44,7 @@ def prepare_to_read(x: MeshTensor) -> Box | None:
     it as a write, those whose piece is empty too. Raises RuntimeError where a write to the local is
     none to the value."""
     spec, state = x.spec, x._view_state
-    if settled(spec) is not spec or (state is not None and state.name is not None):
+    if settled(spec) is not spec or (state is not None and state.func is not None):
         raise RuntimeError(
             f"a checkpoint cannot be read into {spec!r}: its local is no piece of the value's own "
             "memory (it is pending, placed by a type of yours, or a copy in the place of a view). "

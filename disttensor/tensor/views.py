@@ -29,13 +29,13 @@ class ViewState:
     """What the views of a tensor need beside it. Made when first needed, and written in this module
     only.
 
-    name, storages  of a copy: the view function, and the memory that it came from (kept alive)
+    func, storages  of a copy: the view function, and the memory that it came from (kept alive)
     write_back      brings a write to this copy back to its source; None: it would be lost
     uncounted       autograd counts writes to this apart from those to what shares it: ``.data``
     base, views     outside the mesh: whose memory this shares; weakly, those that share this one's
     """
 
-    name: str | None = None
+    func: Any = None
     storages: tuple[Any, ...] = ()
     write_back: Callable[[Any], Any] | None = None
     uncounted: bool = False
@@ -61,29 +61,29 @@ class StaleView(torch.Tensor):
 
 
 def enter(
-    copy: Any, source: Any, name: str, write_back: Callable[[Any], Any] | None = None
+    copy: Any, source: Any, func: Any, write_back: Callable[[Any], Any] | None = None
 ) -> None:
-    """``copy`` was taken from ``source`` (both DistTensors) by the view function ``name``, which
+    """``copy`` was taken from ``source`` (both DistTensors) by the view function ``func``, which
     moved data."""
     above = source._view_state.storages if source._view_state is not None else ()
-    _follow(copy, name, (source.local.untyped_storage(), *above), write_back)
+    _follow(copy, func, (source.local.untyped_storage(), *above), write_back)
 
 
 def inherit(view: Any, source: Any) -> None:
     """``view`` shares the memory of ``source``: where that is a copy, so is the view."""
     state = source._view_state
-    if state is not None and state.name is not None:
+    if state is not None and state.func is not None:
         back = state.write_back
-        _follow(view, state.name, state.storages, None if back is None else lambda _: back(source))
+        _follow(view, state.func, state.storages, None if back is None else lambda _: back(source))
     if state is not None and state.uncounted:
         view_state(view).uncounted = True
 
 
 def _follow(
-    copy: Any, name: str, storages: tuple[Any, ...], write_back: Callable[[Any], Any] | None
+    copy: Any, func: Any, storages: tuple[Any, ...], write_back: Callable[[Any], Any] | None
 ) -> None:
     state = copy._view_state = ViewState()
-    state.name, state.storages, state.write_back = name, storages, write_back
+    state.func, state.storages, state.write_back = func, storages, write_back
     for storage in storages:
         key = storage_id(storage)
 
@@ -100,11 +100,11 @@ def _follow(
 def refuse_copy(x: Any, func: Any) -> None:
     """Before a write to ``x`` by ``func``: raise where it would be lost."""
     state = x._view_state
-    if state is not None and state.name is not None and state.write_back is None:
+    if state is not None and state.func is not None and state.write_back is None:
         raise RuntimeError(
-            f"{name_of(func)}: {x.spec!r} came from {state.name}, which had to move data and gave "
-            "a copy, so writing to it would not reach the tensor it was taken from. Reshard that "
-            "tensor first, or write to a clone()"
+            f"{name_of(func)}: {x.spec!r} came from {name_of(state.func)}, which had to move data "
+            "and gave a copy, so writing to it would not reach the tensor it was taken from. "
+            "Reshard that tensor first, or write to a clone()"
         )
 
 
@@ -132,10 +132,10 @@ def invalidate(written: torch.Tensor) -> None:
             continue
         copy.local = stale = make_subclass(StaleView, copy.spec.meta_tensor)
         stale.message = (
-            f"{copy.spec!r} came from {copy._view_state.name}, which had to move data and gave a "
-            "copy; the tensor that it was taken from has been written to since, which a view "
-            "would show. Take it again for the new values, or clone() it before the write to keep "
-            "the old ones"
+            f"{copy.spec!r} came from {name_of(copy._view_state.func)}, which had to move data and "
+            "gave a copy; the tensor that it was taken from has been written to since, which a "
+            "view would show. Take it again for the new values, or clone() it before the write to "
+            "keep the old ones"
         )
 
 
