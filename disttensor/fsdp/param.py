@@ -24,6 +24,7 @@ from disttensor.nn.parameters import Slot
 from disttensor.tensor.base import (
     as_parameter,
     count_leaves,
+    fix_spec,
     grad_leaves,
     keep_grad,
     remember_grad,
@@ -47,6 +48,7 @@ class FSDPParam:
         self, name: str, param: DistTensor, slots: list[Slot], axis: int | None, dtype: torch.dtype
     ) -> None:
         self.name, self.sharded_param, self.slots = name, param, slots
+        fix_spec(param, self.feature)
         spec, dims = param.spec, param.spec.layout.dims
         self.axis = None
         if axis is not None and axis in spec.layout.sharded and spec.mesh.shape[axis] > 1:

@@ -52,6 +52,7 @@ class GradState:
     grad       what ``.grad`` gave last
     owner      weak: the leaf whose gradient this tensor is
     collector  gathers the gradients of this leaf in its stead
+    fixed_by   the feature that relies on the leaf's layout and dtype
     place      of its gradient, in memory that stays
     """
 
@@ -62,6 +63,7 @@ class GradState:
     grad: Any = None
     owner: weakref.ref[Any] | None = None
     collector: GradCollector | None = None
+    fixed_by: str = ""
     place: Place | None = None
 
 
@@ -296,6 +298,11 @@ def forget_hooked_aliases(x: MeshTensor) -> None:
 
 def set_collector(x: MeshTensor, collector: GradCollector) -> None:
     grad_state(x).collector = collector
+
+
+def fix_spec(x: MeshTensor, feature: str) -> None:
+    """From now on ``p.data = value`` keeps the layout and the dtype of x."""
+    grad_state(x).fixed_by = feature
 
 
 def collector_of(x: MeshTensor) -> GradCollector | None:

@@ -109,6 +109,13 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             "in_placements, out_placements)"
         )
 
+    def __copy__(self) -> DistTensor:
+        """A leaf in the same memory, as torch's."""
+        out = self.detach()
+        if self.local.requires_grad:
+            out.requires_grad_()
+        return as_parameter(out) if self._is_param else out
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """What ``rebuild`` takes: this rank's piece, whose piece it is, and the spec."""
         spec = self.spec

@@ -121,6 +121,9 @@ def get_grad(x: T) -> T | None:
         if len(pieces) > 1:
             drop_grads(x)
             keep_grad(x, axes, total)
+            shown = None if state is None else state.grad
+            if shown is not None and any(shown.local is g for _, g in pieces):
+                _grow(shown, x, axes, total)
     if state is not None and state.grad is not None and state.grad.local is total:
         known: T = state.grad
         return known
@@ -128,6 +131,14 @@ def get_grad(x: T) -> T | None:
     if grad.local is total:
         remember_grad(x, grad, made=True)
     return grad
+
+
+def _grow(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:
+    """Whoever holds what ``x.grad`` gave sees what has been added to it, as in one process. But a
+    gradient with a graph is another tensor there, too."""
+    if is_gradient(shown) and not total.requires_grad:
+        shown.local, shown.spec = total, as_gradient(x, axes, total).spec
+        shown.forget_uses()
 
 
 def as_gradient(x: T, axes: Axes, g: Tensor) -> T:

@@ -92,14 +92,15 @@ class InPlace(MeshTensor):
                 f"data of {self.spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, "
                 "placements)"
             )
+        state = self._grad_state
+        if state is not None and state.fixed_by and value.spec is not self.spec:
+            raise RuntimeError(
+                f"data of {self.spec!r}: under {state.fixed_by} it stays as it is, and the value "
+                f"is {value.spec!r}. Change the dtype or the layout of a module before it is "
+                "sharded"
+            )
         collector = collector_of(self)
         if collector is not None:
-            if value.spec is not self.spec:
-                raise RuntimeError(
-                    f"data of {self.spec!r}: under {collector.feature} it stays as it is, and the "
-                    f"value is {value.spec!r}. Change the dtype or the layout of a module before "
-                    "it is sharded"
-                )
             collector.renew()
         token.replaced[0] += 1
         if not self.is_initialized:

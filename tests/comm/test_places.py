@@ -204,7 +204,20 @@ def assigned(net: Any, x: Any, opt: Any) -> None:
     opt.step()
 
 
-SCRIPTS = [step, twice, zeros, never, looked_at, clipped, halves, two_optimizers, assigned]
+def held(net: Any, x: Any, opt: Any) -> None:
+    """Who keeps the list of gradients sees them, as torch adds to them in place."""
+    if not hasattr(net, "held"):
+        net(x).sum().backward()
+        net.held = [[p.grad for p in net.parameters()]]
+    opt.zero_grad(set_to_none=False)
+    net(x).sum().backward()
+    (net[0].weight.square().sum() + net[2].bias.sum()).backward()
+    opt.step()
+    for p, g in zip(net.parameters(), net.held[0], strict=True):
+        assert g is p.grad
+
+
+SCRIPTS = [step, twice, zeros, never, looked_at, clipped, halves, two_optimizers, assigned, held]
 ways = pytest.mark.parametrize("how", ["shard_module", "shard_data_parallel"])
 
 

@@ -396,10 +396,12 @@ def test_an_optimizer_from_before_is_told_so(stage):
 @on_ranks(2)
 def test_another_dtype_afterwards_is_an_error(change, stage):
     model = dt.shard_data_parallel(mlp(), line(), segments=EACH, **ways(stage))
-    if stage is None:  # nothing is apart
-        return
-    with pytest.raises(RuntimeError, match="before it is sharded"):
-        change(model)
+    for some in (
+        model,
+        dt.shard_data_parallel(mlp(), dt.ProcessMesh([0], ("fsdp",)), **ways(stage)),
+    ):
+        with pytest.raises(RuntimeError, match="before it is sharded"):
+            change(some)  # on the ranks outside, too
     squares(model, batch())
 
 

@@ -193,6 +193,10 @@ def test_copies_and_pickles(parameter):
                 and y.is_leaf
             )
             same(y, plain)
+        y = copy.copy(x)
+        y.data.add_(1)  # it shares the memory, as torch's
+        same(x, plain + 1)
+        x.data.sub_(1)
         y = copy.deepcopy({"a": x, "b": [x]})
         assert y["a"] is y["b"][0]
         y["a"].data.add_(1)
@@ -424,3 +428,16 @@ def test_copy_from_plain_tensors_keeps_the_placement():
         into = plain * 0
         into.copy_(x.full_tensor())
         same(into, want + plain)
+
+
+@everywhere
+@pytest.mark.parametrize("parameter", [False, True])
+def test_a_copy_shares_memory_that_is_part_of_a_larger_one(parameter):
+    for layout in LAYOUTS:
+        whole = dt.shard_tensor(counted(5, 6), grid(), layout)
+        x = whole[1:, 2:].detach()
+        x = nn.Parameter(x) if parameter else x
+        y = copy.copy(x)
+        assert isinstance(y, nn.Parameter) is parameter and y.requires_grad is parameter
+        y.detach().zero_()
+        same(x, torch.zeros(4, 4, dtype=x.dtype))
