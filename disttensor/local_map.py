@@ -18,6 +18,7 @@ from disttensor.from_local import from_pieces
 from disttensor.layout import layout_of
 from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
+from disttensor.passed import tensors_in
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
@@ -69,6 +70,11 @@ def local_map(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = flat((args, kwargs), [])
+        if _number(tensors_in((args, kwargs))) > _number(tensors):
+            raise TypeError(
+                "local_map: a DistTensor in a dataclass: fn gets the pieces of tensors in lists, "
+                "tuples and dicts; give the fields as arguments of their own"
+            )
         if not any(isinstance(t, DistTensor) for t in tensors):
             raise ValueError("local_map: no argument is a DistTensor, so the mesh is not known")
         mesh = one_mesh(fn, tensors)
@@ -134,6 +140,10 @@ def local_map(
         return result
 
     return run
+
+
+def _number(tensors: list[torch.Tensor]) -> int:
+    return sum(isinstance(t, DistTensor) for t in tensors)
 
 
 def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) -> torch.Tensor:

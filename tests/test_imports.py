@@ -29,6 +29,7 @@ ROOMS = (
     "mesh",
     "spec",
     "tree",
+    "passed",
     "ops",
     "reshard",
     "autograd",

@@ -3,6 +3,8 @@ depend on it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +34,21 @@ def test_an_argument_that_one_rank_does_not_use_has_its_gradient_on_all(leaf):
     assert w.grad.full_tensor().tolist() == [[3.0 * (1 if leaf else 2)] * 4]
     per_row = 4.0 * (1 if leaf else 2)
     assert x.grad.full_tensor().flatten().tolist() == [per_row] * 3 + [0.0] * 2
+
+
+@dataclass
+class Rows:
+    rows: torch.Tensor
+
+
+@on_ranks(2)
+def test_a_tensor_in_a_dataclass_is_an_error():
+    """Its piece would not be taken."""
+    _, x = mesh_and_input()
+    double = dt.local_map(lambda y, more: y + more.rows, out_placements=[dt.Shard(0)])
+    with pytest.raises(TypeError, match="a DistTensor in a dataclass"):
+        double(x, more=Rows(x))
+    assert double(x, more=Rows(torch.ones(1))).full_tensor().flatten().tolist() == [1, 2, 3, 4, 5]
 
 
 @on_ranks(2)

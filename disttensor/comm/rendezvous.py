@@ -43,21 +43,22 @@ def create_groups(
     names: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
     for ranks, axes, lane in groups:
         key = tuple(sorted(ranks)), lane
-        if len(set(ranks)) != len(ranks) or not all(0 <= r < size for r in ranks):
+        different = len(set(ranks)) == len(ranks)
+        if not different or (ranks and not 0 <= min(ranks) <= max(ranks) < size):
             raise ValueError(
                 f"create_groups: ranks {list(ranks)} of mesh axes {'+'.join(axes)} are not "
                 f"different ranks of the world, which has ranks 0 to {size - 1}"
             )
         if len(ranks) > 1:  # of several names for the same ranks any will do
             names[key] = min(tuple(axes), names.get(key, tuple(axes)))
-    wanted = [_Wanted(*key, axes) for key, axes in sorted(names.items())]
-    mine = [g for g in wanted if rank in g.members]
     if size == 1:
         return
     if is_fake():  # nobody else is there
-        for g in mine:
-            process_group(g.members, g.axes, g.lane)
+        for (members, lane), axes in sorted(item for item in names.items() if rank in item[0][0]):
+            process_group(members, axes, lane)
         return
+    wanted = [_Wanted(*key, axes) for key, axes in sorted(names.items())]
+    mine = [g for g in wanted if rank in g.members]
     meeting = _Rendezvous(timeout)
     meeting.agree(wanted)
     for g in mine:

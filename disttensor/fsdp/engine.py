@@ -30,11 +30,11 @@ from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import cast_inputs, shared
 from disttensor.fsdp.reduce import Steps, make_groups, reductions
 from disttensor.fsdp.segment import Segment, share_attributes
+from disttensor.passed import replaced_in, tensors_in
 from disttensor.tensor.backward import AFTER_FAILURE
 from disttensor.tensor.base import place_of
 from disttensor.tensor.grad_sync import BEFORE_SYNC
 from disttensor.torch_private import current_backward
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 
@@ -110,7 +110,7 @@ class Engine:
             if segment.forward is None:
                 segment.forward = self._forward_of(segment, segment.forwards)
             if segment.is_freed:
-                segment.forward.add_inputs(flat((args, kwargs), []))
+                segment.forward.add_inputs(tensors_in((args, kwargs)))
         return cast_inputs(args, kwargs, self.param_dtype)
 
     def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
@@ -142,11 +142,13 @@ class Engine:
             if segment.free_after_forward and not segment.running and self.backward is not None:
                 self.backward.recomputed(segment)
             return None
-        outputs = flat(output, [])
+        outputs = tensors_in(output, attributes=True)
         copied = any(map(segment.shares_memory, outputs))
         if copied:
-            output = substitute(output, lambda x: x.clone() if segment.shares_memory(x) else x)
-            outputs = flat(output, [])
+            output = replaced_in(
+                output, lambda x: x.clone() if segment.shares_memory(x) else x, attributes=True
+            )
+            outputs = tensors_in(output, attributes=True)
         segment.ran.add(module)
         is_over = not segment.running and len(segment.ran) == len(segment.modules)
         if segment.forward is not None and (is_over or segment.is_freed):
@@ -161,7 +163,7 @@ class Engine:
         if current_backward() != -1:
             return
         if torch.is_grad_enabled() and self.uncopied:
-            outputs = flat(output, [])
+            outputs = tensors_in(output, attributes=True)
             for segment in self.uncopied:
                 self._forward_of(segment, []).add_outputs(outputs, retire_aliases=False)
                 self._hook_leaves(segment)

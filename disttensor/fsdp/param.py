@@ -21,6 +21,7 @@ from disttensor.autograd import token
 from disttensor.fsdp.bucket import chunk_of
 from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
+from disttensor.passed import replaced_in
 from disttensor.tensor.base import (
     as_parameter,
     count_leaves,
@@ -34,7 +35,6 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import get_grad, grad_spec
 from disttensor.tensor.versions import version
 from disttensor.torch_private import current_backward
-from disttensor.tree import substitute
 
 Tensor = torch.Tensor
 
@@ -289,4 +289,4 @@ def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any,
     """What a pre-hook returns, to cast arguments to the dtype of unsharded parameters."""
     if dtype is None:
         return None
-    return substitute((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return replaced_in((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)

@@ -16,11 +16,12 @@ from torch import nn
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import FSDPParam
+from disttensor.passed import tensors_in
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import storage_id
-from disttensor.tree import flat
 
 Tensor = torch.Tensor
+_TABLES = frozenset(nn.Module().__dict__)  # of parameters, modules and hooks
 
 
 class Segment:
@@ -95,12 +96,11 @@ class Segment:
         """What one of its modules keeps as attributes: a second loss, for example."""
         found: list[Tensor] = []
         for table in self.attributes.get(module, ()):
-            for value in table.values():
-                kind = type(value)
+            for name, value in table.items():
                 if isinstance(value, DistTensor):
                     found.append(value)
-                elif kind in (list, tuple) and value and isinstance(value[-1], DistTensor):
-                    flat(value, found)
+                elif name not in _TABLES and _holds_some(value):
+                    found += tensors_in(value)
         return found
 
     def shares_memory(self, x: Tensor) -> bool:
@@ -130,6 +130,18 @@ class Segment:
         if not self.persist:
             for buffer in self.buffers:
                 buffer.free()
+
+
+def _holds_some(value: Any) -> bool:
+    """Is it a list, tuple, dict or dataclass of DistTensors? Asked of each attribute in each
+    forward, so of no more than one level."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and isinstance(value[-1], DistTensor)
+    if isinstance(value, dict):
+        return bool(value) and isinstance(next(reversed(value.values())), DistTensor)
+    if hasattr(type(value), "__dataclass_fields__"):
+        return any(isinstance(v, DistTensor) for v in getattr(value, "__dict__", {}).values())
+    return False
 
 
 def share_attributes(segments: Sequence[Segment]) -> None:

@@ -128,7 +128,7 @@ def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tupl
         ]
         ways[inside] = [sum(step) for step in itertools.product(*steps)]
     first = stage_ranks(degrees, stage)[0]
-    return [tuple(first + base + step for step in ways[True]) for base in ways[False]]
+    return [tuple(map((first + base).__add__, ways[True])) for base in ways[False]]
 
 
 def groups(degrees: Degrees) -> list[GroupSpec]:

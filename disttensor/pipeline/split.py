@@ -22,12 +22,12 @@ from disttensor.create import reshard
 from disttensor.mesh import ProcessMesh
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import Plan, check_plan, place
+from disttensor.passed import replaced_in, tensors_in
 from disttensor.pipeline.partition import Balance, check_tensors, chosen, deal
 from disttensor.pipeline.unsplit import MODELS
 from disttensor.placement import Partial, Placement, Replicate
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import TAPE
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 
@@ -204,11 +204,11 @@ class _Bring:
         tape = TAPE.get()
         if tape is None or not tape.turns:
             return args, kwargs
-        found = {id(x): x for x in flat((args, kwargs), []) if isinstance(x, DistTensor)}
+        found = {id(x): x for x in tensors_in((args, kwargs)) if isinstance(x, DistTensor)}
         if not found:
             return args, kwargs
         turned = dict(zip(found, tape.turn(list(found.values())), strict=True))
-        changed: tuple[Any, Any] = substitute((args, kwargs), lambda x: turned.get(id(x), x))
+        changed: tuple[Any, Any] = replaced_in((args, kwargs), lambda x: turned.get(id(x), x))
         return changed
 
     def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -225,9 +225,9 @@ class _Bring:
                 brought[id(x)] = reshard(x, mesh, _placements(x, mesh))
             return brought[id(x)]
 
-        away = any(map(is_away, flat((args, kwargs), [])))
+        away = any(map(is_away, tensors_in((args, kwargs))))
         if away:
-            args, kwargs = substitute((args, kwargs), bring)
+            args, kwargs = replaced_in((args, kwargs), bring)
         if self.borrowed.names:
             self.borrowed.show(layer, bring)
         return (args, kwargs) if away else None

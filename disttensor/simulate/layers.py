@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from disttensor.autograd.activation_checkpoint import INSIDE
+from disttensor.passed import tensors_in
 from disttensor.pipeline.unsplit import MODELS
 from disttensor.replay.replay import Replay
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import current_backward, current_node
-from disttensor.tree import flat
 
 OUTSIDE = "(outside modules)"
 _LAYER = "disttensor.layer"
@@ -77,7 +77,7 @@ class Layers:
     def _called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         outer, backward = INSIDE.get() or self._outside, current_backward()
         if outer.computes:
-            _own([args, kwargs], outer.layer)
+            _own(tensors_in([args, kwargs]), outer.layer)
         inner = _Call(self._name(module, outer), backward)
         token = INSIDE.set(inner)
         try:
@@ -85,7 +85,7 @@ class Layers:
         finally:
             INSIDE.reset(token)
         if inner.computes:
-            _own(out, inner.layer)
+            _own(tensors_in(out, attributes=True), inner.layer)
         return out
 
     def now(self) -> str:
@@ -133,9 +133,8 @@ class Layers:
         return out
 
 
-def _own(value: Any, layer: str) -> None:
+def _own(tensors: Sequence[Any], layer: str) -> None:
     """The nodes behind these tensors are those of ``layer``, up to nodes that are somebody's."""
-    tensors = flat(value, [])
     nodes = [t.local.grad_fn if isinstance(t, MeshTensor) else t.grad_fn for t in tensors]
     while nodes:
         node: Any = nodes.pop()

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from disttensor.parallel.strategy import Strategy
+from disttensor.passed import tensors_in
 from disttensor.pipeline.partition import chosen, elements
 from disttensor.placement import Placement
 from disttensor.simulate.events import Event, Visit
@@ -20,7 +21,6 @@ from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Recorder, Values
 from disttensor.simulate.visits import Mark
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tree import flat
 
 
 @dataclass
@@ -127,7 +127,7 @@ class _Watched(Strategy):
 
         def begins(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(self.now())
-            given = next((t for t in flat((args, kwargs), []) if isinstance(t, DistTensor)), None)
+            given = next((t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)), None)
             if given is not None:
                 layer.shape, layer.input = tuple(given.shape), given.local.nbytes
 

@@ -180,6 +180,8 @@ def _like(mode: Any, device: torch.device) -> FakeTensor:
 def _made(noted: Any, args: Any, kwargs: Any, mode: Any) -> Any:
     if type(noted) is _Out and noted.of is None:
         return _new(noted)
+    if type(noted) is _Out and noted.of == 0 and isinstance(args[0], Tensor):  # mostly
+        return _again(noted, args, mode)
     return _again(noted, flat((args, kwargs), []), mode)
 
 

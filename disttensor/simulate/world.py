@@ -77,13 +77,16 @@ def imagined_rank(
 
 @contextmanager
 def frozen_garbage() -> Iterator[Callable[[], None]]:
-    """Gives a function that takes all objects there are from Python's garbage collection, which
-    looks through hundreds of thousands of torch's for each rank. They come back afterwards."""
-    ours = gc.get_freeze_count() == 0
+    """Gives a function that collects Python's garbage, and takes all objects there are from the
+    collector, which looks through hundreds of thousands of torch's for each rank. They come back
+    afterwards. Meanwhile nothing is collected but by that function, and before a step that is
+    recorded: what a rank makes stays until then, and is looked through in vain."""
+    ours, collects = gc.get_freeze_count() == 0, gc.isenabled()
+    gc.disable()
 
     def set_aside() -> None:
+        gc.collect()
         if ours:
-            gc.collect()
             gc.freeze()
 
     try:
@@ -91,3 +94,5 @@ def frozen_garbage() -> Iterator[Callable[[], None]]:
     finally:
         if ours:
             gc.unfreeze()
+        if collects:
+            gc.enable()

@@ -3,6 +3,10 @@ that are not one new tensor."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,12 +91,12 @@ def one_view_used(blocks, x):
 class Same(nn.Module):
     """Gives its argument back; its parameter is used besides."""
 
-    def __init__(self):
+    def __init__(self, kept=lambda aux: aux):
         super().__init__()
-        self.w = nn.Parameter(torch.ones(6))
+        self.w, self.kept = nn.Parameter(torch.ones(6)), kept
 
     def forward(self, x):
-        self.aux = (x * self.w).square().sum()
+        self.aux = self.kept((x * self.w).square().sum())
         return x
 
 
@@ -100,7 +104,9 @@ def with_aux(blocks, x):
     total = 0
     for block in blocks:
         x = block(x)
-        total = total + getattr(block, "aux", 0)
+        aux = getattr(block, "aux", 0)
+        aux = aux["h"] if isinstance(aux, dict) else aux
+        total = total + (aux.h if isinstance(aux, Fields) else aux)
     return x.square().sum() + total
 
 
@@ -138,6 +144,75 @@ def detached(blocks, x):
     return blocks[2](blocks[1](blocks[0](x).detach()))
 
 
+class Pair(NamedTuple):
+    h: Any
+    parts: Any
+
+
+@dataclass
+class Fields:
+    h: Any
+    parts: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    h: Any
+    parts: Any
+
+
+class Keys(OrderedDict):
+    """As the outputs of transformers: a dict whose items are attributes, too."""
+
+    def __init__(self, h, parts):
+        super().__init__(h=h, parts=parts)
+
+    def __getattr__(self, name):
+        return self[name]
+
+    def __reduce__(self):
+        return Keys, (self["h"], self["parts"])
+
+
+class Distribution:
+    """A class like any other, whose objects lead to themselves."""
+
+    def __init__(self, h, parts):
+        self.h, self.parts, self.me = h, parts, self
+
+
+PASSED = {"pair": Pair, "dataclass": Fields, "frozen": Frozen, "keys": Keys}
+GIVEN = {**PASSED, "object": Distribution, "in a list": lambda h, parts: [{"x": Fields(h, parts)}]}
+
+
+class Gives(nn.Module):
+    """``kind``: of what it gives. Two ways lead from its argument to its results."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(6, 6), nn.Linear(6, 6), kind
+
+    def forward(self, x, other=None):
+        h = torch.tanh(self.first(x.h if hasattr(x, "h") else x))
+        other = self.second(x.parts[0] if hasattr(x, "parts") else h)
+        return self.kind(h, (torch.tanh(other), "no tensor"))
+
+
+def one_used(blocks, x):
+    for block in blocks:
+        x = block(x)
+        while isinstance(x, (list, dict)) and not hasattr(x, "h"):
+            x = x[0] if isinstance(x, list) else x["x"]
+        x = x.parts[0]
+    return x
+
+
+def passed_on(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x.h + x.parts[0]
+
+
 def linears():
     return [nn.Linear(6, 6) for _ in range(3)]
 
@@ -155,6 +230,12 @@ MODELS = {
         join=chained,
     ),
     "the argument": lambda: Root(nn.Linear(6, 6), Same(), nn.Linear(6, 6), Same(), join=with_aux),
+    "a loss in a dict": lambda: Root(
+        nn.Linear(6, 6), Same(lambda aux: {"h": aux}), nn.Linear(6, 6), join=with_aux
+    ),
+    "a loss in a dataclass": lambda: Root(
+        nn.Linear(6, 6), Same(lambda aux: Fields(aux, 1)), nn.Linear(6, 6), join=with_aux
+    ),
     "inplace relu": lambda: Root(
         nn.Linear(6, 6),
         nn.ReLU(inplace=True),
@@ -192,6 +273,26 @@ def test_results(kind, segments, stage):
     else:
         names = segments
     check(make, mesh=line(), segments=names, **ways(stage))
+
+
+@stages
+@pytest.mark.parametrize("kind", GIVEN)
+@on_ranks(2)
+def test_one_tensor_of_a_structure_is_used(kind, stage):
+    def make():
+        return Root(*[Gives(GIVEN[kind]) for _ in range(3)], join=one_used).double()
+
+    check(make, mesh=line(), segments=["blocks.*"], **ways(stage))
+
+
+@stages
+@pytest.mark.parametrize("kind", PASSED)
+@on_ranks(2)
+def test_a_structure_is_passed_from_module_to_module(kind, stage):
+    def make():
+        return Root(*[Gives(PASSED[kind]) for _ in range(3)], join=passed_on).double()
+
+    check(make, mesh=line(), segments=["blocks.*"], **ways(stage))
 
 
 # Recomputed ---------------------------------------------------------------------------------------
@@ -298,31 +399,34 @@ def test_dropout_is_the_same_when_computed_again(join, stage):
 class Lends(nn.Module):
     """Its result is its parameter, and a view of it."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
+        self.kind = kind
         self.w = nn.Parameter(torch.randn(7, 6))
 
     def forward(self):
-        return self.w, self.w.t()
+        return self.kind(self.w, (self.w.t(),))
 
 
 class Borrows(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.first, self.lends, self.last = nn.Linear(6, 6), Lends(), nn.Linear(6, 6)
+        self.first, self.lends, self.last = nn.Linear(6, 6), Lends(kind), nn.Linear(6, 6)
 
     def forward(self, x):
-        w, turned = self.lends()
-        x = F.linear(self.first(x), w)
-        return self.last(torch.tanh(F.linear(x, turned)))
+        lent = self.lends()
+        x = F.linear(self.first(x), lent.h)
+        return self.last(torch.tanh(F.linear(x, lent.parts[0])))
 
 
 @stages
+@pytest.mark.parametrize("kind", ["pair", "frozen", "keys", "object"])
 @on_ranks(2)
-def test_a_module_gives_its_parameter(stage):
-    check(
-        lambda: Borrows().double(), mesh=line(), segments=["first", "lends", "last"], **ways(stage)
-    )
+def test_a_module_gives_its_parameter(kind, stage):
+    def make():
+        return Borrows(GIVEN[kind]).double()
+
+    check(make, mesh=line(), segments=["first", "lends", "last"], **ways(stage))
 
 
 class Escapes(nn.Module):

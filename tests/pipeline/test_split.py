@@ -7,6 +7,9 @@ import copy
 import doctest
 import itertools
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +37,16 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width, device=device)
 
     def forward(self, x, extra, *, scale):
-        h = self.norm(x + extra["skip"][0])
+        h = self.norm(x + (extra["skip"] if type(extra) is dict else extra.skip)[0])
         q, k, v = (f(h).unflatten(-1, (2, -1)).transpose(1, 2) for f in self.qkv)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2)) * scale
         return x + self.down(F.gelu(self.up(x)))
+
+
+@dataclass(frozen=True)
+class Extra:
+    skip: list[Any]
 
 
 class GPT(nn.Module):
@@ -46,10 +54,11 @@ class GPT(nn.Module):
     to the embedding."""
 
     def __init__(
-        self, blocks: int = 3, tie: bool = False, skip: bool = True, device: str | None = None
-    ) -> None:
+        self, blocks: int = 3, tie: bool = False, skip: bool = True, device: str | None = None,
+        pack: Callable[..., Any] = dict,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.skip = skip
+        self.skip, self.pack = skip, pack
         self.tok = nn.Embedding(7, 6, device=device)
         self.pos = nn.Embedding(5, 6, device=device)
         self.blocks = nn.ModuleList(Block(6, device) for _ in range(blocks))
@@ -62,7 +71,7 @@ class GPT(nn.Module):
     def forward(self, tokens):
         x = first = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x, {"skip": [first if self.skip else x, None]}, scale=self.scale)
+            x = block(x, self.pack(skip=[first if self.skip else x, None]), scale=self.scale)
         return self.head(self.norm(x))
 
 
@@ -160,6 +169,15 @@ def test_a_gpt_on_two_stages(schedule, tie):
     ]
     assert placed.counts == (4, 3) and placed.stages == tuple(stages)
     check(net, model(tie=tie), stages, schedule)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved_1f1b"])
+@on_ranks(2)
+def test_what_layers_are_given_in_a_dataclass_comes_to_their_mesh(schedule):
+    net, (a, b) = model(pack=Extra), stage_meshes()
+    visits = [a, b, a, b] if schedule == "interleaved_1f1b" else [a, b]
+    pipeline.split(NAMES, visits, of=net)
+    check(net, model(pack=Extra), visits, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 
@@ -209,3 +210,20 @@ def test_ranks_are_of_a_kind_by_meshes_sizes_places_and_messages():
     other = frozenset({(3, ((8,), ()))})
     assert Differences(volumes={sent, other}).groups(6) == [[0, 1], [2], [3], [4, 5]]
     assert Differences(meshes, sources={4}).groups(6) == [[0, 1], [2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_pythons_collector_is_off_meanwhile_and_then_as_it_was(was_on: bool) -> None:
+    seen = []
+
+    def build():
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
+        return lambda: None
+
+    (gc.enable if was_on else gc.disable)()
+    try:
+        dt.simulate(build, 2)
+        assert gc.isenabled() is was_on
+    finally:
+        gc.enable()
+    assert {*seen} == {(False, True)} and gc.get_freeze_count() == 0
