@@ -141,6 +141,7 @@ typedef struct {
     struct { NAMES(FIELD) } str;
 #undef FIELD
     Method methods[N_METHODS];
+    PyObject *carrier; /* dispatch, as the class has it while shortcuts are taken */
     int shortcuts; /* do methods look for known calls? Not while a tracer runs */
     Py_ssize_t idle_wrappers;
     Entry **table; /* open addressing; its size is a power of two */
@@ -499,6 +500,23 @@ beside(PyObject *dict, PyObject *name)
 {
     PyObject *value = PyDict_GET_SIZE(dict) ? PyDict_GetItemWithError(dict, name) : NULL;
     return value == Py_None ? NULL : value;
+}
+
+/* What C++ asks of a DistTensor by a name in C. Torch asks each argument of a call who carries it out,
+ * up to three times, and the general way makes a str of the name and looks through all base classes:
+ * for a list of tensors that is as much as all the rest. Python itself never comes here. */
+static PyObject *
+asked(PyObject *self, char *name)
+{
+    State *state = configured;
+    if (state && state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
+        && !strcmp(name, "__torch_function__")) {
+        return Py_NewRef(state->carrier);
+    }
+    PyObject *text = PyUnicode_FromString(name);
+    PyObject *value = text ? PyObject_GetAttr(self, text) : NULL;
+    Py_XDECREF(text);
+    return value;
 }
 
 /* Is nothing kept beside a DistTensor by this name? -1: an error. */
@@ -2151,6 +2169,7 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     counted = destroy != ((PyTypeObject *)state->GradState)->tp_dealloc; /* one of torch's own */
     type->tp_dealloc = end_of_life;
 #endif
+    type->tp_getattr = asked;
     Py_RETURN_NONE;
 }
 
@@ -2197,6 +2216,11 @@ static PyObject *
 shortcuts(PyObject *module, PyObject *on)
 {
     State *state = PyModule_GetState(module);
+    PyObject *carrier = PyObject_GetAttrString(module, "dispatch");
+    if (!carrier) {
+        return NULL;
+    }
+    Py_XSETREF(state->carrier, carrier);
     state->shortcuts = on == Py_True;
     Py_RETURN_NONE;
 }
@@ -2249,6 +2273,7 @@ traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT(name) Py_VISIT(state->name);
     REFERENCES(VISIT)
 #undef VISIT
+    Py_VISIT(state->carrier);
     for (int i = 0; i < N_METHODS; i++) {
         Py_VISIT(state->methods[i].plain);
         Py_VISIT(state->methods[i].asked);
@@ -2271,11 +2296,13 @@ forget(PyObject *module)
     State *state = PyModule_GetState(module);
     if (configured == state) {
         configured = NULL;
+        ((PyTypeObject *)state->DistTensor)->tp_getattr = NULL;
         if (destroy) {
             ((PyTypeObject *)state->DistTensor)->tp_dealloc = destroy;
         }
     }
     clear_table(state);
+    Py_CLEAR(state->carrier);
     for (int i = 0; i < N_METHODS; i++) {
         Py_CLEAR(state->methods[i].plain);
         Py_CLEAR(state->methods[i].asked);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -34,6 +35,7 @@ from disttensor.spec import spec_of
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import origin_of
 from disttensor.tensor.dist_tensor import WRAP, wrap, wrapped
+from disttensor.torch_private import make_subclass
 from ops.registry import RULES
 from tests.support.pool import fake_world
 
@@ -1094,6 +1096,32 @@ def test_without_torch_functions_the_net_below_catches_it(mesh: dt.ProcessMesh) 
             with pytest.raises(RuntimeError, match="below __torch_function__"):
                 call()
     assert type(x + x) is dt.DistTensor
+
+
+def asked_by_cpp(x: Any, name: str) -> Any:
+    """As torch asks each argument of a call for __torch_function__: by a name in C."""
+    ask = ctypes.pythonapi.PyObject_GetAttrString
+    ask.argtypes, ask.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.py_object
+    return ask(x, name.encode())
+
+
+def test_cpp_is_told_who_carries_out_calls_as_python_is(mesh: dt.ProcessMesh) -> None:
+    class Own(dt.DistTensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return "own"
+
+    x, name = tensor(mesh), "__torch_function__"
+    own = make_subclass(Own, x.spec.meta_tensor)
+    for in_c in (True, False, True):
+        with native.using(in_c):
+            assert asked_by_cpp(x, name) == getattr(x, name)
+            assert (asked_by_cpp(x, name) is native.module.dispatch) is in_c
+            assert asked_by_cpp(own, name) == getattr(own, name) != getattr(x, name)
+            assert torch.add(own, x) == torch.add(x, own) == "own"
+            assert asked_by_cpp(x, "shape") is x.shape
+            with pytest.raises(AttributeError, match="'DistTensor' object has no attribute 'none'"):
+                asked_by_cpp(x, "none")
 
 
 def test_a_wrapper_that_is_resurrected_is_what_it_was(mesh: dt.ProcessMesh) -> None:
