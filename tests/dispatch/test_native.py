@@ -32,8 +32,8 @@ from disttensor.patches import tracers
 from disttensor.pipeline.tape import Tape
 from disttensor.random import state
 from disttensor.spec import spec_of
-from disttensor.tensor import versions, views
-from disttensor.tensor.base import origin_of
+from disttensor.tensor import grad_sync, versions, views
+from disttensor.tensor.base import origin_of, set_collector
 from disttensor.tensor.dist_tensor import WRAP, wrap, wrapped
 from disttensor.torch_private import make_subclass
 from ops.registry import RULES
@@ -1046,6 +1046,58 @@ def test_a_gradient_that_was_read_grows_by_those_of_other_uses(mesh: dt.ProcessM
             assert w.grad is not None and w.grad is w.grad
             read.append(parts(w.grad))
     assert read[:2] == read[2:] and read[0] != read[1]
+
+
+def test_gradients_that_wait_are_found_as_in_python(mesh: dt.ProcessMesh) -> None:
+    """Of leaves that were used in one way or in several, that have hooks, that have no gradient or
+    were given one, twice the same, of plain ones, and outside the mesh."""
+    R2, line = [R, R], dt.ProcessMesh([0, 1], ("x",))
+
+    def leaves() -> list[Any]:
+        whole = [dt.shard_tensor(torch.ones(6), mesh, R2, requires_grad=True) for _ in range(6)]
+        one, several, hooked, unused, given, reduced = whole
+        hooked.register_hook(lambda g: g * 2)
+        x = tensor(mesh, S0, R)
+        ((x + one) * several * hooked * reduced).sum().backward()
+        several.square().sum().backward()
+        given.grad = dt.shard_tensor(torch.ones(6), mesh, R2)
+        dt.sync_gradients([reduced])
+        outside = dt.zeros(4, mesh=dt.ProcessMesh([1, 2], ("x",)), requires_grad=True)
+        outside.sum().backward()
+        other = dt.shard_tensor(torch.ones(6), line, [R], requires_grad=True)
+        (dt.shard_tensor(torch.ones(6, 6), line, [S0]) @ other).sum().backward()
+        plain = nn.Parameter(torch.ones(2))
+        plain.sum().backward()
+        return [one, unused, several, plain, given, hooked, outside, one, None, other, reduced]
+
+    for made_in_c in (False, True):
+        with native.using(made_in_c):
+            params = leaves()
+        found = []
+        for in_c in (False, True):
+            with native.using(in_c):
+                assert (grad_sync.WAITING[0] is native.module.waiting) is in_c
+                found.append(grad_sync.WAITING[0](params))
+        assert [n for n, _, _ in found[0]] == [0, 2, 7, 9]
+        for python, c in zip(*found, strict=True):
+            assert python[0] == c[0] and python[1] is c[1] is params[c[0]] and python[2] is c[2]
+    for wrong in ((), None):
+        with pytest.raises(TypeError, match="a list"):
+            native.module.waiting(wrong)
+
+
+def test_what_looking_for_gradients_raises_is_raised(mesh: dt.ProcessMesh) -> None:
+    class Failing:
+        feature = "test"
+
+        def waiting(self) -> Any:
+            raise ZeroDivisionError
+
+    w = dt.shard_tensor(torch.ones(6), mesh, [R, R], requires_grad=True)
+    set_collector(w, Failing())  # type: ignore[arg-type]
+    for find in (grad_sync.waiting, native.module.waiting):
+        with pytest.raises(ZeroDivisionError):
+            find([w])
 
 
 def test_gradients_are_dropped_as_in_python(mesh: dt.ProcessMesh) -> None:
