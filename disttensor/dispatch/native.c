@@ -72,7 +72,7 @@
 #define NAMES(X) \
     X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
     X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) X(dim) X(order) \
-    X(reduce_op) X(_once)
+    X(reduce_op) X(_once) X(spec) X(layout) X(partial)
 
 /* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
  * called by them. */
@@ -141,6 +141,7 @@ typedef struct {
     struct { NAMES(FIELD) } str;
 #undef FIELD
     Method methods[N_METHODS];
+    PyObject *carrier; /* dispatch, as the class has it while shortcuts are taken */
     int shortcuts; /* do methods look for known calls? Not while a tracer runs */
     Py_ssize_t idle_wrappers;
     Entry **table; /* open addressing; its size is a power of two */
@@ -499,6 +500,23 @@ beside(PyObject *dict, PyObject *name)
 {
     PyObject *value = PyDict_GET_SIZE(dict) ? PyDict_GetItemWithError(dict, name) : NULL;
     return value == Py_None ? NULL : value;
+}
+
+/* What C++ asks of a DistTensor by a name in C. Torch asks each argument of a call who carries it out,
+ * up to three times, and the general way makes a str of the name and looks through all base classes:
+ * for a list of tensors that is as much as all the rest. Python itself never comes here. */
+static PyObject *
+asked(PyObject *self, char *name)
+{
+    State *state = configured;
+    if (state && state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
+        && !strcmp(name, "__torch_function__")) {
+        return Py_NewRef(state->carrier);
+    }
+    PyObject *text = PyUnicode_FromString(name);
+    PyObject *value = text ? PyObject_GetAttr(self, text) : NULL;
+    Py_XDECREF(text);
+    return value;
 }
 
 /* Is nothing kept beside a DistTensor by this name? -1: an error. */
@@ -1650,9 +1668,6 @@ one_grad(State *state, PyObject *leaf, PyObject **total)
 static int
 alias_grads(State *state, PyObject *local, PyObject *aliases, PyObject **total)
 {
-    if (aliases == Py_None) {
-        return 1;
-    }
     int fine = PyDict_CheckExact(aliases) ? is_true(get(state->is_leaf, local)) : 0;
     PyObject *axes, *hit;
     Py_ssize_t at = 0;
@@ -1676,42 +1691,51 @@ alias_grads(State *state, PyObject *local, PyObject *aliases, PyObject **total)
 static PyObject *
 known_grad(State *state, PyObject *x)
 {
-    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state);
-    PyObject *local = grad_state ? get(state->local, x) : NULL;
-    PyObject *total = NULL, *former = NULL, *aliases = NULL, *known = NULL, *its = NULL;
-    PyObject *result = NULL;
-    int fine = local ? one_grad(state, local, &total) : -1;
-    if (fine > 0 && grad_state == Py_None) {
-        result = total ? NULL : Py_NewRef(Py_None);
+    PyObject *local = get(state->local, x), *dict = local ? PyObject_GenericGetDict(x, NULL) : NULL;
+    PyObject *grad_state = NULL, *fields = NULL, *total = NULL, *aliases, *known, *result = NULL;
+    if (!dict || one_grad(state, local, &total) <= 0) {
         goto end;
     }
-    if (fine <= 0 || Py_TYPE(grad_state) != (PyTypeObject *)state->GradState
-        || is_none(grad_state, state->str.collector) <= 0) {
+    grad_state = Py_XNewRef(beside(dict, state->str._grad_state));
+    if (!grad_state) {
+        result = total || PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
         goto end;
     }
-    former = PyObject_GetAttr(grad_state, state->str.former);
-    aliases = former ? PyObject_GetAttr(grad_state, state->str.aliases) : NULL;
-    if (!aliases || !PyTuple_CheckExact(former) || PyTuple_GET_SIZE(former)
-        || alias_grads(state, local, aliases, &total) <= 0) {
+    /* its class has None for what is not in its __dict__, and no former aliases */
+    fields = Py_TYPE(grad_state) == (PyTypeObject *)state->GradState
+                 ? PyObject_GenericGetDict(grad_state, NULL)
+                 : NULL;
+    if (!fields || beside(fields, state->str.collector)) {
+        goto end;
+    }
+    PyObject *former = beside(fields, state->str.former);
+    if (former && (!PyTuple_CheckExact(former) || PyTuple_GET_SIZE(former))) {
+        goto end;
+    }
+    aliases = Py_XNewRef(beside(fields, state->str.aliases));
+    int fine = aliases ? alias_grads(state, local, aliases, &total) : 1;
+    Py_XDECREF(aliases);
+    if (fine <= 0 || PyErr_Occurred()) {
         goto end;
     }
     if (!total) {
         result = Py_NewRef(Py_None);
         goto end;
     }
-    known = PyObject_GetAttr(grad_state, state->str.grad);
+    known = beside(fields, state->str.grad);
     if (known && Py_TYPE(known) == (PyTypeObject *)state->DistTensor) {
-        its = get(state->local, known);
+        Py_INCREF(known);
+        PyObject *its = get(state->local, known);
         result = its == total ? Py_NewRef(known) : NULL;
+        Py_XDECREF(its);
+        Py_DECREF(known);
     }
 end:
-    Py_XDECREF(its);
-    Py_XDECREF(known);
-    Py_XDECREF(aliases);
-    Py_XDECREF(former);
     Py_XDECREF(total);
-    Py_XDECREF(local);
+    Py_XDECREF(fields);
     Py_XDECREF(grad_state);
+    Py_XDECREF(dict);
+    Py_XDECREF(local);
     return result;
 }
 
@@ -1786,6 +1810,56 @@ get_grad(PyObject *self, void *Py_UNUSED(closure))
         known = known_grad(state, self);
     }
     return known || PyErr_Occurred() ? known : get(state->dist_grad, self);
+}
+
+PyDoc_STRVAR(waiting_doc, "waiting(params)\n--\n\nAs disttensor.tensor.grad_sync.waiting.");
+
+/* Most gradients have the spec of one before, which is looked at once. */
+static PyObject *
+waiting(PyObject *module, PyObject *params)
+{
+    State *state = PyModule_GetState(module);
+    if (!state->DistTensor || !PyList_CheckExact(params)) {
+        PyErr_SetString(PyExc_TypeError, "waiting takes a list of parameters");
+        return NULL;
+    }
+    PyObject *found = PyList_New(0), *whole = Py_NewRef(Py_None); /* a spec that waits for nothing */
+    for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(params); i++) {
+        PyObject *x = PyList_GET_ITEM(params, i);
+        if (Py_TYPE(x) != (PyTypeObject *)state->DistTensor) {
+            continue;
+        }
+        Py_INCREF(x);
+        PyObject *grad = get_grad(x, NULL), *spec = NULL, *member = NULL;
+        int waits = grad ? 0 : -1;
+        if (grad && grad != Py_None) {
+            spec = PyObject_GetAttr(grad, state->str.spec);
+            waits = spec ? spec != whole : -1;
+        }
+        if (waits > 0) {
+            PyObject *layout = PyObject_GetAttr(spec, state->str.layout);
+            PyObject *partial = layout ? PyObject_GetAttr(layout, state->str.partial) : NULL;
+            waits = partial ? PyObject_IsTrue(partial) : -1;
+            Py_XDECREF(partial);
+            Py_XDECREF(layout);
+            if (!waits) {
+                Py_SETREF(whole, Py_NewRef(spec));
+            }
+        }
+        if (waits > 0) {
+            member = Py_BuildValue("(nOO)", i, x, grad);
+            waits = member ? PyList_Append(found, member) : -1;
+        }
+        if (waits < 0) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(member);
+        Py_XDECREF(spec);
+        Py_XDECREF(grad);
+        Py_DECREF(x);
+    }
+    Py_DECREF(whole);
+    return found;
 }
 
 static PyGetSetDef grad_definition = {"grad", get_grad, set_grad, "As torch.Tensor.grad.", NULL};
@@ -2151,6 +2225,7 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     counted = destroy != ((PyTypeObject *)state->GradState)->tp_dealloc; /* one of torch's own */
     type->tp_dealloc = end_of_life;
 #endif
+    type->tp_getattr = asked;
     Py_RETURN_NONE;
 }
 
@@ -2197,6 +2272,11 @@ static PyObject *
 shortcuts(PyObject *module, PyObject *on)
 {
     State *state = PyModule_GetState(module);
+    PyObject *carrier = PyObject_GetAttrString(module, "dispatch");
+    if (!carrier) {
+        return NULL;
+    }
+    Py_XSETREF(state->carrier, carrier);
     state->shortcuts = on == Py_True;
     Py_RETURN_NONE;
 }
@@ -2249,6 +2329,7 @@ traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT(name) Py_VISIT(state->name);
     REFERENCES(VISIT)
 #undef VISIT
+    Py_VISIT(state->carrier);
     for (int i = 0; i < N_METHODS; i++) {
         Py_VISIT(state->methods[i].plain);
         Py_VISIT(state->methods[i].asked);
@@ -2271,11 +2352,13 @@ forget(PyObject *module)
     State *state = PyModule_GetState(module);
     if (configured == state) {
         configured = NULL;
+        ((PyTypeObject *)state->DistTensor)->tp_getattr = NULL;
         if (destroy) {
             ((PyTypeObject *)state->DistTensor)->tp_dealloc = destroy;
         }
     }
     clear_table(state);
+    Py_CLEAR(state->carrier);
     for (int i = 0; i < N_METHODS; i++) {
         Py_CLEAR(state->methods[i].plain);
         Py_CLEAR(state->methods[i].asked);
@@ -2305,6 +2388,7 @@ static PyMethodDef methods[] = {
      configure_doc},
     {"reshard", (PyCFunction)(void (*)(void))reshard, METH_FASTCALL, reshard_doc},
     {"wrap", (PyCFunction)(void (*)(void))wrap_method, METH_FASTCALL, wrap_doc},
+    {"waiting", waiting, METH_O, waiting_doc},
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {"methods", methods_of, METH_NOARGS, methods_doc},

@@ -26,7 +26,7 @@ from disttensor.dispatch import dispatch, outputs, reduction_cache, reshards, st
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Partial, Replicate, Shard
 from disttensor.spec import DistSpec
-from disttensor.tensor import versions, views
+from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.base import GradState
 from disttensor.tensor.dist_tensor import SHORTCUTS, WRAP, DistTensor, carry_out_with, wrapped
 from disttensor.tensor.reshard import TAPE
@@ -94,6 +94,9 @@ def _configure(module: Any) -> None:
             setattr(DistTensor, name, method)
     SHORTCUTS.append(module.shortcuts)
     SHORTCUTS.append(lambda on: WRAP.__setitem__(0, module.wrap if on else wrapped))
+    SHORTCUTS.append(
+        lambda on: grad_sync.WAITING.__setitem__(0, module.waiting if on else grad_sync.waiting)
+    )
 
 
 module, why = _compiled()

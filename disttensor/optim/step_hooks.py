@@ -37,7 +37,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     params = [p for group in optimizer.param_groups for p in group["params"]]
     name = type(optimizer).__name__
     check_fresh(params, name)
-    if any(type(p) is DistTensor for p in params):
+    if DistTensor in map(type, params):
         program.at_step(f"{name}.step")
     sync_gradients(params)
 

@@ -81,17 +81,16 @@ def tensors_of(params: Any) -> Iterable[Any]:
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
     """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike
     on all ranks."""
-    waiting: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
+    by_axes: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
     seen: set[int] = set()
-    for number, p in enumerate(params):
-        grad: Any = p.grad if type(p) is DistTensor else None
-        if grad is None or not grad.spec.layout.partial or id(p) in seen:
+    for number, p, grad in WAITING[0](list(params)):
+        if id(p) in seen:
             continue
         seen.add(id(p))
         spec = grad.spec
         busy, slot = _waits_on(spec)
-        waiting.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(number, p, grad, slot))
-    for (_, _, dtype), members in waiting.items():
+        by_axes.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(number, p, grad, slot))
+    for (_, _, dtype), members in by_axes.items():
         bucket: list[Pending] = []
         size = 0
         for member in members:
@@ -102,6 +101,20 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
             bucket.append(member)
             size += bytes_here
         yield bucket
+
+
+def waiting(params: list[Any]) -> list[tuple[int, DistTensor, DistTensor]]:
+    """The gradients that are still to be summed: their numbers, their parameters, and they."""
+    grads = [p.grad if type(p) is DistTensor else None for p in params]
+    return [
+        (number, params[number], grad)
+        for number, grad in enumerate(grads)
+        if grad is not None and grad.spec.layout.partial
+    ]
+
+
+# What finds them now. In each step it looks at all parameters, and mostly there is nothing to sum.
+WAITING: list[Callable[[list[Any]], list[tuple[int, DistTensor, DistTensor]]]] = [waiting]
 
 
 @cached(4096)

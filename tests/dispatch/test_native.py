@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -31,9 +32,10 @@ from disttensor.patches import tracers
 from disttensor.pipeline.tape import Tape
 from disttensor.random import state
 from disttensor.spec import spec_of
-from disttensor.tensor import versions, views
-from disttensor.tensor.base import origin_of
+from disttensor.tensor import grad_sync, versions, views
+from disttensor.tensor.base import origin_of, set_collector
 from disttensor.tensor.dist_tensor import WRAP, wrap, wrapped
+from disttensor.torch_private import make_subclass
 from ops.registry import RULES
 from tests.support.pool import fake_world
 
@@ -1046,6 +1048,58 @@ def test_a_gradient_that_was_read_grows_by_those_of_other_uses(mesh: dt.ProcessM
     assert read[:2] == read[2:] and read[0] != read[1]
 
 
+def test_gradients_that_wait_are_found_as_in_python(mesh: dt.ProcessMesh) -> None:
+    """Of leaves that were used in one way or in several, that have hooks, that have no gradient or
+    were given one, twice the same, of plain ones, and outside the mesh."""
+    R2, line = [R, R], dt.ProcessMesh([0, 1], ("x",))
+
+    def leaves() -> list[Any]:
+        whole = [dt.shard_tensor(torch.ones(6), mesh, R2, requires_grad=True) for _ in range(6)]
+        one, several, hooked, unused, given, reduced = whole
+        hooked.register_hook(lambda g: g * 2)
+        x = tensor(mesh, S0, R)
+        ((x + one) * several * hooked * reduced).sum().backward()
+        several.square().sum().backward()
+        given.grad = dt.shard_tensor(torch.ones(6), mesh, R2)
+        dt.sync_gradients([reduced])
+        outside = dt.zeros(4, mesh=dt.ProcessMesh([1, 2], ("x",)), requires_grad=True)
+        outside.sum().backward()
+        other = dt.shard_tensor(torch.ones(6), line, [R], requires_grad=True)
+        (dt.shard_tensor(torch.ones(6, 6), line, [S0]) @ other).sum().backward()
+        plain = nn.Parameter(torch.ones(2))
+        plain.sum().backward()
+        return [one, unused, several, plain, given, hooked, outside, one, None, other, reduced]
+
+    for made_in_c in (False, True):
+        with native.using(made_in_c):
+            params = leaves()
+        found = []
+        for in_c in (False, True):
+            with native.using(in_c):
+                assert (grad_sync.WAITING[0] is native.module.waiting) is in_c
+                found.append(grad_sync.WAITING[0](params))
+        assert [n for n, _, _ in found[0]] == [0, 2, 7, 9]
+        for python, c in zip(*found, strict=True):
+            assert python[0] == c[0] and python[1] is c[1] is params[c[0]] and python[2] is c[2]
+    for wrong in ((), None):
+        with pytest.raises(TypeError, match="a list"):
+            native.module.waiting(wrong)
+
+
+def test_what_looking_for_gradients_raises_is_raised(mesh: dt.ProcessMesh) -> None:
+    class Failing:
+        feature = "test"
+
+        def waiting(self) -> Any:
+            raise ZeroDivisionError
+
+    w = dt.shard_tensor(torch.ones(6), mesh, [R, R], requires_grad=True)
+    set_collector(w, Failing())  # type: ignore[arg-type]
+    for find in (grad_sync.waiting, native.module.waiting):
+        with pytest.raises(ZeroDivisionError):
+            find([w])
+
+
 def test_gradients_are_dropped_as_in_python(mesh: dt.ProcessMesh) -> None:
     """Of leaves that were used in one way or in several, that have hooks, and outside the mesh."""
     elsewhere = dt.ProcessMesh([1, 2], ("x",))
@@ -1094,6 +1148,32 @@ def test_without_torch_functions_the_net_below_catches_it(mesh: dt.ProcessMesh) 
             with pytest.raises(RuntimeError, match="below __torch_function__"):
                 call()
     assert type(x + x) is dt.DistTensor
+
+
+def asked_by_cpp(x: Any, name: str) -> Any:
+    """As torch asks each argument of a call for __torch_function__: by a name in C."""
+    ask = ctypes.pythonapi.PyObject_GetAttrString
+    ask.argtypes, ask.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.py_object
+    return ask(x, name.encode())
+
+
+def test_cpp_is_told_who_carries_out_calls_as_python_is(mesh: dt.ProcessMesh) -> None:
+    class Own(dt.DistTensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return "own"
+
+    x, name = tensor(mesh), "__torch_function__"
+    own = make_subclass(Own, x.spec.meta_tensor)
+    for in_c in (True, False, True):
+        with native.using(in_c):
+            assert asked_by_cpp(x, name) == getattr(x, name)
+            assert (asked_by_cpp(x, name) is native.module.dispatch) is in_c
+            assert asked_by_cpp(own, name) == getattr(own, name) != getattr(x, name)
+            assert torch.add(own, x) == torch.add(x, own) == "own"
+            assert asked_by_cpp(x, "shape") is x.shape
+            with pytest.raises(AttributeError, match="'DistTensor' object has no attribute 'none'"):
+                asked_by_cpp(x, "none")
 
 
 def test_a_wrapper_that_is_resurrected_is_what_it_was(mesh: dt.ProcessMesh) -> None:
