@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from disttensor.autograd import token
 from disttensor.autograd.fork_groups import Graph, Group, groups_of
+from disttensor.autograd.graph import node_of
 
 Tensor = torch.Tensor
 _AT_ONCE = "disttensor_gradient_at_once"
@@ -64,8 +65,8 @@ class SplitBackward:
     ) -> None:  # fmt: skip
         self.engine, self.own = engine, own
         self.roots, self.grads = list(roots), list(grads)
-        self.edges = [get_gradient_edge(root).node for root in roots]
-        anchors = [get_gradient_edge(anchor).node for anchor in token.anchors()]
+        self.edges = [node_of(root) for root in roots]
+        anchors = [node_of(anchor) for anchor in token.anchors()]
         self.graph = Graph(self.edges, anchors)
         apart = any(node.name() == _REENTRANT for node in self.graph.order)
         self.groups: list[Group] = []
