@@ -10,8 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import disttensor as dt
-from disttensor import cache
+from disttensor import cache, runtime
 from disttensor.comm import collectives
+from disttensor.comm.outbox import OUTBOX
 from disttensor.simulate.memory import Memory, summary
 from disttensor.simulate.recorder import Recorder
 
@@ -26,9 +27,10 @@ ATTENTION = {
 
 def measured(
     build: Callable[[str], Callable[[], None]], options: str
-) -> tuple[list[dt.CommRecord], int, Memory]:
+) -> tuple[list[dt.CommRecord], int, Memory, int]:
     """On a rank of a running world: the collectives of a step of ``build(options)``, its FLOPs by
-    torch's own counter, and its memory, of real tensors, in the second step."""
+    torch's own counter, its memory, of real tensors, in the second step, and the most bytes that it
+    held there for messages under way."""
     dtype = torch.get_default_dtype()
     cache.clear()  # plans of earlier tests: a first step keeps more than those that follow
     try:
@@ -37,6 +39,7 @@ def measured(
             step = build(options)
             step()
             recorder.start()
+            recorder.held = 0
             step()
             recorder.stop()
         with dt.record_comms() as comms:
@@ -46,7 +49,15 @@ def measured(
     finally:
         torch.set_default_dtype(dtype)
     memory = summary(*recorder.memory_of_step())
-    return list(comms), counter.get_total_flops(), memory
+    return list(comms), counter.get_total_flops(), memory, recorder.held
+
+
+def _under_way() -> int:
+    """Bytes of messages that may not be delivered yet, and of room for those that are asked for
+    ahead. A simulated message is delivered at once, where its program receives it."""
+    with OUTBOX.lock:
+        sent = sum(buffer.nbytes for _, buffer, *_ in (*OUTBOX.batch, *OUTBOX.waiting))
+    return sent + sum(awaited.letter.wire.nbytes for awaited in runtime.current().early.values())
 
 
 class _Paced(Recorder):
@@ -56,10 +67,11 @@ class _Paced(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.started = 0
+        self.started = self.held = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.started += func.namespace == "c10d"
+        self.held = max(self.held, _under_way())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextlib.contextmanager
