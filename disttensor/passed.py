@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.tree import rebuilt
+from disttensor.tree import rebuilt, refilled
 
 Tensor = torch.Tensor
 _SEQUENCE, _DICT, _DATACLASS, _OBJECT, _OTHER = range(5)
@@ -66,13 +66,7 @@ def _replaced(
     if kind == _SEQUENCE:
         return rebuilt(value, [_replaced(v, f, attributes, made) for v in value])
     if kind == _DICT:
-        items = {k: _replaced(v, f, attributes, made) for k, v in value.items()}
-        if type(value) is dict:
-            return items
-        other = copy.copy(value)  # of a class of its own
-        for k, v in items.items():
-            other[k] = v
-        return other
+        return refilled(value, {k: _replaced(v, f, attributes, made) for k, v in value.items()})
     if kind == _OTHER or (kind == _OBJECT and not attributes):
         return value
     if id(value) not in made:

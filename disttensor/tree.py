@@ -34,13 +34,7 @@ def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return rebuilt(value, [substitute(v, f) for v in value])
     if isinstance(value, dict):
-        items = {k: substitute(v, f) for k, v in value.items()}
-        if type(value) is dict:
-            return items
-        other = copy.copy(value)  # of a class of its own
-        for k, v in items.items():
-            other[k] = v
-        return other
+        return refilled(value, {k: substitute(v, f) for k, v in value.items()})
     return value
 
 
@@ -63,6 +57,16 @@ def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> 
     if isinstance(value, (list, tuple)):
         return rebuilt(value, [map_paths(v, leaf, (*path, i)) for i, v in enumerate(value)])
     return leaf(value, path)
+
+
+def refilled(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the class of ``like``, with these items in the place of its own."""
+    if type(like) is dict:
+        return items
+    other = copy.copy(like)
+    for k, v in items.items():
+        other[k] = v
+    return other
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:
