@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd.graph import nodes_of
+from disttensor.autograd.graph import node_of, nodes_of
 
 
 class Tie(torch.autograd.Function):
@@ -36,7 +36,7 @@ def tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
     wanting = [x for x in given if x.requires_grad]
     if not places or not wanting:
         return pieces
-    nodes = [torch.autograd.graph.get_gradient_edge(x).node for x in wanting]
+    nodes = [node_of(x) for x in wanting]
     found = nodes_of([pieces[i] for i in places], set(nodes))
     apart = [x for x, node in zip(wanting, nodes, strict=True) if node not in found]
     if not apart and len(places) == 1:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import Typed, dual
-from disttensor.autograd.graph import nodes_of
+from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.tie import Tie
 from disttensor.cache import cached
 from disttensor.comm import program
@@ -231,7 +230,7 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
     in_schedule = TAPE.get() is not None
     if not (in_schedule or keeps) or not token.anchors():
         return
-    anchors = {get_gradient_edge(anchor).node for anchor in token.anchors()}
+    anchors = {node_of(anchor) for anchor in token.anchors()}
     if anchors.isdisjoint(nodes_of(roots)):
         return
     if in_schedule:
