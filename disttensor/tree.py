@@ -12,40 +12,29 @@ Tensor = torch.Tensor
 Path = tuple[Any, ...]  # the keys and numbers that lead to a part of a structure
 
 
-def flat(value: Any, out: list[Tensor]) -> list[Tensor]:
-    """Tensors in order of appearance, appended to ``out``."""
-    if isinstance(value, Tensor):
+def flat(value: Any, out: list[Any], kind: type = Tensor) -> list[Any]:
+    """Appends the values of class ``kind`` to ``out``, in order of appearance, and returns it."""
+    if isinstance(value, kind):
         out.append(value)
     elif isinstance(value, (list, tuple)):
         for v in value:
-            if isinstance(v, Tensor):  # in a list of many no call for each
+            if isinstance(v, kind):  # in a list of many no call for each
                 out.append(v)
             elif isinstance(v, (list, tuple, dict)):
-                flat(v, out)
+                flat(v, out, kind)
     elif isinstance(value, dict):
-        flat([*value.values()], out)
+        flat([*value.values()], out, kind)
     return out
 
 
-def substitute(value: Any, f: Callable[[Tensor], Any]) -> Any:
-    """The same structure with f(t) for each tensor t."""
-    if isinstance(value, Tensor):
-        return f(value)
-    if isinstance(value, (list, tuple)):
-        return rebuilt(value, [substitute(v, f) for v in value])
-    if isinstance(value, dict):
-        return refilled(value, {k: substitute(v, f) for k, v in value.items()})
-    return value
-
-
-def map_leaves(value: Any, kind: type, f: Callable[[Any], Any]) -> Any:
-    """The same structure with f(v) for each v of class ``kind``: fills in a result with holes."""
-    if type(value) is kind:
+def substitute(value: Any, f: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """Returns the same structure with f(v) for each v of class ``kind``."""
+    if isinstance(value, kind):
         return f(value)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return rebuilt(value, [map_leaves(v, kind, f) for v in value])
-    if type(value) is dict:
-        return {k: map_leaves(v, kind, f) for k, v in value.items()}
+        return rebuilt(value, [substitute(v, f, kind) for v in value])
+    if isinstance(value, dict):
+        return refilled(value, {k: substitute(v, f, kind) for k, v in value.items()})
     return value
 
 
@@ -70,15 +59,19 @@ def refilled(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:
-    """A list, tuple, torch.Size (as a tuple), named tuple or torch.return_types as ``like``, with
-    these items."""
+    """Returns a list or tuple of the class of ``like`` with these items; a torch.Size as a tuple.
+
+    Classes of users are not called: a named tuple or a list may be made of other arguments.
+    """
     kind = type(like)
     if kind is list:
         return items
     if kind is tuple or kind is torch.Size:
         return tuple(items)
-    return (
-        kind(items)
-        if kind.__module__ == "torch.return_types" or not hasattr(like, "_fields")
-        else kind(*items)
-    )
+    if isinstance(like, list):
+        other = copy.copy(like)
+        other[:] = items
+        return other
+    if kind.__module__ == "torch.return_types":
+        return kind(items)
+    return tuple.__new__(kind, items)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.tree import map_leaves
+from disttensor.tree import substitute
 from ops.dims import tensors_in
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, pointwise_factors
@@ -28,7 +28,7 @@ def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
         return torch.empty(value.shape, dtype=value.dtype or torch.float32, device="meta")
 
     try:
-        args, kwargs = map_leaves((args, kwargs), Arg, meta)
+        args, kwargs = substitute((args, kwargs), meta, Arg)
         out = func(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         raise NoRule(f"{getattr(func, '__name__', func)}: {error}") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttensor.tree import flat
 from ops.factors import Arg, Dims, Factors, Letter
 from ops.registry import Function, functions_named
 
@@ -67,13 +68,7 @@ def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **optio
 
 def tensors_in(*values: Any) -> list[Arg]:
     """The tensors among the values and in lists of them, in order."""
-    out: list[Arg] = []
-    for v in values:
-        if isinstance(v, Arg):
-            out.append(v)
-        elif isinstance(v, (list, tuple)):
-            out += tensors_in(*v)
-    return out
+    return flat(values, [], Arg)
 
 
 def without(input: Arg, gone: Iterable[int]) -> Dims:

@@ -8,7 +8,7 @@ from typing import Any
 
 from disttensor.layout import Axes, replicated
 from disttensor.placement import Placement
-from disttensor.tree import map_leaves
+from disttensor.tree import substitute
 from ops.factors import Arg, Factors
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
@@ -67,7 +67,7 @@ def infer(
         tensors.append(value.placed(len(mesh_shape), len(tensors)))
         return tensors[-1]
 
-    args, kwargs = map_leaves((args, kwargs), Arg, place)
+    args, kwargs = substitute((args, kwargs), place, Arg)
     n = len(mesh_shape)
     try:
         _, factors, decision = decide(func, args, kwargs, tensors, mesh_shape)

@@ -142,7 +142,7 @@ def reduce_pending(args: Sequence[Any], kwargs: Any, reduced: Sequence[bool]) ->
     """Where pending gradients of parameters are needed whole, reduce them for good, as an optimizer
     step would. Was there one?"""
     if not kwargs and not any(
-        type(a) is list or type(a) is tuple or (type(a) is DistTensor and is_gradient(a))
+        isinstance(a, (list, tuple, dict)) or (type(a) is DistTensor and is_gradient(a))
         for a in args
     ):
         return False
@@ -173,10 +173,14 @@ def local_as(t: Tensor, needed: DistSpec | None, axes: Axes, spec: DistSpec) -> 
 def _local_of(a: Any) -> Any:
     if type(a) is DistTensor:
         return a.local
-    if (type(a) is list or type(a) is tuple) and a and type(a[0]) is not float:
+    if not isinstance(a, (list, tuple, dict)):
+        return a
+    if type(a) is list or type(a) is tuple:  # mostly, of DistTensors alone
+        if not a or type(a[0]) is float:
+            return a
         try:
             found = [t.local for t in a]
             return found if type(a) is list else tuple(found)  # x[i, j] is not x[[i, j]]
         except AttributeError:
-            return type(a)([_local_of(v) for v in a])
-    return a
+            pass
+    return substitute(a, lambda t: t.local if type(t) is DistTensor else t)

@@ -48,8 +48,10 @@ def key_of(value: Any, floats: bool = False) -> Any:
         return Tensor, value.shape, value.dtype
     if kind is slice:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
-    if kind is dict:
-        return dict, tuple([(k, key_of(v, floats)) for k, v in value.items()])
+    if isinstance(value, dict):
+        return kind, tuple([(k, key_of(v, floats)) for k, v in value.items()])
+    if isinstance(value, (list, tuple)):  # a named tuple, torch.return_types
+        return kind, tuple([key_of(v, floats) for v in value])
     try:
         hash(value)
     except TypeError:

@@ -87,7 +87,7 @@ def reusing(plan: Plan, run: Runner) -> Runner:
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         few = not kwargs and len(args) < 3  # most calls, quickly
         for a in args if few else ():
-            few = few and type(a) is not list and type(a) is not tuple
+            few = few and not isinstance(a, (list, tuple, dict))
         if few and not reduces:
             for a in args:
                 if type(a) is DistTensor and a._reduced is not None:

@@ -24,7 +24,7 @@ from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta
 from disttensor.torch_private import autocast_is_on, make_subclass
-from disttensor.tree import flat, map_leaves
+from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -294,7 +294,7 @@ def filled(
             views.share(new, tensors[out.viewed])
         return new
 
-    return made(result) if type(result) is infer.Out else map_leaves(result, infer.Out, made)
+    return made(result) if type(result) is infer.Out else substitute(result, made, infer.Out)
 
 
 def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:
@@ -340,4 +340,4 @@ def wrap_told(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) ->
         spec = DistSpec(mesh, out.layout, out.shape, out.dtype)
         return wrap(token.join(sources, mesh.device), spec)
 
-    return map_leaves(told, TensorMeta, made)
+    return substitute(told, made, TensorMeta)

@@ -29,7 +29,7 @@ from disttensor.random import state
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tree import flat, map_leaves
+from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 ASSIGNS = "it assigns to attributes"
@@ -131,7 +131,7 @@ def trace(
             return infer.Out(len(results) - 1, spec.shape, spec.dtype, sources, same, above)
 
         _check(result)
-        described = map_leaves(result, DistTensor, describe)
+        described = substitute(result, describe, DistTensor)
         one = type(described) is infer.Out and described.same is None and described.viewed is None
         device = specs[0].mesh.device
         shared = token.detached(device), token.orphan(device)
