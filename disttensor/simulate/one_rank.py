@@ -16,6 +16,7 @@ from disttensor.dispatch import strict
 from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.events import Collective, Message, Op
 from disttensor.simulate.kinds import Differences, differences
+from disttensor.simulate.modules import own_modules
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Recorder, Values
 from disttensor.simulate.visits import pieces
@@ -65,7 +66,8 @@ def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
         if steps == 1:
             recorder.start()
         try:
-            runpy.run_path(path, run_name="__main__")
+            with own_modules(of_script=True):
+                runpy.run_path(path, run_name="__main__")
         except _Enough:
             return
         finally:
@@ -97,7 +99,7 @@ def run_rank(
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             recorder = Recorder(values, few)
-            with recorder.running():
+            with recorder.running(), own_modules():
                 program(recorder)
             held, changes = recorder.memory_of_step()
             found = differences(recorder.comms, recorder.events, recorder.visits.runs)

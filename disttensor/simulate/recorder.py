@@ -48,10 +48,12 @@ _READS = {_aten._local_scalar_dense.default, _aten.equal.default}
 _PYTHON = {torch.bool: bool, torch.complex64: complex, torch.complex128: complex}
 
 
-@cache
+_is_composite = cache(is_composite)
+
+
 def _decomposes(func: Any) -> bool:
     """Is it made of other operators, and not counted by torch as a whole?"""
-    return is_composite(func) and shapes.flop_formula(func) is None
+    return _is_composite(func) and shapes.flop_formula(func) is None
 
 
 class Recorder(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -65,7 +66,10 @@ _known: dict[Any, tuple[Any, Cost]] = {}
 def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
     """``func(*args, **kwargs)`` in the FakeTensorMode ``mode``, and what it costs."""
     try:
-        key = (func, _key(args), *[(k, _key(v)) for k, v in kwargs.items()])
+        named = [(k, _key(v)) for k, v in kwargs.items()]
+        # torch reads the default dtype in factories and promotions of numbers
+        around = mode, torch.get_default_dtype(), flop_formula(func)
+        key = (func, around, _key(args), *named)
         found = _known.get(key)
     except _Uncached:
         out = func(*args, **kwargs)
@@ -119,12 +123,16 @@ def _causal_at(func: Any) -> list[tuple[str, int]] | None:
 
 
 @cache
+def formulas() -> Any:
+    """torch's table, to which anyone may add. Its module is imported when it is needed: that makes
+    operators."""
+    return importlib.import_module("torch.utils.flop_counter").flop_registry
+
+
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """torch's formula for the FLOPs of an operator. Its module is imported when it is needed: that
-    makes operators."""
-    registry = importlib.import_module("torch.utils.flop_counter").flop_registry
-    packet = _COUNTED_AS.get(func._overloadpacket, func._overloadpacket)
-    found: Callable[..., int] | None = registry.get(packet)
+    """torch's formula for the FLOPs of an operator."""
+    packet = func._overloadpacket
+    found: Callable[..., int] | None = formulas().get(_COUNTED_AS.get(packet, packet))
     return found
 
 
@@ -134,7 +142,16 @@ def _written(argument: Any) -> bool:
 
 def _touched(t: Tensor) -> int:
     """Bytes that are read or written: of a tensor that was expanded, those that are there."""
-    return min(t.nbytes, t.untyped_storage().nbytes())
+    there = math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
+    return min(there * t.itemsize, _reach(t.shape, t.stride(), 0, t.itemsize))
+
+
+def _reach(shape: Any, strides: Any, offset: int, itemsize: int) -> int:
+    """Bytes of a storage up to the last element."""
+    if 0 in shape:
+        return 0
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return int(last + 1) * itemsize
 
 
 def _key(x: Any) -> Any:
@@ -167,8 +184,7 @@ def _noted(out: Any, tensors: list[Any], mode: Any) -> Any:
         ids = [storage_id(t.untyped_storage()) for t in tensors]
         of = ids.index(mine) if mine in ids else None
     shape, strides, offset = out.shape, out.stride(), int(out.storage_offset())
-    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    reach = (last + 1) * out.itemsize if out.numel() else 0
+    reach = _reach(shape, strides, offset, out.itemsize)
     return _Out(of, same, shape, strides, offset, out.dtype, reach, _like(mode, out.fake_device))
 
 

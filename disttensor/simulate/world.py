@@ -16,7 +16,10 @@ import torch
 from disttensor import runtime
 from disttensor.comm import desync
 from disttensor.random import state
+from disttensor.simulate import shapes
 from disttensor.torch_private import FakeTensorMode, process_groups_aside, start_fake_world
+from ops.registry import RULES
+from reshard.registry import moves, starts
 
 
 @cache
@@ -28,16 +31,31 @@ def _fake() -> Any:
 
 def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, str]:
     """What torchrun would put into the environment of this rank."""
-    there = min(size, ranks_per_node)
+    node, place = divmod(rank, ranks_per_node)
+    there = min(ranks_per_node, size - node * ranks_per_node)  # the last node may have fewer
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank % there),
+        "LOCAL_RANK": str(place),
         "LOCAL_WORLD_SIZE": str(there),
-        "GROUP_RANK": str(rank // there),
+        "GROUP_RANK": str(node),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
     }
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    """What a program registers is registered by each rank, as by each process."""
+    tables: list[dict[Any, Any]] = [RULES, moves, starts, shapes.formulas()]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            if table != entries:
+                table.clear()
+                table.update(entries)
 
 
 @contextmanager
@@ -46,7 +64,7 @@ def imagined_rank(
 ) -> Iterator[None]:
     """Inside, this process is ``rank`` of ``size``, and nobody else is there; collectives are made
     as for ``backend``, and tensors are without ``data``. Afterwards it is what it was: its process
-    group, meshes, environment, defaults and random numbers are as before."""
+    group, meshes, environment, defaults, random numbers and registered rules are as before."""
     environment = dict(os.environ)
     dtype, device, grad = (
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
@@ -54,7 +72,7 @@ def imagined_rank(
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
     seed, debugging = state.get_state(), desync.enabled
     try:
-        with runtime.aside(), process_groups_aside():
+        with runtime.aside(), _registered(), process_groups_aside():
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
             desync.enabled = False  # there is nobody to compare with
             start_fake_world(rank, size)

@@ -1,0 +1,184 @@
+"""A simulation is the same whatever was simulated before it, and each rank starts as a process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import disttensor as dt
+import ops
+from disttensor.simulate import shapes
+from disttensor.simulate.one_rank import of_script
+from disttensor.simulate.run import simulate_program
+from disttensor.simulate.world import torchrun_variables
+
+
+def default_of(dtype, seen):
+    """A ``build`` of a program that computes in ``dtype`` by default."""
+
+    def build():
+        torch.set_default_dtype(dtype)
+        mesh = dt.init_mesh((2,), ("dp",))
+        w = dt.ones(6, 5, mesh=mesh, requires_grad=True)
+        optimizer = torch.optim.SGD([w])
+
+        def step():
+            made = torch.ones(6, 5), torch.arange(30) * 1.5, torch.full((3,), 2.0), torch.rand(3)
+            promoted = torch.ones(6, 5, dtype=torch.int64) / 2
+            seen.append([t.dtype for t in (*made, promoted)])
+            (w @ dt.shard_tensor(promoted.T, mesh)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_a_program_of_another_default_dtype_has_its_own_results(dtypes):
+    kinds = []
+    for dtype in dtypes:
+        seen = []
+        report = dt.simulate(default_of(dtype, seen), world=2)
+        assert {d for found in seen for d in found} == {dtype}
+        assert report.kinds[0].flops_by("dtype") == {str(dtype): 2 * report.kinds[0].flops // 2}
+        kinds.append(report.kinds[0])
+    wide, narrow = sorted(kinds, key=lambda kind: kind.peak_memory, reverse=True)
+    assert wide.peak_memory == 2 * narrow.peak_memory
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_formula_that_is_registered_later_counts():
+    op = torch.ops.aten.cumsum
+
+    def build():
+        x = torch.ones(6, 5)
+        w = torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.SGD([w])
+
+        def step():
+            x.cumsum(0)
+            optimizer.step()
+
+        return step
+
+    assert dt.simulate(build, world=2).kinds[0].flops == 0
+    shapes.formulas()[op] = lambda x, *args, out_val=None, **kwargs: x.numel()
+    try:
+        assert dt.simulate(build, world=2).kinds[0].flops == 30
+    finally:
+        del shapes.formulas()[op]
+    assert dt.simulate(build, world=2).kinds[0].flops == 0
+
+
+def test_what_is_read_and_written_of_an_expanded_tensor_does_not_depend_on_its_storage():
+    large, small = torch.ones(100, 5)[:1].expand(100, 5), torch.ones(1, 5).expand(100, 5)
+    neg = torch.ops.aten.neg.default
+    costs = [shapes.cost(neg, (x,), {}, x.neg()) for x in (large, small)]
+    assert costs[0] == costs[1] and costs[0].nbytes == 4 * (5 + 500)
+
+
+HELPERS = {
+    "settings.py": "import os\nRANK = int(os.environ['RANK'])\nimported = []\n",
+    "parts/place.py": """
+import disttensor as dt
+import ops
+import torch
+from settings import RANK
+mesh = dt.init_mesh((4,), ("dp",))
+
+@ops.rule(torch.conv_tbc)  # it has none, and a second one is refused
+def conv_tbc(x, weight, bias):
+    return ops.Factors(["tbi", "kio", "o"], ["tbo"])
+""",
+    "late.py": "from settings import RANK, imported\nimported.append(RANK)\n",
+}
+SCRIPT = """
+import os
+import torch
+import disttensor as dt
+import settings
+from parts import place
+
+w = dt.ones(6, 5, mesh=place.mesh, requires_grad=True)
+optimizer = torch.optim.SGD([w])
+for i in range(3):
+    import late
+    x = dt.shard_tensor(torch.ones(7, 5), place.mesh, [dt.Shard(0)])
+    (x @ w.T).sum().backward()
+    with open(os.environ["SEEN"], "a") as file:
+        seen = settings.RANK, late.RANK, place.RANK, *settings.imported, place.mesh.coordinate
+        print(os.environ["RANK"], *seen, file=file)
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    for name, text in HELPERS.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    return path
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_each_rank_of_a_script_imports_its_modules(imported, script, monkeypatch):
+    """Ranks 0 to 2 have two rows, rank 3 has one: ranks 0, 3 and 2 are run."""
+    if imported:  # by this process, which is rank 9
+        monkeypatch.syspath_prepend(str(script.parent))
+        monkeypatch.setenv("RANK", "9")
+        import settings  # type: ignore[import-not-found]
+    before = dict(sys.modules)
+    report = simulate_program(of_script(str(script), []), 4)
+    assert [kind.ranks for kind in report.kinds] == [(0, 1, 2), (3,)]
+    seen = (script.parent / "seen").read_text().splitlines()
+    steps = [rank for rank in (0, 3, 2) for _ in range(2)]
+    assert seen == [f"{rank} {rank} {rank} {rank} {rank} ({rank},)" for rank in steps]
+    assert "parts" not in sys.modules and "late" not in sys.modules
+    assert ("settings" in sys.modules) is imported
+    if imported:
+        assert sys.modules.pop("settings") is settings and settings.RANK == 9
+    assert torch.conv_tbc not in ops.RULES
+    assert all(sys.modules[name] is module for name, module in before.items() if name != "settings")
+
+
+def test_modules_that_a_build_imports_are_imported_by_each_rank(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(script.parent))
+    seen = []
+
+    def build():
+        from parts import place  # type: ignore[import-not-found]
+
+        w = dt.ones(6, 5, mesh=place.mesh, requires_grad=True)
+        optimizer = torch.optim.SGD([w])
+        seen.append((place.RANK, place.mesh.coordinate))
+
+        def step():
+            x = dt.shard_tensor(torch.ones(7, 5), place.mesh, [dt.Shard(0)])
+            (x @ w.T).sum().backward()
+            optimizer.step()
+
+        return step
+
+    dt.simulate(build, world=4)
+    assert seen == [(0, (0,)), (3, (3,)), (2, (2,))]
+    assert "parts" not in sys.modules and "settings" not in sys.modules
+
+
+@pytest.mark.parametrize("size, ranks_per_node", [(12, 8), (3, 8), (16, 8), (5, 2)])
+def test_ranks_of_a_node_know_how_many_they_are(size, ranks_per_node):
+    """As torchrun says it on nodes of which the last has fewer."""
+    told = [torchrun_variables(rank, size, ranks_per_node) for rank in range(size)]
+    for rank, mine in enumerate(told):
+        beside = [r for r in range(size) if r // ranks_per_node == rank // ranks_per_node]
+        assert mine["RANK"] == str(rank) and mine["WORLD_SIZE"] == str(size)
+        assert mine["GROUP_RANK"] == str(rank // ranks_per_node)
+        assert mine["LOCAL_RANK"] == str(beside.index(rank))
+        assert mine["LOCAL_WORLD_SIZE"] == str(len(beside))
