@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 class BackwardContext(NamedTuple):
     """is_last: no backward follows before the gradients are read. reduce: what those before it do,
-    "scatter" or "none". same_params: all backwards are to reach the same parameters."""
+    "scatter" or "none"."""
 
     is_last: bool = True
     reduce: str = "scatter"
-    same_params: bool = False
 
 
 ONLY = BackwardContext()

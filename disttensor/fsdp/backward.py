@@ -132,6 +132,7 @@ class Backward:
             return True
         return (
             segment in self.launched
+            and len(segment.leaves) == len(segment.ever)
             and segment.ever <= self.came[segment]
             and all(f.is_left for f in self.entered[segment])
         )

@@ -56,7 +56,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        self.context = ONLY  # see ``accumulate``
+        self.context: BackwardContext | None = None  # see ``accumulate``
         self.epoch = 0
         self.order: list[Segment] = []  # in which the forwards of this epoch began
         self.last_order: list[Segment] = []  # the same of the epoch before
@@ -94,8 +94,6 @@ class Engine:
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
             self.clean_up()
-            if self.accumulation.first:
-                self.accumulation.begin(p for s in self.segments for p in s.params)
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
 
@@ -232,7 +230,7 @@ class Engine:
         id = this_backward()
         if self.backward is None or self.backward.id != id:
             self.clean_up()
-            context = self.context if self.context.same_params else current_context()
+            context = self.context or current_context()
             self.backward = Backward(id, partial(self._reduce, context), bounded=self.scatter)
             when_over(partial(self._finish, self.backward, context))
         return self.backward
@@ -293,8 +291,16 @@ class Engine:
                     segment.shown or segment in backward.entered or not segment.is_gathered
                 ):
                     segment.free()
-            for param in [p for s in self.segments for p in s.params if p.hooks]:
-                param.run_hooks()
+            self._run_hooks()
+
+    def flush(self) -> None:
+        """Reduces the gradients that wait for the last backward of an accumulation."""
+        self.accumulation.flush()
+        self._run_hooks()
+
+    def _run_hooks(self) -> None:
+        for param in [p for s in self.segments for p in s.params if p.hooks]:
+            param.run_hooks()
 
     def clean_up(self) -> None:
         """After a backward that ended with an error."""
@@ -329,8 +335,8 @@ def _engines() -> list[Engine]:
 def flush(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are read: reduce what is deferred of them."""
     for engine in _engines():
-        if engine.accumulation and not engine.param_ids.isdisjoint(map(id, params)):
-            engine.accumulation.flush()
+        if engine.accumulation.deferred and not engine.param_ids.isdisjoint(map(id, params)):
+            engine.flush()
 
 
 def clean_up() -> None:

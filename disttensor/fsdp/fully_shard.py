@@ -251,8 +251,8 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
     only the last reduces over all other axes, after adding. ``"none"``: nothing is communicated
     until the last, and unsharded gradients are kept; ``p.grad`` is their sum so far, Partial on the
     shard axis too. An optimizer's step and ``sync_gradients`` reduce it, should no last one come.
-    Without this context every backward reduces completely. Raises RuntimeError, in the backward,
-    for a micro-batch that reaches other parameters than the one before.
+    Without this context every backward reduces completely. Micro-batches may reach different
+    parameters. A segment that the last one does not reach is reduced when the context ends.
 
     >>> model = dt.shard_data_parallel(torch.nn.Linear(4, 1), mesh, shard_axis="dp")
     >>> for i, batch in enumerate(torch.ones(2, 3, 4)):
@@ -276,9 +276,11 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
         )
     before = [engine.context for engine in engines]
     for engine in engines:
-        engine.context = BackwardContext(last, reduce, same_params=True)
+        engine.context = BackwardContext(last, reduce)
     try:
         yield
+        for engine in engines if last else ():
+            engine.flush()
     finally:
         for engine, context in zip(engines, before, strict=True):
             engine.context = context

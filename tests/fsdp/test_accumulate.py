@@ -3,6 +3,8 @@ last one only."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,11 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor.comm import collectives
 from disttensor.fsdp.reduce import reductions
 from tests.support.micro import STEPS, batch_of, meshes, net, shard, step_of, values
+from tests.support.part import part
 from tests.support.pool import on_ranks
 
 MODES = ["scatter", "none", None]
@@ -317,59 +321,144 @@ def test_a_micro_batch_that_is_not_split(options: dict[str, Any], reduce: str) -
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-# Mistakes -----------------------------------------------------------------------------------------
+# Micro-batches that reach different parameters ----------------------------------------------------
 
 
-class Choosing(torch.nn.Module):
+class Branches(torch.nn.Module):
+    """A micro-batch goes through some of the branches; ``scale`` and ``shift`` are in the segment
+    of the root, and each has its own uses."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = (torch.nn.Linear(5, 3).double() for _ in range(2))
+        self.scale, self.shift = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
+        self.one, self.two = (torch.nn.Linear(5, 5) for _ in range(2))
+        self.unused = torch.nn.Linear(5, 5)
 
-    def forward(self, x: Any, which: str) -> Any:
-        return self.one(x) if which == "one" else self.two(x)
+    def forward(self, x: Any, reach: str, recompute: bool) -> Any:
+        if "scale" in reach:
+            x = x * self.scale
+        for name in ("one", "two", "one"):
+            if name in reach:
+                branch = getattr(self, name)
+                x = x + (checkpoint(branch, x, use_reentrant=False) if recompute else branch(x))
+        return x + self.shift if "shift" in reach else x
+
+
+REACHES = [
+    ["one", "two"],
+    ["one", "two", "scale"],
+    ["one two scale", "shift"],
+    ["shift", "one two shift scale"],
+    ["two", "one two", ""],
+    ["one", "", "two"],
+    ["scale one", "shift one", "one two", "two"],
+    ["shift", "scale", "one"],
+    ["one two", "one", "one two scale"],
+]
+
+
+def reach_each(
+    model: Any, mesh: Any, reaches: list[str], reduce: str | None, rows: int, variant: str
+) -> list[Any]:
+    """The gradients after some micro-batches, and, for the variant "read", between them."""
+    out: list[Any] = []
+    for i, reach in enumerate(reaches):
+        scope: Any = contextlib.nullcontext()
+        if reduce is not None:
+            last = i == len(reaches) - 1 and variant != "no last"
+            scope = dt.accumulate(model, last=last, reduce=reduce)
+        with scope:
+            x = batch_of(None, i, rows)
+            if mesh is not None:
+                place = dt.Replicate() if variant == "whole" and i % 2 else dt.Shard(0)
+                x = dt.shard_tensor(x, mesh, [place] * mesh.ndim)
+            x.requires_grad_(not reach)
+            model(x, reach, variant == "recompute").square().sum().backward()
+        if variant == "read":
+            out += [p.grad if p.grad is None else values([p.grad])[0] for p in model.parameters()]
+    if reduce is not None and variant != "no last":
+        assert not any(p.grad is not None and p.grad.partial_status for p in model.parameters())
+    return out + [p.grad if p.grad is None else values([p.grad])[0] for p in model.parameters()]
+
+
+def check_reaches(mesh: Any, options: dict[str, Any], case: tuple[Any, ...]) -> None:
+    variant, reduce, rows, segments, reaches = case
+    torch.manual_seed(0)
+    plain = Branches().double()
+    model = copy.deepcopy(plain)
+    replicas = "dp" if mesh.ndim == 2 else None
+    dt.shard_data_parallel(model, mesh, segments=segments, replicate_axis=replicas, **options)
+    for these in (reaches, reaches[::-1]):
+        found = [
+            reach_each(m, on, these, way, rows, variant)
+            for m, on, way in ((model, mesh, reduce), (plain, None, None))
+        ]
+        torch.testing.assert_close(
+            *found, rtol=1e-10, atol=1e-11, msg=lambda m: f"{mesh} {options} {case}: {m}"
+        )
+        if variant == "no last":
+            dt.sync_gradients(model)
+            assert not any(p.grad is not None and p.grad.partial_status for p in model.parameters())
+        model.zero_grad()
+        plain.zero_grad()
+
+
+CASES = list(
+    itertools.product(
+        ["plain", "read", "whole", "recompute", "no last"], ["scatter", "none", None], (5, 1),
+        (["one", "two", "unused"], None), REACHES,
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(2, timeout=500)
+def test_micro_batches_reach_different_parameters(options: dict[str, Any]) -> None:
+    for case in part(CASES, 6, str(options)):
+        check_reaches(meshes()["fsdp"], options, case)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on_ranks(4, timeout=900)
+def test_micro_batches_reach_different_parameters_with_replicas(options: dict[str, Any]) -> None:
+    for case in part(CASES, 4, str(options)):
+        check_reaches(meshes()["dp x fsdp"], options, case)
 
 
 @pytest.mark.parametrize("reduce", ["scatter", "none"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @on_ranks(2)
-def test_micro_batches_that_reach_other_parameters(options: dict[str, Any], reduce: str) -> None:
+def test_a_micro_batch_of_several_backwards(reduce: str) -> None:
+    """The head's loss in chunks, whose gradient then goes through the body. The hooks of a
+    parameter see its reduced gradient once it is complete."""
     mesh = meshes()["fsdp"]
-    torch.manual_seed(0)
-    model, plain = Choosing(), Choosing()
-    plain.load_state_dict(model.state_dict())
-    model = dt.shard_data_parallel(model, mesh, segments=["one", "two"], **options)
-    for last in (False, True):
-        with dt.accumulate(model, last=False, reduce=reduce):
-            model(batch_of(mesh, 0), "one").sum().backward()
-        with (
-            pytest.raises(
-                RuntimeError,
-                match=r"other parameters than the first.*two\.(weight|bias).*only here.*one\.",
-            ),
-            dt.accumulate(model, last=last, reduce=reduce),
-        ):
-            model(batch_of(mesh, 1), "two").sum().backward()
-        model.zero_grad()
-    for i, which in enumerate(("one", "two")):  # without accumulate anything goes
-        for m in (model, plain):
-            m(batch_of(mesh if m is model else None, i), which).sum().backward()
-    got, want = (values([p.grad for p in m.parameters()]) for m in (model, plain))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    for options in OPTIONS:
+        torch.manual_seed(0)
+        body, head = torch.nn.Linear(5, 5).double(), torch.nn.Linear(5, 3).double()
+        plain = torch.nn.ModuleDict({"body": body, "head": head})
+        model = dt.shard_data_parallel(
+            copy.deepcopy(plain), mesh, segments=["body", "head"], **options
+        )
+        hooked: list[Any] = []
+        model["body"].weight.register_post_accumulate_grad_hook(
+            lambda p, hooked=hooked: hooked.append(dict(p.grad.partial_status))
+        )
+        for m in (plain, model):
+            for i in range(2):
+                scope: Any = contextlib.nullcontext()
+                if m is model:
+                    scope = dt.accumulate(model, last=i == 1, reduce=reduce)
+                with scope:
+                    hidden = m["body"](batch_of(mesh if m is model else None, i))
+                    leaf = hidden.detach().requires_grad_()
+                    for columns in (slice(0, 2), slice(2, 5)):
+                        (m["head"](leaf * 1.0)[:, :2].square().sum() * columns.stop).backward()
+                    hidden.backward(leaf.grad)
+        assert hooked[-1] == {}, hooked
+        found = [values([p.grad for p in m.parameters()]) for m in (model, plain)]
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-11)
 
 
-@on_ranks(2)
-def test_an_accumulation_given_up_and_begun_anew() -> None:
-    """zero_grad ends it: what comes after may reach other parameters."""
-    mesh = meshes()["fsdp"]
-    model = dt.shard_data_parallel(Choosing(), mesh, segments=["one", "two"])
-    with dt.accumulate(model, last=False):
-        model(batch_of(mesh, 0), "one").sum().backward()
-    model.zero_grad()
-    for last in (False, True):
-        with dt.accumulate(model, last=last):
-            model(batch_of(mesh, 0), "two").sum().backward()
-    assert model.one.weight.grad is None and model.two.weight.grad is not None
+# Mistakes -----------------------------------------------------------------------------------------
 
 
 def test_arguments_that_have_no_meaning(mesh_of_one: Any) -> None:
