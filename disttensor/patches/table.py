@@ -1,4 +1,4 @@
-"""The table of changes to torch, and one to transformers. For plain tensors they do what they did
+"""The table of changes to torch, transformers and opt_einsum. For plain tensors they do what they did
 without them."""
 
 from __future__ import annotations
@@ -128,6 +128,14 @@ def _safe_to_load(what: str) -> Undo:
         torch.serialization.add_safe_globals(left)
 
     return undo
+
+
+def _contract_with_torch(what: str) -> Undo:
+    def change(dispatch: Any) -> Undo:
+        dispatch._aliases["disttensor"] = "opt_einsum.backends.torch"
+        return lambda: dispatch._aliases.pop("disttensor", None)
+
+    return once_imported("opt_einsum.backends.dispatch", change)
 
 
 def _tell_of_failures(what: str) -> Undo:
@@ -315,6 +323,13 @@ TABLE = (
             "save_pretrained",
             owner="PreTrainedModel",
         ),
+    ),
+    Change(
+        "opt_einsum.contract",
+        "it finds the backend by the module of the array's class, and takes a DistTensor for a NumPy "
+        "array: the result is one, without a graph",
+        "contract(..., backend='torch') of each call",
+        _contract_with_torch,
     ),
     Change(
         "torch.nn.Module: attributes and hooks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
@@ -9,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -397,6 +399,45 @@ def refused_to_save() -> None:
     dist.barrier()
 
 
+OPT_EINSUM = {
+    "__init__": "",
+    "backends/__init__": "",
+    "backends/dispatch": "_aliases = {'torch': 'opt_einsum.backends.torch'}",
+    "backends/torch": "import torch; einsum = lambda equation, *xs: torch.einsum(equation, xs)",
+}
+
+
+@contextlib.contextmanager
+def opt_einsum() -> Iterator[Any]:
+    """The module of opt_einsum that finds the backend of an array; a small one of ours where it is
+    not installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in OPT_EINSUM.items():
+            file = Path(folder, "opt_einsum", f"{name}.py")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        sys.path.append(folder)
+        before = set(sys.modules)
+        importlib.invalidate_caches()
+        try:
+            yield importlib.import_module("opt_einsum.backends.dispatch")
+        finally:
+            sys.path.remove(folder)
+            for name in set(sys.modules) - before:
+                del sys.modules[name]
+
+
+def contracted() -> None:
+    """As ``opt_einsum.contract`` does: by NumPy where the array's own module has no einsum."""
+    x = dt.ones(4, 3, mesh=line(), placements=[Shard(0)], requires_grad=True)
+    with opt_einsum() as dispatch:
+        backend = type(x).__module__.partition(".")[0]
+        library = importlib.import_module(dispatch._aliases.get(backend, backend))
+        einsum = getattr(library, "einsum", np.einsum)
+        einsum("ij,kj->ik", x, x).sum().backward()
+    assert x.grad.full_tensor().eq(8).all()
+
+
 def told_of_failures() -> None:
     leaf(line()).sum()
     assert sys.excepthook is failures._hook
@@ -428,6 +469,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.distributed.checkpoint: async_save": staged_state,
     "torch.distributed.checkpoint: optimizers of several stages": states_of_stages,
     "transformers: save_pretrained": refused_to_save,
+    "opt_einsum.contract": contracted,
     "torch.nn.Module: attributes and hooks": changed_modules,
     "torch.func, torch.autograd.forward_ad": transformed,
     "make_fx, torch.jit.trace": traced,
