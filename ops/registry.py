@@ -98,7 +98,8 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
     rule: entering another for the same function raises ValueError; its other names never replace an
     entry."""
     for func in funcs:
-        for found, inplace in [(func, rule.inplace)] if exact else variants(func):
+        names = [*variants(func)]
+        for found, inplace in names[:1] if exact else names:
             if found in RULES:
                 if found is func:
                     raise ValueError(
@@ -106,7 +107,7 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
                         "replace_rule"
                     )
                 continue
-            RULES[found] = replace(rule, inplace=inplace)
+            RULES[found] = replace(rule, inplace=inplace or (found is func and rule.inplace))
 
 
 def rule(

@@ -201,22 +201,20 @@ def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
 
 
 def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``out=``: compute, then copy into what was given (which keeps its placement)."""
+    """Computes, then copies into ``out=``, which keeps its placement; a plain tensor receives the
+    whole value."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
     out = kwargs["out"]
     result = func(*args, **rest)
     targets = out if isinstance(out, (list, tuple)) else (out,)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for target, value in zip(targets, results, strict=True):
-        if type(target) is not DistTensor:
-            raise TypeError(
-                f"{errors.name_of(func)}: out= must be a DistTensor where an argument is one, not "
-                "a plain tensor"
-            )
+        if type(target) is not DistTensor and not target.numel():  # as torch.empty(0)
+            target.resize_(tuple(value.shape))
         if tuple(target.shape) != tuple(value.shape):
             raise RuntimeError(
                 f"{errors.name_of(func)}: out= has shape {list(target.shape)}, the result "
-                f"{list(value.shape)}; a DistTensor is not resized"
+                f"{list(value.shape)}; it is not resized"
             )
         target.copy_(value)
     return out

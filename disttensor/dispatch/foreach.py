@@ -11,19 +11,22 @@ from disttensor.tensor.dist_tensor import DistTensor
 Function = Callable[..., Any]
 
 
-def meshes_of(func: Function, args: Sequence[Any]) -> int:
-    """On how many meshes are the tensors of the first list of such a function? 0: it is none."""
-    if not func.__name__.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+def meshes_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Returns the number of meshes of the members of the lists of such a function; 0 for others."""
+    if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 0
-    return len(_by_mesh(args[0])) if args and isinstance(args[0], (list, tuple)) else 0
+    return len(_by_mesh(args, kwargs)[1])
 
 
-def _by_mesh(members: Sequence[Any]) -> dict[Any, list[int]]:
-    """mesh (None: plain) -> the numbers of its members."""
+def _by_mesh(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], dict[Any, list[int]]]:
+    """Returns the first list, and the numbers of the members by mesh (None: all are plain)."""
+    lists = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, (list, tuple))]
+    first = lists[0] if lists else ()
     numbers: dict[Any, list[int]] = {}
-    for i, t in enumerate(members):
-        numbers.setdefault(t.spec.mesh if type(t) is DistTensor else None, []).append(i)
-    return numbers
+    for i, members in enumerate(zip(*(a for a in lists if len(a) == len(first)), strict=True)):
+        meshes = (t.spec.mesh for t in members if isinstance(t, DistTensor))
+        numbers.setdefault(next(meshes, None), []).append(i)
+    return first, numbers
 
 
 def each_mesh(func: Function) -> Callable[[Sequence[Any], Any], Any]:
@@ -31,10 +34,10 @@ def each_mesh(func: Function) -> Callable[[Sequence[Any], Any], Any]:
     the members."""
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
-        first = args[0]
+        first, by_mesh = _by_mesh(args, kwargs)
         out: list[Any] = [None] * len(first)
         single = True
-        for numbers in _by_mesh(first).values():
+        for numbers in by_mesh.values():
 
             def share(a: Any, numbers: list[int] = numbers) -> Any:
                 if isinstance(a, (list, tuple)) and len(a) == len(first):

@@ -165,7 +165,7 @@ def resolve(
         return Resolution("out")
     if func not in RULES:
         return _without_rule(func, "no rule")
-    if foreach.meshes_of(func, args) > 1:
+    if foreach.meshes_of(func, args, kwargs) > 1:
         return Resolution("each_mesh")
     specs = specs_of(func, flat((args, kwargs), []))
     mesh, rule, alike, same = specs[0].mesh, RULES[func], None, None

@@ -312,8 +312,12 @@ def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) 
     one of."""
     targets: list[Any] = flat(target, [])
     for t in targets:
-        if type(t) is DistTensor:
-            t.forget_uses()
+        if type(t) is not DistTensor:
+            raise RuntimeError(
+                f"{name_of(func)}: it writes a value on {mesh!r}, which this rank is not in, into "
+                "a plain tensor. Give it dt.broadcast_value(x), or make the target a DistTensor"
+            )
+        t.forget_uses()
     if not _grad():
         return
     for t in targets:

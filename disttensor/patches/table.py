@@ -1,5 +1,5 @@
-"""The table of changes to torch, transformers and opt_einsum. For plain tensors they do what they did
-without them."""
+"""The table of changes to torch, transformers and opt_einsum. For plain tensors they do what they
+did without them."""
 
 from __future__ import annotations
 
@@ -326,8 +326,8 @@ TABLE = (
     ),
     Change(
         "opt_einsum.contract",
-        "it finds the backend by the module of the array's class, and takes a DistTensor for a NumPy "
-        "array: the result is one, without a graph",
+        "it finds the backend by the module of the array's class, and takes a DistTensor for a "
+        "NumPy array: the result is one, without a graph",
         "contract(..., backend='torch') of each call",
         _contract_with_torch,
     ),

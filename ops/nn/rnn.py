@@ -19,7 +19,7 @@ def recurrent(
     train: bool = False, bidirectional: bool = False, batch_first: bool = False,
 ) -> Factors:  # fmt: skip
     """batch passes through; all else is whole"""
-    if not isinstance(params, (list, tuple)):
+    if isinstance(has_biases, (list, tuple)):  # data, batch_sizes, hx, params
         raise NoRule("a packed sequence")
     if dropout and train and num_layers > 1:
         raise NoRule("dropout between the layers, which draws inside")
