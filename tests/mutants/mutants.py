@@ -1,14 +1,15 @@
-"""Do tests notice a change of the code? Mutants of the parts whose tests need no processes: rules,
-reshards, the table of gradient types, schedules.
+"""Do tests notice a change of the code? Mutants of rules, reshards, gradient types, and of the
+packages above them (``PARTS``).
 
     python -m tests.mutants.mutants --sample 100 --seed 1     100 at random
     python -m tests.mutants.mutants --part schedules          all of a part
     python -m tests.mutants.mutants --file ops/notation.py    all of a file
 
 Each runs in a fork of this process, which has torch in memory and nothing of ours, on the tests
-that came by the changed line, the shortest first. One that no test notices is printed as the lines
-that differ, and how many tests ran: it wants a test, or shows code that is not needed. Which test
-comes by which line is found once, and again when a test's file changes (``out/mutants.json``).
+that ran the changed line, on ranks too, the shortest first. One that no test notices is printed as
+the lines that differ, and how many tests ran: it wants a test, or shows code that is not needed.
+Which test runs which line is found once for the tests of a part, and again when a test's file
+changes (``out/mutants.json``).
 """
 
 from __future__ import annotations
@@ -16,62 +17,60 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
-import importlib.abc
-import importlib.util
+import importlib
 import json
 import os
+import pickle
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy  # noqa: F401  (in memory before a fork, as torch is)
 import pytest
 import torch
 
+from tests.mutants.changed import (
+    ROOT,
+    ChangedFile,
+    LineRecorder,
+    Lines,
+    set_environment,
+    take_lines,
+)
 from tests.mutants.mutations import Mutant, mutants
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "out" / "mutants.json"
-PURE = [f"tests/{room}/test_*.py" for room in ("ops", "reshard", "pipeline", "autograd")]
-# What is changed.
-PARTS: dict[str, str] = {
-    "ops": "ops/**/*.py",
-    "reshard": "reshard/**/*.py",
-    "gradients": "disttensor/autograd/grad_types.py",
-    "schedules": "disttensor/pipeline/schedule*.py",
+ROOMS = ("simulate", "fsdp", "pipeline", "replay", "checkpoint", "comm")
+# What is changed, and the folder of the tests that should notice it.
+PARTS: dict[str, tuple[str, str]] = {
+    "ops": ("ops/**/*.py", "ops"),
+    "reshard": ("reshard/**/*.py", "reshard"),
+    "gradients": ("disttensor/autograd/grad_types.py", "autograd"),
+    "schedules": ("disttensor/pipeline/schedule*.py", "pipeline"),
+    **{room: (f"disttensor/{room}/*.py", room) for room in ROOMS},
 }
 LIMIT = 120  # seconds for one
 MOST_TIME = 60.0  # seconds of a processor that the tests of one may take, as measured before
 
 
-class Pure:
-    """Leaves out what needs processes, or takes long. With ``lines``, notes who comes by where."""
+class Tests:
+    """A pytest plugin that leaves out slow tests. With ``watched`` files, it notes which test runs
+    which line, on the ranks too."""
 
     def __init__(self, watched: Iterable[str] = ()) -> None:
-        self.watched = frozenset(watched)
+        self.recorder = LineRecorder(watched)
         self.lines: dict[str, dict[int, list[str]]] = collections.defaultdict(dict)
         self.times: dict[str, float] = {}
         self.failed: set[str] = set()
-        self.seen: set[tuple[str, int]] = set()  # of the test that runs
-        if self.watched:
-            threading.settrace(self.trace)  # once: the threads of simulated ranks are kept
 
-    def trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename not in self.watched:
-            return None
-        self.seen.add((frame.f_code.co_filename, frame.f_lineno))
-        return self.trace
-
-    def forget(self) -> None:
-        """What a watched file remembers of an earlier test."""
+    def clear_caches(self) -> None:
+        """Clears what watched files keep of an earlier test, in this process."""
         for module in list(sys.modules.values()):
-            if getattr(module, "__file__", None) in self.watched:
+            if getattr(module, "__file__", None) in self.recorder.watched:
                 for value in vars(module).values():
                     getattr(value, "cache_clear", int)()
                     if type(value).__module__ == "disttensor.cache":
@@ -82,54 +81,33 @@ class Pure:
             self.failed.add(report.nodeid)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [
-            item
-            for item in items
-            if not hasattr(item.obj, "on_ranks_timeout") and not item.get_closest_marker("slow")
-        ]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        if not self.watched:
+        if not self.recorder.watched:
             return (yield)
-        self.forget()
-        self.seen.clear()
-        start = time.process_time()
-        sys.settrace(self.trace)
+        self.clear_caches()
+        self.recorder.take()
+        clock = time.monotonic if hasattr(item.obj, "on_ranks_timeout") else time.process_time
+        start = clock()
+        self.recorder.start()
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            self.times[item.nodeid] = time.process_time() - start
-            for file, line in self.seen:
+            self.recorder.stop()
+            self.times[item.nodeid] = clock() - start
+            for file, line in self.recorder.take() | lines_of_ranks():
                 self.lines[str(Path(file).relative_to(ROOT))].setdefault(line, []).append(
                     item.nodeid
                 )
 
 
-class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports one file with other contents."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant, self.file = mutant, str(ROOT / mutant.path)
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        inner = Path(*name.split("."))
-        if self.mutant.path not in (inner.with_suffix(".py"), inner / "__init__.py"):
-            return None
-        inside = [str(Path(self.file).parent)] if self.mutant.path.stem == "__init__" else None
-        return importlib.util.spec_from_file_location(
-            name, self.file, loader=self, submodule_search_locations=inside
-        )
-
-    def get_filename(self, fullname: str) -> str:
-        return self.file
-
-    def get_data(self, path: str | bytes) -> bytes:
-        return self.mutant.source.encode()
-
-    def path_stats(self, path: str | bytes) -> Any:
-        raise OSError("no bytecode is kept")
+def lines_of_ranks() -> Lines:
+    """The lines that worker processes have run since the last call."""
+    pool = importlib.import_module("tests.support.pool")
+    answers = [x for p in list(pool._pools.values()) for x in p.call(take_lines, (), 30.0)]
+    return {line for kind, value in answers if kind == "ok" for line in pickle.loads(value)}
 
 
 def in_fork(work: Callable[[], int], limit: float) -> int | None:
@@ -157,7 +135,7 @@ def in_fork(work: Callable[[], int], limit: float) -> int | None:
         time.sleep(0.02)
 
 
-def run_tests(tests: Sequence[str], plugin: Pure, *options: str) -> int:
+def run_tests(tests: Sequence[str], plugin: Tests, *options: str) -> int:
     base = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
     return int(pytest.main([*base, *tests], plugins=[plugin]))
 
@@ -166,35 +144,38 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def who_comes_by(files: Sequence[Path]) -> dict[str, Any]:
+def who_comes_by(files: Sequence[Path], folders: Iterable[str]) -> dict[str, Any]:
     """{"lines": {file: {line: tests}}, "times": {test: seconds}, "sources", "tests": {file:
     digest}}. Kept; files of tests that changed are run anew."""
-    known: dict[str, Any] = {"lines": {}, "times": {}, "sources": {}, "tests": {}}
+    known: dict[str, Any] = {k: {} for k in ("lines", "times", "sources", "tests")} | {"failed": []}
     if KEPT.exists():
         known = json.loads(KEPT.read_text())
-    found = [f for pattern in PURE for f in sorted(ROOT.glob(pattern))]
+    found = [f for name in folders for f in sorted(ROOT.glob(f"tests/{name}/test_*.py"))]
     tests = {str(f.relative_to(ROOT)): digest(f) for f in found}
     changed = [name for name in tests if known["tests"].get(name) != tests[name]]
     if not changed:
         return known
     print(f"which test of {len(changed)} files comes by which line?", flush=True)
-    kept = tests.keys() - set(changed)
+    kept = known["tests"].keys() - set(changed)
     known["times"] = {t: s for t, s in known["times"].items() if t.partition("::")[0] in kept}
     for lines in known["lines"].values():
         for line, names in lines.items():
             lines[line] = [test for test in names if test in known["times"]]
 
     def work() -> int:
-        plugin = Pure(str(f) for f in files)
+        watched = [str(f) for f in files]
+        set_environment(WATCHED_FILES=os.pathsep.join(watched))
+        plugin = Tests(watched)
         status = run_tests(changed, plugin)
         for file, lines in plugin.lines.items():
             for line, names in lines.items():
                 those = [name for name in names if name not in plugin.failed]
                 known["lines"].setdefault(file, {}).setdefault(str(line), []).extend(those)
         known["times"].update(plugin.times)
-        known["failed"] = sorted(plugin.failed)
-        known["tests"] = tests
-        old = known["sources"] if len(changed) < len(tests) else {}  # whose lines others still say
+        before = {t for t in known["failed"] if t.partition("::")[0] in kept}
+        known["failed"] = sorted(plugin.failed | before)
+        old = known["sources"] if kept else {}  # the lines of other tests are of these
+        known["tests"] |= tests
         known["sources"] = {str(f.relative_to(ROOT)): digest(f) for f in files} | old
         KEPT.parent.mkdir(exist_ok=True)
         KEPT.write_text(json.dumps(known))
@@ -231,8 +212,9 @@ def tests_of(mutant: Mutant, known: dict[str, Any]) -> tuple[list[str], int]:
 
 def survives(mutant: Mutant, tests: Sequence[str]) -> bool:
     def work() -> int:
-        sys.meta_path.insert(0, Changed(mutant))
-        return run_tests(tests, Pure(), "-x")
+        set_environment(MUTANT_PATH=str(mutant.path), MUTANT_SOURCE=mutant.source)
+        sys.meta_path.insert(0, ChangedFile(mutant.path, mutant.source))
+        return run_tests(tests, Tests(), "-x")
 
     return in_fork(work, LIMIT) == 0
 
@@ -246,13 +228,14 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    every = [f for part in PARTS.values() for f in sorted(ROOT.glob(part))]
-    patterns = [PARTS[part] for part in options.part or PARTS]
-    files = options.file or [f for p in patterns for f in sorted(ROOT.glob(p))]
-    found = [m for f in files for m in mutants(f.resolve().relative_to(ROOT))]
+    every = {f: folder for code, folder in PARTS.values() for f in sorted(ROOT.glob(code))}
+    files = options.file or [f for part in options.part or PARTS for f in ROOT.glob(PARTS[part][0])]
+    files = sorted(f.resolve() for f in files)
+    found = [m for f in files for m in mutants(f.relative_to(ROOT))]
     if options.sample and options.sample < len(found):
         found = random.Random(options.seed).sample(found, options.sample)
-    known = who_comes_by(every)
+    folders = dict.fromkeys(every[f] for f in files) if set(files) <= every.keys() else ROOMS
+    known = who_comes_by(list(every), folders)
     left = []
     for i, mutant in enumerate(found):
         tests, count = tests_of(mutant, known)
