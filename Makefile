@@ -9,8 +9,8 @@
 # make operators  what becomes of each torch function; writes docs/operators.md
 # make zoo     all model types of transformers, and networks of timm and torchvision where these are installed, on two ranks
 #              against plain torch; goes on where it stopped; writes the table in docs/models.md
-# make mutants do the tests of rules, reshards, gradient types and schedules notice changes of the code?
-#              ARGS="--sample 100 --seed 1" for some of them
+# make strangers   small models of 50 libraries of PyPI, on two ranks against plain torch; writes the table in docs/models.md
+# make mutants do the tests notice changes of the code? ARGS="--sample 100 --seed 1" for some of them, --part fsdp for a part
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
 # make newest  import, examples and a part of the tests on the newest torch, where it can be installed
@@ -31,7 +31,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench square coverage operators zoo mutants matrix newest native python asan leaks lint clean
+.PHONY: train test bench square coverage operators zoo strangers mutants matrix newest native python asan leaks lint clean
 
 train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -64,6 +64,9 @@ operators: .venv/.installed
 
 zoo: .venv/.installed
 	$(BIN)/python -m tests.zoo.zoo --markdown docs/models.md $(ARGS)
+
+strangers: .venv/.strangers
+	PYTHONPATH=.:.venv/strangers $(BIN)/python -m tests.zoo.strangers --markdown docs/models.md $(ARGS)
 
 mutants: .venv/.installed
 	$(BIN)/python -m tests.mutants.mutants $(ARGS)
@@ -108,6 +111,12 @@ clean:
 # No compiler is no error: setup.py says that it is optional.
 .venv/.native: .venv/.installed setup.py disttensor/dispatch/native.c
 	$(BUILD)
+	touch $@
+
+# In a folder of their own, which nothing else sees.
+.venv/.strangers: .venv/.installed tests/zoo/strangers.txt
+	rm -rf .venv/strangers
+	$(PIP) --quiet --no-deps --target .venv/strangers --requirement tests/zoo/strangers.txt
 	touch $@
 
 .venv/.installed-dev: .venv/.installed

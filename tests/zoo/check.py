@@ -98,7 +98,8 @@ def in_plain_torch(recipe: Any) -> tuple[nn.Module, Batch, Any]:
 
 
 def on_rank(recipe: Any, axis: str) -> int:
-    """On each of two ranks. ``axis``: dp splits the batch, tp the parameters, by the proposed plan.
+    """On each of two ranks. ``axis``: dp splits the batch, tp the parameters, by the proposed plan
+    (dim 0 of each matrix where it proposes nothing), stage 3 both the batch and the parameters.
 
     Returns how many parameters are split. Raises WrongError, and what the runtime raises.
     """
@@ -108,13 +109,22 @@ def on_rank(recipe: Any, axis: str) -> int:
         model = copy.deepcopy(plain)
     except RuntimeError:  # it keeps what it computed
         model = recipe.build()[0]
-    mesh = dt.ProcessMesh([0, 1], (axis,))
-    plan = dt.plans.megatron(model, "tp", mesh) if axis == "tp" else {}
-    dt.shard_module(model, mesh, plan)
-    cut = dt.Shard(0) if axis == "dp" else dt.Replicate()
+    mesh = dt.ProcessMesh([0, 1], ("tp",) if axis == "tp" else ("dp",))
+    plan = dict(dt.plans.megatron(model, "tp", mesh)) if axis == "tp" else {}
+    if axis == "tp" and not any(map(_splits, plan.values())):
+        plan = {name: [dt.Shard(0)] for name, p in model.named_parameters() if p.ndim > 1}
+    if axis == "stage 3":
+        dt.shard_data_parallel(model, mesh, shard_axis="dp")
+    else:
+        dt.shard_module(model, mesh, plan)
+    cut = dt.Replicate() if axis == "tp" else dt.Shard(0)
     mine = {
         key: dt.shard_tensor(x, mesh, [cut if x.ndim else dt.Replicate()])
         for key, x in batch.items()
     }
     compare(model, run(model, mine), plain, expected, TOLERANCE[dtype])
-    return sum(any(isinstance(p, dt.Shard) for p in places) for places in plan.values())
+    return sum(map(_splits, plan.values()))
+
+
+def _splits(placements: Any) -> bool:
+    return any(isinstance(p, dt.Shard) for p in placements)
