@@ -8,6 +8,7 @@ fallback that gathers everything: always right.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -250,5 +251,15 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
 
 
 def plain_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
-    """A plain tensor beside DistTensors counts as replicated."""
+    """A plain tensor beside DistTensors counts as replicated. Warns of a parameter that its model
+    does not hold any more: see ``optim.step_hooks.check_fresh``."""
+    replaced = getattr(x, "_replaced", None)
+    if replaced and x.requires_grad and torch.is_grad_enabled():
+        warnings.warn(
+            f"at {errors.user_line()}: the forward uses the plain parameter of before: {replaced} "
+            "when the model was sharded. Its gradient does not reach the parameter that the "
+            "optimizer updates. A module in a plain list, or an attribute of another object, "
+            "still holds it: make that a submodule (nn.ModuleList) before sharding",
+            stacklevel=2,
+        )
     return DistSpec(mesh, replicated(x.ndim), x.shape, x.dtype)

@@ -124,6 +124,29 @@ def test_a_bad_plan_changes_nothing():
         }
 
 
+class HiddenLayer(nn.Module):
+    """Its layer is in a plain list, where ``modules()`` does not find it; its parameters are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 3)]
+        self.weights = nn.ParameterList(self.layers[0].parameters())
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+@everywhere
+def test_a_parameter_that_an_unregistered_module_still_holds_is_named():
+    mesh = grid()
+    model = dt.shard_module(HiddenLayer(), mesh, {})
+    x = dt.shard_tensor(torch.randn(5, 4), mesh, [S0, R])
+    with pytest.warns(UserWarning, match=r"weights\.\d' became .*nn\.ModuleList"):
+        model(x)
+    with torch.no_grad():  # a comparison with the value of before
+        same(model.weights[0] - model.layers[0].weight, torch.zeros(3, 4))
+
+
 @everywhere
 def test_meta_modules_are_made_shard_by_shard():
     with torch.device("meta"):
