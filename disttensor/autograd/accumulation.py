@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 class BackwardContext(NamedTuple):
     """is_last: no backward follows before the gradients are read. reduce: what those before it do,
-    "scatter" or "none"."""
+    "scatter", "none" (gradients are kept), or "nothing"."""
 
     is_last: bool = True
     reduce: str = "scatter"
 
 
 ONLY = BackwardContext()
+RETURNED = BackwardContext(False, "nothing")  # torch.autograd.grad: no gradient adds up
 # Of the process, and no context variable: hooks ask in the threads of autograd, which see none.
 _stack = [ONLY]
 
@@ -30,8 +31,8 @@ def current_context() -> BackwardContext:
 class backward_context:
     """For backwards of micro-batches in here."""
 
-    def __init__(self, is_last: bool) -> None:
-        self.context = BackwardContext(is_last)
+    def __init__(self, context: BackwardContext) -> None:
+        self.context = context
 
     def __enter__(self) -> None:
         _stack.append(self.context)

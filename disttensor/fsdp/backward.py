@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from disttensor.comm.work import Work
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.reduce import Steps
@@ -32,6 +34,7 @@ class Backward:
 
     def __init__(self, id: int, reduce: Callable[[Segment], list[Steps]], bounded: bool) -> None:
         self.id, self.reduce, self.bounded = id, reduce, bounded
+        self.keeps_graph = torch.is_grad_enabled()  # create_graph=True
         self.entered: dict[Segment, dict[SegmentForward, None]] = {}
         self.came: dict[Segment, set[int]] = {}  # leaves that have their gradient
         self.waiting: dict[Segment, set[int]] = {}  # leaves that had one last time, and not yet now
@@ -137,9 +140,13 @@ class Backward:
             and all(f.is_left for f in self.entered[segment])
         )
 
+    def in_order(self) -> list[Segment]:
+        """The segments that it has entered, as all ranks order them."""
+        return sorted(self.entered, key=lambda s: (-s.position, s.index))
+
     def finish(self) -> None:
         """At the end of the backward: start the rest, and wait for everything."""
-        last_first = sorted(self.entered, key=lambda s: (-s.position, s.index))
+        last_first = self.in_order()
         for segment in last_first:
             if segment not in self.launched:
                 self.start(segment)

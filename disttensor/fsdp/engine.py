@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.autograd.accumulation import ONLY, BackwardContext, current_context
+from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, current_context
 from disttensor.autograd.activation_checkpoint import AROUND
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import at_once
@@ -28,7 +28,7 @@ from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import cast_inputs, shared
-from disttensor.fsdp.reduce import Steps, make_groups, reductions
+from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, share_attributes
 from disttensor.passed import replaced_in, tensors_in
 from disttensor.tensor.backward import AFTER_FAILURE
@@ -230,8 +230,11 @@ class Engine:
         id = this_backward()
         if self.backward is None or self.backward.id != id:
             self.clean_up()
-            context = self.context or current_context()
-            self.backward = Backward(id, partial(self._reduce, context), bounded=self.scatter)
+            context = current_context()
+            if context is not RETURNED:
+                context = self.context or context
+            reduce = partial(self._reduce, None if torch.is_grad_enabled() else context)
+            self.backward = Backward(id, reduce, bounded=self.scatter)
             when_over(partial(self._finish, self.backward, context))
         return self.backward
 
@@ -241,6 +244,7 @@ class Engine:
         segment = forward.segment
         if backward.enter(forward) and segment.buffers:
             segment.gather()
+            segment.kept |= backward.keeps_graph
             segment.show()
             order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
             if first:  # often the root's, whose forward began first
@@ -271,8 +275,8 @@ class Engine:
         if segment.shown and not segment.busy and backward.is_done_with(segment):
             segment.free()
 
-    def _reduce(self, context: BackwardContext, segment: Segment) -> list[Steps]:
-        if context.reduce == "none" and not context.is_last:
+    def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Steps]:
+        if context is None or (context.reduce != "scatter" and not context.is_last):
             return []
         return reductions(
             segment.params, scatter=self.scatter, last=context.is_last, dtype=self.reduce_dtype
@@ -283,7 +287,10 @@ class Engine:
             return
         try:
             backward.finish()
-            self.accumulation.after(backward, context)
+            if context is not RETURNED:
+                for segment in backward.in_order() if backward.keeps_graph else ():
+                    accumulate_in_graph(segment.params, last=context.is_last)
+                self.accumulation.after(backward, context)
         finally:
             self.backward = None
             for segment in self.segments:

@@ -32,7 +32,8 @@ from disttensor.tensor.base import (
     set_collector,
 )  # fmt: skip
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.grad import get_grad, grad_spec
+from disttensor.tensor.grad import as_gradient, combined, get_grad, grad_spec, set_grad
+from disttensor.tensor.reshard import resharded
 from disttensor.tensor.versions import version
 from disttensor.torch_private import current_backward
 
@@ -196,6 +197,13 @@ class FSDPParam:
         spec = self.spec
         return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.sharded_param.device)
 
+    def pop_pieces(self) -> list[tuple[Axes, Tensor]]:
+        """The gradients of ``grad_leaves``, and forget them."""
+        pieces = [] if self._sum is None else [self._sum]
+        pieces += [(axes, leaf.grad) for axes, leaf in self.grad_leaves() if leaf.grad is not None]
+        self.drop()
+        return pieces
+
     def pop_grads(self) -> tuple[Tensor | None, Tensor | None]:
         """(contribution of this rank, still to be summed over ``pending_axes()``; complete gradient
         of uses that did not vary), and forget them. None: this rank has none."""
@@ -210,12 +218,6 @@ class FSDPParam:
         for axes, grad in uses if kept is None else [kept, *uses]:
             if grad is None:
                 continue
-            if grad.requires_grad:
-                raise RuntimeError(
-                    f"{self.name}: backward(create_graph=True) through a module under "
-                    "shard_data_parallel is not supported: the gradient of a shard has no graph. "
-                    "Differentiate twice before the module is sharded"
-                )
             if not any(self.spec.mesh.shape[a] > 1 for a in axes):
                 complete = grad if complete is None else _add(complete, grad, kept)
                 continue
@@ -226,6 +228,22 @@ class FSDPParam:
         if contributes and pending is None:
             pending = self.zeros()
         return pending, complete
+
+    def gradient(self, pieces: list[tuple[Axes, Tensor]]) -> DistTensor:
+        """The gradient of ``sharded_param`` that gradients of ``grad_leaves`` come to: a shard, in
+        the graph, and pending over the axes that do not split it."""
+        whole = self.unsharded_param
+        grad: Any = as_gradient(whole, *combined(whole, pieces)).to(self.sharded_param.dtype)
+        partial = tuple((a, op) for a, op in grad.spec.layout.partial if a != self.axis)
+        return resharded(
+            grad, grad.spec.with_layout(Layout(self.sharded_param.spec.layout.dims, partial))
+        )
+
+    def accumulate_in_graph(self, grad: DistTensor) -> None:
+        """Add ``grad``, which is to be differentiated, to the gradient of the parameter."""
+        self._accumulated = True
+        earlier = get_grad(self.sharded_param)
+        set_grad(self.sharded_param, grad if earlier is None else earlier + grad)
 
     def own_piece(self, grad: Tensor) -> Tensor:
         """This rank's piece of a gradient of ``unsharded_param``: a view."""

@@ -29,6 +29,8 @@ from disttensor.fsdp.bucket import BucketLayout, pack
 from disttensor.fsdp.param import FSDPParam
 from disttensor.layout import Axes
 from disttensor.tensor.base import place_of
+from disttensor.tensor.grad import reduced
+from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
 Steps = Generator[Work[Any], None, None]
@@ -63,6 +65,30 @@ def reductions(
         elif last:
             out.append(_all_reduce(members, axes, wire))
     return [_reduce_scatter(g, axis, last, wire) for (axis, wire, _), g in together.items()] + out
+
+
+def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
+    """After backward(create_graph=True): each gradient is reduced by itself, differentiably.
+
+    Raises RuntimeError, on all ranks, if some of them have no gradient of a parameter.
+    """
+    for param in params:
+        pieces, axes = param.pop_pieces(), param.pending_axes()
+        if axes:
+            group = param.spec.mesh.group(axes, "reduce")
+            present = torch.tensor([float(bool(pieces))], device=param.sharded_param.device)
+            collectives.all_reduce(present, "sum", group, inplace=True)
+            (count,) = objects.told(present, [group.size * present.item()])
+            if 0 < count < group.size:
+                raise RuntimeError(
+                    f"backward(create_graph=True): {group.size - count:.0f} of {group.size} ranks "
+                    f"have no gradient of {param.name!r}, so it cannot be differentiated again. "
+                    "Let the loss depend on this parameter on every rank"
+                )
+        if pieces:
+            with torch.enable_grad():
+                grad = param.gradient(pieces)
+                param.accumulate_in_graph(resharded(grad, reduced(grad.spec)) if last else grad)
 
 
 def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:

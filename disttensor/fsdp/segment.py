@@ -41,6 +41,7 @@ class Segment:
         self.persist, self.free_after_forward = persist, free_after_forward
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         self.shown = False
+        self.kept = False  # gathered until the values change: graphs of second derivatives use it
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
             kinds.setdefault((param.spec.dtype, param.axis), []).append(param)
@@ -83,7 +84,7 @@ class Segment:
         for buffer in self.buffers:
             # What stays for long may be out of date.
             if buffer.is_gathered and not self.shown and not buffer.is_current():
-                buffer.is_gathered = False
+                buffer.is_gathered = self.kept = False
             buffer.start()
 
     def gather(self) -> None:
@@ -127,7 +128,7 @@ class Segment:
     def free(self) -> None:
         """Hide, and give back the memory unless it persists."""
         self.hide()
-        if not self.persist:
+        if not self.persist and not self.kept:
             for buffer in self.buffers:
                 buffer.free()
 

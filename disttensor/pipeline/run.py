@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disttensor import arguments
-from disttensor.autograd.accumulation import backward_context
+from disttensor.autograd.accumulation import BackwardContext, backward_context
 from disttensor.comm import collectives
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
@@ -127,7 +127,7 @@ def _carry_out(
         if number in left_out:
             continue
         if kind != "F":
-            with backward_context(is_last=action is final.get(chunk)):
+            with backward_context(BackwardContext(action is final.get(chunk))):
                 running[number].carry_out(action)
             continue
         if action not in done:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd import token
+from disttensor.autograd.accumulation import RETURNED, backward_context
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.tie import Tie
@@ -16,7 +17,7 @@ from disttensor.comm import program
 from disttensor.comm.collectives import world
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
-from disttensor.tensor.base import MeshTensor, collector_of, grad_leaves
+from disttensor.tensor.base import GradCollector, MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
 from disttensor.tensor.reshard import TAPE, moved_for, resharded
 from disttensor.torch_private import run_backward as engine_backward
@@ -174,13 +175,14 @@ def autograd_grad(
     _check_crossing(roots)
     ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     ways = [_ways(x) for x in ins]
-    leaves = [leaf for leaves in ways for _, leaf in leaves]
+    leaves = [leaf for uses in ways for _, _, leaf in uses]
     wanted = leaves + token.anchors()
-    given = (
-        torch.autograd.grad(roots, wanted, grads, retain_graph, create_graph, allow_unused=True)
-        if wanted
-        else ()
-    )
+    given = ()
+    if wanted:
+        with backward_context(RETURNED):
+            given = torch.autograd.grad(
+                roots, wanted, grads, retain_graph, create_graph, allow_unused=True
+            )
     # With create_graph: of the transfers that this backward ran here, there and back.
     tokens = [g for g in given[len(leaves) :] if g is not None and g.requires_grad]
 
@@ -189,19 +191,15 @@ def autograd_grad(
 
     found = iter(given)
     result: list[Any] = []
-    for i, (x, leaves_of_x) in enumerate(zip(ins, ways, strict=True)):
-        pieces = [(axes, tied(g)) for axes, _ in leaves_of_x if (g := next(found)) is not None]
+    for i, (x, uses) in enumerate(zip(ins, ways, strict=True)):
+        pieces = [(of, axes, tied(g)) for of, axes, _ in uses if (g := next(found)) is not None]
         if isinstance(x, MeshTensor) and not x.is_initialized:
             spec = grad_spec(x, ())
             device = spec.mesh.device
             local = tied(token.orphan(device)) if create_graph else token.detached(device)
             result.append(x.like(local, spec))
         elif pieces:
-            result.append(
-                _known_everywhere(x, *combined(x, pieces))
-                if isinstance(x, MeshTensor)
-                else pieces[0][1]
-            )
+            result.append(_gradient(x, pieces) if isinstance(x, MeshTensor) else pieces[0][2])
         elif materialize_grads:
             result.append(torch.zeros_like(x))
         elif allow_unused:
@@ -214,10 +212,14 @@ def autograd_grad(
     return tuple(result)
 
 
-def _known_everywhere(x: MeshTensor, axes: Axes, g: Tensor) -> MeshTensor:
-    """A gradient in the layout that ranks outside the mesh of ``x`` know it in: how it is pending
-    follows from uses, which they do not see."""
-    grad = as_gradient(x, axes, g)
+def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tensor]]) -> MeshTensor:
+    """The gradient of x, from those of its ``_ways``, in a layout that ranks outside the mesh know:
+    how it is pending follows from uses, which they do not see."""
+    parts = []
+    for owner in dict.fromkeys(of for of, _, _ in pieces):
+        mine = [(axes, g) for of, axes, g in pieces if of is owner]
+        parts.append(owner.gradient(mine) if owner else as_gradient(x, *combined(x, mine)))
+    grad: Any = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     if len(x.spec.mesh.ranks) == world()[1]:
         return grad
     return resharded(grad, grad_spec(x, ()).with_dtype(grad.spec.dtype))
@@ -247,16 +249,15 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
     )
 
 
-def _ways(x: Any) -> list[tuple[Axes, Tensor]]:
-    """The tensors in autograd's graph that an input stands for; none on a rank outside its mesh."""
+def _ways(x: Any) -> list[tuple[GradCollector | None, Axes, Tensor]]:
+    """The tensors in autograd's graph that an input stands for, and the collector that has them;
+    none on a rank outside its mesh."""
     if not isinstance(x, MeshTensor):
-        return [((), x)]
+        return [(None, (), x)]
     if not x.is_initialized:
         return []
     collector = collector_of(x)
-    if collector is not None:
-        raise NotImplementedError(
-            f"torch.autograd.grad of {x.spec!r}: under {collector.feature} gradients are reduced "
-            "into p.grad; call backward()"
-        )
-    return grad_leaves(x)
+    theirs = collector.grad_leaves() if collector is not None else []
+    return [
+        (of, *use) for of, uses in ((None, grad_leaves(x)), (collector, theirs)) for use in uses
+    ]

@@ -160,18 +160,25 @@ def is_gradient(g: MeshTensor) -> bool:
 
 
 def owner_of(g: T) -> T | None:
-    """The leaf that has ``g`` as its gradient now, or None."""
+    """The leaf that has ``g`` as its gradient now, or None. A gradient that is differentiated again
+    has none: reduced for good, it would lose its graph."""
+    if g.local.requires_grad and torch.is_grad_enabled():
+        return None
     state = g._grad_state
     x = None if state is None or state.owner is None else state.owner()
     return x if x is not None and x._grad_state.grad is g and get_grad(x) is g else None
 
 
+def reduced(spec: DistSpec) -> DistSpec:
+    """``spec`` of a pending gradient, once it is summed."""
+    return spec.with_layout(Layout(spec.layout.dims, (), spec.layout.own))
+
+
 def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
     """``g``, the pending gradient of ``x``, has been reduced to ``total``: the same value, in the
     same object."""
-    layout = g.spec.layout
     drop_grads(x)
-    g.local, g.spec = total, g.spec.with_layout(Layout(layout.dims, (), layout.own))
+    g.local, g.spec = total, reduced(g.spec)
     x.local.grad = total
 
 

@@ -21,7 +21,8 @@ from disttensor.mesh import ProcessMesh
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import alias_leaves, place_of
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad import set_reduced
+from disttensor.tensor.grad import reduced, set_reduced
+from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
 
@@ -81,7 +82,7 @@ def tensors_of(params: Any) -> Iterable[Any]:
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
     """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike
     on all ranks."""
-    by_axes: dict[tuple[ProcessMesh, Axes, torch.dtype], list[Pending]] = {}
+    by_axes: dict[tuple[ProcessMesh, Axes, torch.dtype, bool], list[Pending]] = {}
     seen: set[int] = set()
     for number, p, grad in WAITING[0](list(params)):
         if id(p) in seen:
@@ -89,8 +90,9 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         seen.add(id(p))
         spec = grad.spec
         busy, slot = _waits_on(spec)
-        by_axes.setdefault((spec.mesh, busy, spec.dtype), []).append(Pending(number, p, grad, slot))
-    for (_, _, dtype), members in by_axes.items():
+        key = spec.mesh, busy, spec.dtype, grad.local.requires_grad
+        by_axes.setdefault(key, []).append(Pending(number, p, grad, slot))
+    for (_, _, dtype, _), members in by_axes.items():
         bucket: list[Pending] = []
         size = 0
         for member in members:
@@ -131,6 +133,9 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
     spec = members[0].grad.spec
     busy, _ = _waits_on(spec)
     totals = [m.grad.local for m in members]
+    if totals[0].requires_grad:  # of backward(create_graph=True): it keeps its graph
+        with torch.enable_grad():
+            return [resharded(m.grad, reduced(m.grad.spec)).local for m in members], []
     if not busy:
         return [t.detach() for t in totals], []
     group = spec.mesh.group(busy)

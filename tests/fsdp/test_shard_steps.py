@@ -290,17 +290,6 @@ def test_inference_after_training(stage):
     at_rest(model, list(model.parameters()))
 
 
-@stages
-@on_ranks(2)
-def test_gradients_of_parameters_by_themselves(stage):
-    model = dt.shard_data_parallel(mlp(), line(), segments=EACH, **ways(stage))
-    loss = model(dt.shard_tensor(randn(5, 6), line(), [S0])).square().sum()
-    if stage is None:
-        return
-    with pytest.raises(NotImplementedError, match=r"call backward\(\)"):
-        torch.autograd.grad(loss, list(model.parameters()))
-
-
 @on_ranks(2)
 def test_hooks_after_accumulation():
     """Once in each backward, with the reduced gradient: to change it, or to step with it and drop
