@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import threading
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor import arguments
+from disttensor.checkpoint import background as writer
 from disttensor.checkpoint import folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import SyncedFile
@@ -47,7 +49,8 @@ class Checkpointer:
     and ``load_state_dict`` (schedulers, scalers, a ``shard_loader``), tensors, lists and dicts;
     ``load`` with the same names fills them and gives the step, or None where there is nothing.
     The state of random numbers goes along. All ranks call it alike, on any mesh and any number of
-    processes; an error is raised on all of them.
+    processes; an error is raised on all of them. Several objects may save and load at a time, also
+    in one folder.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(4, 2)
@@ -73,6 +76,7 @@ class Checkpointer:
         """The steps of the complete checkpoints, the newest last."""
         return [saved.step for saved in folder.complete(self.folder)]
 
+    @writer.in_turn()
     def save(self, step: int, *, background: bool = False, **state: Any) -> None:
         """A checkpoint of ``state``: whole, or not there at all. Raises MismatchError where the
         ranks have not run the same program up to the last optimizer step.
@@ -80,8 +84,8 @@ class Checkpointer:
         ``background``: copy it, and write beside the training. The next call of this object waits
         for that, and raises what went wrong.
         """
-        self.wait()
-        what = f"Checkpointer.save, step {step}"
+        self._wait()
+        what = f"Checkpointer.save into {self.folder.name}, step {step}"
         group, error = _group(), None
         tensors: Tensors = {}
         values: dict[str, Any] = {}
@@ -122,15 +126,15 @@ class Checkpointer:
         planner, plan, metadata = self._plan(what, group, tensors, specs)
         job = _Job(step, everyone[0][0], planner, plan, metadata, values)
         if not background:
-            self._write(what, job)
+            self._write(what, job, group)
             return
         try:
             planner.stage(plan, self._memory)
             self._memory = planner.copies
         except Exception as caught:  # the other ranks hear of it from the writer
             job = job._replace(error=caught)
-        self._thread = threading.Thread(target=self._run, args=(what, job), name="checkpoint")
-        self._thread.start()
+        run = partial(self._run, what, job, _group(" writer"))
+        self._thread = writer.start(self.folder, run)
 
     def wait(self) -> None:
         """Until what is written in the background is complete. Raises its error, on all ranks."""
@@ -141,6 +145,7 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
+    @writer.in_turn()
     def load(self, step: int | None = None, **state: Any) -> int | None:
         """Fill ``state`` with the newest complete checkpoint, or that of ``step``; gives its step,
         or None if there is none. A part of what was saved may be asked for.
@@ -148,8 +153,8 @@ class Checkpointer:
         Raises ValueError, before anything is changed, where a file was changed, or the state is not
         what was saved: it names the file, the parameter or the entry.
         """
-        self.wait()
-        what, group = "Checkpointer.load", _group()
+        self._wait()
+        what, group = f"Checkpointer.load from {self.folder.name}", _group()
         found: Any = None
         error: Exception | None = None
         try:
@@ -186,6 +191,10 @@ class Checkpointer:
         _agree(what, group, error)
         return reached
 
+    def _wait(self) -> None:
+        self.wait()
+        writer.wait(self.folder)  # of other objects, which raise its errors themselves
+
     def _find(self, step: int | None) -> Path | None:
         found = [s for s in folder.complete(self.folder) if step is None or s.step == step]
         if step is not None and not found:
@@ -212,14 +221,14 @@ class Checkpointer:
         plans, metadata = self._planned[1]
         return planner, planner.finish_plan(plans[group.index]), metadata
 
-    def _run(self, what: str, job: _Job) -> None:
+    def _run(self, what: str, job: _Job, group: Group) -> None:
         try:
-            self._write(what, job)
+            self._write(what, job, group)
         except Exception as error:
             self._error = error
 
-    def _write(self, what: str, job: _Job) -> None:
-        group, error = _group(), job.error
+    def _write(self, what: str, job: _Job, group: Group) -> None:
+        error = job.error
         results: Any = []
         writer = _storage().Writer(job.path)
         try:
@@ -251,22 +260,28 @@ def _storage() -> Any:
     return import_module("disttensor.checkpoint.storage")
 
 
-def _group() -> Group:
-    """All ranks, on a communicator of its own: a writer in the background uses it too."""
-    return new_group(range(world()[1]), ("world",), "checkpoint")
+def _group(lane: str = "") -> Group:
+    """All ranks, on a communicator of its own: the program may go on in another thread. The writer
+    in the background has one of its own too."""
+    return new_group(range(world()[1]), ("world",), f"checkpoint{lane}")
 
 
 def _agree(what: str, group: Group, error: Exception | None, value: Any = None) -> list[Any]:
     """Every rank's ``value``; the error of any rank is raised on all."""
     kind = next((k for k in _KINDS if isinstance(error, k)), RuntimeError)
     mine = None if error is None else (_KINDS.index(kind) if kind in _KINDS else -1, str(error))
-    everyone = objects.gather_objects((mine, value), group)
-    for rank, (failed, _) in zip(group.ranks, everyone, strict=True):
+    everyone = objects.gather_objects((mine, value, what), group)
+    if any(theirs != what for *_, theirs in everyone):
+        calls = ", ".join(
+            f"rank {r}: {w}" for r, (*_, w) in zip(group.ranks, everyone, strict=True)
+        )
+        raise MismatchError(f"all ranks save and load in the same order, but they are at {calls}")
+    for rank, (failed, *_) in zip(group.ranks, everyone, strict=True):
         if failed is not None:
             raised = RuntimeError if failed[0] < 0 else _KINDS[failed[0]]
             where = f" (rank {rank})" if group.size > 1 else ""
             raise raised(f"{what}{where}: {failed[1]}") from error
-    return [theirs for _, theirs in everyone]
+    return [theirs for _, theirs, _ in everyone]
 
 
 def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:

@@ -93,25 +93,24 @@ def process_group(
     members: tuple[int, ...], axes: Sequence[str], lane: str = "", timeout: float | None = None
 ) -> Any:
     """torch's process group of the sorted ``members``, made once; of one rank too, which our own
-    calls never need.
+    calls never need. It is never the default group, which the user's own threads may use, as
+    torch's asynchronous checkpoints do.
 
     ``timeout``: seconds to wait for the others while it is made; None: as long as for any
     collective.
     """
-    rank, size = world()
     now = runtime.current()
     key = (members, lane)
     if key not in now.groups:
         failures.watch()
         _linger()
         try:
-            whole = members == tuple(range(size)) and not lane
-            now.groups[key] = now.default if whole else _new_process_group(members, lane, timeout)
+            now.groups[key] = _new_process_group(members, lane, timeout)
         except Exception as error:
             raise CommError(
-                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank {rank}: "
-                f"it needs ranks {list(members)} to arrive here together.{failures.first()} "
-                f"Backend error: {error}"
+                f"creating the process group of mesh axes {'+'.join(axes)} failed on rank "
+                f"{world()[0]}: it needs ranks {list(members)} to arrive here together."
+                f"{failures.first()} Backend error: {error}"
             ) from error
     return now.groups[key]
 
