@@ -282,3 +282,29 @@ def global_strides(
             out[d] = step
             step *= max(1, shape[d])
     return tuple(out)
+
+
+def is_dense(local: Any, shape: Sequence[int]) -> bool:
+    """Returns True if the whole of this ``shape``, of which ``local`` is a contiguous piece, is
+    contiguous as well.
+
+    To torch a dim of one row or none may have any stride: the piece ``x[:, 3:5]`` is contiguous on
+    a rank that has one row of x. That stride says how the whole lies, but where the piece is all of
+    its memory: copies keep strides. Of an empty piece it says nothing.
+    """
+    if _steps(local.stride(), local.shape, shape):
+        return True
+    if local.numel() * local.itemsize not in (0, local.untyped_storage().nbytes()):
+        return False
+    return _steps(global_strides(local.stride(), local.shape, shape), shape, shape)
+
+
+def _steps(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> bool:
+    """Are these the strides of a contiguous piece, in all dims that the whole has several rows
+    of?"""
+    step = 1
+    for stride, rows, size in zip(reversed(strides), reversed(piece), reversed(shape), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= max(1, rows)
+    return True

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import dims_mapping_of, global_strides
+from disttensor.layout import dims_mapping_of, global_strides, is_dense
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Placement
 from disttensor.tensor.base import MeshTensor
@@ -116,7 +116,7 @@ class Metadata(MeshTensor):
         here, spec = self.local.is_contiguous(memory_format=memory_format), self.spec
         thin = min(spec.local_shape, default=2) <= 1 and spec.local_shape != spec.shape
         if here and thin and memory_format is torch.contiguous_format:
-            return torch.empty_strided(spec.shape, self.stride(), device="meta").is_contiguous()
+            return is_dense(self.local, spec.shape)
         return here
 
     def storage_offset(self) -> int:

@@ -6,6 +6,7 @@ from integers rounds what an integer sum keeps: both are not, so a Partial is re
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,10 +103,31 @@ def view_as_real(input: Arg) -> Factors:
 
 @rule(torch.view_as_complex)
 def view_as_complex(input: Arg) -> Factors:
-    """... 2 -> ..."""
+    """... 2 -> ...; as of view, a local whose strides do not allow it is copied, with a warning"""
+    if not input.shape or input.shape[-1] != 2:
+        raise RuntimeError(
+            f"view_as_complex: the last dim holds two numbers, but the shape is {input.shape}"
+        )
     dims = tuple(range(input.ndim))
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((dims,), (dims[:-1],), sizes, terms=FIRST, view=True)
+    return Factors((dims,), (dims[:-1],), sizes, terms=FIRST, view=True, local=_pairs)
+
+
+def _pairs(call: Any) -> Any:
+    def view(input: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.view_as_complex(input)
+        except RuntimeError:
+            if input.numel() and input.is_floating_point():
+                warnings.warn(
+                    f"view_as_complex: a local of strides {input.stride()} and offset "
+                    f"{input.storage_offset()} is copied; writes in place through the result do "
+                    "not reach what it was taken from",
+                    stacklevel=2,
+                )
+            return torch.view_as_complex(input.clone(memory_format=torch.contiguous_format))
+
+    return view
 
 
 @rule(torch.Tensor.copy_)

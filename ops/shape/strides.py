@@ -1,18 +1,19 @@
 """Strides: what the strides of a piece say of the whole, and copies where one process would copy.
 
-A dim of which this rank has one row has any stride without consequence, to torch: a transposed
-piece may count as contiguous though the whole is not. ``contiguous`` and ``reshape`` would then
-give the memory of their input itself, and a write to the result would reach it.
+A dim of which this rank has one row or none has any stride without consequence, to torch: a
+transposed or sliced piece may count as contiguous though the whole is not. ``contiguous`` and
+``reshape`` would then give the memory of their input itself, a write to the result would reach it,
+and functions that look at strides and offsets would fail on this rank alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from disttensor.layout import global_strides
+from disttensor.layout import is_dense
 from disttensor.torch_private import is_view
 
 Local = Callable[..., Any]
@@ -23,26 +24,35 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
 
     ``always``: run is contiguous, which gives its input itself or a copy; else a reshape."""
     shape, piece = tuple(call.inputs[0].shape), tuple(call.inputs[0].local_shape)
-    if not any(n <= 1 < size for n, size in zip(piece, shape, strict=True)):
+    if not any(n <= 1 and n < size for n, size in zip(piece, shape, strict=True)):
         return run
     target = tuple(call.outputs[0].shape)
-    known: dict[
-        tuple[int, ...], bool
-    ] = {}  # strides of the piece -> would the whole share its memory
 
-    def shared(strides: tuple[int, ...]) -> bool:
-        whole = torch.empty_strided(shape, global_strides(strides, piece, shape), device="meta")
-        if always:
-            return whole.contiguous() is whole
-        return target == shape or is_view(whole.reshape(target))
+    def shared(input: torch.Tensor) -> bool:
+        if is_dense(input, shape) or (target == shape and not always):
+            return True
+        strides = _spread(input.stride(), piece, shape)
+        return not always and is_view(
+            torch.empty_strided(shape, strides, device="meta").reshape(target)
+        )
 
     def checked(input: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
         out: torch.Tensor = run(input, *args, **words)
-        if out is input or is_view(out):
-            strides = input.stride()
-            if strides not in known:
-                known[strides] = shared(strides)
-            return out if known[strides] else out.clone(memory_format=torch.contiguous_format)
+        if (out is input or is_view(out)) and not shared(input):
+            return out.clone(memory_format=torch.contiguous_format)
         return out
 
     return checked
+
+
+def _spread(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a whole whose dims lie in the order of the piece's, with the gaps that these
+    have."""
+    out = [0] * len(shape)
+    here = there = 1  # the next stride of a dense piece, and of the whole
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):
+        if strides[d] or shape[d] <= 1:
+            gap = max(0, strides[d] - here)
+            out[d] = there + gap
+            here, there = (here + gap) * max(1, piece[d]), out[d] * max(1, shape[d])
+    return tuple(out)
