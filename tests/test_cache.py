@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
+from typing import Any
 
+import torch
+
+import disttensor as dt
 from disttensor import cache
 from disttensor.cache import Cache, cached
+from disttensor.dispatch import decompose, strict
 
 
 def test_the_oldest_entry_goes_first() -> None:
@@ -55,3 +61,29 @@ def test_threads_may_share_a_cache() -> None:
     for thread in threads:
         thread.join()
     assert len(shared) == 4 and shared == {i: i for i in shared}
+
+
+def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
+    mesh = dt.ProcessMesh([0], ("x",))
+    x, gone = dt.ones(3, mesh=mesh), []
+    before = len(decompose._bodies), len(strict._warned)
+
+    def call() -> None:
+        def local(t: Any) -> Any:
+            if type(t) is torch.Tensor:
+                return t
+            return torch.overrides.handle_torch_function(local, (t,), t)
+
+        local.__module__ = "mine"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            local(x)
+        gone.append(weakref.ref(local))
+
+    for _ in range(5):
+        call()
+    cache.clear()  # of the plans, which hold their functions
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 5
+    after = len(decompose._bodies), len(strict._warned)
+    assert after[0] == before[0] and after[1] <= before[1] + 1

@@ -71,3 +71,14 @@ def test_arguments_that_are_used_leave_the_result_as_it_is():
     _, x = mesh_and_input()
     y = dt.local_map(lambda rows: rows * 2, out_placements=[dt.Shard(0)])(x)
     assert "Mul" in y.to_local().grad_fn.next_functions[0][0].name()
+
+
+@on_ranks(2)
+def test_more_kinds_of_calls_than_a_rank_outside_remembers():
+    """Both sides forget the same kinds, so that a description is sent where it is waited for."""
+    mesh = dt.ProcessMesh([0], ("x",))
+    double = dt.local_map(lambda t, n: t * n, out_placements=[dt.Replicate()], out_shapes=(2,))
+    x = dt.ones(2, mesh=mesh)
+    for n in (*range(300), *range(0, 300, 7), *range(299, 200, -1)):
+        assert double(x, n).shape == (2,)
+    assert dt.reshard(double(x, 3), dt.ProcessMesh([1], ("x",))).shape == (2,)

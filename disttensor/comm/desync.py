@@ -51,10 +51,10 @@ class debug:
 def compare(group: Any, what: str) -> None:
     store = world_store()
     rank = group.ranks[group.index]
-    name = f"calls/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}"
+    of_group = f"calls/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}"
     calls = runtime.current().calls
-    call, calls[name] = calls[name], calls[name] + 1
-    name += f"/{call}"
+    call, calls[of_group] = calls[of_group], calls[of_group] + 1
+    name = f"{of_group}/{call}"
     mine = f"{what} at {user_line()}"
     store.set(f"last/{rank}", f"{'+'.join(group.axes)} #{call}: {mine}")
     store.set(f"{name}/{rank}", mine)
@@ -72,6 +72,8 @@ def compare(group: Any, what: str) -> None:
                 f"{timeout.total_seconds():g} s; its last collective: {last}"
             ) from None
         seen[other] = store.get(f"{name}/{other}").decode()
+    if call:  # all members are at this call, so all have read what was said at the one before
+        store.delete_key(f"{of_group}/{call - 1}/{rank}")
     kinds = {r: text.split(" at ")[0] for r, text in seen.items()}
     if len(set(kinds.values())) > 1:
         lines = "\n".join(f"  rank {r}: {text}" for r, text in differing(seen).items())

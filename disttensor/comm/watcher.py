@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -53,7 +52,6 @@ class Watcher:
         self.lost = False  # the store cannot be reached any more
         self.failed = ""  # what went wrong first, in words: disttensor.comm.failures
         self.stopped = threading.Event()
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self.store.set(f"process/{self.rank}", _process())
         self.thread.start()
@@ -91,23 +89,15 @@ class Watcher:
                     ended.set()
         except Exception:  # the store went with the rank, or the launcher, that kept it
             self.lost = True
-            time.sleep(PERIOD)
-            self._end_with_launcher()
         self.stopped.set()
         while not self.jobs.empty():
             self.jobs.get()[1].set()
 
     def _beat(self) -> None:
-        self._end_with_launcher()
         self.store.add(f"beat/{self.rank}", 1)
         self._hear()
         for fn in EACH_BEAT:
             fn(self)
-
-    def _end_with_launcher(self) -> None:
-        """Where torchrun is gone, nobody else would end this rank."""
-        if self.launcher is not None and os.getppid() != self.launcher:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self) -> None:
         for key, fn in HEARD.items():

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from disttensor.cache import Cache
+
 Function = Callable[..., Any]
 
-_bodies: dict[Function, Function | None] = {}
+_bodies: Cache[Function, Function] = Cache(1024, lasting=True)  # of torch's own functions
 
 
 def _never(*_: Any) -> bool:
@@ -38,16 +40,18 @@ _TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
 def body_of(func: Function) -> Function | None:
     """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner
     calls are then dispatched one by one. None for functions of C++."""
-    if func not in _bodies:
-        inner = unwrap(func)
-        made: Function | None = None
-        if isinstance(inner, types.FunctionType) and inner.__module__.split(".")[0] == "torch":
-            scope = {**inner.__globals__, **_CHECKS}
-            if scope.get("torch") is torch:
-                scope["torch"] = _TORCH
-            made = types.FunctionType(
-                inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__
-            )
-            made.__kwdefaults__ = inner.__kwdefaults__
-        _bodies[func] = made
-    return _bodies[func]
+    made = _bodies.get(func)
+    if made is not None:
+        return made
+    inner = unwrap(func)
+    if not isinstance(inner, types.FunctionType) or inner.__module__.split(".")[0] != "torch":
+        return None
+    scope = {**inner.__globals__, **_CHECKS}
+    if scope.get("torch") is torch:
+        scope["torch"] = _TORCH
+    made = types.FunctionType(
+        inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__
+    )
+    made.__kwdefaults__ = inner.__kwdefaults__
+    _bodies[func] = made
+    return made

@@ -15,7 +15,7 @@ from disttensor.recipe import Runner, recipe_of, with_recipe
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import origin_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.versions import UNCOUNTED
+from disttensor.tensor.versions import version
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -39,7 +39,7 @@ def rematerializing(local_fn: Function, run: Runner) -> Runner:
         words = kwargs or {}
         made = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
         value = out.local
-        parts = local_fn, tuple(args), words, made, value, writes_to(value), out.spec
+        parts = local_fn, tuple(args), words, made, value, version(value), out.spec
         set_origin(out, partial(once_more, *parts))
 
     recipe = recipe_of(run)
@@ -54,7 +54,7 @@ def once_more(
     """The origin of a cheap result: the call again, of uses that vary. ``made``, ``made_at``: the
     versions of its arguments and of its ``value`` when it was made."""
     now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
-    if writes_to(value) != made_at or now != made:
+    if version(value) != made_at or now != made:
         out: Tensor = move(value, Typed(spec), Typed(spec, axes), None)
         return out
     varying = [_varying(a, axes) for a in args]
@@ -66,9 +66,5 @@ def _varying(a: Any, axes: Axes) -> Any:
     return a.local_for(axes) if type(a) is DistTensor else a
 
 
-def writes_to(value: Tensor) -> int:
-    return value._version + UNCOUNTED[0]
-
-
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    return [(t.local if type(t) is DistTensor else t)._version for t in tensors]
+    return [version(t.local if type(t) is DistTensor else t) for t in tensors]

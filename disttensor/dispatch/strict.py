@@ -55,8 +55,9 @@ def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
             f"{nbytes:,.0f} bytes per rank. Register one with ops.rule, wrap the code in "
             "local_map, or leave strict()"
         )
-    if func not in _warned:
-        _warned.add(func)
+    said = getattr(func, "__code__", func)  # a function that is made for each call is said once
+    if said not in _warned:
+        _warned.add(said)
         where = user_line()
         file, _, line = where.rpartition(":")
         warnings.warn_explicit(

@@ -49,7 +49,11 @@ def once_imported(module: str, make: Callable[[Any], Undo]) -> Undo:
     def undo() -> None:
         for take_back in made:
             take_back()
-        if not made and change in _waiting.get(module, ()):
-            _waiting[module].remove(change)
+        if not made and change in (waiting := _waiting.get(module, [])):
+            waiting.remove(change)
+            if not waiting:
+                del _waiting[module]
+        if not _waiting and _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
 
     return undo

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import iter_modules
+from threading import Lock
 from typing import Any
 
 from disttensor.dispatch.dispatch import dispatch
@@ -33,19 +34,22 @@ GATHERING = {"torch.func.grad or vjp", "torch.func.vmap"}
 
 
 _count = [0]  # on all threads
+_counting = Lock()
 
 
 def _enter(name: str) -> None:
     TRACERS.names += (name,)
-    _count[0] += 1
-    carry_out_with(_answer)
+    with _counting:
+        _count[0] += 1
+        carry_out_with(_answer)
 
 
 def _leave() -> None:
     TRACERS.names = TRACERS.names[:-1]
-    _count[0] -= 1
-    if not _count[0]:
-        carry_out_with(carrier())
+    with _counting:
+        _count[0] -= 1
+        if not _count[0]:
+            carry_out_with(carrier())
 
 
 def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,12 +66,12 @@ def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any =
             f"plain tensors only. {WAY_OUT}"
         )
 
-    carry_out_with(carrier())
+    TRACERS.names = ()  # of this thread: others may follow a tensor meanwhile
     try:
         with outside_transforms():
             wholes = {id(t): t.full_tensor() for t in dist}
     finally:
-        carry_out_with(_answer)
+        TRACERS.names = names
     call = substitute((tuple(args), kwargs), lambda t: wholes.get(id(t), t))
     return func(*call[0], **call[1])
 

@@ -12,6 +12,7 @@ from disttensor import errors
 from disttensor.comm import collectives, desync, groups, objects
 from disttensor.comm.log import record_comms
 from disttensor.mesh import ProcessMesh
+from disttensor.torch_private import default_store
 from tests.support import pool
 from tests.support.pool import on_ranks, run_on_ranks
 
@@ -335,6 +336,23 @@ def test_debug_lets_equal_calls_pass():
         got = collectives.all_to_all([torch.ones(group.index + 1)] * 2, [1, 2], group)
         assert [len(t) for t in got] == [1, 2]
     assert not desync.enabled
+
+
+@on_ranks(2)
+def test_debug_leaves_no_keys_behind():
+    """A long run must not fill the memory of the rank that keeps the store."""
+    group, store = group_of(range(2), "counted"), default_store()
+    with desync.debug(seconds=10):
+        for _ in range(3):
+            collectives.all_reduce(torch.ones(2), "sum", group)
+        dist.barrier()
+        before = store.num_keys()
+        dist.barrier()
+        for _ in range(40):
+            collectives.all_reduce(torch.ones(2), "sum", group)
+        dist.barrier()
+        assert store.num_keys() < before + 20  # the watchers have some, too
+        dist.barrier()
 
 
 def disagree(what):

@@ -7,12 +7,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from disttensor import runtime
+from disttensor.comm import watcher
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
+from tests.support.pool import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = 4  # of all, for each commit
@@ -76,3 +80,17 @@ def test_a_rank_that_never_came_is_named():
                     "ranks [2] did not come within 4 s" if name[-1] == "2" else "rank 0 keeps it"
                 )
                 assert words in text, text
+
+
+@on_ranks(2)
+def test_a_process_lives_on_where_the_one_that_started_it_has_ended():
+    """A worker may be started by a script that ends; torchrun ends its workers itself."""
+    parent, os.environ["TORCHELASTIC_RUN_ID"] = os.getppid, "run"
+    try:
+        started = watcher.Watcher(runtime.current())
+        os.getppid = lambda: parent() + 1
+        time.sleep(2.5 * watcher.PERIOD)
+    finally:
+        os.getppid = parent
+        del os.environ["TORCHELASTIC_RUN_ID"]
+        started.stop()

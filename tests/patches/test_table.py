@@ -65,13 +65,14 @@ def changed(before, after):
     return sorted(map(".".join, names))
 
 CACHES = {"next_id"}  # a counter of hooks
-before = state()
+before, finders = state(), list(sys.meta_path)
 import disttensor
 from disttensor import patches
 with_it = state()
 print(*changed(before, with_it))
 patches.uninstall()
 assert not changed(before, state()), changed(before, state())
+assert sys.meta_path == finders, sys.meta_path
 patches.install()
 assert changed(before, state()) == changed(before, with_it)
 """
