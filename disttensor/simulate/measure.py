@@ -33,11 +33,12 @@ _SMALL, _LARGE = (1, 100), (1 << 18, 20)  # elements of a collective, and how of
 def measure(seconds: float = 0.2, together: bool = False) -> Device:
     """This machine's CPU as a Device, also where there is an accelerator, with torch's present
     number of threads: of each dtype the three matrix products of a linear layer in a training step,
-    and a copy that does not fit into a cache. Each is repeated for ``seconds``, and the fastest counts. By training steps on
-    DistTensors, of this process alone, or ``together`` with all ranks of the running world, each of
-    which has to call it then: ``kernels``, those that take longer, or not as long; ``launch``, what
-    one takes besides, in Python and in torch; ``post``, ``gradient`` and ``visit``, what is the
-    host's elsewhere. The ranks of this machine share its cores (``Device.sharing``).
+    and a copy that does not fit into a cache. Each is repeated for ``seconds``, and the fastest
+    counts. By training steps on DistTensors, of this process alone, or ``together`` with all ranks
+    of the running world, each of which has to call it then: ``kernels``, those that take longer, or
+    not as long; ``launch``, what one takes besides, in Python and in torch; ``post``, ``gradient``
+    and ``visit``, what is the host's elsewhere. The ranks of this machine share its cores
+    (``Device.sharing``).
 
     >>> here = dt.devices.measure(seconds=0.001)
     >>> here.name, here.asynchronous, here.peak[torch.float32] > 0 < here.launch
