@@ -55,7 +55,7 @@ def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
             f"{nbytes:,.0f} bytes per rank. Register one with ops.rule, wrap the code in "
             "local_map, or leave strict()"
         )
-    said = getattr(func, "__code__", func)  # a function that is made for each call is said once
+    said = getattr(func, "__module__", ""), name_of(func)  # a function may be made for each call
     if said not in _warned:
         _warned.add(said)
         where = user_line()
