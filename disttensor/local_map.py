@@ -101,7 +101,7 @@ def local_map(
         key = _kind(args, kwargs, tensors) if out_shapes is not None else None
         if mesh.coordinate is None:  # the ranks inside say what came out
             heard = key in known
-            told = known[key] if heard else objects.recv_object(mesh.ranks, mesh.device)
+            told = known[key] if heard else objects.recv_object(mesh.root.ranks, mesh.device)
             if key is not None:
                 known[key] = told
             return execute.wrap_told(told, mesh, args, kwargs)
@@ -134,7 +134,7 @@ def local_map(
         ]
         result = dressed[0] if lone else rebuilt(result, dressed)
         if key not in known:
-            objects.send_object(described(result), mesh.ranks, mesh.device)
+            objects.send_object(described(result), mesh.root.ranks, mesh.device)
         if key is not None:
             known[key] = True
         return result

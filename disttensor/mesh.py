@@ -17,6 +17,7 @@ from disttensor import arguments, runtime
 from disttensor.comm import failures
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import join_world, world
+from disttensor.torch_private import root_of
 
 _CPU = torch.device("cpu")
 
@@ -28,9 +29,13 @@ class ProcessMesh:
     outside. Process groups are made when first needed, by the ranks that are in them. Raises
     ValueError for a rank that occurs twice or is not in the world, and for names that do not fit.
 
+    A sub-mesh, ``mesh["tp"]``, has other ranks on each rank, and knows the mesh that it is of, its
+    ``root``. A tensor on it is one global tensor, which every such group of ranks holds: it counts
+    as replicated on the axes of the root that were left out.
+
     >>> small = dt.ProcessMesh([[0]], ("dp", "tp"))
-    >>> small, small["tp"], small.coordinate
-    (ProcessMesh(dp=1, tp=1), ProcessMesh(tp=1), (0, 0))
+    >>> small, small["tp"], small["tp"].root is small, small.coordinate
+    (ProcessMesh(dp=1, tp=1), ProcessMesh(dp=1, tp=1)['tp'], True, (0, 0))
     """
 
     ranks: tuple[int, ...]
@@ -39,6 +44,8 @@ class ProcessMesh:
     device_type: str
     coordinate: tuple[int, ...] | None
     specs: weakref.WeakValueDictionary[Any, Any]  # of the tensors on it, while they are used
+    root_axes: tuple[int, ...]  # the axis of ``root`` that each axis is
+    _root: ProcessMesh | None  # None: itself
     _groups: dict[tuple[Any, ...], Group]  # by axes, or by (axes, lane)
 
     def __new__(
@@ -48,7 +55,7 @@ class ProcessMesh:
         names = _names("ProcessMesh", dim_names, array.ndim)
         check_device_type("ProcessMesh", device_type)
         ranks = tuple(int(r) for r in array.reshape(-1))
-        rank, size = world()
+        size = world()[1]
         if array.size == 0:
             raise ValueError(
                 f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at "
@@ -68,20 +75,12 @@ class ProcessMesh:
                 f"{size - 1}: these are ranks of processes, not numbers of devices. Start more "
                 f"processes (torchrun --nproc-per-node){hint}"
             )
-        device_type = device_type or _default_device_type()
-        meshes = runtime.current().meshes
-        key = (array.shape, ranks, names, device_type)
-        known: ProcessMesh | None = meshes.get(key)
-        if known is not None:
-            return known
-        self = super().__new__(cls)
-        self.ranks, self.shape, self.dim_names = ranks, tuple(array.shape), names
-        self.device_type = device_type
-        where = np.argwhere(array == rank)
-        self.coordinate = tuple(int(i) for i in where[0]) if len(where) else None
-        self.specs, self._groups = weakref.WeakValueDictionary(), {}
-        meshes[key] = self
-        return self
+        return _interned(array, names, device_type or _default_device_type())
+
+    @property
+    def root(self) -> ProcessMesh:
+        """The mesh that a sub-mesh is of; any other mesh itself."""
+        return self._root or self
 
     @property
     def ndim(self) -> int:
@@ -157,15 +156,23 @@ class ProcessMesh:
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:
-        """``mesh["tp"]``, ``mesh["dp", "tp"]``: the axes through this rank; ``mesh[0]``, ``mesh[:,
-        1]``: numpy's."""
+        """``mesh["tp"]``, ``mesh["dp", "tp"]``: the sub-mesh of these axes through this rank;
+        ``mesh[0]``, ``mesh[:, 1]``: numpy's, the same on all ranks."""
         names = (index,) if isinstance(index, str) else index
         if isinstance(names, tuple) and names and all(isinstance(n, str) for n in names):
             axes = [self.axis(n) for n in names]
             problem = f", so mesh[{index!r}] has no meaning here; index by number"
-            ranks = np.array(self._ranks_over(axes, problem))
-            shape = [self.shape[a] for a in axes]
-            return ProcessMesh(ranks.reshape(shape), names, self.device_type)
+            ranks = np.array(self._ranks_over(axes, problem)).reshape([self.shape[a] for a in axes])
+            root, of_root = self.root, tuple(self.root_axes[a] for a in axes)
+            if len(of_root) == root.ndim:  # the same on all ranks
+                return ProcessMesh(ranks, names, self.device_type)
+            names = _names("ProcessMesh", names, ranks.ndim)
+            return _interned(ranks, names, self.device_type, root, of_root)
+        if self.size < self.root.size:
+            raise IndexError(
+                f"index {index!r} of {self!r}: a part of a sub-mesh would be another mesh on each "
+                f"rank. Index the whole by number: mesh[...] of {self.root!r}"
+            )
         try:
             picked = self.mesh[index]
         except IndexError as error:
@@ -188,7 +195,11 @@ class ProcessMesh:
         """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made
         anew."""
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
-        self = cls(mesh.mesh, names, mesh.device_type)
+        whole = root_of(mesh)
+        if whole is not mesh and set(names) < set(whole.mesh_dim_names or ()):
+            self = cls.from_device_mesh(whole)[names]
+        else:
+            self = cls(mesh.mesh, names, mesh.device_type)
         if self.coordinate is not None:
             for a in range(self.ndim):
                 ranks = self._ranks_over((a,), "")
@@ -219,6 +230,8 @@ class ProcessMesh:
                 DeviceMesh.from_group(
                     groups, self.device_type, ranks, mesh_dim_names=self.dim_names
                 )
+                if self._root is None
+                else self._root.to_device_mesh()[self.dim_names]
             )
         return self._device_mesh
 
@@ -228,6 +241,9 @@ class ProcessMesh:
         runtime.current().shared.append(self)
 
     def __repr__(self) -> str:
+        if self._root is not None:
+            names = self.dim_names if self.ndim > 1 else self.dim_names[0]
+            return f"{self._root!r}[{str(names).strip('()') if self.ndim > 1 else repr(names)}]"
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.dim_names, self.shape, strict=True))
         plain = self.ranks == tuple(range(self.size))
         return f"ProcessMesh({axes}{'' if plain else f', ranks={self.mesh.tolist()}'})"
@@ -239,7 +255,38 @@ class ProcessMesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ProcessMesh, (self.mesh, self.dim_names, self.device_type)
+        made = self.mesh, self.dim_names, self.device_type
+        return (ProcessMesh, made) if self._root is None else (_rebuilt, (*made, self._root))
+
+
+def _interned(
+    array: np.ndarray[Any, Any],
+    names: tuple[str, ...],
+    device_type: str,
+    root: ProcessMesh | None = None,
+    root_axes: tuple[int, ...] = (),
+) -> ProcessMesh:
+    """The one mesh of these ranks, a sub-mesh of ``root`` if there is one."""
+    meshes = runtime.current().meshes
+    ranks = tuple(int(r) for r in array.reshape(-1))
+    key = (array.shape, ranks, names, device_type, root and (root, root_axes))
+    known: ProcessMesh | None = meshes.get(key)
+    if known is not None:
+        return known
+    self = object.__new__(ProcessMesh)
+    self.ranks, self.shape, self.dim_names = ranks, tuple(array.shape), names
+    self.device_type = device_type
+    where = np.argwhere(array == world()[0])
+    self.coordinate = tuple(int(i) for i in where[0]) if len(where) else None
+    self._root, self.root_axes = root, root_axes or tuple(range(array.ndim))
+    self.specs, self._groups = weakref.WeakValueDictionary(), {}
+    meshes[key] = self
+    return self
+
+
+def _rebuilt(ranks: Any, names: tuple[str, ...], kind: str, root: ProcessMesh) -> ProcessMesh:
+    """A sub-mesh from its pickle: of the rank that wrote it."""
+    return _interned(ranks, names, kind, root, tuple(root.axis(name) for name in names))
 
 
 def _array(ranks: Any) -> np.ndarray[Any, Any]:
@@ -294,13 +341,14 @@ def _default_device_type() -> str:
 
 def init_mesh(
     shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
-    backend: str | None = None, timeout: float = 600.0,
+    backend: str | None = None, timeout: float | None = None,
 ) -> ProcessMesh:  # fmt: skip
     """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment,
     or a world of one).
 
-    ``timeout``: seconds that a collective waits for the other ranks. Raises ValueError if the shape
-    does not hold exactly the world, RuntimeError if torchrun's environment is half set.
+    ``timeout``: seconds that a collective waits for the other ranks (600). Raises ValueError if the
+    shape does not hold exactly the world, or if there is a process group with another backend or
+    timeout than those given; RuntimeError if torchrun's environment is half set.
 
     >>> dt.init_mesh((1, 1), ("dp", "tp"))
     ProcessMesh(dp=1, tp=1)
@@ -308,7 +356,9 @@ def init_mesh(
     shape = arguments.sizes("init_mesh: shape", shape, 1)
     _names("init_mesh", dim_names, max(1, len(shape)))
     check_device_type("init_mesh", device_type)
-    arguments.positive("init_mesh: timeout", timeout, "a positive number of seconds")
+    arguments.of_type("init_mesh: backend", backend, (str, type(None)), "a name, as 'gloo',")
+    if timeout is not None:
+        arguments.positive("init_mesh: timeout", timeout, "a positive number of seconds")
     join_world(device_type, backend, timeout)
     failures.watch()
     size = world()[1]

@@ -151,6 +151,25 @@ class DistSpec:
         """The same tensor, whole on every rank."""
         return self.with_layout(Layout(((),) * self.ndim))
 
+    def on_root(self) -> DistSpec:
+        """``seen_from`` the root of its mesh."""
+        return self if self.mesh.root is self.mesh else self.seen_from(self.mesh.root)
+
+    def seen_from(self, mesh: ProcessMesh) -> DistSpec:
+        """The same tensor with the same locals on a mesh of the same root that has more axes:
+        replicated on those."""
+        if mesh is self.mesh:
+            return self
+        if mesh not in self._derived:
+            axes = [mesh.root_axes.index(a) for a in self.mesh.root_axes]
+            layout = Layout(
+                tuple(tuple(axes[a] for a in of_dim) for of_dim in self.layout.dims),
+                tuple(sorted((axes[a], op) for a, op in self.layout.partial)),
+                tuple(sorted([(axes[a], p) for a, p in self.layout.own], key=lambda pair: pair[0])),
+            )
+            self._derived[mesh] = DistSpec(mesh, layout, self.shape, self.dtype)
+        return self._derived[mesh]
+
     def with_placements(self, placements: Sequence[Placement]) -> DistSpec:
         return self.with_layout(layout_of(placements, self.ndim, self.mesh.ndim))
 

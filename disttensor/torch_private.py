@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as Dynamic
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as as_meta
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fakes
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.modules import module as nn_module
@@ -43,8 +44,8 @@ __all__ = [
     "is_composite", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
     "next_node", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
     "node_number", "outside_transforms", "process_groups_aside", "reduce_scatter_single",
-    "refuse_memory", "renumber", "run_backward", "schemas_named", "schemas_of", "set_timeout",
-    "set_versions",
+    "refuse_memory", "renumber", "root_of", "run_backward", "schemas_named", "schemas_of",
+    "set_timeout", "set_versions",
     "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
     "use_count", "users_of_storage", "without_fakes",
@@ -280,6 +281,9 @@ default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_def
 # Public since torch 2.14. The private one of before is deprecated there.
 set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or need(
     "to give a group a timeout", c10d, "_set_pg_timeout"
+)
+root_of: Callable[[Any], Any] = need(
+    "to know which mesh a sub-mesh is of", device_mesh.DeviceMesh, "_get_root_mesh"
 )
 _backend: Any = need("to know how long a group waits", dist.ProcessGroup, "_get_backend")
 

@@ -46,6 +46,8 @@ def test_meshes_convert_both_ways_and_share_groups():
     unnamed = ProcessMesh.from_device_mesh(DeviceMesh("cpu", torch.arange(4)))
     assert unnamed.dim_names == ("d0",) and unnamed.ranks == (0, 1, 2, 3)
     assert ProcessMesh.from_device_mesh(theirs["columns"]) is ours["columns"]
+    assert ours["rows"].to_device_mesh() == theirs["rows"]
+    assert ProcessMesh.from_device_mesh(fresh["b"].to_device_mesh()) is fresh["b"]
 
 
 @everywhere

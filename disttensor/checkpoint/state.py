@@ -81,7 +81,7 @@ def _ranks(p: Tensor) -> tuple[int, ...] | None:
     where this rank is not among them."""
     if not isinstance(p, DistTensor):
         return ()
-    return p.process_mesh.ranks if p.is_initialized else None
+    return p.process_mesh.root.ranks if p.is_initialized else None
 
 
 def _name(p: Tensor, names: Mapping[int, str], key: str) -> str:

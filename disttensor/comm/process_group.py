@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from disttensor import runtime
 from disttensor.errors import CommError
-from disttensor.torch_private import backend_of, default_store
+from disttensor.torch_private import backend_of, default_group, default_store, timeout_of
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,12 +60,25 @@ def world_store() -> Any:
 
 
 def join_world(
-    device_type: str | None = None, backend: str | None = None, timeout: float = 600.0
+    device_type: str | None = None, backend: str | None = None, timeout: float | None = None
 ) -> None:
     """Start the default process group unless it is there: from torchrun's environment, or as a
-    world of one."""
+    world of one. Raises ValueError where it is there with another backend or timeout."""
     if dist.is_initialized():
+        limit = timeout_of(default_group())
+        has = limit and limit.total_seconds()
+        for name, wanted, there in (
+            ("backend", backend, str(dist.get_backend_config())),
+            ("timeout", timeout, has),
+        ):
+            same = wanted == there or wanted == dist.get_backend()
+            if wanted is not None and there is not None and not same:
+                raise ValueError(
+                    f"init_mesh: {name}={wanted!r}: the process group is there already, with "
+                    f"{there!r}. Leave {name} out, or give it to the call that starts the group"
+                )
         return
+    timeout = 600.0 if timeout is None else timeout
     there = [name for name in _TORCHRUN if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if there and missing:

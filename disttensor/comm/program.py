@@ -123,7 +123,7 @@ class Steps:
 def peers(mesh: Any, rank: int) -> list[int]:
     """The ranks of ``mesh`` that do what ``rank`` does: those that are in the same meshes. Calls on
     tensors of several meshes differ where one of them is another rank's."""
-    used = [m.ranks for m in list(runtime.current().meshes.values()) if m.specs]
+    used = [m.root.ranks for m in list(runtime.current().meshes.values()) if m.specs]
     return [r for r in mesh.ranks if all((r in ranks) == (rank in ranks) for ranks in used)]
 
 

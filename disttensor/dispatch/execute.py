@@ -59,7 +59,7 @@ def runner_of(
     free = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     repeats = plan.factors.rematerialize and free
     repeats = repeats and not (nested or plan.redistributes or plan.any_varying)
-    tells = infer.dynamic(func, args, kwargs) and mesh.size < world()[1]
+    tells = infer.dynamic(func, args, kwargs) and mesh.root.size < world()[1]
     bare = local_fn = plan.local_fn()
     if inplace and uncounted(func):
         local_fn = counting(plan, bare)
@@ -101,7 +101,7 @@ def telling(mesh: Any, run: Runner) -> Runner:
 
     def told(args: Sequence[Any], kwargs: Any) -> Any:
         result = run(args, kwargs)
-        objects.send_object(described(result), mesh.ranks, mesh.device)
+        objects.send_object(described(result), mesh.root.ranks, mesh.device)
         return result
 
     return told

@@ -161,8 +161,8 @@ def run_replicated(
             source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
             if source is not None:  # a view, in one process
                 views.enter(t, source, func)
-        if objects.others(mesh.ranks) and infer.dynamic(func, args, kwargs):
-            objects.send_object(described(result), mesh.ranks, mesh.device)
+        if objects.others(mesh.root.ranks) and infer.dynamic(func, args, kwargs):
+            objects.send_object(described(result), mesh.root.ranks, mesh.device)
         return result
 
     return run

@@ -243,9 +243,11 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
         )
     for t in dist[1:]:
         if t.spec.mesh is not mesh:
+            free = ", which sends nothing from a sub-mesh to its whole mesh"
             raise ValueError(
                 f"{errors.name_of(func)}: tensors on two meshes: {dist[0].spec!r} on {mesh!r} and "
                 f"{t.spec!r} on {t.spec.mesh!r}. Bring one over first: reshard(x, mesh, placements)"
+                f"{free if t.spec.mesh.root is mesh.root else ''}"
             )
     return mesh
 

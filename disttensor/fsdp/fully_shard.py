@@ -56,7 +56,9 @@ def shard_data_parallel(
     gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
     ``segments``: what is gathered and reduced at once: SegmentBySize (the default: 32 MiB, 25 with
     ``shard_axis=None``), SegmentByAnchors, or names of modules. ``mesh``: where plain parameters
-    go; None if all are DistTensors, each on its own mesh (of a pipeline stage).
+    go; None if all are DistTensors, each on its own mesh (of a pipeline stage). A sub-mesh beside
+    that of tensor parallelism, ``mesh["dp"]`` beside ``mesh["tp"]``: all parameters and buffers
+    come to lie on the axes of both, ``mesh["dp", "tp"]``, and so have the inputs to.
     ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are
     summed over all axes over which they are Partial, whatever these are called.
     ``shard_axis=None``: nothing is sharded; gradients are reduced in segments during the backward.
@@ -76,6 +78,10 @@ def shard_data_parallel(
     arguments.flag("shard_data_parallel: reshard_after_forward", reshard_after_forward)
     arguments.flag("shard_data_parallel: offload", offload)
     check_dtypes("shard_data_parallel", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    a_module("shard_data_parallel: module", module)
+    if mesh is not None:
+        a_mesh("shard_data_parallel: mesh", mesh)
+        mesh = _joined(module, mesh)
     specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
         raise NotImplementedError(
@@ -83,7 +89,7 @@ def shard_data_parallel(
             "accelerators are not built; on a CPU mesh they are there already"
         )
     names = {id(p): name for name, p in module.named_parameters()}
-    split = {names[id(p)] for p in module.parameters() if _split_by(p, shard_axis)}
+    split = {names[id(p)] for p in module.parameters() if _split_by(p, shard_axis, mesh)}
     if mesh is not None:
         _place(module, mesh, shard_axis)
     before = slots(module)
@@ -136,9 +142,6 @@ def _checked(
 ) -> list[SegmentSpec]:  # fmt: skip
     """The segments, after all checks."""
     who = "shard_data_parallel"
-    a_module(f"{who}: module", module)
-    if mesh is not None:
-        a_mesh(f"{who}: mesh", mesh)
     if stage not in (1, 2, 3) or type(stage) is not int:
         raise ValueError(
             f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the "
@@ -167,7 +170,7 @@ def _checked(
             raise ValueError(f"{who}: parameter {name!r} has a gradient: zero_grad() first")
         if not isinstance(p, DistTensor):
             continue
-        if _split_by(p, shard_axis) and name not in experts:
+        if _split_by(p, shard_axis, mesh) and name not in experts:
             raise ValueError(
                 f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already, which "
                 "it may do to experts alone"
@@ -186,15 +189,32 @@ def check_dtypes(who: str, **dtypes: Any) -> None:
             raise arguments.wrong(f"{who}: {name}", dtype, "a floating dtype of torch", kind)
 
 
-def _split_by(p: nn.Parameter, axis: str | None) -> bool:
+def _split_by(p: nn.Parameter, axis: str | None, mesh: ProcessMesh | None) -> bool:
     """Does the plan of the model split ``p`` over the axis? Then it stays so."""
     if axis is None or not isinstance(p, DistTensor):
         return False
-    return p.spec.mesh.axis(axis) in p.spec.layout.varies()
+    spec = _spec_on(p, mesh)
+    return spec.mesh.axis(axis) in spec.layout.varies()
+
+
+def _spec_on(p: DistTensor, mesh: ProcessMesh | None) -> DistSpec:
+    """The spec of ``p``, on ``mesh`` if that is of the same root."""
+    alike = mesh is not None and mesh.root is p.spec.mesh.root
+    return p.spec.seen_from(mesh) if mesh is not None and alike else p.spec
+
+
+def _joined(module: nn.Module, mesh: ProcessMesh) -> ProcessMesh:
+    """``mesh`` with the axes of all meshes of the same root that tensors of the module lie on."""
+    root, own = mesh.root, [s.value for s in slots(module)]
+    meshes = [x.spec.mesh for x in own if isinstance(x, DistTensor)]
+    axes = {a for m in [mesh, *meshes] if m.root is root for a in m.root_axes}
+    if axes == set(mesh.root_axes):
+        return mesh
+    return root[tuple(root.dim_names[a] for a in sorted(axes))]
 
 
 def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
-    own = [p.spec.mesh for p in module.parameters() if isinstance(p, DistTensor)]
+    own = [_spec_on(p, mesh).mesh for p in module.parameters() if isinstance(p, DistTensor)]
     return list(dict.fromkeys([*own, *([mesh] if mesh is not None else [])]))
 
 
@@ -208,6 +228,15 @@ def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None
                 plan[name] = [Shard(0) if a == split else Replicate() for a in range(mesh.ndim)]
     if any(not isinstance(s.value, DistTensor) for s in slots(module)):
         shard_module(module, mesh, plan)
+    made: dict[int, DistTensor] = {}
+    for slot in slots(module):  # from sub-meshes
+        x: Any = slot.value
+        spec = _spec_on(x, mesh)
+        if spec is not x.spec and id(x) not in made:
+            moved = wrap(x.local.detach().requires_grad_(x.requires_grad), spec)
+            made[id(x)] = as_parameter(moved) if isinstance(x, nn.Parameter) else moved
+            x._replaced = f"shard_data_parallel brought them to {mesh!r}"
+        slot.table[slot.key] = made.get(id(x), x)
 
 
 def _shard_all(

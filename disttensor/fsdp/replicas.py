@@ -11,15 +11,16 @@ from disttensor import arguments
 from disttensor.comm import collectives, objects
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Replicate
+from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 
 _FLAT = 1 << 28  # bytes of one broadcast: more would only take more memory
 _SHOWN = 20  # tensors that an error names
 
 
-def replicated_axes(x: DistTensor) -> tuple[int, ...]:
-    """The mesh axes of more than one rank on which x is replicated."""
-    ends = enumerate(zip(x.spec.placements, x.spec.mesh.shape, strict=True))
+def replicated_axes(spec: DistSpec) -> tuple[int, ...]:
+    """The mesh axes of more than one rank on which a tensor is replicated."""
+    ends = enumerate(zip(spec.placements, spec.mesh.shape, strict=True))
     return tuple(a for a, (p, size) in ends if size > 1 and isinstance(p, Replicate))
 
 
@@ -30,9 +31,10 @@ def _shared(tensors: Iterable[Any]) -> Iterator[tuple[DistTensor, ProcessMesh, t
         if not isinstance(x, DistTensor) or id(x) in seen or not x.is_initialized:
             continue
         seen.add(id(x))
-        axes = replicated_axes(x)
-        if axes:
-            yield x, x.spec.mesh, axes
+        spec = x.spec.on_root()
+        axes = replicated_axes(spec)
+        if axes and not x.local.is_meta:
+            yield x, spec.mesh, axes
 
 
 def broadcast_replicas(tensors: Iterable[DistTensor]) -> None:

@@ -70,7 +70,7 @@ def _runner_of(
     found = found_for(func, mesh, args, kwargs)
     if found is None:
         return lambda args, kwargs: wrap_told(
-            objects.recv_object(mesh.ranks, mesh.device), mesh, args, kwargs
+            objects.recv_object(mesh.root.ranks, mesh.device), mesh, args, kwargs
         )
     specs = [
         DistSpec(

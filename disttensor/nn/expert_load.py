@@ -74,11 +74,11 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         if mesh is None:
             told = _counted(sent)
         elif mesh.coordinate is None:
-            told = objects.recv_object(mesh.ranks, mesh.device)
+            told = objects.recv_object(mesh.root.ranks, mesh.device)
         else:
             told = _counted(sent)
-            if objects.others(mesh.ranks):
-                objects.send_object(told, mesh.ranks, mesh.device)
+            if objects.others(mesh.root.ranks):
+                objects.send_object(told, mesh.root.ranks, mesh.device)
         if told is not None:
             found.append(LayerLoad(name or type(model).__name__, *told))
     return ExpertLoad(found)

@@ -8,6 +8,7 @@ parameters and meshes together.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -73,17 +74,18 @@ def clip_grad_norm_(
 
 
 def by_mesh(params: Iterable[Tensor]) -> Shares:
-    """The parameters of each mesh, in the order of all; None: plain tensors."""
+    """The parameters of each mesh, in the order of all; None: plain tensors. Those of a sub-mesh
+    are on its root, where they are replicated on the axes left out."""
     shares: Shares = {}
     for p in params:
-        shares.setdefault(p.spec.mesh if isinstance(p, DistTensor) else None, []).append(p)
+        shares.setdefault(p.spec.mesh.root if isinstance(p, DistTensor) else None, []).append(p)
     return shares
 
 
 def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
     """Is every rank of the world in each of them?"""
     size = collectives.world()[1]
-    return all(mesh.size == size for mesh in meshes)
+    return all(mesh.root.size == size for mesh in meshes)
 
 
 def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
@@ -92,7 +94,7 @@ def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
     for p in params:
         for x in (p, p.grad):
             if isinstance(x, DistTensor):
-                found |= x.spec.layout.sharded
+                found |= x.spec.on_root().layout.sharded
     return tuple(a for a in sorted(found) if mesh.shape[a] > 1)
 
 
@@ -135,15 +137,34 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
     norms, number = _norms(pieces, number, order, foreach, device)
     found = _number(norms, number, order, count)
     if group is not None:
-        told = torch.tensor(flags, dtype=found.dtype, device=device)
-        found = collectives.all_reduce(
-            torch.cat([found, told]), "max" if math.isinf(order) else "sum", group
-        )
-        found, told = found.split([len(found) - len(flags), len(flags)])
+        largest, mark = math.isinf(order), _mark(meshes)
+        mine = [*flags, mark, -mark if largest else mark**2]
+        told = torch.tensor(mine, dtype=found.dtype, device=device)
+        found = collectives.all_reduce(torch.cat([found, told]), "max" if largest else "sum", group)
+        found, told = found.split([len(found) - len(mine), len(mine)])
         if None in shares or not everywhere(meshes):  # else each rank knows
-            flags = objects.told(told, flags)
+            n = 1 if largest else group.size
+            *flags, one, other = objects.told(told, [*flags, *(n * m for m in mine[-2:])])
+            _check_alike(one + other == 0 if largest else one**2 == n * other, meshes)
     dtype = _dtype(shares, flags)
     return _total(found, order).to(dtype) if dtype else torch.tensor(0.0, device=device)
+
+
+def _mark(meshes: Sequence[ProcessMesh]) -> int:
+    """A small number that says which meshes these are, on every rank the same."""
+    return zlib.crc32(repr([(m.ranks, m.shape) for m in meshes]).encode()) % 2**16
+
+
+def _check_alike(alike: bool, meshes: Sequence[ProcessMesh]) -> None:
+    """Raises on all ranks where ``_mark`` differs between them."""
+    if not alike:
+        raise RuntimeError(
+            f"clip_grad_norm_: the ranks give parameters of different meshes; those of rank "
+            f"{collectives.world()[0]} are on {', '.join(map(repr, meshes))}. Whether they are the "
+            "same parameters cannot be known, and so the norm is not. Every rank gives all "
+            'parameters, those of other stages too; a group of ranks beside others is mesh["tp"] '
+            "of the mesh of all, which knows that the others hold the same"
+        )
 
 
 def _mine(
@@ -163,7 +184,7 @@ def _mine(
             None: collectives.world()[0] == among[0]
         }  # by the axes that split it
         for i, g in held.items():
-            local, split = (g.local, g.spec.layout.sharded) if mesh is not None else (g, None)
+            local, split = (g, None) if mesh is None else (g.local, g.spec.on_root().layout.sharded)
             if mesh is not None and split is not None and split not in bring:
                 bring[split] = brings_in(mesh, split, among)
             if bring[split]:

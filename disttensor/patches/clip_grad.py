@@ -13,6 +13,7 @@ from disttensor.comm import collectives
 from disttensor.optim import clip_grad
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -55,9 +56,16 @@ def on_the_whole_world(original: Function) -> Function:
                     "max_norm) or torch.nn.utils.clip_grad_norm_ (looked up after disttensor was "
                     "imported), which put all meshes together"
                 )
-        return original(tensors, *args, **kwargs)
+        return original([_on_root(t) for t in tensors], *args, **kwargs)
 
     return get_total_norm
+
+
+def _on_root(t: Any) -> Any:
+    """Tensors of sub-meshes come together on the whole mesh, for nothing."""
+    if not isinstance(t, DistTensor) or t.spec.on_root() is t.spec:
+        return t
+    return resharded(t.detach(), t.spec.on_root())
 
 
 def where_gradients_are(original: Function) -> Function:

@@ -20,7 +20,7 @@ def refusing(original: Any) -> Any:
             if spec is None:
                 continue
             split = any(spec.mesh.shape[axis] > 1 for axis in spec.varies)
-            if split or 0 not in spec.mesh.ranks:
+            if split or 0 not in spec.mesh.root.ranks:
                 raise RuntimeError(
                     f"{type(self).__name__}.save_pretrained: {slot.name!r} is {spec!r}, of which "
                     "this writer sees one rank's piece. dt.save_pretrained(model, folder) writes "

@@ -96,11 +96,11 @@ def known_everywhere(original: Any) -> Any:
             state = state_dict["state"]
             for mesh, numbers in _by_mesh(of):
                 if mesh.coordinate is None:
-                    theirs = objects.recv_object(mesh.ranks, mesh.device)
+                    theirs = objects.recv_object(mesh.root.ranks, mesh.device)
                     state.update(execute.wrap_told(theirs, mesh, (), None))
                 else:
                     ours = {i: substitute(state[i], described) for i in numbers if i in state}
-                    objects.send_object(ours, mesh.ranks, mesh.device)
+                    objects.send_object(ours, mesh.root.ranks, mesh.device)
             state_dict["state"] = dict(sorted(state.items()))
             return state_dict
 
@@ -120,6 +120,6 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, li
     all ranks have."""
     found: dict[ProcessMesh, list[int]] = {}
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(p, DistTensor) and objects.others(p.spec.mesh.ranks):
+        if isinstance(p, DistTensor) and objects.others(p.spec.mesh.root.ranks):
             found.setdefault(p.spec.mesh, []).append(i)
     return iter(found.items())

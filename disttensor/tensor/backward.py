@@ -220,7 +220,7 @@ def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tens
         mine = [(axes, g) for of, axes, g in pieces if of is owner]
         parts.append(owner.gradient(mine) if owner else as_gradient(x, *combined(x, mine)))
     grad: Any = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    if len(x.spec.mesh.ranks) == world()[1]:
+    if x.spec.mesh.root.size == world()[1]:
         return grad
     return resharded(grad, grad_spec(x, ()).with_dtype(grad.spec.dtype))
 

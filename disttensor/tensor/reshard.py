@@ -150,9 +150,27 @@ def target(
 # To another mesh ----------------------------------------------------------------------------------
 
 
+def _by_way_of_roots(x: T, dst: DistSpec) -> T:
+    """``x`` from or to a sub-mesh, which is another one on each rank: the reshard between the roots
+    is the same on all. On its root a tensor has the same local."""
+    seen = x.like(_alias(x.local_for(())), x.spec.on_root())
+    out = resharded(seen, dst.on_root())
+    local = _alias(out.local_for(()))
+    if storage_id(local.untyped_storage()) == storage_id(x.local.untyped_storage()):
+        local = local.clone()
+    return x.like(local, dst)
+
+
+def _alias(local: Tensor) -> Tensor:
+    """No leaf: what varies over an axis of the root is reduced in the backward."""
+    return local.view_as(local)
+
+
 def _cross(x: T, dst: DistSpec) -> T:
     """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
     src = x.spec
+    if src.on_root() is not src or dst.on_root() is not dst:
+        return _by_way_of_roots(x, dst)
     local = x.local
     if type(local) is not Tensor:
         views.check(x)
