@@ -105,8 +105,9 @@ def a_dtype(who: str, value: object) -> None:
         )
 
 
-def plain_tensor(who: str, value: Any) -> None:
-    """A dense tensor of torch that has values: no DTensor, nothing sparse, quantized or nested."""
+def plain_tensor(who: str, value: Any, meta: bool = False) -> None:
+    """A dense tensor of torch that has values: no DTensor, nothing sparse, quantized or nested.
+    ``meta``: also one on the meta device."""
     expected = "a dense tensor of torch that has values"
     of_type(who, value, torch.Tensor, "a tensor of torch")
     kind = type(value).__name__
@@ -116,7 +117,7 @@ def plain_tensor(who: str, value: Any) -> None:
     if value.is_nested or value.layout is not torch.strided or value.is_quantized:
         what = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         raise TypeError(f"{who} is {what}: {expected} is expected")
-    if value.is_meta:
+    if value.is_meta and not meta:
         raise TypeError(f"{who} is on the meta device: {expected} is expected")
 
 

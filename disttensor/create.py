@@ -39,7 +39,8 @@ def shard_tensor(
     cannot disagree (the others give a tensor of the same shape and dtype). ``check=True`` compares
     the data of all ranks and names the one that differs. A leaf gives a leaf; data in a graph stays
     in it. Neither placements nor dims_mapping: replicated. A rank outside the mesh gives data of
-    the same shape and dtype, and keeps nothing of it. A DistTensor is resharded.
+    the same shape and dtype, and keeps nothing of it. A tensor on the meta device gives pieces
+    there (``module.to_empty(device=...)`` then makes memory). A DistTensor is resharded.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
     >>> x.process_mesh, x.dims_mapping
@@ -53,30 +54,37 @@ def shard_tensor(
     how = placements, dims_mapping, partial_status
     if isinstance(data, DistTensor):
         return _sharded_again(data, mesh, how, dtype, requires_grad, src_rank)
-    value = _values(data)
+    value = _values(data, meta=src_rank is None and not check)
     arguments.differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
     if mesh.coordinate is not None:
-        value = value.to(device=mesh.device, dtype=spec.dtype)
+        value = value.to(device="meta" if value.is_meta else mesh.device, dtype=spec.dtype)
     program.enters("shard_tensor", spec)
     full = spec.replicated()
-    if src_rank is not None and src_rank not in mesh.ranks:
+    whole = mesh.root
+    if src_rank is not None and src_rank not in whole.ranks:
         raise ValueError(
-            f"src_rank={src_rank} is not in {mesh!r}; its ranks are {list(mesh.ranks)}"
+            f"src_rank={src_rank} is not in {whole!r}; its ranks are {list(whole.ranks)}"
         )
     if requires_grad is None:
         requires_grad = isinstance(data, Tensor) and data.requires_grad
+    in_graph = value.requires_grad and not value.is_leaf and torch.is_grad_enabled()
+    if in_graph and requires_grad and src_rank is not None:
+        raise ValueError(
+            f"shard_tensor: src_rank={src_rank} of data in a graph: the other ranks' data have no "
+            "part in the result, and so no gradient. Give data.detach(), or leave src_rank out"
+        )
     if mesh.coordinate is None:
         return _as_parameter(execute.stand_in(spec, requires_grad), data)
     if check and src_rank is None:
-        _compare(value, mesh)
+        _compare(value, whole)
     if src_rank is not None:
-        group = mesh.group(tuple(range(mesh.ndim)))
+        group = whole.group(tuple(range(whole.ndim)))
         value = collectives.broadcast(value.detach(), group.ranks.index(src_rank), group)
-    elif value.requires_grad and not value.is_leaf and torch.is_grad_enabled():
+    elif in_graph and requires_grad:
         return resharded(wrap(value, full), spec)
     local = reshard_package.run(value.detach(), full, spec)
-    if (
+    if not value.is_meta and (
         local.untyped_storage().nbytes() > local.nbytes
         or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     ):
@@ -84,15 +92,15 @@ def shard_tensor(
     return _as_parameter(wrap(whole_grad(local.requires_grad_(requires_grad), spec), spec), data)
 
 
-def _values(data: Any) -> Tensor:
-    """``data`` as a plain tensor."""
+def _values(data: Any, meta: bool) -> Tensor:
+    """``data`` as a plain tensor, on the meta device only where ``meta``."""
     if not isinstance(data, Tensor):
         try:
             return torch.as_tensor(data)
         except (TypeError, ValueError, RuntimeError) as error:
             expected = "a tensor, an array, or numbers in lists of one length"
             raise arguments.wrong("shard_tensor: data", data, expected, type(error)) from None
-    arguments.plain_tensor("shard_tensor: data", data)
+    arguments.plain_tensor("shard_tensor: data", data, meta)
     return data
 
 
@@ -187,7 +195,7 @@ def from_fn(
     >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
     36.0
     """
-    who = getattr(fn, "__name__", "from_fn")
+    who = getattr(fn, "__name__", "from_fn")  # a partial has no name
     arguments.function("from_fn: fn", fn, "a factory, as torch.zeros,")
     a_mesh(f"{who}: mesh", mesh)
     arguments.a_dtype(f"{who}: dtype", dtype)
@@ -211,7 +219,7 @@ def from_fn(
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
-    program.enters(fn.__name__, spec)
+    program.enters(who, spec)
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)

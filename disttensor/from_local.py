@@ -36,14 +36,14 @@ def from_local(
     torch.Size([4, 6])
     """
     a_mesh("from_local: mesh", mesh)
-    arguments.plain_tensor("from_local: local", local)
+    arguments.plain_tensor("from_local: local", local, meta=True)
     if shape is not None:
         shape = arguments.sizes("from_local: shape", shape)
     how = placements, dims_mapping, partial_status
     if mesh.coordinate is None:
         told: Any = shape, local.dtype
         if shape is None:
-            told = objects.recv_object(mesh.ranks, mesh.device)
+            told = objects.recv_object(mesh.root.ranks, mesh.device)
             if isinstance(told, Exception):
                 raise told
         size, dtype = told
@@ -52,11 +52,11 @@ def from_local(
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
     except (TypeError, ValueError) as error:
         if shape is None:
-            objects.send_object(error, mesh.ranks, mesh.device)
+            objects.send_object(error, mesh.root.ranks, mesh.device)
         raise
     program.enters("from_local", x.spec)
     if shape is None:
-        objects.send_object((tuple(x.shape), x.dtype), mesh.ranks, mesh.device)
+        objects.send_object((tuple(x.shape), x.dtype), mesh.root.ranks, mesh.device)
     return x
 
 
@@ -83,7 +83,7 @@ def from_pieces(
             f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "
             f"{list(local.shape)}"
         )
-    local = local.to(mesh.device)
+    local = local if local.is_meta else local.to(mesh.device)
     if local.requires_grad and torch.is_grad_enabled():
         local = local.view_as(local)
     return wrap(local, spec)

@@ -100,9 +100,10 @@ TABLE = {
         dt.shard_data_parallel(lin(),grid(),"dp",reshard_after_forward="no")
         dt.accumulate(M,last="no").__enter__() dt.accumulate(M,last=None).__enter__()""",
     f"is (on the meta device|torch.sparse_coo|quantized): {DENSE}": """
-        dt.shard_tensor(t.to("meta"),grid()) dt.shard_tensor(t.to_sparse(),grid())
+        dt.shard_tensor(t.to("meta"),grid(),src_rank=0) dt.shard_tensor(t.to_sparse(),grid())
+        dt.shard_tensor(t.to("meta"),grid(),check=True)
+        dt.from_fn(to_meta,grid(),(S0,R),(4,4))
         dt.shard_tensor(torch.quantize_per_tensor(t.float(),1.0,0,torch.qint8),grid())
-        dt.from_local(t.to("meta"),grid(),(S0,R),shape=(8,4))
         dt.from_local(t.to_sparse(),grid(),(S0,R)) dt.from_fn(sparse,grid(),(S0,R),(4,4))
         dt.local_map(to_sparse,out_placements=(S0,R))(x)""",
     "is a DistTensor: its piece on this rank": """
@@ -295,6 +296,7 @@ def test_arguments_that_a_function_cannot_take():
         "t": counted(4, 4), "M": M, "lin": lin, "step": step, "a_number": lambda size, **_: 3,
         "sparse": lambda size, **_: torch.zeros(size).to_sparse(), "gives_x": lambda piece: x,
         "LOADER": torch.utils.data.DataLoader(range(4)),
+        "to_meta": lambda size, **_: torch.ones(size, device="meta"),
         "of_three": lambda size, **_: torch.ones(3), "to_sparse": torch.Tensor.to_sparse,
     }  # fmt: skip
     wrong = []

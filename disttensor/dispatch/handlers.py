@@ -76,7 +76,8 @@ def _same_kind(x: Any, other: Any) -> bool:
     """``nn.Module.to``: may the data of the one be replaced by that of the other?"""
     if type(x) is not type(other):
         return False
-    return bool(torch._has_compatible_shallow_copy_type(x.local, other.local))
+    gets_memory = x.local.is_meta  # ``module.to_empty``
+    return gets_memory or bool(torch._has_compatible_shallow_copy_type(x.local, other.local))
 
 
 @handler(Tensor.is_set_to)

@@ -129,8 +129,9 @@ def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> No
             raise ValueError(
                 f"shard_module: {name} is on the meta device, and its module "
                 f"{type(owner).__name__} has no reset_parameters, so nothing would give it "
-                "values. Pass init=function(module), give the module a reset_parameters, or make "
-                "this tensor on a real device"
+                "values. Pass init=function(module) to dt.shard_module, give the module a "
+                "reset_parameters, make this tensor on a real device, or distribute it as it is: "
+                "dt.shard_tensor(x, mesh, placements) stays on the meta device"
             )
 
 

@@ -105,6 +105,12 @@ class InPlace(MeshTensor):
         token.replaced[0] += 1
         if not self.is_initialized:
             _replace_token(self, self.local.requires_grad)
+        elif value.is_initialized and self.local.is_meta and not value.local.is_meta:
+            # torch's own ``data`` has no way from meta to memory
+            local = value.local.data.requires_grad_(self.local.requires_grad)
+            self.local = whole_grad(local, value.spec)
+            if state is not None:
+                state.aliases = None
         elif value.is_initialized:
             for _, t in grad_leaves(self):
                 t.data = value.local.data
