@@ -84,6 +84,8 @@ class Checkpointer:
         ``background``: copy it, and write beside the training. The next call of this object waits
         for that, and raises what went wrong.
         """
+        step = arguments.whole("Checkpointer.save: step", step, 0)
+        arguments.flag("Checkpointer.save: background", background)
         self._wait()
         what = f"Checkpointer.save into {self.folder.name}, step {step}"
         group, error = _group(), None
@@ -153,6 +155,8 @@ class Checkpointer:
         Raises ValueError, before anything is changed, where a file was changed, or the state is not
         what was saved: it names the file, the parameter or the entry.
         """
+        if step is not None:
+            step = arguments.whole("Checkpointer.load: step", step, 0)
         self._wait()
         what, group = f"Checkpointer.load from {self.folder.name}", _group()
         found: Any = None

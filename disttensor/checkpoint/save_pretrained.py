@@ -54,6 +54,9 @@ def save_pretrained(
     """
     a_module("save_pretrained: model", model)
     arguments.of_type("save_pretrained: folder", folder, (str, Path), "a path")
+    if names is not None and not callable(names):
+        expected = "a dict of names, or a function of a name,"
+        arguments.of_type("save_pretrained: names", names, Mapping, expected)
     folder = Path(folder)
     tensors = _tensors(model, names)
     files = _files(folder, tensors, _size(max_shard_size))
@@ -98,11 +101,14 @@ def renamed(name: str, names: Any) -> Any:
 
 
 def _size(limit: int | str) -> int:
-    if isinstance(limit, int):
-        return limit
+    who, expected = "save_pretrained: max_shard_size", "a whole number of bytes, or one like '5GB',"
+    if not isinstance(limit, str):
+        if arguments.is_whole(limit) and limit <= 0:
+            raise arguments.wrong(who, limit, expected, ValueError)
+        return arguments.whole(who, limit, expected=expected)
     number, unit = limit[:-2], limit[-2:].upper()
     if unit not in UNITS or not number.strip().replace(".", "", 1).isdigit():
-        raise ValueError(f"max_shard_size={limit!r}: a number of bytes, or one like '5GB'")
+        raise arguments.wrong(who, limit, expected, ValueError)
     return int(float(number) * UNITS[unit])
 
 
@@ -147,12 +153,13 @@ def _rows(x: Any) -> tuple[int, Any]:
     call it."""
     if not isinstance(x, DistTensor):
         return 0, x if world()[0] == 0 else None
-    spec = _by_rows(x.spec) if x.spec.ndim else x.spec.replicated()
+    spec = x.spec.on_root()
+    spec = _by_rows(spec) if spec.ndim else spec.replicated()
     with torch.no_grad():
         rows = resharded(x.detach(), spec).local
     if x.spec.ndim:
         return spec.local_box.offset[0], rows if x.is_initialized else None
-    return 0, rows if world()[0] == x.spec.mesh.ranks[0] else None
+    return 0, rows if world()[0] == spec.mesh.ranks[0] else None
 
 
 def _write(inside: list[Stored], tensors: dict[str, Any]) -> Exception | None:

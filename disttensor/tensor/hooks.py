@@ -3,6 +3,7 @@ backward."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,21 +22,16 @@ from disttensor.tensor.reshard import resharded
 Tensor = torch.Tensor
 
 
-class Handles:
-    """Removes a hook from all tensors that it was put on."""
+class Handles(RemovableHandle):
+    """Removes a hook from all tensors that it was put on. ``id`` is a number of its own."""
 
     def __init__(self, handles: list[Any]) -> None:
+        super().__init__(OrderedDict())
         self.handles = handles
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-
-    def __enter__(self) -> Handles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
 
 
 class Hooks(MeshTensor):

@@ -19,6 +19,7 @@ from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, as_parameter
 from disttensor.tensor.grad import get_grad, set_grad
 from disttensor.tensor.reshard import resharded
+from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
 
@@ -61,7 +62,7 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
     full = resharded(x, spec.replicated()).local if x.is_initialized else None
     if everywhere:
         return objects.broadcast_value(
-            full, spec.mesh.ranks, spec.mesh.device, spec.shape, spec.dtype
+            full, spec.mesh.root.ranks, spec.mesh.device, spec.shape, spec.dtype
         )
     return x.to_local() if full is None else full
 
@@ -144,8 +145,18 @@ class Values(MeshTensor):
         return _value(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        full = _value(self).numpy()
-        return full if dtype is None else full.astype(dtype, copy=False)
+        value = _value(self)
+        full = value.numpy()
+        cast = dtype is not None and np.dtype(dtype) != full.dtype
+        owns = storage_id(value.untyped_storage()) != storage_id(self.local.untyped_storage())
+        if copy is False and (cast or owns):
+            raise ValueError(
+                f"numpy: copy=False of {self.spec!r}: its value is gathered, or of another dtype, "
+                "so the array has memory of its own. np.asarray(x) copies only where it has to"
+            )
+        if cast:
+            return full.astype(dtype)
+        return full.copy() if copy else full
 
     def __bool__(self) -> bool:
         return bool(_value(self))
