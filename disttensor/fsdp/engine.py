@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ _ENGINES: list[weakref.ref[Engine]] = []  # in the order of their making, which 
 
 
 class Engine:
-    """The segments of ``root``.
+    """The segments of a module.
 
     scatter       gradients are reduced to shards (stages 2 and 3)
     prefetch      how many segments are gathered ahead of their use
@@ -51,7 +52,7 @@ class Engine:
     """
 
     def __init__(
-        self, root: nn.Module, segments: Sequence[Segment], *, scatter: bool, prefetch: int,
+        self, segments: Sequence[Segment], *, scatter: bool, prefetch: int,
         param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
@@ -63,7 +64,6 @@ class Engine:
         self.backward: Backward | None = None
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
-        share_attributes(self.segments)
         _ENGINES.append(weakref.ref(self))
         weakref.finalize(self, buffers.clear).atexit = False
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
@@ -71,6 +71,9 @@ class Engine:
             segment.position = position
         for index, segment in enumerate(self.segments):
             segment.index = index
+
+    def add_hooks(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
         for segment in [s for s in self.segments if s.copied]:
             for module in segment.modules:
                 is_read = shared(segment.copied, module)
@@ -83,10 +86,35 @@ class Engine:
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         root.register_forward_hook(self._root_ends, always_call=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """An engine for the copies of its modules, whose hooks are copied with them."""
+        root = self.root()
+        if id(root) not in memo:
+            raise RuntimeError(
+                "copy.deepcopy of a part of a module under shard_data_parallel: its segments are "
+                "those of the whole. Copy the module that shard_data_parallel was given, or shard "
+                "the parts, each in a call of its own"
+            )
+        if self.backward is not None or any(s.shown or s.busy for s in self.segments):
+            raise RuntimeError(
+                "copy.deepcopy of a module under shard_data_parallel in its forward or backward: "
+                "it holds unsharded parameters now. Copy it between steps"
+            )
+        new = memo[id(self)] = Engine.__new__(Engine)
+        new.__init__(  # type: ignore[misc]
+            deepcopy(self.segments, memo),
+            scatter=self.scatter,
+            prefetch=self.prefetch,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+        )
+        new.root = weakref.ref(memo[id(root)])
+        return new
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            "a module under shard_data_parallel cannot be copied or pickled: its hooks belong to "
-            "its own parameters. Copy or save the values: module.state_dict()"
+            "a module under shard_data_parallel cannot be pickled: its hooks belong to its own "
+            "parameters. Save the values: module.state_dict()"
         )
 
     # Forward --------------------------------------------------------------------------------------
@@ -94,6 +122,8 @@ class Engine:
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
             self.clean_up()
+            if not self.epoch:  # not before, as modules that are being copied are incomplete
+                share_attributes(self.segments)
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
 

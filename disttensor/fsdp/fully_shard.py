@@ -124,14 +124,14 @@ def shard_data_parallel(
                 persist=persist, free_after_forward=free, is_brief=brief,
             )
         )  # fmt: skip
-    module.__dict__[_ENGINE] = Engine(
-        module,
+    engine = module.__dict__[_ENGINE] = Engine(
         segments_here,
         scatter=stage > 1,
         prefetch=prefetch,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
+    engine.add_hooks(module)
     return module
 
 

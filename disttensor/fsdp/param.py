@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
@@ -68,6 +69,13 @@ class FSDPParam:
         # of users, after accumulation
         self.hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         self._accumulated = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPParam:
+        param, slots = deepcopy((self.sharded_param, self.slots), memo)
+        new = memo[id(self)] = FSDPParam(self.name, param, slots, self.axis, self.spec.dtype)
+        if self.is_copy and not param.is_initialized:
+            new.set_unsharded(deepcopy(self.unsharded_param, memo))
+        return new
 
     @property
     def is_copy(self) -> bool:

@@ -8,6 +8,7 @@ While a segment is *shown*, its modules hold the unsharded parameters, otherwise
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Segment:
     ) -> None:  # fmt: skip
         self.name, self.modules, self.params = name, tuple(modules), tuple(params)
         self.persist, self.free_after_forward = persist, free_after_forward
+        self.is_brief = is_brief
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         self.shown = False
         self.kept = False  # gathered until the values change: graphs of second derivatives use it
@@ -64,6 +66,19 @@ class Segment:
         self.ever: set[int] = set()  # and those that any has
         # Without copies: the segments that the last backward reached with this one
         self.companions: dict[Segment, None] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
+        """The segment of copies of its modules, which are freed."""
+        new = memo[id(self)] = Segment.__new__(Segment)
+        new.__init__(  # type: ignore[misc]
+            self.name,
+            deepcopy(self.modules, memo),
+            deepcopy(self.params, memo),
+            persist=self.persist,
+            free_after_forward=self.free_after_forward,
+            is_brief=self.is_brief,
+        )
+        return new
 
     @property
     def is_gathered(self) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,15 +111,6 @@ def test_child_only(stage):
 
     got = train(m, sq, [dt.shard_tensor(b, line(), [S0]) for b in bs])
     compare(got, want)
-
-
-@stages
-@on_ranks(2)
-def test_copy_pickle(stage):
-    m = dt.shard_data_parallel(mlp(), line(), segments=EACH, **ways(stage))
-    for f in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
-            f(m)
 
 
 @stages
