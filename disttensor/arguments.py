@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -105,6 +106,28 @@ def a_dtype(who: str, value: object) -> None:
         )
 
 
+@lru_cache(maxsize=256)
+def _computes_itself(kind: Any) -> bool:
+    """Does the class override what torch.Tensor and nn.Parameter answer?"""
+    names = "__torch_function__", "__torch_dispatch__"
+    known: list[Any] = [
+        getattr(k, name) for k in (torch.Tensor, torch.nn.Parameter) for name in names
+    ]
+    known = [getattr(f, "__func__", f) for f in known]
+    return any(getattr(f, "__func__", f) not in known for f in (getattr(kind, n) for n in names))
+
+
+def has_own_operators(value: object) -> bool:
+    """Returns True for a tensor of a subclass that implements operators, as a quantized weight of
+    torchao: its memory is that of its inner tensors. A DistTensor, a DTensor and a FakeTensor are
+    none of these."""
+    kind: Any = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not isinstance(value, torch.Tensor):
+        return False
+    known = "disttensor.", "torch._subclasses.", "torch.distributed."
+    return not str(kind.__module__).startswith(known) and _computes_itself(kind)
+
+
 def plain_tensor(who: str, value: Any, meta: bool = False) -> None:
     """A dense tensor of torch that has values: no DTensor, nothing sparse, quantized or nested.
     ``meta``: also one on the meta device."""
@@ -117,6 +140,12 @@ def plain_tensor(who: str, value: Any, meta: bool = False) -> None:
     if value.is_nested or value.layout is not torch.strided or value.is_quantized:
         what = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         raise TypeError(f"{who} is {what}: {expected} is expected")
+    if has_own_operators(value):
+        raise TypeError(
+            f"{who} is a {kind}, a tensor subclass with operators of its own, which has no pieces "
+            f"that torch.chunk cuts: {expected} is expected. Shard its inner tensors, or keep it "
+            "whole on each rank beside DistTensors, as shard_module does with a frozen parameter"
+        )
     if value.is_meta and not meta:
         raise TypeError(f"{who} is on the meta device: {expected} is expected")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from disttensor.arguments import has_own_operators
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, arrived
@@ -45,7 +46,7 @@ def key_of(value: Any, floats: bool = False) -> Any:
     if isinstance(value, Tensor):
         if isinstance(value, DistTensor):  # it was awaited
             return arrived(value).spec
-        return Tensor, value.shape, value.dtype
+        return kind if has_own_operators(value) else Tensor, value.shape, value.dtype
     if kind is slice:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from disttensor import errors
+from disttensor.arguments import has_own_operators
 from disttensor.cache import Cache
 from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
@@ -213,6 +214,10 @@ def resolve(
             "piece afterwards"
         )
         return Resolution("gather", why, expected=True)
+    for t, layout in zip(flat((args, kwargs), []), decision.input_layouts, strict=True):
+        if has_own_operators(t) and layout != replicated(t.ndim):
+            kind = type(t).__name__
+            return Resolution("gather", f"a {kind} among the arguments stays whole")
     if alike and not own and of_any_size(factors, decision, [s.shape for s in specs]):
         _ALIKE[alike] = factors, decision
     if same is not None and not own:

@@ -12,12 +12,13 @@ from torch import nn
 
 import reshard
 from disttensor import arguments
+from disttensor.arguments import has_own_operators
 from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.off_mesh import OffMeshSegment
 from disttensor.fsdp.param import FSDPParam
-from disttensor.fsdp.replicas import broadcast_replicas
+from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.segment_policy import SegmentBySize, Segments, segments_of
 from disttensor.layout import Layout
@@ -25,7 +26,7 @@ from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
 from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.parameters import Slot, slots
-from disttensor.nn.shard_module import a_module, shard_module
+from disttensor.nn.shard_module import a_module, check_subclasses, shard_module
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import as_parameter
@@ -93,7 +94,8 @@ def shard_data_parallel(
     if mesh is not None:
         _place(module, mesh, shard_axis)
     before = slots(module)
-    broadcast_replicas(s.value for s in before if isinstance(s.value, DistTensor))
+    values = (s.value for s in before)
+    broadcast_replicas(t for v in values for t in replicas_of(v, _meshes(module, mesh)))
     sharded = _shard_all(module, before, shard_axis)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
@@ -152,7 +154,8 @@ def _checked(
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
         raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
-    params = dict(module.named_parameters())
+    check_subclasses(who, module, {})
+    params = {name: p for name, p in module.named_parameters() if not has_own_operators(p)}
     if not params:
         raise ValueError(f"{who}: the module {type(module).__name__} has no parameters")
     plain = [name for name, p in params.items() if not isinstance(p, DistTensor)]
@@ -246,7 +249,7 @@ def _shard_all(
     made: dict[int, DistTensor] = {}
     sharded: dict[str, DistTensor] = {}
     for slot in before:
-        if slot.table is not slot.owner._parameters:
+        if slot.table is not slot.owner._parameters or not isinstance(slot.value, DistTensor):
             continue
         p: Any = slot.value
         if id(p) not in made:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from disttensor.arguments import has_own_operators
 from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
@@ -76,7 +77,7 @@ def module_tree(module: nn.Module) -> list[ModuleNode]:
         node.repeated = id(module) in seen
         seen.add(id(module))
         params = module.parameters() if node.repeated else module._parameters.values()
-        node.params = [p for p in params if p is not None]
+        node.params = [p for p in params if p is not None and not has_own_operators(p)]
         node.total = len(node.params)
         for p in node.params:
             node.nbytes += 0 if id(p) in counted else _nbytes(p)

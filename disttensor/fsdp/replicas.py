@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from disttensor import arguments
+from disttensor.arguments import has_own_operators
 from disttensor.comm import collectives, objects
+from disttensor.layout import replicated
 from disttensor.mesh import ProcessMesh
 from disttensor.placement import Replicate
 from disttensor.spec import DistSpec
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 _FLAT = 1 << 28  # bytes of one broadcast: more would only take more memory
 _SHOWN = 20  # tensors that an error names
@@ -35,6 +37,24 @@ def _shared(tensors: Iterable[Any]) -> Iterator[tuple[DistTensor, ProcessMesh, t
         axes = replicated_axes(spec)
         if axes and not x.local.is_meta:
             yield x, spec.mesh, axes
+
+
+def replicas_of(value: Any, meshes: Sequence[ProcessMesh]) -> list[DistTensor]:
+    """Returns ``value`` if it is a DistTensor; of a tensor subclass with operators of its own its
+    inner tensors as DistTensors that share their memory, where there is one mesh."""
+    if isinstance(value, DistTensor):
+        return [value]
+    if not has_own_operators(value) or len(meshes) != 1:
+        return []
+    found: list[DistTensor] = []
+    for name in getattr(value, "__tensor_flatten__", lambda: ((), None))()[0]:
+        part = getattr(value, name)
+        if has_own_operators(part):
+            found += replicas_of(part, meshes)
+        elif isinstance(part, torch.Tensor):
+            spec = DistSpec(meshes[0], replicated(part.ndim), part.shape, part.dtype)
+            found.append(wrap(part, spec))
+    return found
 
 
 def broadcast_replicas(tensors: Iterable[DistTensor]) -> None:

@@ -17,7 +17,7 @@ from disttensor.meta import execute, skip
 from disttensor.nn import expert_modules
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
-from disttensor.placement import Placement
+from disttensor.placement import Placement, Replicate
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -40,9 +40,10 @@ def shard_module(
     what it likes with ``shard_tensor``. What is not named is replicated. Tied parameters stay tied.
     On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device
     are made shard by shard and initialized by ``init(submodule)``, or without it by the submodule's
-    own ``reset_parameters``, inner modules first, with the bits that one process draws. Raises
-    ValueError for a plan that does not fit and for meta tensors that nothing would initialize,
-    before anything is changed.
+    own ``reset_parameters``, inner modules first, with the bits that one process draws. A frozen
+    tensor of a subclass with operators of its own (a quantized weight of torchao) stays as it is,
+    whole on each rank. Raises ValueError for one that requires grad, for a plan that does not fit
+    and for meta tensors that nothing would initialize, before anything is changed.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> column, row = [dt.Replicate(), dt.Shard(0)], [dt.Replicate(), dt.Shard(1)]
@@ -88,6 +89,7 @@ def place(
     other slots too.
     """
     chosen = _choose(module, mesh_of, plan)
+    check_subclasses("shard_module", module, chosen)
     if init is None:
         _check_meta(module, mesh_of)
     made: dict[int, Any] = {}
@@ -97,7 +99,8 @@ def place(
             made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
     for name, owner, table, key, value in slots(module):
-        mesh = None if isinstance(value, DistTensor) else mesh_of(value)
+        stays = isinstance(value, DistTensor) or arguments.has_own_operators(value)
+        mesh = None if stays else mesh_of(value)
         if id(value) not in made and mesh is not None:
             made[id(value)] = _place(value, mesh, chosen.get(name))
             if value.is_meta:
@@ -120,10 +123,33 @@ def _initializer(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
+def check_subclasses(
+    who: str, module: nn.Module, chosen: Mapping[str, Sequence[Placement]]
+) -> None:
+    """Raise ValueError for a tensor of a subclass with operators of its own that cannot stay whole:
+    it requires grad, or ``chosen`` splits it."""
+    for name, _, _, _, value in slots(module):
+        if not arguments.has_own_operators(value):
+            continue
+        split = any(type(p) is not Replicate for p in chosen.get(name, ()))
+        if split or value.requires_grad:
+            what = f"{who}: {name!r} is a {type(value).__name__}, a tensor subclass with operators "
+            raise ValueError(
+                what + "of its own. It stays whole on each rank, and the plan splits it: take it "
+                "out of the plan"
+                if split
+                else what + "of its own, and requires grad: its gradient would not be reduced. "
+                "Freeze it (requires_grad_(False)) and train others beside it, as LoRA does, or "
+                "train a plain tensor"
+            )
+
+
 def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
     """Raise for a meta tensor in a module that cannot initialize it."""
     for name, owner, _, _, value in slots(module):
         if isinstance(value, DistTensor) or not value.is_meta or mesh_of(value) is None:
+            continue
+        if arguments.has_own_operators(value):
             continue
         if not callable(_initializer(owner)):
             raise ValueError(
