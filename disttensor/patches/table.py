@@ -186,6 +186,16 @@ TABLE = (
         replaced_in(_FSDP, wrappers.refusing_in(1), "__init__", "FullyShardedDataParallel"),
     ),
     Change(
+        "torch.nn.attention.flex_attention",
+        "Dynamo's error for the C code of this package. It raises one that says what to do",
+        "none: it does not ask __torch_function__",
+        replaced_in(
+            "torch.nn.attention.flex_attention",
+            wrappers.refusing_flex_attention,
+            "_validate_sdpa_input",
+        ),
+    ),
+    Change(
         "torch.nn.Module.register_full_backward_hook",
         "the node whose hooks it calls is a custom function, which would lose the gradient",
         "none: torch.utils.hooks.BackwardHook asks nobody",

@@ -1,4 +1,5 @@
-"""DistributedDataParallel and FSDP take pieces of DistTensors for replicas, or cut them again."""
+"""Functions of torch that refuse DistTensors: DistributedDataParallel and FSDP take their pieces
+for replicas, or cut them again; flex_attention compiles them."""
 
 from __future__ import annotations
 
@@ -26,6 +27,26 @@ def refusing_in(place: int) -> Callable[[Any], Any]:
         return run
 
     return refusing
+
+
+def refusing_flex_attention(original: Any) -> Any:
+    """A wrapper of the check of flex_attention's query, key and value."""
+
+    @wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, DistTensor):
+                raise TypeError(
+                    f"flex_attention of {x.spec!r}: torch compiles it together with its mask and "
+                    "score functions, and cannot compile DistTensors. Run it on the pieces, split "
+                    "over heads or rows of the batch: dt.local_map(lambda q, k, v: "
+                    "flex_attention(q, k, v, block_mask=mask), in_placements=[[dt.Shard(1)]] * 3, "
+                    "out_placements=[dt.Shard(1)])(q, k, v); its functions then count the heads "
+                    "and rows of a piece. scaled_dot_product_attention takes DistTensors"
+                )
+        return original(*args, **kwargs)
+
+    return run
 
 
 def _check(module: torch.nn.Module, who: str) -> None:

@@ -444,6 +444,20 @@ def told_of_failures() -> None:
     assert sys.excepthook is failures._hook
 
 
+def attended_by_flex_attention() -> None:
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    q = dt.shard_tensor(torch.ones(2, 2, 16, 4), line(), [Shard(1)])
+    with pytest.raises(TypeError, match=r"flex_attention of .*over heads or rows.*local_map"):
+        flex.flex_attention(q, q, q)
+    on_heads = dt.local_map(
+        lambda q, k, v: flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + j),
+        in_placements=[[Shard(1)]] * 3, out_placements=[Shard(1)],
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is slow without torch.compile
+        assert on_heads(q, q, q).full_tensor().allclose(torch.ones(2, 2, 16, 4))
+
+
 WRAPPERS = (
     "torch.nn.parallel.DistributedDataParallel",
     "torch.distributed.fsdp.fully_shard",
@@ -452,6 +466,7 @@ WRAPPERS = (
 PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
+    "torch.nn.attention.flex_attention": attended_by_flex_attention,
     "torch.nn.Module.register_full_backward_hook": hooked,
     "torch.nn.Module.register_backward_hook": hooked_as_before,
     "torch.utils.checkpoint.checkpoint": recomputed,
