@@ -3,7 +3,8 @@ and the DistTensors made of what this rank has loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,21 @@ from disttensor.comm import collectives, objects
 from disttensor.layout import Box, box_at, layout_of
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
-from disttensor.placement import Placement, Replicate, Shard
+from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.spec import spec_of
 from disttensor.tensor.dist_tensor import wrap
 from disttensor.tree import Path
 
 Tensor = torch.Tensor
 Places = tuple[ProcessMesh, Sequence[Placement]]
+
+
+# reduction -> of no samples, in a dtype
+_EMPTY: dict[str, Callable[[torch.dtype], Any]] = {
+    "sum": lambda dtype: 0,
+    "max": lambda dtype: -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min,
+    "min": lambda dtype: math.inf if dtype.is_floating_point else torch.iinfo(dtype).max,
+}
 
 
 def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
@@ -31,7 +40,7 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
     flat = list(_by_key("placements", placements).values())
     one_layout = all(isinstance(p, Placement) for p in flat)
     if one_mesh and one_layout:
-        return {None: (mesh, _checked(placements))}
+        return {None: (mesh, _checked(placements, alone=True))}
     meshes = None if one_mesh else _by_key("mesh", mesh)
     layouts = None if one_layout else _by_key("placements", placements)
     keys = meshes if meshes is not None else layouts or {}
@@ -40,13 +49,26 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
             f"shard_loader: meshes for the entries {list(meshes)}, placements for {list(layouts)}: "
             "give one of each for each entry of a batch"
         )
-    return {
+    places = {
         key: (
             mesh if meshes is None else meshes[key],
-            _checked(placements if layouts is None else layouts[key]),
+            _checked(placements if layouts is None else layouts[key], alone=layouts is None),
         )
         for key in keys
     }
+    split = {(m, tuple(not isinstance(p, Replicate) for p in of)) for m, of in places.values()}
+    if len(split) > 1 and any(map(is_summand, places.values())):
+        raise ValueError(
+            "shard_loader: an entry with dt.Partial is made of the samples that a rank loads, so "
+            "all entries are split over the same mesh axes, and here they are not: "
+            + ", ".join(f"{key!r}: {list(of)} on {m!r}" for key, (m, of) in places.items())
+        )
+    return places
+
+
+def is_summand(place: Places | None) -> bool:
+    """Is what each rank makes of its samples one part of a reduction?"""
+    return place is not None and any(isinstance(p, Partial) for p in place[1])
 
 
 def _by_key(name: str, value: Any) -> dict[Any, Any]:
@@ -56,18 +78,29 @@ def _by_key(name: str, value: Any) -> dict[Any, Any]:
     return dict(enumerate(arguments.listed(f"shard_loader: {name}", value, expected)))
 
 
-def _checked(placements: Any) -> Sequence[Placement]:
+def _checked(placements: Any, alone: bool) -> Sequence[Placement]:
+    """``alone``: the placements are those of all entries."""
     for p in placements:
-        if type(p) not in (Shard, Replicate):
+        pending = isinstance(p, Partial) and p.reduce_op in _EMPTY and not alone
+        if type(p) not in (Shard, Replicate) and not pending:
             raise ValueError(
-                f"shard_loader: {p!r}: a batch that is loaded is split (dt.Shard) or replicated"
+                f"shard_loader: {p!r}: a batch that is loaded is split (dt.Shard) or replicated; a "
+                "number that a collate_fn makes of a rank's samples gets dt.Partial('sum'), 'max' "
+                "or 'min', in placements of its own"
             )
-    return placements
+    if any(isinstance(p, Partial) for p in placements) and any(
+        type(p) is Shard for p in placements
+    ):
+        raise ValueError(
+            f"shard_loader: {list(placements)}: an entry is split, or a part of a reduction"
+        )
+    return tuple(placements)
 
 
 def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[int, int]:
     """Of so many samples, the first and the one behind the last of this rank's piece."""
-    own = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in placements]
+    own = [Shard(0) if isinstance(p, Partial) else p for p in placements]
+    own = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in own]
     dims = layout_of(own, 1, mesh.ndim).dims
     box = box_at((count,), dims, mesh.shape, mesh.coordinate or ())
     return box.offset[0], box.offset[0] + box.shape[0]
@@ -75,13 +108,19 @@ def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> t
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor of a batch, without dim 0."""
+    """A tensor of a batch, without dim 0 unless it is a ``summand``."""
 
     tail: tuple[int, ...]
     dtype: torch.dtype
+    summand: bool = False
 
     def __repr__(self) -> str:
-        return f"{self.dtype}[{', '.join(['n', *map(str, self.tail)])}]"
+        first = [] if self.summand else ["n"]
+        return f"{self.dtype}[{', '.join([*first, *map(str, self.tail)])}]"
+
+
+def _place(places: dict[Any, Places], path: Path) -> Places | None:
+    return places.get(None) or places.get(path[0] if path else None)
 
 
 def _name(path: Path) -> str:
@@ -92,6 +131,7 @@ def _name(path: Path) -> str:
 class Form:
     """Collects the tensors of a batch of so many ``rows``, and leaves what all ranks must know."""
 
+    places: dict[Any, Places]
     tensors: dict[Path, Tensor]
     rows: int
 
@@ -103,12 +143,16 @@ class Form:
                 f"shard_loader: {_name(path)} is a {type(x).__name__}: let collate_fn make a "
                 "tensor of it, or leave it out"
             )
+        self.tensors[path] = x
+        if is_summand(_place(self.places, path)):
+            return _Leaf(tuple(x.shape), x.dtype, summand=True)
         if not x.ndim or x.shape[0] != self.rows:
             raise ValueError(
                 f"shard_loader: {_name(path)} has shape {list(x.shape)} for {self.rows} samples: "
-                "dim 0 of each tensor counts the samples"
+                "dim 0 of each tensor counts the samples. What is made of all of a rank's samples, "
+                "as a count of tokens, gets placements of its own that say how the ranks' are put "
+                "together: {'tokens': [dt.Partial('sum'), dt.Replicate()], ...}"
             )
-        self.tensors[path] = x
         return _Leaf(tuple(x.shape[1:]), x.dtype)
 
 
@@ -124,14 +168,14 @@ class Placed:
     def __call__(self, x: Any, path: Path) -> Any:
         if type(x) is not _Leaf:
             return x
-        found = self.places.get(None) or self.places.get(path[0] if path else None)
+        found = _place(self.places, path)
         if found is None:
             raise ValueError(
                 f"shard_loader: {_name(path)} has no mesh and placements: they were given for "
                 f"{', '.join(_name((key,)) for key in self.places)}"
             )
         mesh, placements = found
-        shape = (self.samples, *x.tail)
+        shape = x.tail if x.summand else (self.samples, *x.tail)
         try:
             spec = spec_of(mesh, shape, x.dtype, placements)
         except ValueError as error:
@@ -140,6 +184,11 @@ class Placed:
             ) from None
         if mesh.coordinate is None:
             return execute.stand_in(spec)
+        if x.summand:
+            local = self.tensors.get(path)
+            if local is None:  # no sample came to this rank
+                local = torch.full(shape, _EMPTY[spec.layout.partial[0][1]](x.dtype), dtype=x.dtype)
+            return wrap(local.to(mesh.device), spec)
         box = spec.local_box
         if (box.offset[0], box.offset[0] + box.shape[0]) != rows_of(self.samples, mesh, placements):
             raise ValueError(

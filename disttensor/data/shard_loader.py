@@ -34,6 +34,8 @@ def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
     and their order are those of one process with the same seed, the last one and ``drop_last`` too.
     Batches may be tensors, or dicts, lists and tuples of them. ``mesh`` and ``placements`` are for
     all tensors, or dicts or tuples with one for each entry of a batch: ``(stages[0], stages[-1])``.
+    An entry that ``collate_fn`` makes of all samples of a rank, as a count of tokens, has
+    ``Partial("sum")`` (or "max", "min") on the axes that split the batch.
     All ranks of the world iterate together. ``state_dict`` holds the position in samples, and
     resumes under any mesh. Raises TypeError for a loader without indices (an IterableDataset,
     ``batch_size=None``), ValueError for placements that split no tensor this way.
@@ -104,7 +106,7 @@ class ShardedLoader:
                 value = next(batches)
                 count, first, stop, digest = self.pieces.given.popleft()
                 if first < stop:
-                    found = map_paths(value, Form(tensors, stop - first))
+                    found = map_paths(value, Form(self.places, tensors, stop - first))
             except StopIteration:
                 pass
             except Exception as caught:

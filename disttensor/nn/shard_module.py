@@ -37,7 +37,8 @@ def shard_module(
     ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or
     a compiled regex) to placements; the first entry that matches counts, exact names before
     patterns. Or it is a function (name, module, mesh) that is called for each submodule and shards
-    what it likes with ``shard_tensor``. What is not named is replicated. Tied parameters stay tied.
+    what it likes with ``shard_tensor``. What is not named is replicated, and so is a 0-d tensor
+    (``num_batches_tracked``) that an entry names beside others. Tied parameters stay tied.
     On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device
     are made shard by shard and initialized by ``init(submodule)``, or without it by the submodule's
     own ``reset_parameters``, inner modules first, with the bits that one process draws. A frozen
@@ -223,8 +224,11 @@ def _choose(
                     f"shard_module: {pattern!r} matches no parameter, buffer or module; there are "
                     f"{known(str(pattern), tensors)}"
                 )
+            several = any(tensors[name].ndim for name in hits)
             for name in hits:
                 mesh = mesh_of(tensors[name])
+                if several and not tensors[name].ndim:
+                    continue  # a count beside what is split, as num_batches_tracked
                 if name not in chosen and mesh is not None:
                     _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
                     chosen[name] = placements

@@ -84,6 +84,9 @@ class Awaited(DistTensor):
 
     def __getattr__(self, name: str) -> Any:
         if name != "local":
+            if name in ("mesh", "device_mesh"):  # the error of a DistTensor
+                _ = self.local
+                return getattr(self, name)
             raise AttributeError(f"'DistTensor' object has no attribute {name!r}")
         arrival = self.__dict__.get("_arrival")
         if arrival is not None:

@@ -22,8 +22,22 @@ def _of_local(name: str) -> Any:
     return property(attrgetter(f"local.{name}"))
 
 
+def _named(name: str) -> Any:
+    """An attribute that other libraries have, and DistTensor has not."""
+
+    def get(x: Any) -> Any:
+        raise AttributeError(
+            f"'DistTensor' object has no attribute {name!r}: its mesh is x.process_mesh, and as "
+            "torch's DeviceMesh x.process_mesh.to_device_mesh()"
+        )
+
+    return property(get)
+
+
 class Metadata(MeshTensor):
     """Layout, shape, dtype and strides."""
+
+    mesh, device_mesh = _named("mesh"), _named("device_mesh")
 
     @property
     def process_mesh(self) -> ProcessMesh:

@@ -207,3 +207,43 @@ def test_what_cannot_be_is_an_error_on_all_ranks():
     fails(loader_of(Samples(4), seed=None, collate_fn=summed), "dim 0 of each tensor counts")
     with pytest.raises(ValueError, match="meshes for the entries"):
         dt.shard_loader(loader_of(Samples(4)), (mesh, mesh), {0: [S0]})
+
+
+def counted(samples: list[int]) -> dict[str, Any]:
+    """A collate_fn of rows and of numbers about all of them."""
+    rows = torch.tensor(samples)
+    return {
+        "x": rows,
+        "tokens": (rows % 5 + 1).sum(),
+        "longest": rows.max(),
+        "least": rows.double().min(),
+        "bins": torch.bincount(rows % 3, minlength=3),
+    }
+
+
+@everywhere
+def test_numbers_that_a_collate_fn_makes_of_its_samples_are_put_together():
+    mesh, P = grid(), dt.Partial
+    for axis in (0, 1):  # the other one holds the same rows
+
+        def on(p: Any, axis: int = axis) -> list[Any]:
+            return [p if a == axis else R for a in range(2)]
+
+        ops = {"tokens": "sum", "longest": "max", "least": "min", "bins": "sum"}
+        places = {"x": on(S0), **{key: on(P(op)) for key, op in ops.items()}}
+        plain = loader_of(list(range(9)), collate_fn=counted)
+        ours = dt.shard_loader(loader_of(list(range(9)), collate_fn=counted), mesh, places)
+        seen = 0
+        for got, want in zip(ours, plain, strict=True):  # the last batch has one sample
+            assert got["tokens"].placements == tuple(on(P()))
+            same(list(got.values()), list(want.values()))
+            same(got["x"].sum() / got["tokens"], want["x"].sum() / want["tokens"])
+            seen += 1
+        assert seen == 3
+    with pytest.raises(ValueError, match=r"all entries are split over the same mesh axes"):
+        dt.shard_loader(plain, mesh, {"x": [S0, S0], "tokens": [P(), R]})
+    for bad in ([P("avg"), R], [P("sum"), S0]):
+        with pytest.raises(ValueError, match=r"in placements of its own|is split, or a part"):
+            dt.shard_loader(plain, mesh, {"x": [S0, R], "tokens": bad})
+    with pytest.raises(ValueError, match="in placements of its own"):
+        dt.shard_loader(plain, mesh, [P(), R])

@@ -91,6 +91,20 @@ def test_plans(plan):
 
 
 @everywhere
+def test_a_count_beside_what_an_entry_splits_is_replicated():
+    for pattern in ("1.*", "1", "*"):
+        module = nn.Sequential(nn.Identity(), nn.BatchNorm1d(6))
+        dt.shard_module(module, grid(), {pattern: [S0, R]})
+        assert module[1].running_var.placements == module[1].weight.placements == (S0, R)
+        assert module[1].num_batches_tracked.placements == (R, R)
+    for pattern in ("*.num_batches_tracked", "1.num_batches_tracked"):
+        with pytest.raises(ValueError, match="0-d"):
+            dt.shard_module(
+                nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)), grid(), {pattern: (S0, R)}
+            )
+
+
+@everywhere
 def test_what_the_plan_does_not_name_is_replicated_and_dist_parameters_stay():
     module = net()
     module.head.weight = nn.Parameter(dt.shard_tensor(torch.ones(7, 6), grid(), (S1, R)))

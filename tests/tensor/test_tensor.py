@@ -441,3 +441,13 @@ def test_a_copy_shares_memory_that_is_part_of_a_larger_one(parameter):
         assert isinstance(y, nn.Parameter) is parameter and y.requires_grad is parameter
         y.detach().zero_()
         same(x, torch.zeros(4, 4, dtype=x.dtype))
+
+
+@everywhere
+def test_other_libraries_names_of_the_mesh_are_errors_that_name_ours():
+    x = dt.shard_tensor(torch.ones(4, 4), grid(), [S0, R])
+    for name in ("mesh", "device_mesh"):
+        for y in (x, dt.reshard(x, grid(), [R, R])):  # one that is under way
+            assert not hasattr(y, name)
+            with pytest.raises(AttributeError, match=rf"no attribute '{name}'.*x.process_mesh"):
+                getattr(y, name)
