@@ -20,7 +20,7 @@ from disttensor.layout import (
 )
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.placement import Placement
-from disttensor.torch_private import no_dispatch, refuse_memory
+from disttensor.torch_private import outside_modes, refuse_memory
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +110,7 @@ class DistSpec:
         else:
             self.local_box = Box((0,) * len(shape), (0,))
         self.local_shape = self.local_box.shape
-        with no_dispatch():  # wrappers are made of it under any mode, and after
+        with outside_modes():  # wrappers are made of it under any mode, and after
             self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived, self.idle = {}, None
         mesh.specs[key] = self

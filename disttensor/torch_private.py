@@ -43,9 +43,9 @@ __all__ = [
     "flash_on_cpu", "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name",
     "is_composite", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
     "next_node", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
-    "node_number", "outside_transforms", "process_groups_aside", "reduce_scatter_single",
-    "refuse_memory", "renumber", "root_of", "run_backward", "schemas_named", "schemas_of",
-    "set_timeout", "set_versions",
+    "node_number", "outside_modes", "outside_transforms", "process_groups_aside",
+    "reduce_scatter_single", "refuse_memory", "renumber", "root_of", "run_backward",
+    "schemas_named", "schemas_of", "set_timeout", "set_versions",
     "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
     "use_count", "users_of_storage", "without_fakes",
@@ -204,6 +204,16 @@ count_function_modes: Callable[[], int] = need(
 
 # Inside, nobody's dispatch mode sees what is made: for tensors of the engine's own.
 no_dispatch: Any = need("for stand-ins under any mode", torch._C, "_DisableTorchDispatch")
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Tensors made in here are kept and used under any mode: none of the caller's applies to them.
+    No graph is made unless the code in here enables it."""
+    with no_function_mode(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 # The modes of this thread that see every operator, the outermost first.
 dispatch_modes: Callable[[], list[Any]] = need(
     "to take modes into another thread", _python_dispatch, "_get_current_dispatch_mode_stack"

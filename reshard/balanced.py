@@ -14,6 +14,7 @@ from disttensor.comm import collectives
 from disttensor.layout import Layout, chunk, dealt
 from disttensor.placement import Balanced, Partial, Replicate, Shard
 from disttensor.spec import DistSpec
+from disttensor.torch_private import outside_modes
 from ops.nn.dealing import Dealing
 from reshard.all_gather import all_gather
 from reshard.all_to_all import all_to_all
@@ -37,9 +38,11 @@ def _contiguous(spec: DistSpec, axes: Axes) -> DistSpec:
 @cached(256)
 def _order(size: int, parts: int, back: bool) -> Tensor:
     """The rows of piece 0, of piece 1, ...; ``back``: where each row is among those."""
-    rows = [torch.arange(*r) for i in range(parts) for r in dealt(size, i, parts)]
-    order = torch.cat(rows)
-    return order.argsort() if back else order
+    with outside_modes():
+        device = torch.device("cpu")
+        pieces = [dealt(size, i, parts) for i in range(parts)]
+        order = torch.cat([torch.arange(*r, device=device) for piece in pieces for r in piece])
+        return order.argsort() if back else order
 
 
 def _reordered(x: Tensor, dim: int, parts: int, back: bool = False) -> Tensor:

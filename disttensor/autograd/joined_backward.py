@@ -39,3 +39,19 @@ def one_backward() -> Iterator[None]:
             waiting.pop(0)()
     finally:
         _joined.pop()
+
+
+@contextmanager
+def part_of_present() -> Iterator[None]:
+    """A call of autograd in a node of a backward is part of that backward, which ends later."""
+    if current_backward() == -1:
+        yield
+        return
+    waiting: list[Callable[[], object]] = []
+    _joined.append((this_backward(), waiting))
+    try:
+        yield
+    finally:
+        _joined.pop()
+        for function in waiting:
+            when_over(function)

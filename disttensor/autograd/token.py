@@ -2,7 +2,7 @@
 
 JAX's word for a value that only orders effects. A token is a tensor of zero size, in the local
 autograd graph like any local, so that ``requires_grad``, ``is_leaf`` and ``backward`` need no
-second mechanism. Tokens are real under any mode, as they are shared. There are four kinds:
+second mechanism. Shared tokens are made outside the caller's modes. There are four kinds:
 
     detached   shared by all tensors that need no gradient
     leaf       of a parameter or another leaf that requires grad: one of its own
@@ -22,7 +22,7 @@ from functools import lru_cache
 
 import torch
 
-from disttensor.torch_private import no_dispatch
+from disttensor.torch_private import no_dispatch, outside_modes
 
 Tensor = torch.Tensor
 _used: list[torch.device] = []
@@ -33,7 +33,7 @@ replaced = [0]
 
 @lru_cache(maxsize=64)
 def detached(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    with no_dispatch():
+    with outside_modes():
         return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -44,8 +44,8 @@ def leaf(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=64)
 def orphan(device: torch.device) -> Tensor:
-    with no_dispatch(), torch.enable_grad():
-        root = torch.empty(0, device=device, requires_grad=True)
+    with outside_modes(), torch.enable_grad():
+        root = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         return root.view_as(root)
 
 
@@ -71,8 +71,8 @@ def anchor(device: torch.device) -> Tensor:
     """A leaf that every transfer takes: a backward that asks for it as an input runs all transfers
     that it reaches, on all ranks alike, whatever else it asks for on this one."""
     _used.append(device)
-    with no_dispatch():
-        return torch.empty(0, device=device, requires_grad=True)
+    with outside_modes():
+        return torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
 
 
 def anchors() -> list[Tensor]:

@@ -22,6 +22,7 @@ from disttensor.nn.names import close_to
 from disttensor.tensor.checkpointable import settled
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
+from disttensor.torch_private import outside_modes
 from disttensor.tree import Path, map_paths
 
 Tensor = torch.Tensor
@@ -117,7 +118,8 @@ def _joined(name: str, path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    with outside_modes():
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, current_context
-from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor.autograd.activation_checkpoint import AROUND, current_run, recompute_around
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import at_once
 from disttensor.comm import buffers
@@ -62,6 +62,7 @@ class Engine:
         self.order: list[Segment] = []  # in which the forwards of this epoch began
         self.last_order: list[Segment] = []  # the same of the epoch before
         self.backward: Backward | None = None
+        self.held: set[Segment] = set()  # not freed before the backward ends
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
         _ENGINES.append(weakref.ref(self))
@@ -167,7 +168,10 @@ class Engine:
         if not segment.running:
             AROUND.pop(segment, None)
         if current_backward() != -1:
-            if segment.free_after_forward and not segment.running and self.backward is not None:
+            if torch.is_grad_enabled() and self._hold(segment):
+                return None
+            freed = segment.free_after_forward and segment not in self.held
+            if freed and not segment.running and self.backward is not None:
                 self.backward.recomputed(segment)
             return None
         outputs = tensors_in(output, attributes=True)
@@ -286,9 +290,18 @@ class Engine:
         """For a region inside its modules that is computed again: the backward may not have come to
         the segment, as its results are on another stage. Hidden as the backward ends."""
         self._present()
+        self._hold(segment)
         segment.gather()
         segment.show()
         yield
+
+    def _hold(self, segment: Segment) -> bool:
+        """Returns True if this code is in the backward of a custom function, which differentiates
+        results of the segment itself: it is not freed before the backward ends."""
+        if recompute_around(current_run()) is not None:
+            return False
+        self.held.add(segment)
+        return True
 
     def _leave(self, forward: SegmentForward) -> None:
         backward = self._present()
@@ -302,7 +315,8 @@ class Engine:
             self._free(backward, one)
 
     def _free(self, backward: Backward, segment: Segment) -> None:
-        if segment.shown and not segment.busy and backward.is_done_with(segment):
+        held = segment.busy or segment in self.held
+        if segment.shown and not held and backward.is_done_with(segment):
             segment.free()
 
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Steps]:
@@ -323,6 +337,7 @@ class Engine:
                 self.accumulation.after(backward, context)
         finally:
             self.backward = None
+            self.held.clear()
             for segment in self.segments:
                 if not segment.busy and (
                     segment.shown or segment in backward.entered or not segment.is_gathered
@@ -343,6 +358,7 @@ class Engine:
         """After a backward that ended with an error."""
         if self.backward is not None:
             backward, self.backward = self.backward, None
+            self.held.clear()
             backward.abandon()
             for segment in backward.entered:
                 segment.free()

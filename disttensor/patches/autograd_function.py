@@ -6,7 +6,7 @@ be lost without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from disttensor.cache import Cache
 from disttensor.dispatch.fallback import run_replicated
 from disttensor.errors import CustomFunctionError, user_line
+from disttensor.patches.whole_function import GIVEN, on_wholes
 from disttensor.tensor.awaited import Awaited
 from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tree import flat
 
 _OURS = frozenset({DistTensor, Awaited})
 _runners: Cache[Any, Callable[..., Any]] = Cache(256)
@@ -28,30 +30,55 @@ def on_whole_locals(original: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
         if _OURS.isdisjoint(map(type, args)):
-            return call(*args, **kwargs)
+            out = call(*args, **kwargs)
+            _check_results(cls, args, out)
+            return out
         for a in args:
             if isinstance(a, DistTensor):
                 arrived(a)
         if cls is CheckpointFunction:
             _refuse_reentrant()
             return call(*args, **kwargs)
-        return (_runners.get(cls) or _runner(cls, call))(args, kwargs)
+        return (_runners.get(cls) or _runner(cls, original))(args, kwargs)
 
     # By its file torch.compile knows that ``torch.compile(F.apply)`` is a custom function's call.
     apply.__code__ = apply.__code__.replace(co_filename=torch.autograd.function.__file__)
     return classmethod(apply)
 
 
-def _runner(cls: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Inputs are gathered, the results are replicated; said once for each class."""
+def _runner(cls: Any, original: Any) -> Callable[..., Any]:
+    """Returns what gathers the inputs, runs ``cls`` and replicates the results."""
+    call = original.__get__(None, on_wholes(cls))
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     apply.__qualname__, apply.__module__ = f"{cls.__qualname__}.apply", cls.__module__
     why = "a custom autograd.Function; local_map(F.apply, ...) runs it on pieces"
-    run = _runners[cls] = run_replicated(apply, why)
+    replicated = run_replicated(apply, why)
+
+    def run(args: Sequence[Any], kwargs: Any) -> Any:
+        before = GIVEN.set(args)
+        try:
+            return replicated(args, kwargs)
+        finally:
+            GIVEN.reset(before)
+
+    _runners[cls] = run
     return run
+
+
+def _check_results(cls: Any, args: Sequence[Any], out: Any) -> None:
+    """Raises CustomFunctionError if plain tensors that require grad gave DistTensors: the graph
+    would end there."""
+    found = any(type(x) in _OURS for x in (out if isinstance(out, tuple) else (out,)))
+    if found and torch.is_grad_enabled() and any(t.requires_grad for t in flat(args, [])):
+        raise CustomFunctionError(
+            f"{cls.__qualname__}.apply at {user_line()}: no argument is a DistTensor, but the "
+            "forward returned one, made of DistTensors that it reads besides its arguments; its "
+            "gradient would be lost. Give apply a DistTensor: dt.shard_tensor(x, mesh), or a "
+            "parameter that the function reads"
+        )
 
 
 def _refuse_reentrant() -> None:

@@ -47,10 +47,10 @@ def for_dist_tensors(original: Generator) -> Generator:
         def recompute(*args: Any, **kwargs: Any) -> Any:
             ours = remakes[len(remakes) - len(args) :]
             with ExitStack() as stack:
+                stack.enter_context(Run(notes, is_recompute=True))
                 for set_up in around:
                     stack.enter_context(set_up())
                 stack.enter_context(attention_policy(policy))
-                stack.enter_context(Run(notes, is_recompute=True))
                 return fn(
                     *[a if r is None else r(a) for a, r in zip(args, ours, strict=True)], **kwargs
                 )

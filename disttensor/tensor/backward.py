@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from disttensor.autograd import token
-from disttensor.autograd.accumulation import RETURNED, backward_context
+from disttensor.autograd.accumulation import RETURNED, backward_context, current_context
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.autograd.graph import node_of, nodes_of
+from disttensor.autograd.joined_backward import part_of_present
 from disttensor.autograd.tie import Tie
 from disttensor.cache import cached
 from disttensor.comm import program
@@ -20,9 +22,14 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.base import GradCollector, MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
 from disttensor.tensor.reshard import TAPE, moved_for, resharded
+from disttensor.torch_private import current_backward
 from disttensor.torch_private import run_backward as engine_backward
 
 Tensor = torch.Tensor
+
+# Whole argument of a custom autograd function that runs -> the DistTensor that it was made of: set
+# by disttensor.patches.whole_function
+BEHIND: ContextVar[Mapping[Tensor, MeshTensor]] = ContextVar("behind", default={})  # noqa: B039
 
 # Called when a backward has ended with an error.
 AFTER_FAILURE: list[Callable[[], None]] = []
@@ -83,11 +90,12 @@ def run_given(
     _followed(engine_backward, tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
 
 
-def _followed(engine: Callable[..., object], *args: Any) -> None:
+def _followed(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        engine(*args)
+        with part_of_present():
+            return engine(*args, **kwargs)
     except BaseException:
-        for run in AFTER_FAILURE:
+        for run in AFTER_FAILURE if current_backward() == -1 else ():
             run()
         raise
 
@@ -96,7 +104,8 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
     """The locals that stand for ``inputs`` of a backward, and the anchors that make it run every
     transfer."""
     out: list[Tensor] = token.anchors()
-    for x in (inputs,) if isinstance(inputs, Tensor) else inputs:
+    for given in (inputs,) if isinstance(inputs, Tensor) else inputs:
+        x = BEHIND.get().get(given, given)
         if not isinstance(x, MeshTensor):
             out.append(x)
         elif x.is_initialized:
@@ -173,16 +182,21 @@ def autograd_grad(
         return tuple(None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True))
     roots, grads = _roots(outputs, grad_outputs)
     _check_crossing(roots)
-    ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    given_inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    behind = BEHIND.get()
+    ins = [behind.get(x, x) for x in given_inputs]
     ways = [_ways(x) for x in ins]
     leaves = [leaf for uses in ways for _, _, leaf in uses]
     wanted = leaves + token.anchors()
     given = ()
+    # In a backward it is part of that, which adds gradients up.
+    context = RETURNED if current_backward() == -1 else current_context()
     if wanted:
-        with backward_context(RETURNED):
-            given = torch.autograd.grad(
-                roots, wanted, grads, retain_graph, create_graph, allow_unused=True
-            )
+        with backward_context(context):
+            given = _followed(
+                torch.autograd.grad, roots, wanted, grads, retain_graph, create_graph,
+                allow_unused=True,
+            )  # fmt: skip
     # With create_graph: of the transfers that this backward ran here, there and back.
     tokens = [g for g in given[len(leaves) :] if g is not None and g.requires_grad]
 
@@ -209,6 +223,9 @@ def autograd_grad(
                 f"torch.autograd.grad: input {i} was not used in the graph of the outputs; pass "
                 "allow_unused=True if that is meant"
             )
+    for i, (x, whole, g) in enumerate(zip(ins, given_inputs, result, strict=True)):
+        if x is not whole and isinstance(g, MeshTensor):
+            result[i] = moved_for(g, g.spec.replicated(), ())
     return tuple(result)
 
 

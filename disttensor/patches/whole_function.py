@@ -1,0 +1,96 @@
+"""A custom autograd function that is given whole tensors in place of DistTensors.
+
+Its code may use DistTensors besides, of a closure or a module: results and gradients that are
+DistTensors are made whole, and ``torch.autograd.grad`` finds the DistTensors behind the whole
+arguments (``BEHIND``). What was set up around its forward, as gathered parameters, is set up for
+its backward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor.tensor.backward import BEHIND
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.reshard import moved_for
+from disttensor.tree import flat, substitute
+
+Tensor = torch.Tensor
+
+# The arguments of the present call, before they were gathered
+GIVEN: ContextVar[Sequence[Any]] = ContextVar("arguments of a custom function", default=())
+
+
+def on_wholes(cls: Any) -> Any:
+    """Returns a subclass of ``cls`` that takes and gives plain tensors only."""
+    if cls.setup_context is not Function.setup_context:
+
+        def forward_alone(*args: Any) -> Any:
+            return _run(cls.forward, _behind(args), *args)[0]
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+            ctx.behind, ctx.around = _behind(inputs), [*AROUND.values()]
+            return cls.setup_context(ctx, inputs, output)
+
+        functions: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context}
+    else:
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.behind, ctx.around = _behind(args), [*AROUND.values()]
+            out, made = _run(cls.forward, ctx.behind, ctx, *args)
+            if made and ctx.non_differentiable:
+                ctx.mark_non_differentiable(*[made.get(id(t), t) for t in ctx.non_differentiable])
+            return out
+
+        functions = {"forward": forward}
+    name = "backward" if cls.vjp is Function.vjp else "vjp"
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with ExitStack() as stack:
+            for set_up in ctx.around:
+                stack.enter_context(set_up())
+            return _run(getattr(cls, name), ctx.behind, ctx, *grads)[0]
+
+    functions[name] = backward
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(
+        cls.__name__, (cls,), names | {k: staticmethod(f) for k, f in functions.items()}
+    )
+
+
+def _behind(wholes: Sequence[Any]) -> WeakTensorKeyDictionary:
+    """Returns the DistTensor that each whole argument was made of."""
+    pairs = zip(wholes, GIVEN.get(), strict=False)
+    return WeakTensorKeyDictionary({t: x for t, x in pairs if isinstance(x, MeshTensor)})
+
+
+def _run(
+    function: Callable[..., Any], behind: WeakTensorKeyDictionary, *args: Any
+) -> tuple[Any, dict[int, Tensor]]:
+    """Runs the user's function. Returns its results, and the whole tensor for each DistTensor among
+    them, by identity."""
+    made: dict[int, Tensor] = {}
+
+    def whole(x: Tensor) -> Tensor:
+        if not isinstance(x, MeshTensor):
+            return x
+        if id(x) not in made:
+            if x.is_initialized:
+                made[id(x)] = moved_for(x, x.spec.replicated(), ())
+            else:  # outside the mesh the function runs on tensors without data
+                made[id(x)] = flat(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
+        return made[id(x)]
+
+    before = BEHIND.set(behind)
+    try:
+        return substitute(function(*args), whole), made
+    finally:
+        BEHIND.reset(before)
