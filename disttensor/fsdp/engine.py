@@ -58,6 +58,7 @@ class Engine:
         self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.context: BackwardContext | None = None  # see ``accumulate``
+        self.calls = 0  # forwards of the root that are on the stack
         self.epoch = 0
         self.order: list[Segment] = []  # in which the forwards of this epoch began
         self.last_order: list[Segment] = []  # the same of the epoch before
@@ -125,6 +126,7 @@ class Engine:
             self.clean_up()
             if not self.epoch:  # not before, as modules that are being copied are incomplete
                 share_attributes(self.segments)
+            self.calls += 1
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
 
@@ -182,7 +184,10 @@ class Engine:
             )
             outputs = tensors_in(output, attributes=True)
         segment.ran.add(module)
-        is_over = not segment.running and len(segment.ran) == len(segment.modules)
+        # By itself, as of a method of the root, a module is all that runs for sure.
+        is_over = not segment.running and (
+            not self.calls or len(segment.ran) == len(segment.modules)
+        )
         if segment.forward is not None and (is_over or segment.is_freed):
             segment.forward.add_outputs(outputs, retire_aliases=segment.is_freed)
             if segment.is_freed:
@@ -194,6 +199,7 @@ class Engine:
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if current_backward() != -1:
             return
+        self.calls = max(self.calls - 1, 0)
         if torch.is_grad_enabled() and self.uncopied:
             outputs = tensors_in(output, attributes=True)
             for segment in self.uncopied:

@@ -113,6 +113,7 @@ def shard_data_parallel(
             params.append(FSDPParam(name, p, places[id(p)], axis, low or p.dtype))
         if not params[0].sharded_param.is_initialized:
             off_mesh = OffMeshSegment(spec.modules, params, param_dtype)
+            module.register_forward_pre_hook(off_mesh.root_begins, prepend=True)
             module.register_forward_hook(off_mesh.root_ends, always_call=True)
             continue
         # A backward can enter a module that several stages run in at any of its nodes: there is no

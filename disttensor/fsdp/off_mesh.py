@@ -33,6 +33,7 @@ class OffMeshSegment:
         for param in self.copied:
             param.set_unsharded(execute.stand_in(param.spec, param.sharded_param.requires_grad))
         self.running = 0
+        self.calls = 0  # forwards of the root that are on the stack
         self.shown = False
         self.ran: set[nn.Module] = set()
         for module in self.modules if self.copied else ():
@@ -75,8 +76,12 @@ class OffMeshSegment:
         for param in self.copied:
             param.show_sharded()
 
+    def root_begins(self, module: nn.Module, args: Any) -> None:
+        self.calls += 1
+
     def root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         """No forward of the root is left that could show them."""
+        self.calls = max(self.calls - 1, 0)
         if not self.running:
             self.hide()
 
@@ -111,5 +116,6 @@ class _Ends(_Hook):
         segment = self.segment
         segment.end()
         segment.ran.add(module)
-        if not segment.running and len(segment.ran) == len(segment.modules):
+        is_over = not segment.calls or len(segment.ran) == len(segment.modules)
+        if not segment.running and is_over:
             segment.hide()
