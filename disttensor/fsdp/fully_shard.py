@@ -94,8 +94,8 @@ def shard_data_parallel(
     if mesh is not None:
         _place(module, mesh, shard_axis)
     before = slots(module)
-    values = (s.value for s in before)
-    broadcast_replicas(t for v in values for t in replicas_of(v, _meshes(module, mesh)))
+    meshes = _meshes(module, mesh)
+    broadcast_replicas(t for s in before for t in replicas_of(s.value, meshes))
     sharded = _shard_all(module, before, shard_axis)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
