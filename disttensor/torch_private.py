@@ -37,18 +37,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
     "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
-    "autocast_is_on", "backend_of", "count_function_modes", "current_backward", "current_node",
-    "default_group", "default_store", "direct_apply", "dispatch_modes", "fake_like", "fake_mode",
-    "fakes",
-    "flash_on_cpu", "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name",
-    "is_composite", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
-    "next_node", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
-    "node_number", "outside_modes", "outside_transforms", "process_groups_aside",
-    "reduce_scatter_single", "refuse_memory", "renumber", "root_of", "run_backward",
-    "schemas_named", "schemas_of", "set_timeout", "set_versions",
-    "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
-    "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
-    "use_count", "users_of_storage", "without_fakes",
+    "autocast_is_on", "backend_of", "count_dispatch_modes", "count_function_modes",
+    "current_backward", "current_node", "default_group", "default_store", "direct_apply",
+    "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu", "flash_on_cpu_backward",
+    "foreach_types", "global_module_hooks", "group_name", "is_composite", "is_in_backward",
+    "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need", "next_node",
+    "next_number", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
+    "node_number", "outside_modes", "outside_transforms", "pop_dispatch_mode", "pop_function_mode",
+    "process_groups_aside", "push_dispatch_mode", "push_function_mode", "reduce_scatter_single",
+    "refuse_memory", "renumber", "root_of", "run_backward", "schemas_named", "schemas_of",
+    "set_timeout", "set_versions", "start_fake_world", "storage_id", "storage_users",
+    "swap_memory", "tensor_users", "timeout_of", "top_saved_tensors_hooks",
+    "torch_functions_are_seen", "transform_ends", "unboxed_group", "use_count", "users_of_storage",
+    "without_fakes",
 ]  # fmt: skip
 
 
@@ -78,6 +79,10 @@ current_backward: Callable[[], int] = need(
 # The node of autograd's graph that runs; None outside of nodes.
 current_node: Callable[[], Any] = need(
     "to know of which layer a backward is", torch._C, "_current_autograd_node"
+)
+# Does the call of autograd that runs now come to a node, which is no leaf's?
+is_in_backward: Callable[[Any], bool] = need(
+    "to gather what a backward will use", torch._C, "_will_engine_execute_node"
 )
 # torch.autograd.backward behind its checks: (roots, grads, retain_graph, create_graph, inputs).
 run_backward: Callable[..., Any] = partial(
@@ -111,6 +116,9 @@ def next_node() -> int:
     node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     return node_number(node)
 
+
+# The number of the next node that this thread makes.
+next_number: Callable[[], int] = getattr(_C_autograd, "_get_sequence_nr", next_node)
 
 no_torch_function: Any = need(
     "to reach the C++ tensor of a wrapper", torch._C, "DisableTorchFunctionSubclass"
@@ -218,6 +226,16 @@ def outside_modes() -> Iterator[None]:
 dispatch_modes: Callable[[], list[Any]] = need(
     "to take modes into another thread", _python_dispatch, "_get_current_dispatch_mode_stack"
 )
+count_dispatch_modes: Callable[[], int] = need(
+    "to see modes that record operators", torch._C, "_len_torch_dispatch_stack"
+)
+pop_dispatch_mode, push_dispatch_mode, pop_function_mode, push_function_mode = (
+    need("to work outside the modes of users", torch._C, name)
+    for name in (
+        "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack",
+        "_pop_torch_function_stack", "_push_on_torch_function_stack",
+    )
+)  # fmt: skip
 _mode_of = need("to see a FakeTensorMode", torch._C, "_get_dispatch_mode")
 _FAKE = need("to see a FakeTensorMode", torch._C, "_TorchDispatchModeKey").FAKE
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from disttensor.comm.work import Work
-from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
 
@@ -35,7 +34,8 @@ class Backward:
     def __init__(self, id: int, reduce: Callable[[Segment], list[Steps]], bounded: bool) -> None:
         self.id, self.reduce, self.bounded = id, reduce, bounded
         self.keeps_graph = torch.is_grad_enabled()  # create_graph=True
-        self.entered: dict[Segment, dict[SegmentForward, None]] = {}
+        self.entered: dict[Segment, None] = {}
+        self.to_leave: dict[Segment, int] = {}  # forwards whose nodes have not all run
         self.came: dict[Segment, set[int]] = {}  # leaves that have their gradient
         self.waiting: dict[Segment, set[int]] = {}  # leaves that had one last time, and not yet now
         self.together: set[int] = set()  # ``companions`` that are in ``order``, by identity
@@ -45,15 +45,9 @@ class Backward:
         self.late: set[Segment] = set()
         self.running: deque[tuple[Steps, Work[Any]]] = deque()
 
-    def enter(self, forward: SegmentForward) -> bool:
-        """True for the first time."""
-        self.begin(forward.segment)
-        forwards = self.entered[forward.segment]
-        if forward in forwards:
-            return False
-        forwards[forward] = None
-        forward.left = 0
-        return True
+    def plan(self, segment: Segment) -> None:
+        """The backward will enter a forward of the segment, and leave it."""
+        self.to_leave[segment] = self.to_leave.get(segment, 0) + 1
 
     def recomputed(self, segment: Segment) -> None:
         """A forward ran again: free it if the backward has not come to the segment yet."""
@@ -62,7 +56,7 @@ class Backward:
 
     def begin(self, segment: Segment) -> None:
         if segment not in self.entered:
-            self.entered[segment] = {}
+            self.entered[segment] = None
             self.came[segment] = set()
             self.waiting[segment] = set(segment.expected)
             companions = segment.companions
@@ -76,49 +70,37 @@ class Backward:
         for segment in segments:
             heapq.heappush(self.order, (-segment.position, segment.index, segment))
 
-    def arrived(self, segment: Segment, leaf: int) -> list[Segment]:
-        """A leaf has its gradient. The segments whose reduction has started now."""
+    def arrived(self, segment: Segment, leaf: int) -> None:
+        """A leaf has its gradient."""
         self.begin(segment)
         self.came[segment].add(leaf)
         if segment in self.launched:
             self.late.add(segment)
-            return []
+            return
         waiting = self.waiting[segment]
         waiting.discard(leaf)
-        if waiting or not segment.expected:
-            return []
-        self.ready.add(segment)
-        return self.launch()
+        if segment.expected and not waiting:
+            self.ready.add(segment)
+            self.launch()
 
-    def leave(self, segment: Segment) -> list[Segment]:
+    def leave(self, segment: Segment, launch: bool) -> None:
         """A forward was left. In the first backward the number of gradients is unknown: all have
-        come once the backward has left."""
-        if segment.expected or segment in self.launched or not self._has_left(segment):
-            return []
-        self.ready.add(segment)
-        return self.launch()
+        come once the backward has left (``launch``: that is so)."""
+        self.to_leave[segment] -= 1
+        known = segment.expected or segment in self.launched
+        if launch and not known and self.is_done_with(segment):
+            self.ready.add(segment)
+            self.launch()
 
-    def _has_left(self, segment: Segment) -> bool:
-        """Autograd runs newer nodes first, so once gradients have reached all inputs of the
-        segment's forwards, every node between has run. Unknown where the graph begins inside."""
-        forwards = self.entered[segment]
-        return bool(forwards) and all(
-            f.inputs and not f.begins and f.is_left and all(s in forwards for s in f.siblings)
-            for f in forwards
-        )
-
-    def launch(self) -> list[Segment]:
+    def launch(self) -> None:
         """Start what is ready, in order."""
-        started = []
         while self.order:
             segment = self.order[0][-1]
             if segment not in self.launched:
                 if segment not in self.ready:
                     break
                 self.start(segment)
-                started.append(segment)
             heapq.heappop(self.order)
-        return started
 
     def start(self, segment: Segment) -> None:
         self.launched.add(segment)
@@ -131,14 +113,7 @@ class Backward:
 
     def is_done_with(self, segment: Segment) -> bool:
         """Have all nodes run that need the parameters of the segment?"""
-        if self._has_left(segment):
-            return True
-        return (
-            segment in self.launched
-            and len(segment.leaves) == len(segment.ever)
-            and segment.ever <= self.came[segment]
-            and all(f.is_left for f in self.entered[segment])
-        )
+        return not self.to_leave.get(segment)
 
     def in_order(self) -> list[Segment]:
         """The segments that it has entered, as all ranks order them."""
@@ -160,7 +135,6 @@ class Backward:
         for segment, came in self.came.items():
             if came:  # else its gradients may have been put off to a backward of their own
                 segment.expected = frozenset(came)
-            segment.ever |= came
         together = dict.fromkeys(s for s, came in self.came.items() if came and not s.copied)
         for segment in together:
             segment.companions = together

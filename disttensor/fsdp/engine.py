@@ -23,17 +23,20 @@ from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, cu
 from disttensor.autograd.activation_checkpoint import AROUND, current_run, recompute_around
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import at_once
+from disttensor.autograd.starts import BEFORE
 from disttensor.comm import buffers
 from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
-from disttensor.fsdp.graph_hooks import SegmentForward
+from disttensor.fsdp.graph_hooks import Forwards, before_node, follow, forget
 from disttensor.fsdp.param import cast_inputs, shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
-from disttensor.fsdp.segment import Segment, share_attributes
+from disttensor.fsdp.segment import Segment
+from disttensor.fsdp.unseen import unseen
 from disttensor.passed import replaced_in, tensors_in
 from disttensor.tensor.backward import AFTER_FAILURE
-from disttensor.tensor.base import place_of
+from disttensor.tensor.base import place_of, set_origin
+from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import BEFORE_SYNC
 from disttensor.torch_private import current_backward
 
@@ -73,6 +76,10 @@ class Engine:
             segment.position = position
         for index, segment in enumerate(self.segments):
             segment.index = index
+            plan, enter, leave = [
+                partial(f, segment) for f in (self._plan, self._enter, self._leave)
+            ]
+            segment.forwards = Forwards(plan, enter, leave)
 
     def add_hooks(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
@@ -121,15 +128,16 @@ class Engine:
 
     # Forward --------------------------------------------------------------------------------------
 
+    @unseen
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
             self.clean_up()
-            if not self.epoch:  # not before, as modules that are being copied are incomplete
-                share_attributes(self.segments)
+            forget()
             self.calls += 1
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
 
+    @unseen
     def _module_begins(
         self, segment: Segment, is_read: bool, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
@@ -138,12 +146,10 @@ class Engine:
             self._show(segment, is_recompute)
             self._runs(segment)
         if not is_recompute and torch.is_grad_enabled():
-            if segment.forward is None:
-                segment.forward = self._forward_of(segment, segment.forwards)
-            if segment.is_freed:
-                segment.forward.add_inputs(tensors_in((args, kwargs)))
+            segment.is_open = True
         return cast_inputs(args, kwargs, self.param_dtype)
 
+    @unseen
     def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
         """The forward begins here, ahead of what brings parameters to the mesh of another stage:
         they are brought unsharded always. Each rank has a moment of its own at which the forwards
@@ -154,6 +160,7 @@ class Engine:
 
     def _runs(self, segment: Segment) -> None:
         segment.running += 1
+        segment.forwards.begin()
         AROUND[segment] = partial(self._shown_again, segment)
 
     def _show(self, segment: Segment, is_recompute: bool) -> None:
@@ -165,8 +172,10 @@ class Engine:
             if not is_recompute:
                 self._prefetch(segment, self.last_order)
 
+    @unseen
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
         segment.running -= 1
+        segment.in_graph |= segment.forwards.end()
         if not segment.running:
             AROUND.pop(segment, None)
         if current_backward() != -1:
@@ -188,39 +197,35 @@ class Engine:
         is_over = not segment.running and (
             not self.calls or len(segment.ran) == len(segment.modules)
         )
-        if segment.forward is not None and (is_over or segment.is_freed):
-            segment.forward.add_outputs(outputs, retire_aliases=segment.is_freed)
-            if segment.is_freed:
-                segment.forward.add_attributes(segment.tensors_on(module), retire_aliases=True)
+        for x in outputs if segment.is_freed else ():
+            if isinstance(x, DistTensor):  # it is not made again of what will be freed
+                set_origin(x, None)
         if is_over:
             self._close(segment)
         return output if copied else None
 
+    @unseen
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if current_backward() != -1:
             return
         self.calls = max(self.calls - 1, 0)
         if torch.is_grad_enabled() and self.uncopied:
-            outputs = tensors_in(output, attributes=True)
+            for x in tensors_in(output, attributes=True):
+                before_node(x, self._enter_uncopied)
             for segment in self.uncopied:
-                self._forward_of(segment, []).add_outputs(outputs, retire_aliases=False)
                 self._hook_leaves(segment)
         for segment in self.segments:
             if segment.copied and not segment.running:
-                if segment.shown or segment.forward is not None:
+                if segment.shown or segment.is_open:
                     self._close(segment)
                 elif not segment.is_gathered:
                     segment.free()  # gathered ahead, and not used
                 elif segment.persist:
                     self._hook_leaves(segment)  # a parameter that is shared may have a new use
 
-    def _forward_of(self, segment: Segment, siblings: list[SegmentForward]) -> SegmentForward:
-        return SegmentForward(segment, self._enter, self._leave, siblings)
-
     def _note_position(self, segment: Segment) -> None:
         if segment.epoch != self.epoch:
             segment.epoch, segment.position = self.epoch, len(self.order)
-            segment.forwards = []
             self.order.append(segment)
 
     def _prefetch(self, segment: Segment, order: list[Segment]) -> None:
@@ -233,8 +238,7 @@ class Engine:
     def _close(self, segment: Segment) -> None:
         """The forwards of this segment are over."""
         self._hook_leaves(segment)
-        in_graph = segment.forward is not None and segment.forward.entered
-        segment.forward = None
+        in_graph, segment.is_open, segment.in_graph = segment.in_graph, False, False
         segment.ran.clear()
         segment.hide()
         written = any(buffer.was_written() for buffer in segment.buffers)
@@ -278,11 +282,16 @@ class Engine:
             when_over(partial(self._finish, self.backward, context))
         return self.backward
 
-    def _enter(self, forward: SegmentForward) -> None:
+    @unseen
+    def _plan(self, segment: Segment) -> None:
+        self._present().plan(segment)
+
+    @unseen
+    def _enter(self, segment: Segment) -> None:
         backward = self._present()
         first = not backward.entered
-        segment = forward.segment
-        if backward.enter(forward) and segment.buffers:
+        backward.begin(segment)
+        if segment.buffers:
             segment.gather()
             segment.kept |= backward.keeps_graph
             segment.show()
@@ -295,11 +304,15 @@ class Engine:
     def _shown_again(self, segment: Segment) -> Iterator[None]:
         """For a region inside its modules that is computed again: the backward may not have come to
         the segment, as its results are on another stage. Hidden as the backward ends."""
+        self._recomputes(segment)
+        yield
+
+    @unseen
+    def _recomputes(self, segment: Segment) -> None:
         self._present()
         self._hold(segment)
         segment.gather()
         segment.show()
-        yield
 
     def _hold(self, segment: Segment) -> bool:
         """Returns True if this code is in the backward of a custom function, which differentiates
@@ -309,21 +322,20 @@ class Engine:
         self.held.add(segment)
         return True
 
-    def _leave(self, forward: SegmentForward) -> None:
+    def _enter_uncopied(self) -> None:
+        for segment in self.uncopied:
+            self._enter(segment)
+
+    @unseen
+    def _leave(self, segment: Segment) -> None:
         backward = self._present()
-        if forward.segment in backward.entered:
-            for segment in [*backward.leave(forward.segment), forward.segment]:
-                self._free(backward, segment)
+        held = segment in self.held
+        backward.leave(segment, launch=not held)
+        if segment.shown and not segment.busy and not held and backward.is_done_with(segment):
+            segment.free()
 
     def _arrived(self, segment: Segment, leaf: int) -> None:
-        backward = self._present()
-        for one in [*backward.arrived(segment, leaf), segment]:
-            self._free(backward, one)
-
-    def _free(self, backward: Backward, segment: Segment) -> None:
-        held = segment.busy or segment in self.held
-        if segment.shown and not held and backward.is_done_with(segment):
-            segment.free()
+        self._present().arrived(segment, leaf)
 
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Steps]:
         if context is None or (context.reduce != "scatter" and not context.is_last):
@@ -333,8 +345,14 @@ class Engine:
         )
 
     def _finish(self, backward: Backward, context: BackwardContext) -> None:
-        if self.backward is not backward:
-            return
+        if self.backward is backward:
+            try:
+                self._complete(backward, context)
+            finally:
+                self.run_hooks()
+
+    @unseen
+    def _complete(self, backward: Backward, context: BackwardContext) -> None:
         try:
             backward.finish()
             if context is not RETURNED:
@@ -349,14 +367,13 @@ class Engine:
                     segment.shown or segment in backward.entered or not segment.is_gathered
                 ):
                     segment.free()
-            self._run_hooks()
 
+    @unseen
     def flush(self) -> None:
         """Reduces the gradients that wait for the last backward of an accumulation."""
         self.accumulation.flush()
-        self._run_hooks()
 
-    def _run_hooks(self) -> None:
+    def run_hooks(self) -> None:
         for param in [p for s in self.segments for p in s.params if p.hooks]:
             param.run_hooks()
 
@@ -372,6 +389,7 @@ class Engine:
                     param.drop()
 
 
+@unseen
 def _arrived(
     engine: weakref.ref[Engine], segment: weakref.ref[Segment], number: int,
     place: Place | None, leaf: Tensor,
@@ -396,12 +414,23 @@ def flush(params: Sequence[Any]) -> None:
     for engine in _engines():
         if engine.accumulation.deferred and not engine.param_ids.isdisjoint(map(id, params)):
             engine.flush()
+            engine.run_hooks()
+
+
+@unseen
+def _starts(node: Any) -> None:
+    """A call of autograd comes to a node at which it may have started."""
+    copied = [s.forwards for engine in _engines() for s in engine.segments if s.copied]
+    if copied:
+        follow(node, copied)
 
 
 def clean_up() -> None:
+    forget()
     for engine in _engines():
         engine.clean_up()
 
 
+BEFORE.append(_starts)
 AFTER_FAILURE.append(clean_up)
 BEFORE_SYNC.append(flush)

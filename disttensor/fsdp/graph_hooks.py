@@ -1,129 +1,170 @@
-"""Where a backward enters and leaves the part of the graph that one forward of a segment made.
+"""Which nodes of autograd's graph a forward of a segment made, and when a backward runs them.
 
-It enters with the first gradient of an output, and has left when the gradients of all inputs are
-complete: then no node in between needs the parameters any more. Hooks run before the nodes at these
-places, so nothing is put into the graph.
+Autograd numbers nodes as they are made, and runs those of a graph from the highest number down. So
+the nodes of a forward are those with the numbers between its begin and its end, whatever became of
+its results: returned, or kept in attributes, closures or globals. When a call of autograd starts,
+its graph is walked once, and each forward that has nodes in it is entered before the first of them
+and left after the last. Hooks run before nodes, so nothing is put into the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from disttensor.tensor.base import set_origin
+from disttensor.autograd.starts import graph_count, node_count
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import (
+    after_backward,
+    current_backward,
+    current_node,
+    is_in_backward,
+    next_number,
+    node_number,
+)
 
 Tensor = torch.Tensor
-_KEY = "disttensor.boundary"
+_KEPT = 64  # forwards of a segment whose nodes are known apart
 
 
-class SegmentForward:
-    """One forward of a segment's modules.
+class Forwards:
+    """The nodes that the forwards of one segment made.
 
-    inputs    how many nodes a backward leaves through; left: through how many it has
-    begins    whether the graph begins in it: a module had no argument with a gradient, so no input
-              tells when the backward has left that module
-    entered   whether a backward can enter it
-    siblings  all forwards of its segment in one forward of the root, this one among them
+    numbers  (the first, that after the last) of each forward, by ``node_count``. Many old ones
+             become one: a backward through such a graph may enter the segment without a need
+    plan     called for each forward that a backward will enter, then ``enter`` and ``leave``
     """
 
-    __slots__ = (
-        "begins", "entered", "inputs", "left", "on_enter", "on_leave", "segment", "siblings"
-    )  # fmt: skip
-
     def __init__(
-        self,
-        segment: Any,
-        on_enter: Callable[[SegmentForward], None],
-        on_leave: Callable[[SegmentForward], None],
-        siblings: list[SegmentForward],
+        self, plan: Callable[[], None], enter: Callable[[], None], leave: Callable[[], None]
     ) -> None:
-        self.segment, self.on_enter, self.on_leave = segment, on_enter, on_leave
-        self.inputs = self.left = 0
-        self.begins = self.entered = False
-        self.siblings = siblings
-        siblings.append(self)
+        self.plan, self.enter, self.leave = plan, enter, leave
+        self.numbers: dict[int, list[tuple[int, int]]] = {}
+        self._begun: dict[int, list[int]] = {}
 
-    def add_inputs(self, inputs: list[Tensor]) -> None:
-        """These are all arguments of one of the modules."""
-        self.begins = self.begins or all(node_of(x) is None for x in inputs)
-        for x in inputs:
-            node = node_of(x)
-            if node is not None and self not in boundary(node).entering:
-                boundary(node).leaving.append(self)
-                self.inputs += 1
+    def begin(self) -> None:
+        self._begun.setdefault(node_count(), []).append(next_number())
 
-    def add_outputs(self, outputs: list[Tensor], retire_aliases: bool) -> None:
-        """These are results. ``retire_aliases``: each gradient of theirs has to pass this node."""
-        for x in outputs:
-            node = node_of(x)
-            if node is None:
-                self._add_off_mesh_output(x)
-                continue
-            if retire_aliases and isinstance(x, DistTensor):
-                set_origin(x, None)
-            hook = boundary(node)
-            if self not in hook.entering:
-                hook.entering.append(self)
-            self.entered = True
-
-    def _add_off_mesh_output(self, x: Tensor) -> None:
-        """The result went to another stage: a backward there will come here next."""
-        if self.segment.free_after_forward or not isinstance(x, DistTensor):
-            return
-        if not x.is_initialized and x.local.grad_fn is not None:
-            boundary(x.local.grad_fn).announcing.append(self)
-            self.entered = True
-
-    def add_attributes(self, tensors: list[Tensor], retire_aliases: bool) -> None:
-        """These are attributes of the modules; those of an earlier forward are known already."""
-        for x in tensors:
-            node = node_of(x)
-            found = node.metadata.get(_KEY) if node is not None else None
-            if node is not None and not (
-                found and any(f.segment is self.segment for f in found.entering)
-            ):
-                self.add_outputs([x], retire_aliases)
-
-    @property
-    def is_left(self) -> bool:
-        return self.left >= self.inputs
+    def end(self) -> bool:
+        """Did the forward make nodes?"""
+        begun = self._begun[node_count()]
+        first, last = begun.pop(), next_number()
+        if not begun:  # the outermost
+            numbers = self.numbers.setdefault(node_count(), [])
+            if last > first:
+                numbers.append((first, last))
+            if len(numbers) > _KEPT:
+                numbers[:2] = [(numbers[0][0], numbers[1][1])]
+        return last > first
 
 
-class Boundary:
-    """What happens before one node runs: segments are left before others are entered, so that fewer
-    are gathered at once."""
-
-    __slots__ = ("announcing", "entering", "leaving")
+class _Walk:
+    """One call of autograd: its nodes, as far as they are known, and the hooks on them."""
 
     def __init__(self) -> None:
-        self.leaving: list[SegmentForward] = []
-        self.entering: list[SegmentForward] = []
-        self.announcing: list[SegmentForward] = []
+        self.seen: set[Any] = set()
+        self.handles: list[Any] = []
 
-    def __call__(self, grads: Any) -> None:
-        for forward in self.leaving:
-            forward.left += 1
-            forward.on_leave(forward)
-        for forward in self.entering:
-            forward.on_enter(forward)
-        for forward in self.announcing:
-            forward.segment.gather()
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
-def node_of(x: Tensor) -> Any:
-    """The node that made x; None for a leaf, for what is in no graph, and off the mesh."""
-    if isinstance(x, DistTensor) and not x.is_initialized:
-        return None
-    local = x.local if isinstance(x, DistTensor) else x
-    return local.grad_fn
+_WALKS: dict[int, _Walk] = {}  # by the number of the call
 
 
-def boundary(node: Any) -> Boundary:
-    found = node.metadata.get(_KEY)
-    if found is None:
-        found = node.metadata[_KEY] = Boundary()
-        node.register_prehook(found)
-    return found
+def forget() -> None:
+    """Of calls that ended with an error nothing is known any more."""
+    if current_backward() == -1:
+        while _WALKS:
+            _WALKS.popitem()[1].remove_hooks()
+
+
+def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
+    """Have segments entered and left in the part of the graph that begins with ``start``, the node
+    that is about to run."""
+    task = current_backward()
+    walk = _WALKS.get(task)
+    if walk is None:
+        walk = _WALKS[task] = _Walk()
+        after_backward(lambda: _WALKS.pop(task).remove_hooks())
+    if start in walk.seen:
+        return
+    nodes = sorted(_new_nodes(start, walk.seen), key=node_number)
+    numbers = [node_number(node) for node in nodes]
+    found: list[tuple[int, Any, Any, Forwards]] = []
+    for forwards in of_segments:
+        for begin, end in reversed(forwards.numbers.get(graph_count(), ())):
+            if end <= numbers[0]:
+                break
+            at = bisect_left(numbers, begin)
+            first = _last_that_runs(nodes, bisect_left(numbers, end), at)
+            if first is not None:
+                found.append((begin, first, _last_that_runs(nodes, at, 0), forwards))
+    found.sort(key=lambda one: one[0])  # a forward around others is entered before them
+    before: dict[Any, tuple[list[_Pass], list[_Pass]]] = {}
+    for _, first, after, forwards in found:
+        forwards.plan()
+        one = _Pass(task, forwards)
+        before.setdefault(first, ([], []))[1].append(one)
+        if after is not None:
+            before.setdefault(after, ([], []))[0].insert(0, one)
+    for node, (left, entered) in before.items():
+        if node is start:
+            _run(left, entered)
+        else:
+            walk.handles.append(node.register_prehook(lambda _, ends=(left, entered): _run(*ends)))
+
+
+class _Pass:
+    """One call of autograd goes through the nodes of one forward."""
+
+    __slots__ = ("forwards", "task")
+
+    def __init__(self, task: int, forwards: Forwards) -> None:
+        self.task, self.forwards = task, forwards
+
+
+def before_node(x: Tensor, run: Callable[[], None]) -> None:
+    """Call ``run`` whenever the node that made x is about to run, if there is one here."""
+    if isinstance(x, DistTensor):
+        if not x.is_initialized:  # its node is that of other tensors, too
+            return
+        x = x.local
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(lambda _: run())
+
+
+def _run(left: list[_Pass], entered: list[_Pass]) -> None:
+    """Segments are left before others are entered, so that fewer are gathered at once."""
+    task = current_backward()
+    for one in left:
+        if one.task == task:
+            one.forwards.leave()
+    for one in entered:
+        if one.task == task:
+            one.forwards.enter()
+
+
+def _new_nodes(start: Any, seen: set[Any]) -> list[Any]:
+    out, queue = [], [start]
+    seen.add(start)
+    while queue:
+        node = queue.pop()
+        out.append(node)
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                queue.append(other)
+    return out
+
+
+def _last_that_runs(nodes: list[Any], end: int, begin: int) -> Any:
+    """Of ``nodes[begin:end]``, where the present call of autograd runs some of them."""
+    for i in range(end - 1, begin - 1, -1):
+        if nodes[i] is current_node() or is_in_backward(nodes[i]):
+            return nodes[i]
+    return None

@@ -15,14 +15,12 @@ import torch
 from torch import nn
 
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
-from disttensor.fsdp.graph_hooks import SegmentForward
+from disttensor.fsdp.graph_hooks import Forwards
 from disttensor.fsdp.param import FSDPParam
-from disttensor.passed import tensors_in
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
-_TABLES = frozenset(nn.Module().__dict__)  # of parameters, modules and hooks
 
 
 class Segment:
@@ -52,18 +50,16 @@ class Segment:
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
             self.buffers.append(AllGatherBuffer(members, dtype, group, is_brief=is_brief))
-        # module -> attributes of it and of the modules inside it
-        self.attributes: dict[nn.Module, list[dict[str, Any]]] = {}
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # the forward of the root in which it has its position
         self.running = 0  # forwards of its modules that are on the stack
         self.ran: set[nn.Module] = set()
-        self.forward: SegmentForward | None = None  # that is under way
-        self.forwards: list[SegmentForward] = []  # of this epoch
+        self.forwards: Forwards  # set by the engine
+        self.is_open = False  # a forward has begun that a backward may enter, and is not over
+        self.in_graph = False  # it has made nodes
         self.leaves: list[str] = []  # the parameter of each leaf that collects gradients
-        self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached,
-        self.ever: set[int] = set()  # and those that any has
+        self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached
         # Without copies: the segments that the last backward reached with this one
         self.companions: dict[Segment, None] = {}
 
@@ -92,7 +88,7 @@ class Segment:
     @property
     def busy(self) -> bool:
         """Is a forward of it on the stack, or between two of its modules?"""
-        return bool(self.running) or self.forward is not None
+        return bool(self.running) or self.is_open
 
     def start(self) -> None:
         """Start the all-gather, where one is needed."""
@@ -107,17 +103,6 @@ class Segment:
         self.start()
         for buffer in self.buffers:
             buffer.finish()
-
-    def tensors_on(self, module: nn.Module) -> list[Tensor]:
-        """What one of its modules keeps as attributes: a second loss, for example."""
-        found: list[Tensor] = []
-        for table in self.attributes.get(module, ()):
-            for name, value in table.items():
-                if isinstance(value, DistTensor):
-                    found.append(value)
-                elif name not in _TABLES and _holds_some(value):
-                    found += tensors_in(value)
-        return found
 
     def shares_memory(self, x: Tensor) -> bool:
         """Is x an unsharded parameter, or a view of one, whose memory is about to be freed?"""
@@ -146,29 +131,3 @@ class Segment:
         if not self.persist and not self.kept:
             for buffer in self.buffers:
                 buffer.free()
-
-
-def _holds_some(value: Any) -> bool:
-    """Is it a list, tuple, dict or dataclass of DistTensors? Asked of each attribute in each
-    forward, so of no more than one level."""
-    if isinstance(value, (list, tuple)):
-        return bool(value) and isinstance(value[-1], DistTensor)
-    if isinstance(value, dict):
-        return bool(value) and isinstance(next(reversed(value.values())), DistTensor)
-    if hasattr(type(value), "__dataclass_fields__"):
-        return any(isinstance(v, DistTensor) for v in getattr(value, "__dict__", {}).values())
-    return False
-
-
-def share_attributes(segments: Sequence[Segment]) -> None:
-    """Give the attributes of each module to the innermost module of a segment around it."""
-    owner: dict[nn.Module, tuple[Segment, nn.Module]] = {}
-    trees = [
-        (list(module.modules()), (segment, module))
-        for segment in segments
-        for module in segment.modules
-    ]
-    for members, around in sorted(trees, key=lambda tree: -len(tree[0])):
-        owner.update(dict.fromkeys(members, around))
-    for inner, (segment, module) in owner.items():
-        segment.attributes.setdefault(module, []).append(inner.__dict__)

@@ -19,6 +19,7 @@ from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
 from disttensor.autograd.split_backward import REGION, SplitBackward
+from disttensor.autograd.starts import graph_of, node_count
 from disttensor.comm import p2p
 from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
@@ -59,6 +60,7 @@ class Tape:
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
         self.returns: list[tuple[ProcessMesh, ProcessMesh]] = []  # ways to an earlier mesh
         self.visit = self.stage = 0
+        self._count = 0  # that numbers the nodes of its graph
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
         self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
@@ -67,6 +69,7 @@ class Tape:
     def __enter__(self) -> Tape:
         self._tokens = TAPE.set(self), p2p.BEFORE_HEARING.set(self._rest)
         self._region_token = activation_checkpoint.REGIONS.set(self._regions)
+        self._count = node_count()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -200,10 +203,11 @@ class Tape:
                 wait = t.arrival.wait
                 grads.append(wait() if self.waiting is None else self.waiting(wait))
             # What this visit read of an earlier one of the same mesh is in that one's graph.
-            if roots and put_off_weights:
-                self._split(visit, roots, grads)
-            elif roots:
-                run_given(roots, grads, visit > 0)
+            with graph_of(self._count):
+                if roots and put_off_weights:
+                    self._split(visit, roots, grads)
+                elif roots:
+                    run_given(roots, grads, visit > 0)
             self._answer(visit)
             self._ask()
         return put_off_weights and any(v in self._weights for v in range(first, last + 1))
@@ -229,7 +233,7 @@ class Tape:
 
     def weights(self, first: int, last: int) -> None:
         """The gradients of weights that ``backward`` of these visits put off."""
-        with one_backward():
+        with graph_of(self._count), one_backward():
             for visit in range(last, first - 1, -1):
                 if visit in self._weights:
                     self._weights.pop(visit).weights()

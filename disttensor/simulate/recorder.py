@@ -64,6 +64,8 @@ class Recorder(TorchDispatchMode):
     counts as well, and changes nothing.
     """
 
+    sees_engine = True  # see disttensor.fsdp.unseen
+
     def __init__(self, values: Values = 0.0, few: bool = False) -> None:
         super().__init__()
         self.values = values

@@ -13,6 +13,7 @@ from disttensor.autograd.accumulation import RETURNED, backward_context, current
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.joined_backward import part_of_present
+from disttensor.autograd.starts import may_start
 from disttensor.autograd.tie import Tie
 from disttensor.cache import cached
 from disttensor.comm import program
@@ -90,10 +91,13 @@ def run_given(
     _followed(engine_backward, tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
 
 
-def _followed(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+    for root in (roots,) if isinstance(roots, Tensor) else roots:
+        if isinstance(root, Tensor):
+            may_start(root)
     try:
         with part_of_present():
-            return engine(*args, **kwargs)
+            return engine(roots, *args, **kwargs)
     except BaseException:
         for run in AFTER_FAILURE if current_backward() == -1 else ():
             run()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from disttensor.autograd.grad_types import whole_grad
+from disttensor.autograd.starts import may_start
 from disttensor.comm import collectives, objects
 from disttensor.errors import user_line
 from disttensor.switch import Switch
@@ -59,7 +60,7 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
     if x._view_state is not None:
         views.check(x)
     spec = x.spec
-    full = resharded(x, spec.replicated()).local if x.is_initialized else None
+    full = may_start(resharded(x, spec.replicated()).local) if x.is_initialized else None
     if everywhere:
         return objects.broadcast_value(
             full, spec.mesh.root.ranks, spec.mesh.device, spec.shape, spec.dtype
@@ -96,7 +97,7 @@ class Values(MeshTensor):
             views.check(self)
         if not self.is_initialized:
             return self.local.to(self.spec.dtype)
-        return self.local_for(axes)
+        return may_start(self.local_for(axes))
 
     def full_tensor(self, *, everywhere: bool = False) -> Tensor:
         """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective

@@ -1,61 +1,113 @@
-"""What one forward of a segment counts: what lies inside it is neither entered nor left twice."""
+"""Which nodes a forward made, and when a backward enters and leaves them."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from disttensor.fsdp.graph_hooks import SegmentForward
+from disttensor.autograd import starts
+from disttensor.fsdp import graph_hooks
+from disttensor.fsdp.graph_hooks import Forwards, follow
 
 Tensor = torch.Tensor
 
 
-def started() -> tuple[SegmentForward, list[str]]:
-    """A forward, and what its hooks were told."""
-    told: list[str] = []
-    forward = SegmentForward(
-        object(), lambda f: told.append("enter"), lambda f: told.append("leave"), []
-    )
-    return forward, told
+class Told:
+    """Segments by name, and in which order a backward plans, enters and leaves them."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.segments: dict[str, Forwards] = {}
+
+    def segment(self, name: str) -> Forwards:
+        def tell(what: str) -> None:
+            if what != "plan":
+                self.order.append(f"{what} {name}")
+
+        if name not in self.segments:
+            self.segments[name] = Forwards(
+                lambda: tell("plan"), lambda: tell("enter"), lambda: tell("leave")
+            )
+        return self.segments[name]
+
+    def forward(self, name: str, x: Tensor, inner: str = "") -> Tensor:
+        segment = self.segment(name)
+        segment.begin()
+        y = (x * 2).sin()
+        if inner:
+            y = self.forward(inner, y).cos()
+        segment.end()
+        return y
+
+    def backward(self, *roots: Tensor, **options: object) -> list[str]:
+        for root in roots:
+            starts.may_start(root)
+        self.order.clear()
+        torch.autograd.backward(roots, [torch.ones_like(r) for r in roots], **options)
+        return self.order[:]
 
 
-def computed() -> Tensor:
-    return torch.ones(2, requires_grad=True) * 1
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    told = Told()
+    monkeypatch.setattr(starts, "BEFORE", [lambda n: follow(n, told.segments.values())])
+    return told
 
 
-def test_a_result_that_goes_into_the_next_module_of_the_segment_is_no_input() -> None:
-    forward, told = started()
-    x = computed()
-    forward.add_inputs([x])
-    inner = x * 2
-    forward.add_outputs([inner], False)
-    forward.add_inputs([inner])
-    out = inner * 3
-    forward.add_outputs([out], False)
-    assert forward.inputs == 1 and not forward.is_left
-    out.sum().backward()
-    assert forward.is_left and told == ["enter", "enter", "leave"]
+def leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
 
 
-def test_each_input_is_left_and_each_output_entered_once() -> None:
-    forward, told = started()
-    x, y = computed(), computed()
-    forward.add_inputs([x, y])
-    out = x + y
-    forward.add_outputs([out, out], False)
-    assert forward.inputs == 2
-    out.sum().backward()
-    assert forward.is_left and told == ["enter", "leave", "leave"]
+def test_segments_are_entered_and_left_in_the_order_of_a_backward(told: Told) -> None:
+    x = leaf() * 1
+    y = told.forward("b", told.forward("a", x))
+    assert told.backward(y.sum()) == ["enter b", "leave b", "enter a", "leave a"]
+    assert not graph_hooks._WALKS
 
 
-def test_attributes_that_a_forward_of_the_segment_made_before_are_not_outputs_again() -> None:
-    first, told = started()
-    state = computed()
-    first.add_outputs([state], False)
-    again = SegmentForward(
-        first.segment, lambda f: told.append("again"), lambda f: None, first.siblings
-    )
-    again.add_attributes([state], False)
-    other = SegmentForward(object(), lambda f: told.append("other"), lambda f: None, [])
-    other.add_attributes([state, torch.ones(2)], False)
-    state.sum().backward()
-    assert told == ["enter", "other"] and other.entered and not again.entered
+def test_a_segment_around_another_is_entered_first_and_left_last(told: Told) -> None:
+    y = told.forward("outer", leaf() * 1, inner="inner")
+    assert told.backward(y) == ["enter outer", "enter inner", "leave inner", "leave outer"]
+
+
+def test_a_graph_that_a_forward_made_none_of_enters_nothing(told: Told) -> None:
+    told.forward("a", leaf())
+    assert told.backward(leaf() * 2) == []
+
+
+def test_of_several_roots_each_node_is_seen_once(told: Told) -> None:
+    x = leaf() * 1
+    y = told.forward("a", x)
+    z = told.forward("b", y)
+    assert told.backward(y, z) == ["enter b", "leave b", "enter a", "leave a"]
+
+
+def test_only_nodes_that_run_count(told: Told) -> None:
+    x, w = leaf() * 1, leaf()
+    y = told.forward("a", x)
+    z = told.forward("b", y * w)
+    assert told.backward(z, inputs=[w], retain_graph=True) == ["enter b", "leave b"]
+    assert told.backward(z, inputs=[leaf()], retain_graph=True) == []
+    assert told.backward(z) == ["enter b", "leave b", "enter a", "leave a"]
+
+
+def test_a_backward_that_failed_leaves_no_hook(told: Told) -> None:
+    x = leaf() * 1
+    y = told.forward("b", told.forward("a", x))
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("once")
+
+    hook = x.register_hook(fail)
+    with pytest.raises(ValueError, match="once"):
+        told.backward(y, retain_graph=True)
+    hook.remove()
+    graph_hooks.forget()
+    assert told.backward(y) == ["enter b", "leave b", "enter a", "leave a"]
+
+
+def test_old_forwards_are_kept_as_one(told: Told) -> None:
+    results = [told.forward("a", leaf() * 1) for _ in range(graph_hooks._KEPT + 9)]
+    assert len(told.segment("a").numbers[0]) == graph_hooks._KEPT
+    for y in (results[0], results[-1]):
+        assert told.backward(y) == ["enter a", "leave a"]

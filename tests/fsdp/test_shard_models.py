@@ -24,7 +24,6 @@ from tests.support.training import (
     squares,
     stages,
     train,
-    usable,
     ways,
 )
 
@@ -427,37 +426,3 @@ def test_a_module_gives_its_parameter(kind, stage):
         return Borrows(GIVEN[kind]).double()
 
     check(make, mesh=line(), segments=["first", "lends", "last"], **ways(stage))
-
-
-class Escapes(nn.Module):
-    """Something in its graph leaves by a way that nobody sees."""
-
-    def __init__(self, out):
-        super().__init__()
-        self.inner, self.out = nn.Linear(6, 6), out
-
-    def forward(self, x):
-        h = self.inner(x)
-        self.out.send((h * self.inner.weight[0]).sum())
-        return h
-
-
-class Mail:
-    def send(self, x):
-        self.x = x
-
-
-@on_ranks(2)
-def test_a_graph_entered_behind_the_engine_is_an_error_and_no_wrong_number():
-    mail = Mail()
-
-    def make():
-        return nn.Sequential(nn.Linear(6, 6), Escapes(mail), nn.Linear(6, 6)).double()
-
-    model = make()
-    dt.shard_data_parallel(model, line(), segments=["0", "1", "2"])
-    x = dt.shard_tensor(randn(5, 6), line(), [S0])
-    model(x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        mail.x.backward()
-    usable(model, make)
