@@ -191,6 +191,18 @@ class Strategy:
         """
         return pipeline.visits(self.stages(), self.schedule)
 
+    def _visited(self, times: int) -> list[ProcessMesh]:
+        """The mesh of each stage so often, in the order in which a schedule visits them."""
+        order, shape = self.visits(), SCHEDULES[self.schedule].shape
+        if shape == "loop":
+            return self.stages() * times
+        if len(order) != times * len(self.stages()):
+            raise ValueError(
+                f"Strategy.apply: visits={times}: {self.schedule!r} visits each stage twice, there "
+                "and back. Leave visits out, or say another schedule"
+            )
+        return order
+
     def groups(self, world: int | None = None) -> list[GroupSpec]:
         """The communicators that ``apply`` makes up front, on all ranks in one order.
 
@@ -232,8 +244,9 @@ class Strategy:
         ``optimizer``: one of the model's parameters that has no state yet, or a function of
         parameters that makes one. ``layers``: what the stages of ``pp`` are made of, ``counts[i]``
         on stage i, or dealt out by ``balance`` (and ``sample``), each stage visited ``visits``
-        times, or the meshes in the order of ``visits`` (without it those of ``schedule``, see
-        ``pipeline.split``); a Sequential needs none. ``init``: see ``shard_module``.
+        times on the way of ``schedule``, or the meshes in the order of ``visits`` (without it those
+        of ``schedule``, see ``pipeline.split``); a Sequential needs none. ``init``: see
+        ``shard_module``.
 
         Raises TypeError and ValueError for what does not fit, before anything is changed.
         """
@@ -246,7 +259,7 @@ class Strategy:
         if visits is None:
             order = self.visits()
         else:
-            order = stages * visits if isinstance(visits, int) else list(visits)
+            order = self._visited(visits) if isinstance(visits, int) else list(visits)
         modules: Any = layers if layers is not None else model
         check_optimizer(optimizer, model)
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]

@@ -9,7 +9,7 @@ from statistics import median
 
 from disttensor import arguments
 from disttensor.pipeline.action import Action
-from disttensor.pipeline.schedule import Schedule
+from disttensor.pipeline.schedule import Schedule, virtual
 from disttensor.pipeline.timeline import Timeline
 
 Numbers = float | Sequence[float]
@@ -46,8 +46,9 @@ class Costs:
 
     @classmethod
     def of(cls, timeline: Timeline, transfer: float = 0.0) -> Costs:
-        """The medians of a recorded run, for each virtual stage of a loop; waits are left out. A B
-        that is no I and W counts as halves. All ranks that share the timeline get the same.
+        """The medians of a recorded run, for each virtual stage; waits are left out. A B that is no
+        I and W counts as halves. All ranks that share the timeline get the same. Raises ValueError
+        for a timeline without actions and for one of schedules of both shapes.
 
         >>> with pipeline.record() as recorded:
         ...     losses = pipeline.run(lambda x: (w * x).sum(), [1.0, 2.0])
@@ -64,9 +65,16 @@ class Costs:
                 stage[event.action] = event.stage
             for action, time in busy.items():
                 seconds.setdefault((action.chunk, stage[action], action.kind), []).append(time)
-        places = sorted({(chunk, stage) for chunk, stage, _ in seconds})
+        places = [*{(chunk, stage) for chunk, stage, _ in seconds}]
         if not places:
             raise ValueError(f"Costs.of: {timeline!r} has no forward and no backward")
+        shapes, stages = {e.shape for e in timeline.events}, 1 + max(s for _, s in places)
+        if len(shapes) > 1:
+            raise ValueError(
+                f"Costs.of: {timeline!r} is of schedules in a loop and in a V, whose visits are "
+                "not the same: record each run on its own"
+            )
+        places.sort(key=lambda place: virtual(*shapes, stages, place[1], place[0]))
 
         def typical(place: tuple[int, int], kind: str) -> float:
             half = kind in "IW" and (*place, kind) not in seconds

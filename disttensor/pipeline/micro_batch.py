@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from disttensor.comm import p2p
+from disttensor.mesh import ProcessMesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.recorder import note, recorders
@@ -30,19 +31,20 @@ class MicroBatch:
         self.channel = 1 + number % (p2p.CHANNELS - 1)
         self.begins = 0  # transfers of the channel before its program
         self.recorders = recorders()
-        self.stage = 0
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
         waiting = self._waiting if self.recorders else None
         self.tape = Tape(self._pause, waiting, visits, turns=chunks > 1)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
-        self.chunk = 0
+        self.chunk, self.shape = 0, "loop"
         self.put_off: set[int] = set()
         self.next_to: set[int] = set()
 
-    def at(self, stage: int, plan: Schedule) -> None:
-        """This rank's stage; after ``next_to`` visits the program does not leave it."""
-        self.stage = self.tape.stage = stage
+    def at(self, stage: int, plan: Schedule, order: Sequence[ProcessMesh] | None) -> None:
+        """This rank's stage, and the ``order`` of visits that the program has to keep to, if any.
+        After ``next_to`` visits the program does not leave the stage."""
+        self.tape.stage, self.tape.order = stage, order
+        self.shape = plan.shape if plan.chunks > 1 else "loop"
         ways = [plan.virtual(stage, chunk) for chunk in range(plan.chunks)]
         self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
 
@@ -58,7 +60,7 @@ class MicroBatch:
         elif not self.backward(action.chunk, put_off_weights=kind == "I"):
             kind = "B"  # nothing could be put off
         if self.recorders:
-            note(kind, self.stage, self.number, action.chunk, start)
+            self._note(kind, action.chunk, start)
 
     def forward(self, chunk: int) -> None:
         """Go on to the end of this visit, or of the step in the last visit of the schedule."""
@@ -136,5 +138,8 @@ class MicroBatch:
     def _waiting(self, wait: Callable[[], Tensor]) -> Tensor:
         start = time.perf_counter()
         value = wait()
-        note("wait", self.stage, self.number, self.chunk, start)
+        self._note("wait", self.chunk, start)
         return value
+
+    def _note(self, kind: str, chunk: int, start: float) -> None:
+        note(kind, self.tape.place(), self.number, chunk, start, self.shape)

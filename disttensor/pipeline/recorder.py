@@ -70,11 +70,11 @@ def recorders() -> tuple[Recorder, ...]:
     return _open.get()
 
 
-def note(kind: str, stage: int, micro_batch: int, chunk: int, start: float) -> None:
+def note(kind: str, stage: int, micro_batch: int, chunk: int, start: float, shape: str) -> None:
     """A forward, a backward or a wait that began at ``start`` and ends now."""
     recorders = _open.get()
     if recorders:
         end = time.perf_counter()
-        event = Event(collectives.world()[0], stage, kind, micro_batch, chunk, start, end)
+        event = Event(collectives.world()[0], stage, kind, micro_batch, chunk, start, end, shape)
         for recorder in recorders:
             recorder.events.append(event)

@@ -76,10 +76,11 @@ def run(
     elif builtin is None and not callable(schedule):
         named(schedule, 1, len(batches))
     running = [MicroBatch(step, batch, i, chunks) for i, batch in enumerate(batches)]
+    may_return = bool(builtin and builtin.may_return)
+    # In one visit of all forwards the program may go to and fro: no backward waits in between.
+    way = None if may_return and chunks == 1 else stages
     try:
-        _carry_out(
-            running, schedule, order, chunks, may_return=bool(builtin and builtin.may_return)
-        )
+        _carry_out(running, schedule, order, chunks, way, may_return=may_return)
     finally:
         for recorder in recorders():
             recorder.ends()
@@ -89,10 +90,17 @@ def run(
 
 
 def _carry_out(
-    running: list[MicroBatch], schedule: Any, order: Any, chunks: int, *, may_return: bool
-) -> None:
+    running: list[MicroBatch], schedule: Any, order: Any, chunks: int,
+    way: Sequence[ProcessMesh] | None, *, may_return: bool,
+) -> None:  # fmt: skip
+    rank = collectives.world()[0]
+
+    def stage_in(meshes: Any) -> int:
+        return next((s for s, mesh in enumerate(meshes) if rank in mesh.ranks), 0)
+
     if not torch.is_grad_enabled():
         for micro_batch in running:
+            micro_batch.tape.stage = stage_in(order) if order else None
             micro_batch.carry_out(Action("F", micro_batch.number, chunks - 1))
         return
     done: set[Action] = set()
@@ -110,11 +118,9 @@ def _carry_out(
                 "'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
     plan = named(schedule, max(1, len(order)), len(running), chunks)
-    rank = collectives.world()[0]
-    mine = [s for s, mesh in enumerate(order) if rank in mesh.ranks]
-    stage = mine[0] if mine else 0
+    stage = stage_in(order)
     for micro_batch in running:
-        micro_batch.at(stage, plan)
+        micro_batch.at(stage, plan, way)
     row = plan.orders[stage]
     left_out: dict[int, int] = {}
     for recorder in recorders():

@@ -36,6 +36,12 @@ class Tick(NamedTuple):
     end: float
 
 
+def virtual(shape: str, stages: int, stage: int, chunk: int) -> int:
+    """Which virtual stage the visit ``chunk`` of ``stage`` is, on the way ``shape`` over so many
+    stages."""
+    return chunk * stages + (stages - 1 - stage if shape == "v" and chunk % 2 else stage)
+
+
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """``orders[s]``: what stage s carries out, in this order; as text or as Actions. Frozen,
@@ -153,8 +159,7 @@ class Schedule:
 
     def virtual(self, stage: int, chunk: int) -> int:
         """Which virtual stage the visit ``chunk`` of ``stage`` is."""
-        place = self.stages - 1 - stage if self.shape == "v" and chunk % 2 else stage
-        return chunk * self.stages + place
+        return virtual(self.shape, self.stages, stage, chunk)
 
     def _needs(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """(stage, action) of another virtual stage that must be over before, if any."""

@@ -132,6 +132,8 @@ def split(
         turns = i in firsts and placed[i - 1][2] is mesh
         bring = _Bring(mesh, borrowed, turns)
         layer.register_forward_pre_hook(bring, with_kwargs=True, prepend=True)
+        if not i:
+            layer.register_forward_pre_hook(partial(_begins, tuple(stages)), prepend=True)
         if borrowed.names:
             layer.register_forward_hook(borrowed.hide, always_call=True)
     MODELS.add(root)
@@ -139,6 +141,13 @@ def split(
 
 
 # At run time --------------------------------------------------------------------------------------
+
+
+def _begins(stages: tuple[ProcessMesh, ...], layer: nn.Module, args: Any) -> None:
+    """The forward pre-hook of the first layer: is this the way that the schedule takes?"""
+    tape = TAPE.get()
+    if tape is not None:
+        tape.begins(stages)
 
 
 class _Borrowed:

@@ -10,7 +10,9 @@ after a send) is one call of autograd.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -52,6 +54,7 @@ class Tape:
     ) -> None:  # fmt: skip
         self.pause, self.waiting = pause, waiting
         self.visits, self._visits = visits, dict[ProcessMesh, int]()
+        self.order: Sequence[ProcessMesh] | None = None  # of the visits, where it was given
         self.turns, self.turned = turns, False
         self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
         self._rests = False  # paused before the end of the program's way to the next visit
@@ -59,7 +62,8 @@ class Tape:
         self.came: list[tuple[DistSpec, DistSpec, int]] = []  # in the first visit: from, to, tag
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
         self.returns: list[tuple[ProcessMesh, ProcessMesh]] = []  # ways to an earlier mesh
-        self.visit = self.stage = 0
+        self.visit = 0
+        self.stage: int | None = None  # None: as the program comes to it
         self._count = 0  # that numbers the nodes of its graph
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
@@ -86,9 +90,9 @@ class Tape:
 
     # Forward: called by disttensor.tensor.reshard -------------------------------------------------
 
-    def passes(self, src: ProcessMesh, dst: ProcessMesh) -> None:
+    def passes(self, src: ProcessMesh, dst: ProcessMesh, with_grad: bool) -> None:
         """The program goes from one mesh to another, whether this rank has a part in it or not.
-        Raises ValueError, before anything is sent, where it comes there once too often."""
+        Raises ValueError, before the transfer, if it comes there too often or out of order."""
         if dst in self._left:
             self._visits[dst] = self._visits.get(dst, 0) + 1
             self._left.discard(dst)
@@ -98,11 +102,47 @@ class Tape:
                 f"pipeline.run: the step comes to {dst!r} more often than stages= says, at "
                 f"{user_line()}: {self.visits} visits. Name the meshes in the order of all visits"
             )
+        if self.order is not None and (with_grad or self.turns):
+            self._check_order(src, dst)
         for mesh in (src, dst):
             if mesh not in self.meshes:
                 self.meshes.append(mesh)
         if self.meshes.index(dst) < self.meshes.index(src):
             self.returns.append((src, dst))
+
+    def _check_order(self, src: ProcessMesh, dst: ProcessMesh) -> None:
+        """A visit needs earlier ones only. Of two in a row on one mesh the program says nothing."""
+        assert self.order is not None
+        way = [mesh for mesh, _ in groupby(self.order)]
+        if src not in way or dst not in way:
+            return
+        from_, to = (
+            [i for i, mesh in enumerate(way) if mesh is end][self._visits.get(end, 0) :][:1]
+            for end in (src, dst)
+        )
+        if from_ >= to:  # without an end: one visit more than there are
+            raise ValueError(
+                f"pipeline.run: the step goes from {src!r} to {dst!r}, at {user_line()}, which is "
+                f"not on the way that stages={list(self.order)} names. Give the meshes in the "
+                "order in which the step visits them, and a schedule that takes this way"
+            )
+
+    def begins(self, stages: Sequence[ProcessMesh]) -> None:
+        """A model that is split over these visits begins to run. Raises ValueError, before anything
+        is sent, if the schedule takes another way."""
+        rest = iter(self.order or ())
+        if self.order is not None and not all(mesh in rest for mesh in stages):
+            raise ValueError(
+                f"pipeline.run: stages={list(self.order)}, and the model is split over the visits "
+                f"{list(stages)}: split it over the visits of the schedule (pipeline.visits says "
+                "them), or give run the stages of the split and a schedule that takes this way"
+            )
+
+    def place(self) -> int:
+        """The stage of this rank: by default its mesh's place among those visited so far."""
+        if self.stage is not None:
+            return self.stage
+        return next((i for i, m in enumerate(self.meshes) if m.coordinate is not None), 0)
 
     def arrive(self, arrival: Work[Tensor], src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
         """The value of a transfer on this rank. A receive after a send begins a new visit."""
@@ -163,7 +203,18 @@ class Tape:
     # Backward -------------------------------------------------------------------------------------
 
     def ends(self, loss: DistTensor) -> None:
-        """The program is over: which gradients will come for what was sent last is known."""
+        """The program is over: which gradients will come for what was sent last is known. Raises
+        ValueError if it has visited a mesh less often than the schedule does."""
+        if self.order is not None and self.turns:
+            times = Counter(mesh for mesh, _ in groupby(self.order))
+            for mesh, n in times.items():
+                if self._visits.get(mesh, 0) < n - 1:
+                    raise ValueError(
+                        f"pipeline.run: the step has left {mesh!r} for good after "
+                        f"{self._visits.get(mesh, 0) + 1} visits, and stages={list(self.order)} "
+                        "names more. Give the meshes in the order in which the step visits them, "
+                        "and a schedule that takes this way"
+                    )
         if not loss.is_initialized:
             _reach(loss.local)
         self._ask()
@@ -226,7 +277,7 @@ class Tape:
 
         split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_given)
         if split.at_once:
-            tell(split.at_once, self.stage)
+            tell(split.at_once, self.place())
         split.inputs(retain_graph=visit > 0)
         if not split.is_whole:
             self._weights[visit] = split

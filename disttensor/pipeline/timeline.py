@@ -24,7 +24,7 @@ _COLUMNS = 72  # of the chart in text
 
 class Event(NamedTuple):
     """A forward, a backward ("B", or "I" and "W"), or a wait for a peer inside one of them, on one
-    rank; ``start`` and ``end`` in seconds.
+    rank; ``start`` and ``end`` in seconds. ``shape``: the way of the schedule over the stages.
 
     A wait belongs to the forward or backward of the same micro-batch and chunk that it lies in.
 
@@ -40,6 +40,7 @@ class Event(NamedTuple):
     chunk: int
     start: float
     end: float
+    shape: str = "loop"
 
     @property
     def seconds(self) -> float:
@@ -100,7 +101,7 @@ class Timeline:
         rows = enumerate(schedule.ticks(forward, backward, weights))
         return cls(
             [
-                Event(stage, stage, action.kind, action.micro_batch, action.chunk, start, end)
+                Event(stage, stage, *action, start, end, schedule.shape)
                 for stage, row in rows
                 for action, start, end in row
             ],

@@ -175,8 +175,9 @@ def _cross(x: T, dst: DistSpec) -> T:
     if type(local) is not Tensor:
         views.check(x)
     tape = TAPE.get()
+    needed = local.requires_grad and torch.is_grad_enabled()
     if tape is not None:
-        tape.passes(src.mesh, dst.mesh)
+        tape.passes(src.mesh, dst.mesh, needed)
     sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
     where = activation_checkpoint.current_run()
     if not sends and not receives:
@@ -184,7 +185,6 @@ def _cross(x: T, dst: DistSpec) -> T:
             p2p.next_tag()
         device, joins = dst.mesh.device, local.requires_grad
         return x.like(token.join([local], device) if joins else token.detached(device), dst)
-    needed = local.requires_grad and torch.is_grad_enabled()
     held = None if where is None else activation_checkpoint.replayed(where)
     tag = p2p.next_tag() if held is None else -1
     repeated = held is not None
