@@ -275,8 +275,9 @@ class Engine:
         if self.backward is None or self.backward.id != id:
             self.clean_up()
             context = current_context()
-            if context is not RETURNED:
-                context = self.context or context
+            if context is not RETURNED and self.context is not None:
+                last = self.context.is_last and context.is_last
+                context = self.context._replace(is_last=last)
             reduce = partial(self._reduce, None if torch.is_grad_enabled() else context)
             self.backward = Backward(id, reduce, bounded=self.scatter)
             when_over(partial(self._finish, self.backward, context))

@@ -10,6 +10,7 @@ from torch import nn
 import disttensor as dt
 from disttensor import pipeline
 from disttensor.pipeline import Costs, Event, Timeline
+from tests.support import pool
 from tests.support.oracle import randn
 from tests.support.pool import RanksFailed, on_ranks, run_on_ranks
 from tests.support.stages import stage_meshes
@@ -163,7 +164,8 @@ def by_hand(meshes, way):
         ([0, 1, 0, 1, 0], [0, 1, 0, 1], "interleaved_1f1b", "more often"),
     ],
 )
-def test_a_program_that_leaves_the_way_raises_on_all_ranks(way, taken, schedule, why):
+def test_a_program_that_leaves_the_way_raises_on_all_ranks(way, taken, schedule, why, monkeypatch):
+    monkeypatch.setattr(pool, "GRACE", 30.0)  # seconds between the ranks
     with pytest.raises(RanksFailed, match=f"(?s)ranks 0, 1 of 2 raised.*({why})"):
         run_on_ranks(2, leave, way, taken, schedule)
 
