@@ -105,7 +105,7 @@ def split(
     >>> pipeline.split(model, [first, second], {"2.weight": [dt.Shard(1)]}).counts
     (2, 1)
     >>> model(torch.ones(3, 4)).process_mesh
-    ProcessMesh(tp=1)
+    ProcessMesh(dp=1, tp=1)['tp']
     """
     check_plan("pipeline.split", plan, init)
     root, layers = chosen(modules, of)

@@ -154,7 +154,7 @@ def _of_cheap(x: Any, origin: Any) -> list[Any]:
     versions = Later(rematerialize.versions_of, tensors)
     return [
         origin.func, local_fn, tuple(args), words, versions, value,
-        Later(rematerialize.version, value), spec,
+        Later(version, value), spec,
     ]  # fmt: skip
 
 
