@@ -40,10 +40,10 @@ class Split:
     >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> split = pipeline.split(layers, [mesh["dp"], mesh["tp"]])
     >>> split
-    stage 0 on ProcessMesh(dp=1): 0, 1
-    stage 1 on ProcessMesh(tp=1): 2
+    stage 0 on ProcessMesh(dp=1, tp=1)['dp']: 0, 1
+    stage 1 on ProcessMesh(dp=1, tp=1)['tp']: 2
     >>> [name for name, mesh in split], split.counts, split.stages[-1]
-    (['0', '1', '2'], (2, 1), ProcessMesh(tp=1))
+    (['0', '1', '2'], (2, 1), ProcessMesh(dp=1, tp=1)['tp'])
     """
 
     layers: tuple[tuple[str, ProcessMesh], ...]
