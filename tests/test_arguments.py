@@ -4,14 +4,17 @@ what is expected, nothing was sent, and what was given is as it was."""
 from __future__ import annotations
 
 import copy
+import functools
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard, pipeline
+from disttensor.torch_private import default_group, timeout_of
 from tests.support.layouts import S0, P, R, counted, everywhere, grid, same
 from tests.support.pool import on_ranks
 
@@ -157,6 +160,24 @@ TABLE = {
         dt.shard_loader(LOADER,grid(),3) dt.shard_loader(LOADER,grid(),None)""",
     "what=.*a Timeline or a Schedule|events=.*a list of events": """
         pipeline.plot(3,"a.svg") pipeline.Timeline(3)""",
+    "backend=.*(a name|is there already)|timeout=.*is there already": """
+        dt.init_mesh((4,),backend=3) dt.init_mesh((W,),backend="mpi")
+        dt.init_mesh((W,),timeout=7.5)""",
+    "Checkpointer.(save|load): step=.*a whole number": """
+        dt.Checkpointer("a").save(350.0) dt.Checkpointer("a").save(-1)
+        dt.Checkpointer("a").save(True) dt.Checkpointer("a").save("1")
+        dt.Checkpointer("a").save(None) dt.Checkpointer("a").load(1.0)
+        dt.Checkpointer("a").load(-1) dt.Checkpointer("a").load(True)""",
+    "Checkpointer.save: background=.*True or False": """
+        dt.Checkpointer("a").save(1,background="no") dt.Checkpointer("a").save(1,background=1)""",
+    "max_shard_size=.*a whole number of bytes|names=.*a dict of names": """
+        dt.save_pretrained(lin(),"a",max_shard_size=5e9)
+        dt.save_pretrained(lin(),"a",max_shard_size=0)
+        dt.save_pretrained(lin(),"a",max_shard_size=True)
+        dt.save_pretrained(lin(),"a",max_shard_size="5XB")
+        dt.save_pretrained(lin(),"a",max_shard_size=None)
+        dt.save_pretrained(lin(),"a",names=3)""",
+    "src_rank=0 of data in a graph": "dt.shard_tensor(h,grid(),(S0,R),src_rank=0)",
     "(folder|files)=.*a path|keep=.*a whole number from 1 up": """
         dt.Checkpointer(3) dt.Checkpointer("a",keep=0) dt.Checkpointer("a",keep="2")
         dt.save_pretrained(lin(),3) dt.load_pretrained(lin(),3)""",
@@ -293,7 +314,10 @@ def test_arguments_that_a_function_cannot_take():
     names = {
         "dt": dt, "torch": torch, "pipeline": pipeline, "ProcessMesh": ProcessMesh, "Shard": Shard,
         "Partial": Partial, "Replicate": Replicate, "S0": S0, "R": R, "P": P, "grid": grid, "x": x,
-        "t": counted(4, 4), "M": M, "lin": lin, "step": step, "a_number": lambda size, **_: 3,
+        "t": counted(4, 4), "M": M,
+        "W": dist.get_world_size() if dist.is_initialized() else 1,
+        "h": counted(4, 4).requires_grad_() * 2, "lin": lin,
+        "step": step, "a_number": lambda size, **_: 3,
         "sparse": lambda size, **_: torch.zeros(size).to_sparse(), "gives_x": lambda piece: x,
         "LOADER": torch.utils.data.DataLoader(range(4)),
         "to_meta": lambda size, **_: torch.ones(size, device="meta"),
@@ -367,3 +391,36 @@ def test_what_a_distributed_tensor_shares_with_a_plain_one():
             torch.take_along_dim(x, index[:, None], 1),
             torch.take_along_dim(counted(3, 6), index[:, None], 1),
         )
+
+
+@everywhere
+def test_arguments_that_were_ignored_or_failed_late_do_what_they_say():
+    mesh, full = grid(), counted(4, 3)
+    partial = functools.partial(torch.full, fill_value=2.0)
+    made = dt.from_fn(partial, mesh, (S0, R), (4, 3), dtype=torch.float64)
+    same(made, torch.full((4, 3), 2.0, dtype=torch.float64))
+    h = full.clone().requires_grad_() * 2
+    assert not dt.shard_tensor(h, mesh, (S0, R), requires_grad=False).requires_grad
+    kept = dt.shard_tensor(h, mesh, (S0, R))
+    assert kept.requires_grad and not kept.is_leaf
+    whole = dt.shard_tensor(full, mesh)
+    for x in (whole, dt.shard_tensor(full, mesh, (S0, R))):
+        for array in (np.array(x), np.asarray(x).copy(), x.__array__(np.float64, copy=True)):
+            array[0] = 7.0
+            same(x, full)
+        with pytest.raises(ValueError, match="memory of its own"):
+            x.__array__(np.float32, copy=False)
+    assert whole.__array__(copy=False).ctypes.data == whole.to_local().data_ptr()
+    w = dt.shard_tensor(full, mesh, (S0, R), requires_grad=True)
+    handles = [w.register_hook(lambda g: g), w.register_post_accumulate_grad_hook(lambda p: None)]
+    handles.append((w * 2).register_hook(lambda g: g))
+    assert len({handle.id for handle in handles}) == 3
+    for handle in handles:
+        assert isinstance(handle, torch.utils.hooks.RemovableHandle)
+        with handle:
+            pass
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        limit = timeout_of(default_group()).total_seconds()
+        world = dist.get_world_size()
+        again = dt.init_mesh((world,), backend=dist.get_backend(), timeout=limit)
+        assert again is dt.init_mesh((world,))
