@@ -22,7 +22,8 @@ with _versions.importing():
     import ops as _ops  # noqa: F401
     from ops.nn.attention_policy import attention_policy
     import reshard as _reshard  # noqa: F401
-    from disttensor.random.state import manual_seed, rng
+    from disttensor.random.counter import manual_seed
+    from disttensor.random.state import rng
     from disttensor.tensor.dist_tensor import DistTensor
     from disttensor.tensor.grad_sync import sync_gradients
     from disttensor.tensor.values import broadcast_value, values_everywhere

@@ -7,6 +7,7 @@ functions that rules are registered for by name (``torch._foreach_add``); they a
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 import threading
@@ -35,21 +36,21 @@ from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
+    "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode", "STORAGE_ID",
     "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
-    "autocast_is_on", "backend_of", "count_dispatch_modes", "count_function_modes",
-    "current_backward", "current_node", "default_group", "default_store", "direct_apply",
-    "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu", "flash_on_cpu_backward",
-    "foreach_types", "global_module_hooks", "group_name", "is_composite", "is_in_backward",
-    "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need", "next_node",
-    "next_number", "nn_functions", "no_dispatch", "no_function_mode", "no_torch_function",
-    "node_number", "outside_modes", "outside_transforms", "pop_dispatch_mode", "pop_function_mode",
-    "process_groups_aside", "push_dispatch_mode", "push_function_mode", "reduce_scatter_single",
-    "refuse_memory", "renumber", "root_of", "run_backward", "schemas_named", "schemas_of",
-    "set_timeout", "set_versions", "start_fake_world", "storage_id", "storage_users",
-    "swap_memory", "tensor_users", "timeout_of", "top_saved_tensors_hooks",
-    "torch_functions_are_seen", "transform_ends", "unboxed_group", "use_count", "users_of_storage",
-    "without_fakes",
+    "autocast_is_on", "backend_of", "carried", "carry", "count_dispatch_modes",
+    "count_function_modes", "current_backward", "current_node", "default_group", "default_store",
+    "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
+    "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
+    "is_in_backward", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
+    "next_node", "next_number", "nn_functions", "no_dispatch", "no_function_mode",
+    "no_torch_function", "node_number", "outside_modes", "outside_transforms", "pop_dispatch_mode",
+    "pop_function_mode", "process_groups_aside", "push_dispatch_mode", "push_function_mode",
+    "reduce_scatter_single", "refuse_memory", "renumber", "root_of", "run_backward",
+    "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
+    "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
+    "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
+    "use_count", "users_of_storage", "without_fakes",
 ]  # fmt: skip
 
 
@@ -194,6 +195,54 @@ def schemas_named(name: str) -> list[Any]:
 _flash = "_scaled_dot_product_flash_attention_for_cpu"
 flash_on_cpu: Any = getattr(torch.ops.aten, _flash, None)
 flash_on_cpu_backward: Any = getattr(torch.ops.aten, f"{_flash}_backward", None)
+
+# Random numbers -----------------------------------------------------------------------------------
+
+# The state of a generator of the CPU: 24 bytes, 624 words of 64 bits of which the upper halves are
+# unused, 40 bytes.
+_STATE_SIZE, _FIRST = 5056, 24 // 4 + 1
+_MARK = [0x64697374, 0x74656E73]
+
+
+def carry(state: torch.Tensor, *values: int) -> None:
+    """Writes integers of 64 bits into a state of the CPU's generator, where torch reads nothing."""
+    halves = [half for v in values for half in (v & 0xFFFFFFFF, v >> 32)]
+    for i, half in enumerate(_MARK + halves):
+        _words_of(state)[_FIRST + 2 * i] = half
+
+
+def carried(state: torch.Tensor, count: int) -> tuple[tuple[int, ...] | None, bytes]:
+    """The ``count`` integers that ``carry`` wrote, or None, and the bytes of the state."""
+    words = _words_of(state)
+    mark, halves = words[_FIRST : _FIRST + 4 : 2], words[_FIRST + 4 : _FIRST + 4 + 4 * count : 2]
+    found = tuple([halves[i] | halves[i + 1] << 32 for i in range(0, 2 * count, 2)])
+    return found if mark == _MARK else None, bytes(words)
+
+
+def seeded_since() -> bool:
+    """Returns True if torch's default generator was seeded since the last call.
+
+    A generator that was seeded has 1 word left and stands at word 0. It gives the same numbers
+    where it stands at the last word, as one that has given all: there it is put.
+    """
+    state = torch.default_generator.get_state()
+    words = _words_of(state)
+    if words[2] != 1 or words[4] != 0:
+        return False
+    words[4] = 624
+    torch.default_generator.set_state(state)
+    return True
+
+
+def _words_of(state: torch.Tensor) -> Any:
+    with no_function_mode(), no_dispatch():
+        if state.numel() != _STATE_SIZE or state.device.type != "cpu":
+            raise RuntimeError(
+                f"a state of {state.numel()} bytes: torch {torch.__version__} keeps random numbers "
+                "in a form that disttensor does not know"
+            )
+        return (ctypes.c_uint32 * (_STATE_SIZE // 4)).from_address(state.data_ptr())
+
 
 # Modes --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from disttensor.comm import objects, program
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
 from disttensor.errors import MismatchError
-from disttensor.random import state as random
+from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor
 
 VALUES = "values.pt"
@@ -123,7 +123,7 @@ class Checkpointer:
             for key in states:
                 values[key].setdefault("state", {}).update(their_states[key])
         alike = all(theirs[2] == mine[2] for theirs in everyone)
-        values[RANDOM] = {"state": random.get_state(), "torch": generator if alike else None}
+        values[RANDOM] = {"state": counter.get_state(), "torch": generator if alike else None}
         specs = [theirs[1] for theirs in everyone]
         planner, plan, metadata = self._plan(what, group, tensors, specs)
         job = _Job(step, everyone[0][0], planner, plan, metadata, values)
@@ -187,9 +187,9 @@ class Checkpointer:
         try:
             for fill in put:
                 fill()
-            random.set_state(*values[RANDOM]["state"])
             if values[RANDOM]["torch"] is not None:
                 torch.set_rng_state(values[RANDOM]["torch"])
+            counter.set_state(*values[RANDOM]["state"])
         except Exception as caught:
             error = caught
         _agree(what, group, error)

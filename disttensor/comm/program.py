@@ -88,6 +88,13 @@ def enters(what: str, spec: Any) -> None:
         note(_entry(what, spec, user_place(sys._getframe(1))))
 
 
+def draws(mesh: Any, seed: int, call: int) -> None:
+    """A random call on ``mesh``, which draws the same on all ranks."""
+    if mesh.coordinate is not None and len(mesh.ranks) > 1:
+        words = f"random numbers of seed {seed}, call {call}"
+        note(Call(lambda: words, mesh, 1, "of the call before"))
+
+
 @cache.cached(4096)
 def _entry(what: str, spec: Any, place: Place) -> Call:
     """The same each time that a line does this."""

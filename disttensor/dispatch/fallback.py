@@ -19,7 +19,7 @@ from disttensor.dispatch.key import Uncacheable, key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.dispatch.writes import written
 from disttensor.meta import execute, infer
-from disttensor.random.state import forked
+from disttensor.random.state import forked, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
@@ -141,6 +141,11 @@ def run_replicated(
             strict.fallback(func, specs, why)
         elif strict.depth():
             strict.check_moves(func, specs, [s.replicated() for s in specs])
+        generator = generator_in(args, kwargs)
+        if generator is not None:
+            own = generator_for_one(mesh, generator)
+            args = [own if a is generator else a for a in args]
+            kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
         try:
             with forked(mesh):
                 out = func(*substitute(tuple(args), take), **substitute(kwargs, take))

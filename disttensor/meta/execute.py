@@ -184,7 +184,7 @@ def quick(
         if not shallow:
             args = read(args, kwargs)
         if draws:
-            state.draw(mesh, "fast", kwargs.get("generator") if kwargs else None)
+            state.draw(mesh, "fast", state.generator_in(args, kwargs))
         joined = _join(args, sources, nothing, orphan)
         if joined is not nothing and not _grad():
             joined = nothing
@@ -263,7 +263,7 @@ def general(
         tensors: list[Any] = flat((args, kwargs), [])
         refuse_plain(func, mesh, tensors)
         if draws:
-            state.draw(mesh, "fast", kwargs.get("generator"))
+            state.draw(mesh, "fast", state.generator_in(args, kwargs))
         if writes:
             target = args[0] if args else next(iter(kwargs.values()))
             written(func, target, tensors, mesh)

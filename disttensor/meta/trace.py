@@ -25,7 +25,7 @@ from disttensor.comm import log
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.meta.guards import Subtree
-from disttensor.random import state
+from disttensor.random import counter, state
 from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -215,11 +215,12 @@ def _words(x: Any) -> Any:
 def _world() -> tuple[Any, ...]:
     """What a forward may change outside of its module."""
     numpy_state: Any = np.random.get_state()
+    seed, calls = counter.get_state()
     return (
-        state._State.calls,
-        state._State.seed,
+        calls,
+        (seed, counter._State.restarts),
         dict(runtime.current().tags),
-        torch.get_rng_state(),
+        torch.default_generator.get_state(),
         python_random.getstate(),
         (numpy_state[1].tobytes(), *numpy_state[2:]),
     )
@@ -227,7 +228,9 @@ def _world() -> tuple[Any, ...]:
 
 def _compare(before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
     """The number of random calls between. Raises Unfit for other changes."""
-    if before[1:3] != after[1:3]:
+    if before[1] != after[1]:
+        raise Unfit("it seeds random numbers")
+    if before[2] != after[2]:
         raise Unfit("it takes part in messages between ranks")
     if not torch.equal(before[3], after[3]) or before[4:] != after[4:]:
         raise Unfit("it draws numbers of its own")

@@ -27,6 +27,7 @@ from disttensor.patches import (
     wrappers,
 )
 from disttensor.patches.imports import once_imported
+from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import foreach_types, jit_tracers, transform_ends
 
@@ -271,6 +272,16 @@ TABLE = (
         "it draws the rows of zeros from torch's own generator, which differs between ranks",
         "torch.overrides: it does not ask",
         replaced(init.on_the_whole, (torch.nn.init, "sparse_")),
+    ),
+    Change(
+        "torch.get_rng_state, torch.set_rng_state",
+        "the random numbers of DistTensors would go on after fork_rng and a state that is brought "
+        "back",
+        "none: a torch.Generator has no place for a count of ours",
+        together(
+            replaced(counter.reading, (torch, "get_rng_state"), (torch.random, "get_rng_state")),
+            replaced(counter.restoring, (torch, "set_rng_state"), (torch.random, "set_rng_state")),
+        ),
     ),
     Change(
         "torch.optim: functions on lists",

@@ -1,15 +1,16 @@
-"""The seed, the counter of random calls and the policy; what one call draws.
+"""The policy of random numbers; what one call draws.
 
 The position in the program decides, not the rank: every random call takes the next number of a
-counter that all ranks keep alike. Two policies say what that number becomes (``rng``):
+counter that all ranks keep alike (counter.py). Two policies say what that number becomes (``rng``):
 
     "invariant"   numbers by global element index (philox.py): any mesh and placement gives the same
                   bits. The default of factories, initialization and sampling
     "fast"        torch's own generator and kernels, seeded for this call and for this rank's place
                   on the axes that split the tensor. The default of dropout and its like
 
-Replicas draw the same, shards draw different numbers, and torch's own generator is left alone. A
-recomputation under activation checkpointing repeats the calls of its forward: see
+Replicas draw the same, shards draw different numbers, and torch's own generator does not move. At
+optimizer steps the ranks compare what their calls drew from (``program.draws``). A recomputation
+under activation checkpointing repeats the calls of its forward: see
 disttensor.autograd.activation_checkpoint.
 """
 
@@ -23,48 +24,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor import arguments
 from disttensor.autograd import activation_checkpoint
+from disttensor.comm import program
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
-from disttensor.random import distributions
+from disttensor.random import counter, distributions
 from disttensor.random.philox import Source, derive
+from disttensor.torch_private import no_dispatch, no_function_mode
 
 Tensor = torch.Tensor
 _POLICIES = ("invariant", "fast")
 
-
-class _State:
-    """The seed, and the number of random calls so far."""
-
-    seed = 0
-    calls = 0
-
-
 _policy: ContextVar[str | None] = ContextVar("random policy", default=None)  # set by ``rng``
-
-
-def manual_seed(seed: int) -> None:
-    """Start the random numbers of DistTensors anew. Every rank gives the same seed.
-
-    >>> dt.manual_seed(7)
-    >>> a = dt.rand(3, mesh=mesh)
-    >>> dt.manual_seed(7)
-    >>> torch.equal(a, dt.rand(3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
-    True
-    """
-    expected = "a whole number, the same on all ranks,"
-    _State.seed, _State.calls = arguments.whole("manual_seed: seed", seed, None, expected), 0
-
-
-def get_state() -> tuple[int, int]:
-    """(seed, random calls so far)"""
-    return _State.seed, _State.calls
-
-
-def set_state(seed: int, calls: int) -> None:
-    """Go on as after ``calls`` random calls of ``manual_seed(seed)``."""
-    _State.seed, _State.calls = seed, calls
 
 
 class rng:
@@ -137,25 +108,39 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     """The next random call: all ranks make it alike, those without a piece too.
 
     default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: one
-    int64 of it is the seed.
+    int64 of it is the seed. torch's default generator is as None.
     """
     where = activation_checkpoint.current_run()
     found = activation_checkpoint.replayed(where)
     if found is None:
         invariant = (_policy.get() or default) == "invariant"
-        if generator is None:
-            _State.calls += 1
-            found = Note(_State.seed, _State.calls, invariant)
+        if generator is None or generator is _generator(generator.device):
+            found = Note(*counter.count(), invariant)
         else:
-            device = generator.device
-            found = Note(
-                int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)),
-                0,
-                invariant,
-            )
+            found = Note(_number_of(generator), 0, invariant)
+        program.draws(mesh, found.seed, found.call)
     if generator is None or where is not None:
         activation_checkpoint.note(where, found)
     return Draw(found, mesh)
+
+
+def generator_in(args: Any, kwargs: Any) -> torch.Generator | None:
+    """The generator among the arguments of a call."""
+    every = (*args, *(kwargs or {}).values())
+    return next((a for a in every if isinstance(a, torch.Generator)), None)
+
+
+def generator_for_one(mesh: ProcessMesh, generator: torch.Generator) -> torch.Generator:
+    """A generator for one call that runs whole on each rank: the user's moves as for any random
+    call, on ranks outside the mesh too."""
+    note = draw(mesh, "fast", generator).key
+    return torch.Generator(generator.device).manual_seed(derive(*note))
+
+
+def _number_of(generator: torch.Generator) -> int:
+    with no_dispatch(), no_function_mode():
+        number = torch.empty((), dtype=torch.int64, device=generator.device)
+        return int(number.random_(generator=generator))
 
 
 def _dropout(input: Any, p: float = 0.5, *flags: Any, **named: Any) -> bool:
@@ -189,6 +174,7 @@ class Seeded:
 
     def __enter__(self) -> Seeded:
         self.state = self.generator.get_state()
+        counter._State.inside += 1
         self.generator.manual_seed(self.seed)
         return self
 
@@ -199,6 +185,7 @@ class Seeded:
         trace: TracebackType | None,
     ) -> None:
         self.generator.set_state(self.state)
+        counter._State.inside -= 1
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -216,7 +203,11 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     back may depend on the mesh."""
     where = activation_checkpoint.current_run()
     note = activation_checkpoint.replayed(where, sure=False)
-    fresh = Note(_State.seed, _State.calls + 1, False) if note is None else note
+    if note is None:
+        seed, calls = counter.get_state()
+        fresh = Note(seed, calls + 1, False)
+    else:
+        fresh = note
     devices = {"cpu": torch.device("cpu"), mesh.device.type: mesh.device}
     contexts = [Draw(fresh, mesh).seeded(axes, device) for device in devices.values()]
     entered = []
@@ -232,5 +223,6 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     if drawn:
         if note is None:
             activation_checkpoint.replayed(where)  # an error, where the forward drew less
-            _State.calls += 1
+            counter.count()
+            program.draws(mesh, fresh.seed, fresh.call)
         activation_checkpoint.note(where, fresh)

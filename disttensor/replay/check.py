@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disttensor.random import state
+from disttensor.random import counter
 from disttensor.replay.record import Program
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tree import flat
@@ -21,10 +21,10 @@ def beside_eager(
 ) -> Any:  # fmt: skip
     """The result of ``eager()``. Raises RuntimeError where the program gives or writes (to
     ``written``) another bit, another spec, or where another one would be recorded now."""
-    before = state.get_state(), torch.get_rng_state(), _copies(written)
+    before = counter.get_state(), torch.get_rng_state(), _copies(written)
     mine = _described(program.run(*inputs), written)
-    state.set_state(*before[0])
     torch.set_rng_state(before[1])
+    counter.set_state(*before[0])
     with torch.no_grad():
         for x, was in zip(written, before[2], strict=True):
             _local(x).detach().copy_(was)

@@ -32,7 +32,7 @@ from disttensor.dispatch import dispatch, fallback
 from disttensor.errors import name_of
 from disttensor.meta import infer
 from disttensor.meta.trace import Unfit
-from disttensor.random import state
+from disttensor.random import counter, state
 from disttensor.replay.questions import (
     ASSIGNMENT,
     IDLE,
@@ -260,11 +260,11 @@ class Recorder(TorchFunctionMode):
             if not self.listens() or self.why:
                 return whole(*args, **kwargs)
             before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
-            draws, sent, self.opening = state._State.calls, len(self.seen), True
+            draws, sent, self.opening = counter._State.calls, len(self.seen), True
             with self.drawing():
                 out = func(*args, **kwargs)
             made = all(self.tape.knows(t) for t in flat(out, []))
-            same = state._State.calls == draws and len(self.seen) == sent
+            same = counter._State.calls == draws and len(self.seen) == sent
             if not self.why and made and same:
                 self.opening = before[-1]
                 return out
@@ -272,7 +272,7 @@ class Recorder(TorchFunctionMode):
             place, self.writes, self.draws, self.sent, self.opening = before
             self.tape.back(place)
             if not self.quiet:
-                self.draws += state._State.calls - draws
+                self.draws += counter._State.calls - draws
                 self.sent += len(self.seen) - sent
             self.writes = self.writes or fallback.writes(name)
             self.note(name, args, kwargs, out)
@@ -297,14 +297,14 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        draws, sent = state._State.calls, len(self.seen)
+        draws, sent = counter._State.calls, len(self.seen)
         self.quiet += 1
         try:
             yield
         finally:
             self.quiet -= 1
             if not self.quiet:
-                self.draws += state._State.calls - draws
+                self.draws += counter._State.calls - draws
                 self.sent += len(self.seen) - sent
 
     def source_of(self, x: Any) -> str | None:
@@ -373,7 +373,8 @@ def _generator(device: str) -> bytes:
 def _world() -> tuple[Any, ...]:
     """What a forward may change outside of its tensors."""
     numpy_state: Any = np.random.get_state()
+    seed, calls = counter.get_state()
     return (
-        state._State.calls, state._State.seed, dict(runtime.current().tags),
+        calls, (seed, counter._State.restarts), dict(runtime.current().tags),
         python_random.getstate(), numpy_state[1].tobytes(), *numpy_state[2:],
     )  # fmt: skip

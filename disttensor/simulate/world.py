@@ -15,7 +15,7 @@ import torch
 
 from disttensor import runtime
 from disttensor.comm import desync
-from disttensor.random import state
+from disttensor.random import counter
 from disttensor.simulate import shapes
 from disttensor.torch_private import FakeTensorMode, process_groups_aside, start_fake_world
 from ops.registry import RULES
@@ -70,7 +70,7 @@ def imagined_rank(
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
     )  # fmt: skip
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
-    seed, debugging = state.get_state(), desync.enabled
+    seed, debugging = counter.get_state(), desync.enabled
     try:
         with runtime.aside(), _registered(), process_groups_aside():
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
@@ -81,8 +81,8 @@ def imagined_rank(
                 yield
     finally:
         desync.enabled = debugging
-        state.set_state(*seed)
         torch.set_rng_state(numbers[0])
+        counter.set_state(*seed)
         python_random.setstate(numbers[1])
         np.random.set_state(numbers[2])
         torch.set_default_dtype(dtype)

@@ -36,6 +36,8 @@ def drawing(
     axes = tuple(sorted(call.outputs[0].layout.sharded)) if place is None else place
 
     def run(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        if args and isinstance(args[-1], torch.Generator):
+            *args, generator = args  # type: ignore[assignment]
         draw = call.collectives.draw(default, generator)
         if draw.invariant:
             return by_position(draw, *args, **kwargs)

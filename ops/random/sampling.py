@@ -61,7 +61,7 @@ def counted(call: LocalCall) -> Callable[..., Any]:
     """poisson(rates): the quantile of a uniform number."""
     target = call.outputs[0]
 
-    def by_position(draw: Draw, input: Tensor) -> Tensor:
+    def by_position(draw: Draw, input: Tensor, none: Any = None) -> Tensor:
         rates = input.detach().to(torch.float64)
         if not bool((rates >= 0).all()):
             raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
@@ -84,7 +84,7 @@ def quantile(level: Tensor, rates: Tensor) -> Tensor:
 
 
 @rule(torch.poisson, exact=True)
-def poisson(input: Arg, **kwargs: Any) -> Factors:
+def poisson(input: Arg, generator: Any = None) -> Factors:
     """elementwise"""
     return pointwise_factors([input], local=counted)
 

@@ -151,3 +151,23 @@ def test_ranks_that_have_left_the_program_write_no_checkpoint(stages: int, tmp_p
         train(mesh, 0, lambda last: 6, late, folder=tmp_path)
     assert dt.Checkpointer(tmp_path).load(model=nn.Linear(1, 1)) is None
     start_anew()
+
+
+@on_ranks(2)
+def test_ranks_that_seed_apart_are_told_at_the_next_step() -> None:
+    start_anew()
+    w = dt.ones(4, mesh=dt.ProcessMesh([0, 1], ("dp",)), requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    F.dropout(w, 0.5).sum().backward()
+    optimizer.step()
+    dist.barrier()
+    steps = runtime.current().steps
+    steps.compared.wait(10)
+    end = time.monotonic() + 30
+    while not steps.error and time.monotonic() < end:
+        time.sleep(0.05)
+    said = r"rank 0: random numbers of seed 0, call 1.*rank 1: random numbers of seed 1, call 1"
+    with pytest.raises(dt.MismatchError, match=said):
+        optimizer.step()
+    start_anew()

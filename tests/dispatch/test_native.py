@@ -30,7 +30,7 @@ from disttensor.comm import p2p, program
 from disttensor.dispatch import dispatch, native
 from disttensor.patches import tracers
 from disttensor.pipeline.tape import Tape
-from disttensor.random import state
+from disttensor.random import counter
 from disttensor.spec import spec_of
 from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.base import origin_of, set_collector
@@ -254,15 +254,15 @@ def test_outside_the_mesh(mesh: dt.ProcessMesh) -> None:
 def test_calls_outside_the_mesh_draw_where_they_have_dropout(mesh: dt.ProcessMesh) -> None:
     x = dt.zeros(2, 4, 6, mesh=dt.ProcessMesh([1, 2], ("x",)))
     for p, draws in ((0.0, False), (0.5, True), (0.0, False)):
-        before = state.get_state()
+        before = counter.get_state()
         F.dropout(x, p)
-        assert (state.get_state() != before) is draws
+        assert (counter.get_state() != before) is draws
     for words, draws in (({}, 0), ({"dropout_p": 0}, 0), ({"dropout_p": 0.5}, 1)):
         attend = partial(F.scaled_dot_product_attention, x, x, x, **words)
         attend()
-        before = state.get_state()
+        before = counter.get_state()
         _, counts = counted(attend)
-        assert counts["in_c"] == 1 - draws and (state.get_state() != before) is bool(draws)
+        assert counts["in_c"] == 1 - draws and (counter.get_state() != before) is bool(draws)
 
 
 def test_a_pending_sum_that_was_reduced_is_read_instead(mesh: dt.ProcessMesh) -> None:

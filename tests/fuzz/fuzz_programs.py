@@ -23,7 +23,7 @@ from torch import Tensor
 import disttensor as dt
 from disttensor import DistTensor, ProcessMesh
 from disttensor.dispatch import native
-from disttensor.random import state
+from disttensor.random import counter
 from tests.fuzz.fuzz_world import KINDS, TOLERANCE, Program, World, execute, steady
 from tests.fuzz.fuzz_writer import make
 from tests.support import oracle, pool
@@ -85,7 +85,7 @@ def differing_codes(program: Program, mesh: ProcessMesh) -> list[str]:
             for k, v in [*values.items(), *grads.items()]
         } | {
             "sent": tuple((r.kind, r.axis, r.bytes, r.phase) for r in log),
-            "random": state.get_state(),
+            "random": counter.get_state(),
         })  # fmt: skip
     python, *others = answers
     found = [

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import FallbackWarning, Shard
-from disttensor.random.state import _State
+from disttensor.random.counter import _State
 from tests.support.oracle import randint, randn
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes

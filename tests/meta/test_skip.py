@@ -308,9 +308,9 @@ def test_attributes_are_seen(world):
     x = value(mesh, 4, 5)
 
     def draws():
-        before = dt.random.state._State.calls
+        before = dt.random.counter._State.calls
         block(x)
-        return dt.random.state._State.calls - before
+        return dt.random.counter._State.calls - before
 
     assert [draws() for _ in range(3)] == [1, 1, 1]
     block.eval()

@@ -33,7 +33,7 @@ from disttensor.autograd import token
 from disttensor.autograd.cross_mesh import crossed
 from disttensor.autograd.grad_types import Typed
 from disttensor.comm import objects
-from disttensor.random import state
+from disttensor.random import counter
 from disttensor.tensor.dist_tensor import wrap
 from tests.fuzz import fuzz_stages
 from tests.opinfo import opinfo_check
@@ -92,7 +92,7 @@ def seen(call: Call, form: str, mesh: ProcessMesh, layouts: Sequence[Any]) -> An
 
 
 def random_calls() -> Any:
-    return state._State.calls
+    return counter._State.calls
 
 
 def tree(value: Any) -> Any:

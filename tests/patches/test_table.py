@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import ProcessMesh, Shard, patches
 from disttensor.comm import failures
-from disttensor.random.state import _State
+from disttensor.random.counter import _State
 from tests.support.oracle import line
 from tests.support.pool import on_ranks
 
@@ -121,8 +121,12 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.nn.utils.clip_grad_norm_",
         "torch.nn.utils.clip_grad_value_",
         "torch.nn.utils.get_total_norm",
+        "torch.get_rng_state",
         "torch.optim.optimizer._foreach_supported_types",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "torch.random.get_rng_state",
+        "torch.random.set_rng_state",
+        "torch.set_rng_state",
         "torch.utils._foreach_utils._foreach_supported_types",
         "torch.utils.hooks.BackwardHook._apply_on_tensors",
     }
@@ -296,7 +300,7 @@ def truncated() -> None:
 
 def sparse() -> None:
     """Replicas are one value, however torch's own generators stand."""
-    torch.manual_seed(dist.get_rank())
+    torch.rand(dist.get_rank())
     w = dt.zeros(20, 3, mesh=line())
     nn.init.sparse_(w, 0.5)
     everyone: list[Any] = [None, None]

@@ -56,11 +56,14 @@ def drawn(
     dt.manual_seed(seed)
     out = {}
     for name in names:
-        torch.manual_seed(collectives.world()[0])  # ranks differ here, and it must not matter
-        before = torch.get_rng_state()
+        torch.rand(collectives.world()[0])  # ranks differ here, and it must not matter
+        torch.get_rng_state()
+        before = torch.default_generator.get_state()
         x = dt.from_fn(torch.full, mesh, placements, (5, 6), 0.3)
         result = cases[name](x)
-        assert torch.equal(before, torch.get_rng_state()), f"{name} disturbs torch's generator"
+        assert torch.equal(before, torch.default_generator.get_state()), (
+            f"{name} disturbs torch's generator"
+        )
         out[name] = everything(result)
         assert replicas_agree(out[name]), name
     return out

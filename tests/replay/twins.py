@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import disttensor as dt
 from disttensor import DistTensor
-from disttensor.random import state
+from disttensor.random import counter
 from disttensor.tree import flat
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -58,7 +58,7 @@ def one(forward: Any, leaves: Sequence[Any], batch: Any, around: Around, backwar
         given = flat((args, kwargs), [])
         grads = [leaf.grad for leaf in (*leaves, *given) if leaf.is_leaf]
     values = [bits(t) for t in (*tensors, *grads, *flat((args, kwargs), []))]
-    return values, sent(log), state.get_state(), torch.get_rng_state().tolist(), str(type(out))
+    return values, sent(log), counter.get_state(), torch.get_rng_state().tolist(), str(type(out))
 
 
 def agree(

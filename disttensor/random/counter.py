@@ -1,0 +1,107 @@
+"""The seed and the number of random calls so far: a part of the state of torch's default generator.
+
+torch's ways to set, read and restore random numbers do the same for those of DistTensors:
+
+    torch.manual_seed(s)         the seed is s, and no call has drawn
+    torch.get_rng_state()        the state has the seed and the count in it (``carry``)
+    torch.set_rng_state(state)   and brings them back; ``fork_rng`` and checkpoints are made of both
+
+Numbers drawn for plain tensors move torch's generator and not the count, so ranks may draw
+different amounts of them. The next random call finds out that the generator was seeded, by any
+function. It finds no count in a state that ``torch.default_generator.set_state`` brought back: the
+numbers of that seed go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from disttensor import arguments
+from disttensor.cache import Cache
+from disttensor.torch_private import carried, carry, seeded_since
+
+_M64 = (1 << 64) - 1
+
+
+class _State:
+    seed = 0
+    calls = 0
+    of: int | None = None  # the seed of torch's generator when the seed was set
+    restarts = 0  # how often it was set
+    inside = 0  # torch's generator is seeded for a call
+    left: Cache[int, tuple[int, int]] = Cache(64, lasting=True)  # by ``of``: seed and calls
+
+
+def manual_seed(seed: int) -> None:
+    """Restarts the random numbers of DistTensors and leaves those of plain tensors alone. Every
+    rank gives the same seed. ``torch.manual_seed`` restarts both: the last call counts.
+
+    >>> dt.manual_seed(7)
+    >>> a = dt.rand(3, mesh=mesh)
+    >>> dt.manual_seed(7)
+    >>> torch.equal(a, dt.rand(3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
+    True
+    """
+    expected = "a whole number, the same on all ranks,"
+    set_state(arguments.whole("manual_seed: seed", seed, None, expected), 0)
+
+
+def get_state() -> tuple[int, int]:
+    """(seed, random calls so far)"""
+    if not _State.inside:
+        of = torch.default_generator.initial_seed()
+        if seeded_since():
+            set_state(of, 0)
+        elif of != _State.of:
+            set_state(*_State.left.get(of, (of, 0)))
+    return _State.seed, _State.calls
+
+
+def set_state(seed: int, calls: int) -> None:
+    """Go on as after ``calls`` random calls of ``manual_seed(seed)``."""
+    if _State.of is not None:
+        _State.left[_State.of] = _State.seed, _State.calls
+    seeded_since()
+    _State.seed, _State.calls = seed & _M64, calls
+    _State.of = torch.default_generator.initial_seed()
+    _State.restarts += 1
+
+
+def count() -> tuple[int, int]:
+    """Counts a random call. Returns the seed and the number of the call."""
+    get_state()
+    _State.calls += 1
+    return _State.seed, _State.calls
+
+
+# Changes to torch (``disttensor.patches``) --------------------------------------------------------
+
+
+def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_rng_state() -> Any:
+        values = get_state()
+        state = original()
+        carry(state, *values)
+        return state
+
+    return get_rng_state
+
+
+def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A state that ``Generator.get_state`` gave has no count in it: its bytes are the seed."""
+
+    @wraps(original)
+    def set_rng_state(new_state: Any) -> None:
+        original(new_state)
+        found, content = carried(new_state, 2)
+        digest = blake2b(content, digest_size=8).digest()
+        seed, calls = found or (int.from_bytes(digest), 0)
+        set_state(seed, calls)
+
+    return set_rng_state
