@@ -15,6 +15,7 @@ from disttensor.meta import execute
 from disttensor.placement import Placement
 from disttensor.spec import DistSpec, checked, layout_from, spec_of
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.versions import hand_out
 
 Tensor = torch.Tensor
 
@@ -86,6 +87,8 @@ def from_pieces(
     local = local if local.is_meta else local.to(mesh.device)
     if local.requires_grad and torch.is_grad_enabled():
         local = local.view_as(local)
+    if layout.partial:
+        hand_out(local)
     return wrap(local, spec)
 
 

@@ -23,7 +23,7 @@ from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
 from disttensor.tensor.reshard import moved_for, resharded
-from disttensor.tensor.versions import INFERENCE, version
+from disttensor.tensor.versions import INFERENCE, is_handed_out, version
 from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
@@ -45,11 +45,13 @@ def _grad(x: DistTensor) -> bool:
 
 
 def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
-    """Reduce ``x`` to ``dst``, and keep that beside it."""
+    """Reduce ``x`` to ``dst``, and keep that beside it, unless writes to x may pass unseen."""
     local = x.local
     inside = dst.mesh.coordinate is not None
     # the local alone: what leads back to x would be a circle
     value = wrap(moved_for(x, dst, ()) if inside else resharded(x, dst).local, dst)
+    if inside and is_handed_out(local):
+        return value
     if local.is_inference():
         INFERENCE[:] = [True]
     x._reduced = Reduced(local, version(local), value, _grad(x), region())
@@ -64,6 +66,8 @@ def known(x: DistTensor) -> DistTensor | None:
     if not x.is_initialized:
         return resharded(x, kept.value.spec)
     local = x.local
+    if is_handed_out(local):
+        return None
     if kept.source is not local or kept.version != version(local):
         return remember(x, kept.value.spec)  # written to by way of what shares its memory
     value: DistTensor = kept.value

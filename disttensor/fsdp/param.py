@@ -35,7 +35,7 @@ from disttensor.tensor.base import (
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import as_gradient, combined, get_grad, grad_spec, set_grad
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.versions import version
+from disttensor.tensor.versions import counts_twice, version
 from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
@@ -113,9 +113,11 @@ class FSDPParam:
         """``p.data = x`` has been done."""
         self._times_renewed += 1
 
-    def version(self) -> tuple[int, int]:
-        """Changes with each write to ``sharded_param``, on ranks with an empty piece too."""
-        return version(self.sharded_param.local), self._times_renewed
+    def version(self) -> Any:
+        """Changes with each write to ``sharded_param``, on ranks with an empty piece too; with each
+        call where writes may pass unseen."""
+        local = self.sharded_param.local
+        return object() if counts_twice(local) else (version(local), self._times_renewed)
 
     # Gradients of ``unsharded_param`` -------------------------------------------------------------
 

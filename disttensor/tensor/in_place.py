@@ -22,6 +22,7 @@ from disttensor.tensor.base import (
     remember_grad,
     set_origin,
 )  # fmt: skip
+from disttensor.tensor.versions import hand_out
 from disttensor.torch_private import no_torch_function
 
 Tensor = torch.Tensor
@@ -82,6 +83,8 @@ class InPlace(MeshTensor):
     def data(self) -> Self:
         out = _sharing(self, self.local.data)
         views.view_state(out).uncounted = True
+        if self.is_initialized:
+            hand_out(out.local)
         return out
 
     @data.setter
@@ -114,6 +117,10 @@ class InPlace(MeshTensor):
         elif value.is_initialized:
             for _, t in grad_leaves(self):
                 t.data = value.local.data
+            hand_out(self.local, twice=True)
+        source = value.local
+        if value.spec.layout.partial or (source.requires_grad and not source.is_leaf):
+            views.view_state(self).uncounted = True
         forget_hooked_aliases(self)
         self.forget_uses()
         if value.spec is not self.spec:

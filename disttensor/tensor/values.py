@@ -20,6 +20,7 @@ from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, as_parameter
 from disttensor.tensor.grad import get_grad, set_grad
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.versions import hand_out
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
@@ -97,6 +98,8 @@ class Values(MeshTensor):
             views.check(self)
         if not self.is_initialized:
             return self.local.to(self.spec.dtype)
+        if self.spec.layout.partial:
+            hand_out(self.local)
         return may_start(self.local_for(axes))
 
     def full_tensor(self, *, everywhere: bool = False) -> Tensor:
