@@ -211,11 +211,17 @@ def from_fn(
             "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
         )
     if requires_grad is not False:
-        given = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
-        arguments.differentiable(who, requires_grad, given)
+        kind = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
+        arguments.differentiable(who, requires_grad, kind)
+    if spec.layout.own:  # where such a piece lies in the whole, its reshard knows
+        bare = spec.with_layout(spec.layout.without_own()).placements
+        whole = from_fn(fn, mesh, bare, shape, *args, dtype=dtype, **kwargs)
+        out = resharded(whole, spec.with_dtype(whole.spec.dtype))
+        return out.requires_grad_(requires_grad)
     if mesh.coordinate is None:
         extent: Any = size[0] if fn is torch.randperm else size
-        made = infer.found(fn, (extent, *args), {**kwargs, "dtype": dtype, "device": mesh.device})
+        given = (*args, extent) if fn is torch.randint else (extent, *args)
+        made = infer.found(fn, given, {**kwargs, "dtype": dtype, "device": mesh.device})
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)

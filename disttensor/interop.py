@@ -24,7 +24,8 @@ def to_dtensor(x: DistTensor) -> Any:
     """x as torch's DTensor over the same local tensor; differentiable.
 
     Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's,
-    any/all reductions, ranks that do not ascend along an axis.
+    any/all reductions, placements of other types (``Balanced``, users' own), ranks that do not
+    ascend along an axis.
 
     >>> dt.to_dtensor(dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])).placements
     (Shard(dim=0), Replicate())
@@ -34,6 +35,11 @@ def to_dtensor(x: DistTensor) -> Any:
     mesh = x.spec.mesh
     if any(tuple(sorted(a)) != a for a in x.spec.layout.dims):
         raise ValueError(f"{x.spec!r}: DTensor splits a dim in mesh order only; reshard it first")
+    if x.spec.layout.own:
+        raise ValueError(
+            f"{x.spec!r}: DTensor knows Shard, Replicate and Partial only; reshard it to one of "
+            "these first: dt.reshard(x, x.process_mesh, [dt.Shard(0), ...])"
+        )
     if any(not mesh.group((a,)).in_rank_order for a in range(mesh.ndim)):
         raise ValueError(
             f"{mesh!r}: DTensor joins pieces in the order of ranks, not of the mesh; use a mesh "

@@ -60,6 +60,14 @@ class Layout:
                 return d
         return None
 
+    def without_own(self) -> Layout:
+        """The layout that is replicated over the axes with placements of other types than ours."""
+        if not self.own:
+            return self
+        mine = {axis for axis, _ in self.own}
+        dims = tuple([tuple([a for a in axes if a not in mine]) for axes in self.dims])
+        return Layout(dims, tuple([entry for entry in self.partial if entry[0] not in mine]))
+
     def placements(self, mesh_ndim: int) -> tuple[Placement, ...]:
         out: list[Placement] = [Replicate()] * mesh_ndim
         for axis, op in self.partial:

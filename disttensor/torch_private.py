@@ -36,7 +36,7 @@ from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode", "STORAGE_ID",
+    "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
     "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
     "autocast_is_on", "backend_of", "carried", "carry", "count_dispatch_modes",
     "count_function_modes", "current_backward", "current_node", "default_group", "default_store",

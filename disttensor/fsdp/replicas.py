@@ -23,7 +23,7 @@ _SHOWN = 20  # tensors that an error names
 def replicated_axes(spec: DistSpec) -> tuple[int, ...]:
     """The mesh axes of more than one rank on which a tensor is replicated."""
     ends = enumerate(zip(spec.placements, spec.mesh.shape, strict=True))
-    return tuple(a for a, (p, size) in ends if size > 1 and isinstance(p, Replicate))
+    return tuple(a for a, (p, size) in ends if size > 1 and type(p) is Replicate)
 
 
 def _shared(tensors: Iterable[Any]) -> Iterator[tuple[DistTensor, ProcessMesh, tuple[int, ...]]]:

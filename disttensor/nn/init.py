@@ -55,11 +55,12 @@ def by_position(original: Callable[..., Any]) -> Callable[..., Any]:
         this = state.draw(spec.mesh, "invariant", generator)
         if not tensor.is_initialized:
             return tensor
+        spec = spec.with_layout(Layout(spec.layout.dims, own=spec.layout.own))
         numbers = this.numbers(
             "truncated_normal", spec, spec.dtype, tensor.local.device,
             mean=mean, std=std, low=a, high=b,
         )  # fmt: skip
         with torch.no_grad():
-            return tensor.copy_(wrap(numbers, spec.with_layout(Layout(spec.layout.dims))))
+            return tensor.copy_(wrap(numbers, spec))
 
     return trunc_normal_

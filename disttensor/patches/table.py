@@ -274,11 +274,12 @@ TABLE = (
         replaced(init.on_the_whole, (torch.nn.init, "sparse_")),
     ),
     Change(
-        "torch.get_rng_state, torch.set_rng_state",
-        "the random numbers of DistTensors would go on after fork_rng and a state that is brought "
-        "back",
+        "torch.manual_seed, torch.get_rng_state, torch.set_rng_state",
+        "the random numbers of DistTensors would go on after a seed, fork_rng or a state that is "
+        "brought back",
         "none: a torch.Generator has no place for a count of ours",
         together(
+            replaced(counter.seeding, (torch, "manual_seed"), (torch.random, "manual_seed")),
             replaced(counter.reading, (torch, "get_rng_state"), (torch.random, "get_rng_state")),
             replaced(counter.restoring, (torch, "set_rng_state"), (torch.random, "set_rng_state")),
         ),

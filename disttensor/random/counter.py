@@ -7,9 +7,9 @@ torch's ways to set, read and restore random numbers do the same for those of Di
     torch.set_rng_state(state)   and brings them back; ``fork_rng`` and checkpoints are made of both
 
 Numbers drawn for plain tensors move torch's generator and not the count, so ranks may draw
-different amounts of them. The next random call finds out that the generator was seeded, by any
-function. It finds no count in a state that ``torch.default_generator.set_state`` brought back: the
-numbers of that seed go on.
+different amounts of them. Of the methods of ``torch.default_generator``, which no Python code
+sees, the next random call finds out that the generator has another seed, or was seeded and has
+drawn nothing since. After ``set_state`` the numbers of that seed go on.
 """
 
 from __future__ import annotations
@@ -80,6 +80,16 @@ def count() -> tuple[int, int]:
 
 
 # Changes to torch (``disttensor.patches``) --------------------------------------------------------
+
+
+def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def manual_seed(seed: Any) -> Any:
+        generator = original(seed)
+        set_state(torch.default_generator.initial_seed(), 0)
+        return generator
+
+    return manual_seed
 
 
 def reading(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+import reshard
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import program
 from disttensor.layout import Axes
 from disttensor.mesh import ProcessMesh
 from disttensor.random import counter, distributions
 from disttensor.random.philox import Source, derive
+from disttensor.spec import DistSpec
 from disttensor.torch_private import no_dispatch, no_function_mode
 
 Tensor = torch.Tensor
@@ -93,8 +95,12 @@ class Draw:
     ) -> Tensor:
         """``kind``: the name of a function of distributions.py."""
         draw: Callable[..., Tensor] = getattr(distributions, kind)
-        source = Source(*self.key, piece.shape, piece.local_box, device)
-        return draw(source, dtype, **options)
+        bare = piece
+        if isinstance(piece, DistSpec):  # its box says where rows of a placement of ours lie
+            bare = piece.with_layout(piece.layout.without_own())
+        source = Source(*self.key, bare.shape, bare.local_box, device)
+        numbers = draw(source, dtype, **options)
+        return numbers if bare is piece else reshard.run(numbers, bare, piece)
 
     def seeded(self, axes: Axes, device: torch.device) -> Seeded:
         place = self.mesh.coordinate or (0,) * self.mesh.ndim

@@ -8,11 +8,13 @@ numbers of this one call
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from disttensor.layout import Layout
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
@@ -107,7 +109,9 @@ def filled(call: LocalCall) -> Callable[..., Any]:
         if kind_of is None:
             whole = torch.empty(target.shape, dtype=input.dtype, device=input.device)
             with draw.seeded((), input.device):
-                return input.copy_(func(whole, *args, **kwargs)[target.local_box.slices])
+                func(whole, *args, **kwargs)
+            layout, here = Layout(((),) * whole.ndim), replace(target.layout, partial=())
+            return input.copy_(call.collectives.reshard(whole, target.shape, layout, here, ()))
         kind, options = kind_of(input.dtype, *args, **kwargs)
         if isinstance(options.get("p"), Tensor):
             options["p"] = options["p"].expand(input.shape)
@@ -125,7 +129,10 @@ def filled(call: LocalCall) -> Callable[..., Any]:
 def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """the target is only written"""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
-    return pointwise_factors([input, *tensors], terms=FIRST, moves=True, local=filled)
+    return pointwise_factors(
+        [input, *tensors], terms=FIRST, moves=True, local=filled,
+        independent=frozenset(range(input.ndim)),
+    )  # fmt: skip
 
 
 # In the likeness of another -----------------------------------------------------------------------

@@ -122,9 +122,11 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.nn.utils.clip_grad_value_",
         "torch.nn.utils.get_total_norm",
         "torch.get_rng_state",
+        "torch.manual_seed",
         "torch.optim.optimizer._foreach_supported_types",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.random.get_rng_state",
+        "torch.random.manual_seed",
         "torch.random.set_rng_state",
         "torch.set_rng_state",
         "torch.utils._foreach_utils._foreach_supported_types",
@@ -300,12 +302,27 @@ def truncated() -> None:
 
 def sparse() -> None:
     """Replicas are one value, however torch's own generators stand."""
+    dt.manual_seed(0)
     torch.rand(dist.get_rank())
     w = dt.zeros(20, 3, mesh=line())
     nn.init.sparse_(w, 0.5)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, w.to_local().tolist())
     assert everyone[0] == everyone[1]
+
+
+def seeded() -> None:
+    """The numbers of DistTensors restart and come back with torch's, also behind plain draws."""
+    x = dt.ones(20, mesh=line())
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        state = torch.get_rng_state()
+        torch.rand(1)
+        found.append(torch.rand_like(x).to_local())
+        torch.set_rng_state(state)
+        found.append(torch.rand_like(x).to_local())
+    assert all(torch.equal(numbers, found[0]) for numbers in found)
 
 
 def lists_of_optimizers() -> None:
@@ -481,6 +498,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.amp.GradScaler.unscale_": scaled,
     "torch.nn.init.trunc_normal_": truncated,
     "torch.nn.init.sparse_": sparse,
+    "torch.manual_seed, torch.get_rng_state, torch.set_rng_state": seeded,
     "torch.optim: functions on lists": lists_of_optimizers,
     "torch.nn.utils: functions on lists": lists_of_clipping,
     "torch.load(weights_only=True)": loaded,
