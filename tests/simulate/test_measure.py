@@ -91,6 +91,8 @@ class Counted(TorchDispatchMode):
     """A clock on which kernels, collectives and messages, visits and gradients of parameters in
     shards take their time."""
 
+    sees_engine = True
+
     def __init__(self):
         super().__init__()
         self.seconds = 0.0
