@@ -74,7 +74,8 @@ class Costs:
                 f"Costs.of: {timeline!r} is of schedules in a loop and in a V, whose visits are "
                 "not the same: record each run on its own"
             )
-        places.sort(key=lambda place: virtual(*shapes, stages, place[1], place[0]))
+        shape = shapes.pop()
+        places.sort(key=lambda place: virtual(shape, stages, place[1], place[0]))
 
         def typical(place: tuple[int, int], kind: str) -> float:
             half = kind in "IW" and (*place, kind) not in seconds
