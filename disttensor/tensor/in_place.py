@@ -97,10 +97,16 @@ class InPlace(MeshTensor):
             )
         state = self._grad_state
         if state is not None and state.fixed_by and value.spec is not self.spec:
+            what = f"data of {self.spec!r}: the value is {value.spec!r}, and under {state.fixed_by}"
+            if value.spec.dtype is not self.spec.dtype or value.spec.shape != self.spec.shape:
+                raise RuntimeError(
+                    f"{what} the shape and the dtype stay. Change the module before it is sharded"
+                )
             raise RuntimeError(
-                f"data of {self.spec!r}: under {state.fixed_by} it stays as it is, and the value "
-                f"is {value.spec!r}. Change the dtype or the layout of a module before it is "
-                "sharded"
+                f"{what} the layout stays, so the two cannot share memory. Copy the values, in "
+                "torch.no_grad(): param.copy_(value); in place of nn.utils.vector_to_parameters, "
+                "for param, part in zip(params, vector.split([p.numel() for p in params])): "
+                "param.copy_(part.view_as(param))"
             )
         collector = collector_of(self)
         if collector is not None:

@@ -3,6 +3,7 @@ as it was."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import weakref
@@ -403,6 +404,29 @@ def test_another_dtype_afterwards_is_an_error(change, stage):
         with pytest.raises(RuntimeError, match="before it is sharded"):
             change(some)  # on the ranks outside, too
     squares(model, batch())
+
+
+@stages
+@on_ranks(2)
+def test_parameters_from_a_vector(stage):
+    """torch's own shares memory, which a shard cannot: what its error advises is right."""
+    plain = mlp()
+    model = dt.shard_data_parallel(copy.deepcopy(plain), line(), segments=EACH, **ways(stage))
+    params = list(model.parameters())
+    vector = nn.utils.parameters_to_vector(params) * 2
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(plain.parameters()) * 2, plain.parameters()
+    )
+    if stage is None:
+        nn.utils.vector_to_parameters(vector, params)
+    else:
+        with pytest.raises(RuntimeError, match=r"layout stays.*vector\.split.*copy_"):
+            nn.utils.vector_to_parameters(vector, params)
+        with torch.no_grad():
+            for param, part in zip(params, vector.split([p.numel() for p in params]), strict=True):
+                param.copy_(part.view_as(param))
+    compare(full(squares(model, batch())), full(squares(plain, full(batch()))))
+    compare(gradients(model), gradients(plain))
 
 
 # Exceptions ---------------------------------------------------------------------------------------
