@@ -235,7 +235,7 @@ def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None
     made: dict[int, DistTensor] = {}
     for slot in slots(module):  # from sub-meshes
         x: Any = slot.value
-        if not isinstance(x, DistTensor):  # frozen, of another subclass: it stays as it is
+        if has_own_operators(x):  # it stays as it is
             continue
         spec = _spec_on(x, mesh)
         if spec is not x.spec and id(x) not in made:
