@@ -3,6 +3,7 @@ backward."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,16 @@ from torch.utils.hooks import RemovableHandle
 
 import reshard
 from disttensor.autograd.grad_types import Typed, dual
-from disttensor.autograd.joined_backward import when_over
+from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import watched
 from disttensor.layout import Axes
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, collector_of, freeze_leaves, grad_leaves
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.versions import version
 
 Tensor = torch.Tensor
+_SHOWN = "_disttensor_shown"  # of a local gradient: what hooks get for it, weakly
 
 
 class Handles(RemovableHandle):
@@ -68,15 +71,15 @@ class Hooks(MeshTensor):
             collector.hooks[handle.id] = hook
             return handle
         freeze_leaves(self, hooked=True)
-        waiting: list[bool] = []
+        waiting = [-1]  # the backward that calls the hook as it ends; one that failed never does
 
         def done() -> None:
-            waiting.clear()
+            waiting[0] = -1
             hook(self)
 
         def on(_: Tensor) -> None:
-            if not waiting:
-                waiting.append(True)
+            if waiting[0] != this_backward():
+                waiting[0] = this_backward()
                 when_over(done)
 
         return Handles(
@@ -97,7 +100,11 @@ def _on_local(x: MeshTensor, hook: Callable[[Any], Any], axes: Axes) -> Callable
     """``hook`` for the gradient of the local of x's use varying over ``axes``."""
 
     def local_hook(g: Tensor) -> Any:
-        out = hook(on_local(x, g, axes))
+        grad = on_local(x, g, axes)
+        before = version(grad.local)
+        out = hook(grad)
+        if out is None and grad.local is not g and version(grad.local) != before:
+            out = grad  # written to in place: a copy
         return None if out is None else to_local(x, out, axes)
 
     return local_hook
@@ -111,9 +118,16 @@ def _meaning(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, f
 
 
 def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
-    """The gradient ``g`` of the local of x's use varying over ``axes``, as a DistTensor."""
+    """The gradient ``g`` of the local of x's use varying over ``axes``, as a DistTensor: the same
+    object for each hook, as long as a hook holds it."""
     spec, scale = _meaning(x, axes, g.dtype)
-    return x.like(g if scale == 1.0 else g * scale, spec)
+    key = spec, scale
+    known = g.__dict__.get(_SHOWN, {}).get(key)
+    found: MeshTensor | None = None if known is None else known()
+    if found is None or found.spec is not spec:
+        found = x.like(g if scale == 1.0 else g * scale, spec)
+        g.__dict__.setdefault(_SHOWN, {})[key] = weakref.ref(found)
+    return found
 
 
 def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
@@ -123,4 +137,7 @@ def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
         local = resharded(out, spec).local
     else:
         local = reshard.run(out, spec.replicated(), spec)
-    return local if scale == 1.0 else local / scale
+    local = local if scale == 1.0 else local / scale
+    if isinstance(out, MeshTensor) and out.spec is spec:  # the next hook gets the same object
+        local.__dict__.setdefault(_SHOWN, {})[spec, scale] = weakref.ref(out)
+    return local
