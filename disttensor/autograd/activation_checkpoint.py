@@ -132,7 +132,7 @@ def join_region(ctx: Any) -> None:
     """In the forward of a node whose backward communicates: tie it to the region that it is made
     in, if any."""
     if top_saved_tensors_hooks(True) is not None:
-        ctx.save_for_backward(torch.empty(0))
+        ctx.save_for_backward(torch.empty(0, device="cpu"))
         ctx.in_region = True
 
 

@@ -52,7 +52,7 @@ class Letter:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _BARE:
             return _with_word(shape, dtype, _NOTHING)
-        content = torch.empty(shape, dtype=dtype)
+        content = torch.empty(shape, dtype=dtype, device="cpu")
         letter = cls(content, content, nbytes)
         letter._end.value = _MARK
         return letter
@@ -62,7 +62,7 @@ class Letter:
         """In place of one that never comes."""
         if nbytes < _BARE:
             return _with_word((nbytes,), torch.uint8, _REFUSED)
-        return cls(nothing := torch.zeros(8, dtype=torch.uint8), nothing, nbytes)
+        return cls(nothing := torch.zeros(8, dtype=torch.uint8, device="cpu"), nothing, nbytes)
 
     @property
     def is_whole(self) -> bool:
@@ -80,7 +80,7 @@ def _with_word(shape: Sequence[int], dtype: torch.dtype, word: int | None = None
     numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
     pairs = (nbytes + 8 + 15) // 16  # of words: whole elements of 16 bytes too
-    wire = torch.empty(2 * pairs, dtype=torch.int64)
+    wire = torch.empty(2 * pairs, dtype=torch.int64, device="cpu")
     wire[-1].fill_(nbytes if word is None else word)
     return Letter(wire.view(dtype)[:numel].view(shape), wire, nbytes)
 

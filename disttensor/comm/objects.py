@@ -26,7 +26,8 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     out: list[Any] = [None] * group.size
-    unknown = torch.empty(0)  # how much is sent differs between ranks, and is not counted
+    # how much is sent differs between ranks, and is not counted
+    unknown = torch.empty(0, device="cpu")
     fn: Any = dist.all_gather_object
     if is_fake():
         out, fn = [value] * group.size, _nothing
