@@ -240,7 +240,13 @@ def _run(
 
     try:
         mode = nullcontext() if on_meta else fake_mode()
-        with mode, seeded, torch.set_grad_enabled(bool(needing)), _hidden():
+        with (
+            mode,
+            seeded,
+            torch.inference_mode(False),  # there nothing shows what the result depends on
+            torch.set_grad_enabled(bool(needing)),
+            _hidden(),
+        ):
             call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
             result = func(*call[0], **call[1])
     except DynamicOutputShape:
