@@ -117,14 +117,21 @@ def _hear_failed(beside: watcher.Watcher, what: str) -> bool:
 def _places(beside: watcher.Watcher) -> str:
     """All ranks live: they wait for each other, or for one that is slow. Of one that has never
     communicated nobody knows that."""
-    seen = [r for r in range(beside.size) if beside.store.check([f"process/{r}"])]
-    who = "All ranks live"
-    if unseen := sorted({*range(beside.size)} - {*seen}):
-        who = post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
+    unseen = post_unseen(beside)
+    seen = [r for r in range(beside.size) if r not in unseen]
+    who = beside.failed if unseen else "All ranks live"
     beside.store.set("asked", "")
     said = beside.said("place", seen[:_SHOWN], _PATIENCE)
     lines = [f"\n  rank {rank}: {place}" for rank, place in said.items()]
     return f" {who}. Where {'the others' if unseen else 'they'} are:" + "".join(lines) + "\n "
+
+
+def post_unseen(beside: watcher.Watcher) -> list[int]:
+    """Posts and returns the ranks that have never watched."""
+    unseen = [r for r in range(beside.size) if not beside.store.check([f"process/{r}"])]
+    if unseen:
+        post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
+    return unseen
 
 
 def _say_place(beside: watcher.Watcher, asked: str) -> bool:

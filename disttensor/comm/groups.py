@@ -143,7 +143,9 @@ def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> Non
         if time.monotonic() > look:
             look += 1
             late = time.monotonic() > end
-            if late or beside.gone(4, members) is not None:
+            if late:
+                failures.post_unseen(beside)
+            if late or beside.failed or beside.gone(4, members) is not None:
                 raise RuntimeError("they are late" if late else "one of them is gone")
         time.sleep(pause)
         pause = min(0.1, pause * 2)
