@@ -47,7 +47,10 @@ class AllGatherBuffer:
 
     def is_current(self) -> bool:
         """Are the values of the last gather those of the parameters now?"""
-        return self._gathered_versions == self._versions()
+        return self._gathered_versions == self._versions() and not self._is_written_unseen()
+
+    def _is_written_unseen(self) -> bool:
+        return any(p.is_written_unseen() for p in self.params)
 
     def _versions(self) -> list[tuple[int, int]]:
         return [p.version() for p in self.params]
@@ -68,12 +71,14 @@ class AllGatherBuffer:
     def finish(self) -> None:
         if self.is_gathered:
             return
+        early = self._arriving is not None
         self.start()
         out, versions = self._wait()
-        if versions != self._versions():  # it started before an optimizer step: stale values
+        # it started before an optimizer step, or another write: stale values
+        if versions != self._versions() or (early and self._is_written_unseen()):
             self.start()
             out, versions = self._wait()
-        unchanged = self.is_current()
+        unchanged = self._gathered_versions == versions
         self._allocate()
         with torch.no_grad():
             self.layout.unpack(out.view(self.layout.n, -1), self.blocks)

@@ -113,11 +113,14 @@ class FSDPParam:
         """``p.data = x`` has been done."""
         self._times_renewed += 1
 
-    def version(self) -> Any:
-        """Changes with each write to ``sharded_param``, on ranks with an empty piece too; with each
-        call where writes may pass unseen."""
-        local = self.sharded_param.local
-        return object() if counts_twice(local) else (version(local), self._times_renewed)
+    def version(self) -> tuple[int, int]:
+        """Changes with each counted write to ``sharded_param``, on ranks without a row too."""
+        return version(self.sharded_param.local), self._times_renewed
+
+    def is_written_unseen(self) -> bool:
+        """Returns True if writes to ``sharded_param`` may not be counted, as after ``p.data = y``
+        writes to y."""
+        return counts_twice(self.sharded_param.local)
 
     # Gradients of ``unsharded_param`` -------------------------------------------------------------
 
