@@ -1,4 +1,5 @@
-"""Caches: of a bounded size, and emptied when their world ends.
+"""Caches: of a bounded size, emptied when their world ends, and where a rule or a reshard is
+registered, on which decisions depend.
 
 Specs and meshes are keys of nearly all of them, and would keep process groups alive that have been
 destroyed. A function of things without a mesh (a dtype, a device, a function) needs no more than
@@ -19,18 +20,24 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _dicts: weakref.WeakValueDictionary[int, Cache[object, object]] = weakref.WeakValueDictionary()
 _functions: list[Callable[[], None]] = []
+_at_end: list[Callable[[], None]] = []
 _lock = threading.RLock()
 
 
 class Cache(dict[K, V]):
     """A dict of at most ``limit`` entries: one more drops the oldest. Read it with ``get``, which
-    is that of dict. ``lasting``: there is no mesh in it, and it outlives worlds."""
+    is that of dict.
 
-    __slots__ = ("__weakref__", "limit")
+    Args:
+        lasting: there is no mesh in it, and it outlives worlds and decisions.
+        told: it holds what ranks have sent each other, and outlives decisions.
+    """
 
-    def __init__(self, limit: int, lasting: bool = False) -> None:
+    __slots__ = ("__weakref__", "limit", "told")
+
+    def __init__(self, limit: int, lasting: bool = False, told: bool = False) -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.told = limit, told
         if not lasting:
             _dicts[id(self)] = self  # type: ignore[assignment]
 
@@ -52,14 +59,24 @@ def cached(limit: int) -> Callable[[F], F]:
     return remember
 
 
-def also_clear(fn: Callable[[], None]) -> None:
-    """``clear`` calls it, too."""
-    _functions.append(fn)
+def also_clear(fn: Callable[[], None], told: bool = False) -> None:
+    """``clear`` calls it, too, and ``refresh`` unless it is ``told`` (see ``Cache``)."""
+    (_at_end if told else _functions).append(fn)
+
+
+def refresh() -> None:
+    """Empties the caches of decisions: what they depend on has changed."""
+    for cache in list(_dicts.values()):
+        if not cache.told:
+            cache.clear()
+    for empty in _functions:
+        empty()
 
 
 def clear() -> None:
     """Empty all caches."""
+    refresh()
     for cache in list(_dicts.values()):
         cache.clear()
-    for empty in _functions:
+    for empty in _at_end:
         empty()

@@ -66,7 +66,7 @@ def local_map(
             arguments.listed(f"local_map: {name}", given, "placements, or a list of them")
 
     # What ranks outside the mesh have been told, by kind of call.
-    known: Cache[Any, Any] = Cache(256)
+    known: Cache[Any, Any] = Cache(256, told=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = flat((args, kwargs), [])

@@ -27,19 +27,18 @@ class Arg:
     call.
     """
 
-    __slots__ = ("dtype", "index", "layout", "placements", "requires_grad", "shape")
+    __slots__ = ("dtype", "index", "layout", "placements", "shape")
 
     def __init__(
         self, shape: Sequence[int], placements: Sequence[Placement] | None = None,
         dtype: Any = None, *,
-        layout: Layout | None = None, index: int = -1, requires_grad: bool = False,
+        layout: Layout | None = None, index: int = -1,
     ) -> None:  # fmt: skip
         self.shape = tuple(shape)
         self.placements = placements
         self.dtype = dtype
         self.layout: Layout = layout  # type: ignore[assignment]
         self.index = index
-        self.requires_grad = requires_grad
 
     def placed(self, mesh_ndim: int, index: int) -> Arg:
         """This argument with its layout on a mesh and its number; checks the placements."""
@@ -50,7 +49,6 @@ class Arg:
             self.dtype,
             layout=layout,
             index=index,
-            requires_grad=self.requires_grad,
         )
 
     @property

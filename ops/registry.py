@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from disttensor.cache import refresh
 from disttensor.layout import Layout
 from ops.factors import Arg, Factors, LocalMaker, letters
 
@@ -25,7 +26,7 @@ class Rule:
     numbers    "type": numbers among the arguments do not change the rule (a scalar operand);
                "value": they do (a dim)
     sizes      "letters": the rule tells sizes apart by which of them are 1, and has a letter for
-               each dim of another size, which may have any; it does not ask what requires grad.
+               each dim of another size, which may have any.
                "value": it may look at all
     floats     so do the values of floats (the order of a norm), which else count by type
     setting    given the layouts of the tensors it gives a function of what the user has set around
@@ -108,6 +109,7 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
                     )
                 continue
             RULES[found] = replace(rule, inplace=inplace or (found is func and rule.inplace))
+    refresh()
 
 
 def rule(
@@ -164,4 +166,5 @@ def replace_rule(func: Function, new: Rule) -> Rule | None:
     """Put ``new`` in place of what ``func`` has, deliberately. Gives back the old rule."""
     old = RULES.get(func)
     RULES[func] = new
+    refresh()
     return old

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disttensor.cache import refresh
 from disttensor.comm.work import Work
 from disttensor.placement import Partial, Placement, Replicate, Shard
 from disttensor.spec import DistSpec
@@ -76,6 +77,7 @@ def register(
                 "your own, derived from one of these, and register that"
             )
         moves[src, dst] = Move(kind or fn.__name__, fn, cost, cost is not no_bytes)
+        refresh()
         return fn
 
     return add

@@ -61,7 +61,7 @@ class Call:
 # What has been noted since the last step: each has a Call in its attribute ``call``.
 NOTED: deque[Any] = deque(maxlen=_KEPT)
 note: Callable[[Any], None] = NOTED.append
-cache.also_clear(NOTED.clear)
+cache.also_clear(NOTED.clear, told=True)
 
 
 class State(NamedTuple):

@@ -13,7 +13,13 @@ from typing import Any
 from disttensor.cache import Cache
 from disttensor.comm.program import Call, note
 from disttensor.dispatch import execute, fallback, foreach
-from disttensor.dispatch.key import Uncacheable, key_of, meshes_in, words_of
+from disttensor.dispatch.key import (
+    Uncacheable,
+    depends_on_floats,
+    key_of,
+    meshes_in,
+    words_of,
+)
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.recipe import Runner
 from disttensor.tensor.dist_tensor import DistTensor, arrived
@@ -124,7 +130,7 @@ def runner_of(
     if rule is not None and restated(func, args, kwargs):
         return partial(again, func)
     if rule is not None and not valued:
-        floats = rule.floats and any(type(a) is float for a in (*args, *kwargs.values()))
+        floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
         setting = None
         if rule.setting is not None:
             tensors = [t for t in flat((args, kwargs), []) if type(t) is DistTensor]
@@ -163,7 +169,10 @@ def by_value(
 ) -> Any:
     """A call of a function whose rule depends on the value of a float, or on a setting."""
     kwargs = kwargs or {}
-    key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
+    try:
+        key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
+    except Uncacheable:
+        return runner_of(func, args, kwargs, None, valued=True)(args, kwargs)
     if setting is not None:
         key = (*key, setting())
     run: Any = PLANS.get(key)

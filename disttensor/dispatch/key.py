@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from disttensor.arguments import has_own_operators
@@ -22,6 +23,7 @@ _BY_VALUE = frozenset(
     {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
 _FLOAT = {float}
+_NUMBERS = float, complex, np.inexact
 _CONSTANT = _BY_VALUE | {DistSpec, torch.Size, bool, float, complex, type(...)}
 
 
@@ -49,6 +51,8 @@ def key_of(value: Any, floats: bool = False) -> Any:
         return kind if has_own_operators(value) else Tensor, value.shape, value.dtype
     if kind is slice:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
+    if not floats and isinstance(value, _NUMBERS):  # np.float64 too
+        return kind
     if isinstance(value, dict):
         return kind, tuple([(k, key_of(v, floats)) for k, v in value.items()])
     if isinstance(value, (list, tuple)):  # a named tuple, torch.return_types
@@ -58,6 +62,14 @@ def key_of(value: Any, floats: bool = False) -> Any:
     except TypeError:
         raise Uncacheable from None
     return kind, value
+
+
+def depends_on_floats(values: Any) -> bool:
+    """Returns True if keys with the values of floats tell more calls apart."""
+    try:
+        return bool(key_of(values) != key_of(values, floats=True))
+    except Uncacheable:
+        return True
 
 
 def meshes_in(key: Any) -> set[Any]:

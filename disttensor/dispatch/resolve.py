@@ -194,9 +194,9 @@ def resolve(
     given: list[Arg] = []
 
     def arg(t: Tensor) -> Arg:
-        i, grad = len(given), t.requires_grad
+        i = len(given)
         s = specs[i]
-        made = Arg(s.shape, dtype=s.dtype, layout=bare[i], index=i, requires_grad=grad)
+        made = Arg(s.shape, dtype=s.dtype, layout=bare[i], index=i)
         given.append(made)
         return made
 

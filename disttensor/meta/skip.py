@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from disttensor import arguments
+from disttensor.cache import Cache
 from disttensor.meta.guards import Subtree
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import ASSIGNS, CONSTANTS, Case, trace
@@ -86,7 +87,7 @@ class Skip(InstanceForward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module: nn.Module = state["module"]
-        self._cases: dict[Any, Case | str] = {}
+        self._cases: Cache[Any, Case | str] = Cache(_MOST)
         self._subtree: Subtree | None = None
         self._trials = self._hits = 0
         self._why = ""  # this module is never skipped
@@ -162,8 +163,6 @@ class Skip(InstanceForward):
             self._why = ASSIGNS
         if not isinstance(case, str) and not self._same_key(key, args, kwargs):
             case = "it changes its arguments"
-        if len(self._cases) >= _MOST:
-            self._cases.clear()
         self._cases[key] = case
         return result
 
@@ -195,6 +194,9 @@ class Skip(InstanceForward):
             parts.append(_part(kwargs, inputs))
         for attributes, name in subtree.attached:
             parts.append(_part(attributes.get(name), inputs))
+        if len(inputs) > 1:  # a result depends on two tensors, or twice on one
+            ids = [id(x) for x in inputs]
+            parts.append(tuple(map(ids.index, ids)))
         parts += (subtree.flags(), _grad(), _dtype(), attention_policy())
         if autocast_is_on():
             device = inputs[0].device.type if inputs else "cpu"

@@ -14,6 +14,7 @@ import functools
 import inspect
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from operator import is_
@@ -34,7 +35,8 @@ Tensor = torch.Tensor
 Names = frozenset[str]
 
 _DEEP = 8  # how far values and functions in each other are followed
-_OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"}) | sys.stdlib_module_names
+_OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 # What is called of a module or another object, if nothing else is said.
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
@@ -241,7 +243,13 @@ def _generators() -> tuple[type, ...]:
 
 
 def _ours(module: str) -> bool:
-    return module.partition(".")[0] in _OURS
+    """Returns True for code of torch, numpy, Python's own library and ours. A user's own module may
+    have the name of one of these (``trace``, ``token``)."""
+    root = module.partition(".")[0]
+    if root not in sys.stdlib_module_names:
+        return root in _OURS
+    file = getattr(sys.modules.get(root), "__file__", None) or _STDLIB
+    return file.startswith(_STDLIB) and "site-packages" not in file
 
 
 def _is_object(value: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from disttensor import cache as cache_of_decisions
 from disttensor import runtime
 from disttensor.comm import desync
 from disttensor.random import counter
@@ -56,6 +57,7 @@ def _registered() -> Iterator[None]:
             if table != entries:
                 table.clear()
                 table.update(entries)
+                cache_of_decisions.refresh()
 
 
 @contextmanager

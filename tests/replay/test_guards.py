@@ -4,8 +4,10 @@ be recorded says why."""
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import random
+import sys
 import warnings
 
 import pytest
@@ -188,6 +190,21 @@ def test_what_a_function_reads_besides(way):
     full = x.full_tensor()
     wanted = [full * 2, full * 2, full * 3, full * 3]
     assert all(map(torch.equal, found, wanted)) and f.replays == 2
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["trace", "helpers"])
+def test_a_users_module_may_have_the_name_of_one_of_pythons(name, tmp_path, monkeypatch):
+    file = tmp_path / f"{name}.py"
+    file.write_text("SCALE = 2.0\n\ndef scaled(x):\n    return x * SCALE\n")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    replayed = dt.replay(module.scaled)
+    x = dt.ones(3, mesh=dt.init_mesh((1,)))
+    assert [replayed(x).tolist() for _ in range(4)] == [[2.0] * 3] * 4
+    module.SCALE = 3.0
+    assert replayed(x).tolist() == [3.0] * 3
 
 
 @on_ranks(1)
