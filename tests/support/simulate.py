@@ -61,9 +61,7 @@ def plan(
 
     def to_arg(t: Tensor) -> Arg:
         i = len(tensors)
-        arg = Arg(
-            t.shape, layouts[i], t.dtype, requires_grad=t.requires_grad or t.is_floating_point()
-        )
+        arg = Arg(t.shape, layouts[i], t.dtype)
         tensors.append(t)
         placed.append(arg.placed(len(mesh_shape), i))
         return placed[-1]
