@@ -32,14 +32,19 @@ _PATIENCE = 5.0  # seconds for the other ranks to say what they noted
 class Call:
     """One kind of call on a mesh (None: nobody to compare it with). ``words``: what it is, the same
     text on all ranks; ``effect``: 0 where it only gives a result, 1 where it writes, 2 where it
-    begins or ends something."""
+    begins or ends something; ``draws``: it is what a random call draws from."""
 
-    __slots__ = ("_mark", "effect", "mesh", "where", "words")
+    __slots__ = ("_mark", "draws", "effect", "mesh", "where", "words")
 
     def __init__(
-        self, words: Callable[[], str], mesh: Any, effect: int, where: str | None = None
+        self,
+        words: Callable[[], str],
+        mesh: Any,
+        effect: int,
+        where: str | None = None,
+        draws: bool = False,
     ) -> None:
-        self.words, self.mesh, self.effect = words, mesh, effect
+        self.words, self.mesh, self.effect, self.draws = words, mesh, effect, draws
         self.where = where or user_line()
         self._mark = 0
 
@@ -92,7 +97,14 @@ def draws(mesh: Any, seed: int, call: int) -> None:
     """A random call on ``mesh``, which draws the same on all ranks."""
     if mesh.coordinate is not None and len(mesh.ranks) > 1:
         words = f"random numbers of seed {seed}, call {call}"
-        note(Call(lambda: words, mesh, 1, "of the call before"))
+        note(Call(lambda: words, mesh, 1, "a random call", draws=True))
+
+
+def noted_calls() -> list[Call]:
+    """What was noted since the last step and other ranks note too, the draws behind all others: a
+    replay notes its calls before it makes them."""
+    calls = [n.call for n in NOTED if n.call.mesh is not None]
+    return [c for c in calls if not c.draws] + [c for c in calls if c.draws]
 
 
 @cache.cached(4096)
@@ -147,10 +159,8 @@ def at_step(who: str) -> None:
     node, steps.node = steps.node, next_node()
     steps.count += 1
     step = Step(steps.count, f"{who} at {user_line()}", {})
-    for noted in NOTED:
-        call = noted.call
-        if call.mesh is not None:
-            step.calls.setdefault(call.mesh, []).append(call)
+    for call in noted_calls():
+        step.calls.setdefault(call.mesh, []).append(call)
     NOTED.clear()
     steps.kept.append(step)
     if (step.number - 1) % max(1, beside.size // 32):  # the store serves one rank after another

@@ -363,6 +363,7 @@ class Recorder(TorchFunctionMode):
 
 def _generator(device: str) -> bytes:
     """The state of torch's generators."""
+    counter.get_state()  # marks a generator that was seeded as seen: its state is another then
     states = [torch.default_generator.get_state()]
     if device == "cuda":
         states.append(torch.cuda.get_rng_state())

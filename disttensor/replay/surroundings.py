@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 import sys
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from operator import is_
@@ -36,7 +36,7 @@ Names = frozenset[str]
 
 _DEEP = 8  # how far values and functions in each other are followed
 _OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
-_STDLIB = sysconfig.get_paths()["stdlib"]
+_STDLIB = os.path.dirname(os.__file__)
 _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 # What is called of a module or another object, if nothing else is said.
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
