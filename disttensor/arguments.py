@@ -74,6 +74,15 @@ def positive(who: str, value: Any, expected: str) -> None:
         raise wrong(who, value, expected, ValueError)
 
 
+def duration(who: str, value: Any) -> None:
+    """A number from 0 up, finite."""
+    expected = "a number of seconds from 0 up"
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise wrong(who, value, expected)
+    if not 0 <= float(value) < math.inf:
+        raise wrong(who, value, expected, ValueError)
+
+
 def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
     """A shape as a tuple. A tensor of one whole number is a size, as in torch."""
     if type(shape) in (tuple, torch.Size):  # mostly it is right

@@ -64,6 +64,14 @@ def local_map(
     ):
         if given is not None:
             arguments.listed(f"local_map: {name}", given, "placements, or a list of them")
+    if out_shapes is not None:
+        who, nested = "local_map: out_shapes", _nested(out_placements)
+        given = arguments.listed(who, out_shapes if nested else [out_shapes], "a shape a result")
+        for shape in given:
+            if shape is not None:
+                arguments.sizes(who, shape)
+        if len(given) != (len(out_placements) if nested else 1):
+            raise arguments.wrong(who, out_shapes, "one for each of out_placements", ValueError)
 
     # What ranks outside the mesh have been told, by kind of call.
     known: Cache[Any, Any] = Cache(256, told=True)

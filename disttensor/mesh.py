@@ -58,8 +58,8 @@ class ProcessMesh:
         size = world()[1]
         if array.size == 0:
             raise ValueError(
-                f"ProcessMesh: shape {array.shape} holds no rank; every axis needs a size of at "
-                "least 1"
+                f"ProcessMesh: mesh of shape {array.shape} holds no rank; every axis needs a size "
+                "of at least 1"
             )
         if len(set(ranks)) != len(ranks):
             twice = min(r for r in ranks if ranks.count(r) > 1)
@@ -71,7 +71,7 @@ class ProcessMesh:
             started = dist.is_initialized()
             hint = "" if started else ", or call init_mesh first, which starts the process group"
             raise ValueError(
-                f"ProcessMesh: ranks {outside} are outside the world, which has ranks 0 to "
+                f"ProcessMesh: mesh: ranks {outside} are outside the world, which has ranks 0 to "
                 f"{size - 1}: these are ranks of processes, not numbers of devices. Start more "
                 f"processes (torchrun --nproc-per-node){hint}"
             )
@@ -310,7 +310,7 @@ def _names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise arguments.wrong(f"{who}: dim_names", names, expected)
     if len(names) != ndim or len(set(names)) != ndim:
-        raise ValueError(f"{who}: {ndim} axes need as many different names, got {names}")
+        raise ValueError(f"{who}: dim_names: {ndim} axes need as many different names, got {names}")
     return names
 
 

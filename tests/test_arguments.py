@@ -3,9 +3,14 @@ what is expected, nothing was sent, and what was given is as it was."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
+import inspect
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import disttensor as dt
-from disttensor import Partial, ProcessMesh, Replicate, Shard, pipeline
+from disttensor import Partial, ProcessMesh, Replicate, Shard, devices, pipeline, plans
 from disttensor.torch_private import default_group, timeout_of
 from tests.support.layouts import S0, P, R, counted, everywhere, grid, same
 from tests.support.pool import on_ranks
@@ -123,8 +128,7 @@ TABLE = {
         dt.zeros(None,mesh=grid()) dt.zeros((2,2),3,mesh=grid()) dt.zeros(t,mesh=grid())
         dt.randn(-4,mesh=grid()) dt.randperm(-1,mesh=grid()) dt.randperm(2.5,mesh=grid())
         dt.full((-3,),1.0,mesh=grid()) dt.from_fn(torch.ones,grid(),(S0,R),-1)
-        dt.DistSpec(grid(),dt.Layout(((),)),(-4,),t.dtype)
-        dt.local_map(torch.sin,out_placements=(S0,R),out_shapes=(4,-4))(x)""",
+        dt.DistSpec(grid(),dt.Layout(((),)),(-4,),t.dtype)""",
     "size=.*less than 2..63 elements|size=.*one whole number": """
         dt.rand(2**62,2**62,mesh=grid()) dt.randperm(2,2,mesh=grid())""",
     "(device|layout): a tensor on": """
@@ -191,7 +195,7 @@ TABLE = {
         dt.dispatch_tokens(3,t,2) dt.dispatch_tokens(t,None,2) dt.dispatch_tokens(t,t.long(),0)
         dt.dispatch_tokens(t,t.long(),"2") dt.combine_tokens(t,t)
         dt.combine_tokens(dt.dispatch_tokens(t,t.long(),2),3)""",
-    "plans.experts: (mesh_axis=.*|the axis is given by its name|no module of this)": """
+    "plans.experts: (mesh_axis[:=].*|no module of this)": """
         dt.plans.experts(lin(),0) dt.plans.experts(lin(),"ep") dt.plans.experts(lin(),None)
         dt.plans.experts(lin(),-1)""",
     A_MODULE: """
@@ -279,19 +283,227 @@ CALLS = [
     for call in re.split(r"\s+(?=dt\.|Shard|Partial|ProcessMesh|grid|pipeline)", calls.strip())
 ]
 
-
-# Types of results, values that take no arguments, and what takes everything.
-OTHERS = {
-    "Action", "CommLog", "CommRecord", "Event", "Explanation", "Group", "Layout", "Placement",
-    "Recorder", "Replicate", "Split", "Tick", "broadcast_value", "empty", "info", "named", "record",
-    "record_comms", "strict", "values_everywhere",
+# By parameter: a call that works -> parameter -> values that it cannot take, each in its place.
+COUNT, LEAST, FLAGS, WORD = "0 -1 1.5 True '2'", "-1 1.5 True '2'", "1 'no'", "3 'nonsense' ['a']"
+MESH, MODULE, PLACED = "3 'm' [0]", "None 3 'm' t", "3 'S0' (S0,None) (S0,R,R)"
+DTYPE, MAPPING, PARTIAL = "'float32' float 3", "3 ['a'] [0.5]", "3 [0] {'dp':3} {5:'sum'}"
+FUNCTION, AXIS, PLAN = "None 3 'x'", "None -1 0.5 ['a']", "3 'weight' [3]"
+DEVICE, TIME, DIM = "3 'nonsense'", "'x' -1 True", "None True '0' 0.5"
+FULL = {"mesh": f"None {MESH}", "placements": PLACED, "dtype": DTYPE, "requires_grad": FLAGS}
+MADE = {"size": "(-1,) (1.5,) ('4',) (True,) (t,)", **FULL,
+        "kwargs": "{'nonsense':1} {'device':'meta'}"}  # fmt: skip
+MAKER = dict.fromkeys(("stages", "micro_batches", "chunks"), COUNT)
+DATA_PARALLEL = {"reshard_after_forward": FLAGS, "prefetch": LEAST, "offload": FLAGS,
+                 "param_dtype": DTYPE, "reduce_dtype": DTYPE}  # fmt: skip
+DEGREES = "dp", "sharding", "tp", "cp", "pp", "accumulate_steps"
+BAD: dict[str, dict[str, str]] = {
+    "dt.Balanced(0)": {"dim": DIM, "order": "'a' -1 True 0.5"},
+    "dt.Shard(0)": {"dim": DIM, "order": "'a' -1 True 0.5"},
+    "dt.Partial()": {"reduce_op": WORD},
+    "dt.Checkpointer('a')": {"folder": "3 None []", "keep": COUNT},
+    "dt.Checkpointer('a').save(1)": {"step": f"None {LEAST}", "background": f"None {FLAGS}"},
+    "dt.Checkpointer('a').load()": {"step": LEAST},
+    "dt.DistSpec(grid(),dt.Layout(((),)),(4,),t.dtype)": {
+        "mesh": f"None {MESH}", "layout": "None ((),) S0", "shape": "4 (-4,) (4.0,) '4'",
+        "dtype": f"None {DTYPE}"},
+    "dt.ProcessMesh([0],('d',))": {
+        "mesh": "None 'x' [0.5] [-1] [0,0] []", "dim_names": "'d' (1,) ('a','b') 3",
+        "device_type": DEVICE},
+    "dt.SegmentByAnchors(('a',))": {"names": "'x' [3] 3 None ['a','a']"},
+    "dt.SegmentBySize()": {"megabytes": "'x' -1 0 True None"},
+    "dt.Strategy()": {
+        **dict.fromkeys(DEGREES, COUNT), **DATA_PARALLEL, "schedule": WORD,
+        "segments": "3 'x' [3]", "attention": f"None {WORD}", "amp": WORD,
+        "recompute": "3 [3] None", "zero_stage": "0 4 -1 True '3'", "device_type": DEVICE},
+    "dt.Strategy.from_sharding_configs({})": {
+        "configs": "None 3 'x' {'a':1}", "more": "{'nonsense':1}"},
+    "dt.Strategy().degrees()": {"world": COUNT}, "dt.Strategy().groups()": {"world": COUNT},
+    "dt.Strategy().batch()": {"sequence": "1.5 True 'x'"},
+    "dt.Strategy().apply(seq())": {
+        "model": MODULE, "optimizer": "3 'x'", "plan": PLAN, "layers": "3 [3] ['nonsense']",
+        "counts": "3 ['a'] [2] [-1]", "balance": "3 'x' [1.0,2.0]", "sample": "t",
+        "visits": "0 'x' 1.5 True [3]", "init": "3 'x'"},
+    "dt.Strategy().apply(lin())": {"counts": "[1]", "balance": "'parameters'", "sample": "t"},
+    "dt.Strategy().accumulate(M,0)": {"model": MODULE, "micro_batch": f"None {LEAST}"},
+    "dt.Strategy().scaler(device='cpu')": {"options": "{'nonsense':1}"},
+    "dt.accumulate(M,True)": {
+        "module": MODULE, "last": f"None {FLAGS}", "reduce": f"None {WORD}"},
+    "dt.attention_policy('ring')": {"policy": f"None {WORD}"},
+    "dt.check_replicas(M)": {"module_or_tensors": "None 3 [3] 'x'"},
+    "dt.clip_grad_norm_([x],1.0)": {
+        "parameters": "None 3 [3] 'x'", "max_norm": "'x' None", "norm_type": "'x' None",
+        "error_if_nonfinite": f"None {FLAGS}", "foreach": FLAGS},
+    "dt.combine_tokens(dt.dispatch_tokens(t,t.long()%2,2),t)": {
+        "dispatched": "None 3 t", "weights": "None 3 t[:1] 'x'"},
+    "dt.debug()": {"seconds": f"None 0 {TIME}"},
+    "dt.dispatch_tokens(t,t.long()%2,2)": {
+        "tokens": "None 3 t[0]", "indices": "None 3 t t.long()[:1]",
+        "num_experts": f"None {COUNT}"},
+    **{
+        f"dt.{name}(4,mesh=grid())": MADE
+        for name in ("empty", "ones", "rand", "randn", "randperm", "zeros")
+    },
+    "dt.full((4,),1.0,mesh=grid())": {
+        **FULL, "size": "(-1,) 1.5 '4' (True,) None", "fill_value": "None 'x' x"},
+    "dt.expert_load(lin())": {"model": MODULE},
+    "dt.explain(torch.relu,x)": {"func": FUNCTION},
+    "dt.from_dtensor(dt.to_dtensor(x))": {"x": "None 3 t x"},
+    "dt.from_fn(torch.ones,grid(),(S0,R),(4,))": {
+        **FULL, "kwargs": MADE["kwargs"], "fn": FUNCTION, "shape": "-1 (1.5,) '4' True None t",
+        "dims_mapping": MAPPING},
+    "dt.from_local(t,grid(),(S0,R))": {
+        "local": "None 3 [1.0] x", "mesh": f"None {MESH}", "placements": PLACED,
+        "shape": "4 (4,-4) (4.0,4) '44'", "dims_mapping": MAPPING, "partial_status": PARTIAL},
+    "dt.init_mesh((W,))": {
+        "shape": "None 4.0 '4' (0,) (-1,-1) (True,)", "dim_names": "'d' (1,) ('a','b','c') 3",
+        "device_type": DEVICE, "backend": "3 'nonsense'", "timeout": f"0 {TIME}"},
+    "dt.load_pretrained(lin(),'nowhere')": {
+        "model": MODULE, "files": "None 3 [3]", "mesh": MESH, "plan": PLAN, "names": "3 'x' [1]",
+        "strict": f"None {FLAGS}", "init": "3 'x'"},
+    "dt.local_map(torch.relu,out_placements=(S0,R))": {
+        "fn": FUNCTION, "in_placements": "3 'x'", "out_placements": "3 'x' None",
+        "in_grad_placements": "3 'x'", "out_shapes": "3 'x' (4,-4) (4.0,)"},
+    "dt.local_map(torch.relu,out_placements=[(S0,R)])": {"out_shapes": "3 [(4,),(4,)] [(-1,)]"},
+    "dt.manual_seed(0)": {"seed": "None 1.5 True 'x'"},
+    "dt.never_skip(lin())": {"module": MODULE},
+    "dt.plan_strategy(step,8)": {
+        "build_with": FUNCTION, "world": COUNT, "candidates": "3 'x' [3] []",
+        "device": "None 'h100' 3", "network": "None 8 'x'", "memory": "'x' -1 0 True",
+        "values": "'x' None", "like": "None 3 'x'", "most": f"None {COUNT}", "progress": "3 'x'"},
+    "dt.replay(lin())": {"target": "None 3 'x' t"},
+    "dt.reshard(x,grid(),(S0,R))": {
+        "x": "None 'x'", "mesh": MESH, "placements": PLACED, "dims_mapping": MAPPING,
+        "partial_status": PARTIAL},
+    "dt.rng('global')": {"policy": f"None {WORD}"},
+    "dt.save_pretrained(lin(),'a')": {
+        "model": MODULE, "folder": "None 3 []", "max_shard_size": "None 0 -1 5e9 True '5XB'",
+        "names": "3 'x' [1]"},
+    "dt.shard_data_parallel(lin(),grid(),'dp')": {
+        **DATA_PARALLEL, "module": MODULE, "mesh": MESH, "shard_axis": WORD,
+        "replicate_axis": f"{WORD} 'dp'", "stage": "0 4 True '3' None", "segments": "3 'x' [3]"},
+    "dt.shard_loader(LOADER,grid(),(S0,R))": {
+        "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}"},
+    "dt.shard_module(lin(),grid())": {
+        "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
+    "dt.shard_scaler(torch.amp.GradScaler('cpu'))": {"scaler": "None 3 t"},
+    "dt.shard_tensor(t,grid(),(S0,R))": {
+        "data": "None 'abc' [[1],[1,2]]", "mesh": f"None {MESH}", "placements": PLACED,
+        "dims_mapping": MAPPING, "partial_status": PARTIAL, "dtype": DTYPE,
+        "requires_grad": FLAGS, "src_rank": "7 -1 '0' True 0.5", "check": f"None {FLAGS}"},
+    "dt.simulate(step,8)": {
+        "build": FUNCTION, "world": COUNT, "ranks": "3 [8] ['0'] []", "device": "None 'h100' 3",
+        "network": "None 8 'x'", "values": "'x' None"},
+    "dt.sync_gradients(M)": {"params": "(3,) (None,) ('x',)"},
+    "dt.to_dtensor(x)": {"x": "None 3 t"},
+    "pipeline.Costs(1,1,1)": {
+        **dict.fromkeys(("forward", "inputs", "weights"), "None 'x' -1 [1,'a'] []"),
+        "transfer": "None 'x' -1"},
+    "pipeline.Schedule(['F0 B0'])": {
+        "orders": "None 3 'F0' [3] ['X0'] []", "shape": f"None {WORD}"},
+    "pipeline.Timeline([])": {"events": "None 3 'x' [3]", "unit": "None 3"},
+    **{
+        f"pipeline.{name}(1,1,2)": MAKER
+        for name in ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+    },
+    **{f"pipeline.{name}(1,1)": MAKER for name in ("one_f_one_b", "zero_bubble")},
+    "pipeline.named('gpipe',1,1)": {**MAKER, "schedule": f"None {WORD}"},
+    "pipeline.plot(pipeline.gpipe(1,1),'nowhere/a.svg')": {
+        "what": "None 3 'x'", "path": "3 None 'a.png' []", "title": "3"},
+    "pipeline.run(step,[1.0])": {
+        "step": FUNCTION, "micro_batches": "None 3 'x' []", "schedule": f"None {WORD}",
+        "stages": "3 [3] []"},
+    "pipeline.search(pipeline.Costs(1,1,1),stages=1,micro_batches=1)": {
+        **MAKER, "costs": "None 3", "memory": "'a' 0 -1 1.5 [1,2] ['a']",
+        "shape": f"None {WORD}"},
+    "pipeline.split([lin()],[grid()])": {
+        "modules": "None 3 'x' [3] []", "stages": "None 3 [3] []", "plan": PLAN, "of": "3 'x'",
+        "counts": "3 ['a'] [-1] [2] [1,1]", "balance": "3 'x' [-1.0] [1.0,2.0] ['a']",
+        "sample": "t", "init": "3 'x'"},
+    "pipeline.visits([grid()],'zbv')": {
+        "stages": "None 3 [3]", "schedule": f"None {WORD}", "times": f"None {COUNT}"},
+    "plans.experts(lin(),0)": {"model": MODULE, "mesh_axis": AXIS, "mesh": MESH},
+    "plans.megatron(lin(),0)": {"model": MODULE, "mesh_axis": AXIS, "mesh": MESH},
+    "devices.Device(name='d',peak={torch.float32:1e12},bandwidth=1e9)": {
+        "name": "None 3", "peak": "None 3 {'f':1.0} {torch.float32:-1}",
+        **dict.fromkeys(("bandwidth", "efficiency", "sharing"), "None 'x' 0 -1"),
+        **dict.fromkeys(("launch", "visit", "post", "gradient"), "None 'x' -1"),
+        "memory": "'x' 0 -1", "asynchronous": f"None {FLAGS}",
+        "tiles": "None 3 (1,) (0,1) ('a',1)",
+        "kernels": "None 3 {'a':1.0} {('a',torch.float32):-1}"},
+    "devices.Link(1e9,1e-6)": {"bandwidth": "None 'x' 0 -1", "latency": "None 'x' -1"},
+    "devices.Network()": {
+        "ranks_per_node": f"None {COUNT}", "within": "None 3", "between": "None 3",
+        "processor": "3"},
+    "devices.measure(0.001)": {"seconds": "None 'x' 0 -1", "together": f"None {FLAGS}"},
+}  # fmt: skip
+# Parameters that an error names by another word: that of the function which checks them.
+WORDS = {
+    "from_fn: shape": "size", "reshard: x": "data", "shard_data_parallel: shard_axis": "axis",
+    "shard_data_parallel: replicate_axis": "(replicate_)?axis", "Schedule: orders": "order|action",
+    "run: micro_batches": "micro.batches", "split: modules": "layers|modules",
+    "apply: layers": "modules?", "accumulate: model": "module",
+}  # fmt: skip
+# Parameters that take everything: they are passed on, or are a value that may be plain.
+FREE = {
+    "broadcast_value: x", "explain: args", "explain: kwargs", "from_fn: args", "save: state",
+    "load: state",
+}  # fmt: skip
+# Values that the library makes. What takes one of them checks it.
+RESULTS = {
+    "Action", "CommLog", "CommRecord", "DistTensor", "Event", "Explanation", "Group", "Layout",
+    "Placement", "Recorder", "Split", "Tick",
 }  # fmt: skip
 
 
-def test_every_public_function_is_in_the_table():
-    names = {*dt.__all__, *pipeline.__all__} - {name for name in dt.__all__ if "Error" in name}
-    called = set(re.findall(r"\w+(?=\()", " ".join(call for _, call in CALLS)))
-    assert names - called - OTHERS == {"FallbackWarning"}
+def test_every_parameter_of_every_public_function_has_a_row():
+    public = [
+        *((name, getattr(module, name)) for module in (dt, pipeline) for name in module.__all__),
+        *((name, function) for name, function in vars(devices).items() if callable(function)),
+        *((name, getattr(plans, name)) for name in ("experts", "megatron")),
+        *(m for kind in (dt.Strategy, dt.Checkpointer) for m in inspect.getmembers(kind, callable)),
+    ]
+    wanted = {
+        f"{name}: {parameter}"
+        for name, function in public
+        if name not in RESULTS and name[0] != "_"
+        if not (isinstance(function, type) and issubclass(function, Exception))
+        for parameter in inspect.signature(function).parameters
+        if parameter != "self"
+    }
+    there = {f"{called(call)[1]}: {key}" for call, row in BAD.items() for key in row}
+    assert wanted - there == FREE
+    assert there <= wanted and WORDS.keys() <= there
+
+
+def called(call: str) -> tuple[str, str]:
+    """What a call calls, with its name alone."""
+    tree: Any = ast.parse(call, mode="eval").body
+    function = ast.get_source_segment(call, tree.func) or ""
+    return function, function.rpartition(".")[2]
+
+
+def by_parameter(names: dict[str, Any]) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """A text, a pattern of the error and the call, of each value in ``BAD``."""
+    for call, row in BAD.items():
+        text, name = called(call)
+        function = eval(text, names)
+        signature = inspect.signature(function)
+
+        def run(call=call, text=text, function=function, signature=signature, key="", value=""):
+            bound = eval("bind" + call.removeprefix(text), {**names, "bind": signature.bind})
+            bound.arguments[key] = eval(value, names)
+            out = function(*bound.args, **bound.kwargs)
+            return out.__enter__() if isinstance(out, AbstractContextManager) else out
+
+        for key, values in row.items():
+            for value in values.split():
+                word = WORDS.get(f"{name}: {key}", key)
+                if signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
+                    word = "|".join(eval(value))
+                elif len(signature.parameters) == 1:  # the name of the function says enough
+                    word = f"{word}|{name}"
+                case = functools.partial(run, key=key, value=value)
+                yield f"{call}, {key}={value}", rf"\b({word})\b", case
 
 
 def step(batch):
@@ -312,11 +524,13 @@ def test_arguments_that_a_function_cannot_take():
         return made[-1]
 
     names = {
-        "dt": dt, "torch": torch, "pipeline": pipeline, "ProcessMesh": ProcessMesh, "Shard": Shard,
+        "dt": dt, "torch": torch, "pipeline": pipeline, "plans": plans,
+        "devices": devices, "ProcessMesh": ProcessMesh, "Shard": Shard,
         "Partial": Partial, "Replicate": Replicate, "S0": S0, "R": R, "P": P, "grid": grid, "x": x,
         "t": counted(4, 4), "M": M,
         "W": dist.get_world_size() if dist.is_initialized() else 1,
         "h": counted(4, 4).requires_grad_() * 2, "lin": lin,
+        "seq": lambda: torch.nn.Sequential(lin()),
         "step": step, "a_number": lambda size, **_: 3,
         "sparse": lambda size, **_: torch.zeros(size).to_sparse(), "gives_x": lambda piece: x,
         "LOADER": torch.utils.data.DataLoader(range(4)),
@@ -324,10 +538,11 @@ def test_arguments_that_a_function_cannot_take():
         "of_three": lambda size, **_: torch.ones(3), "to_sparse": torch.Tensor.to_sparse,
     }  # fmt: skip
     wrong = []
-    for pattern, call in CALLS:
+    cases = [(call, pattern, functools.partial(eval, call, names)) for pattern, call in CALLS]
+    for call, pattern, run in [*cases, *by_parameter(names)]:
         with dt.record_comms() as log:
             try:
-                wrong.append(f"{call}: gave {eval(call, names)!r}")
+                wrong.append(f"{call}: gave {run()!r}")
             except Exception as error:
                 if not re.search(pattern, str(error)):
                     wrong.append(f"{call}: {type(error).__name__}: {error}")
@@ -399,6 +614,8 @@ def test_arguments_that_were_ignored_or_failed_late_do_what_they_say():
     partial = functools.partial(torch.full, fill_value=2.0)
     made = dt.from_fn(partial, mesh, (S0, R), (4, 3), dtype=torch.float64)
     same(made, torch.full((4, 3), 2.0, dtype=torch.float64))
+    mlp = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
+    assert plans.megatron(mlp, -1, mesh) == plans.megatron(mlp, 1, mesh)
     h = full.clone().requires_grad_() * 2
     assert not dt.shard_tensor(h, mesh, (S0, R), requires_grad=False).requires_grad
     kept = dt.shard_tensor(h, mesh, (S0, R))

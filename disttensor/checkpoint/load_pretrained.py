@@ -12,7 +12,7 @@ from torch import nn
 
 from disttensor import arguments
 from disttensor.checkpoint.safetensors_files import Stored, read_box, stored_in
-from disttensor.checkpoint.save_pretrained import INDEX, renamed
+from disttensor.checkpoint.save_pretrained import INDEX, check_names, renamed
 from disttensor.layout import Box
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.nn.names import close_to
@@ -62,6 +62,7 @@ def load_pretrained(
     a_module("load_pretrained: model", model)
     check_plan("load_pretrained", plan, init)
     arguments.flag("load_pretrained: strict", strict)
+    check_names("load_pretrained", names)
     if mesh is not None:
         a_mesh("load_pretrained: mesh", mesh)
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
@@ -83,7 +84,10 @@ def load_pretrained(
 def _paths(files: Any) -> list[Path]:
     if not isinstance(files, (str, Path)):
         expected = "a path, or a list of paths,"
-        return [Path(f) for f in arguments.listed("load_pretrained: files", files, expected)]
+        listed = arguments.listed("load_pretrained: files", files, expected)
+        for file in listed:
+            arguments.of_type("load_pretrained: files: entry", file, (str, Path), "a path")
+        return [Path(file) for file in listed]
     path = Path(files)
     if not path.is_dir():
         return [path]

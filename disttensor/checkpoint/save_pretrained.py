@@ -54,9 +54,7 @@ def save_pretrained(
     """
     a_module("save_pretrained: model", model)
     arguments.of_type("save_pretrained: folder", folder, (str, Path), "a path")
-    if names is not None and not callable(names):
-        expected = "a dict of names, or a function of a name,"
-        arguments.of_type("save_pretrained: names", names, Mapping, expected)
+    check_names("save_pretrained", names)
     folder = Path(folder)
     tensors = _tensors(model, names)
     files = _files(folder, tensors, _size(max_shard_size))
@@ -93,6 +91,12 @@ def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
     if len(out) != len(aliases) or not out:
         raise ValueError("save_pretrained: no tensors, or two that names= gives one name")
     return out
+
+
+def check_names(who: str, names: Any) -> None:
+    if names is not None and not callable(names):
+        expected = "a dict of names, or a function of a name,"
+        arguments.of_type(f"{who}: names", names, Mapping, expected)
 
 
 def renamed(name: str, names: Any) -> Any:

@@ -40,7 +40,7 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
     flat = list(_by_key("placements", placements).values())
     one_layout = all(isinstance(p, Placement) for p in flat)
     if one_mesh and one_layout:
-        return {None: (mesh, _checked(placements, alone=True))}
+        return {None: (mesh, _checked(placements, mesh, alone=True))}
     meshes = None if one_mesh else _by_key("mesh", mesh)
     layouts = None if one_layout else _by_key("placements", placements)
     keys = meshes if meshes is not None else layouts or {}
@@ -50,11 +50,8 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
             "give one of each for each entry of a batch"
         )
     places = {
-        key: (
-            mesh if meshes is None else meshes[key],
-            _checked(placements if layouts is None else layouts[key], alone=layouts is None),
-        )
-        for key in keys
+        key: (on, _checked(placements if layouts is None else layouts[key], on, layouts is None))
+        for key, on in (meshes or dict.fromkeys(keys, mesh)).items()
     }
     split = {(m, tuple(not isinstance(p, Replicate) for p in of)) for m, of in places.values()}
     if len(split) > 1 and any(map(is_summand, places.values())):
@@ -78,16 +75,21 @@ def _by_key(name: str, value: Any) -> dict[Any, Any]:
     return dict(enumerate(arguments.listed(f"shard_loader: {name}", value, expected)))
 
 
-def _checked(placements: Any, alone: bool) -> Sequence[Placement]:
+def _checked(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
     """``alone``: the placements are those of all entries."""
-    for p in placements:
+    for p in arguments.listed("shard_loader: placements", placements, "a list of placements"):
         pending = isinstance(p, Partial) and p.reduce_op in _EMPTY and not alone
         if type(p) not in (Shard, Replicate) and not pending:
             raise ValueError(
-                f"shard_loader: {p!r}: a batch that is loaded is split (dt.Shard) or replicated; a "
-                "number that a collate_fn makes of a rank's samples gets dt.Partial('sum'), 'max' "
-                "or 'min', in placements of its own"
+                f"shard_loader: placements: {p!r}: a batch that is loaded is split (dt.Shard) or "
+                "replicated; a number that a collate_fn makes of a rank's samples gets "
+                "dt.Partial('sum'), 'max' or 'min', in placements of its own"
             )
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"shard_loader: placements {list(placements)}: one for each axis of {mesh!r} is "
+            "expected"
+        )
     if any(isinstance(p, Partial) for p in placements) and any(
         type(p) is Shard for p in placements
     ):

@@ -56,7 +56,7 @@ class ShardedLoader:
         by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         if not by_index or isinstance(loader.dataset, IterableDataset):
             raise TypeError(
-                "shard_loader: a torch DataLoader that batches by index is expected, and this "
+                "shard_loader: loader: a torch DataLoader that batches by index is expected; this "
                 f"{type(loader).__name__} does not: samples of an IterableDataset, or with "
                 "batch_size=None, have no index, by which a rank would pick its own. Give whole "
                 "batches to dt.shard_tensor, which costs loading them on every rank"

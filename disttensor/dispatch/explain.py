@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import reshard
+from disttensor import arguments
 from disttensor.dispatch.resolve import HANDLERS, Plan, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.spec import DistSpec
@@ -64,6 +65,7 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
       result 0: f32[8@dp, 6]
       result 1: f32[8@dp, 6]
     """
+    arguments.function("explain: func", func)
     if not [arrived(t) for t in flat((args, kwargs), []) if isinstance(t, DistTensor)]:
         raise TypeError(
             f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain "

@@ -132,6 +132,8 @@ def _named(source: Any) -> Iterator[tuple[str, Any]]:
         yield from source.named_buffers()
     else:
         tensors = arguments.listed("check_replicas", source, "modules and lists of tensors")
+        for x in tensors:
+            arguments.of_type("check_replicas: entry", x, torch.Tensor, "a tensor")
         yield from ((f"tensors[{i}]", x) for i, x in enumerate(tensors))
 
 

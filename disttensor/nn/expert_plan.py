@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from disttensor import arguments
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.nn.proposal import Proposal
 from disttensor.placement import Replicate, Shard
 
@@ -53,12 +53,14 @@ def experts(
     experts.up  [S(0), R]  experts: by number
     """
     arguments.of_type("plans.experts: model", model, nn.Module, "a module")
+    if mesh is not None:
+        a_mesh("plans.experts: mesh", mesh)
     given = (mesh_axis,) if isinstance(mesh_axis, (int, str)) else mesh_axis
     listed = arguments.listed("plans.experts: mesh_axis", given, "an axis, or a list of them,")
     if mesh is None and any(isinstance(a, str) for a in listed):
         raise ValueError(
-            f"plans.experts: the axis is given by its name {mesh_axis!r}; which one of how many "
-            "that is, the mesh says: experts(model, 'ep', mesh)"
+            f"plans.experts: mesh_axis: the axis is given by its name {mesh_axis!r}; which one "
+            "of how many that is, the mesh says: experts(model, 'ep', mesh)"
         )
     axes = [
         arguments.whole("plans.experts: mesh_axis", a, 0) if mesh is None else mesh.axis(a)

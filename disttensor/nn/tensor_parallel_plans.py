@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from disttensor import arguments
-from disttensor.mesh import ProcessMesh
+from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.expert_plan import experts as experts
 from disttensor.nn.proposal import Proposal as Proposal
@@ -75,8 +75,11 @@ def megatron(
             f"plans.megatron: the axis is given by its name {mesh_axis!r}; which one of how many "
             "that is, the mesh says: megatron(model, 'tp', mesh)"
         )
-    axis = mesh_axis if mesh is None or isinstance(mesh_axis, int) else mesh.axis(mesh_axis)
-    assert isinstance(axis, int)
+    if mesh is not None:
+        a_mesh("plans.megatron: mesh", mesh)
+        axis = mesh.axis(mesh_axis)
+    else:
+        axis = arguments.whole("plans.megatron: mesh_axis", mesh_axis, 0)
     arguments.of_type("plans.megatron: model", model, nn.Module, "a module")
     ndim = mesh.ndim if mesh is not None else axis + 1
     return _Proposer(model, axis, ndim, mesh.shape[axis] if mesh is not None else 1).proposal()

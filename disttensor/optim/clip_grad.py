@@ -49,11 +49,14 @@ def clip_grad_norm_(
     >>> round(w.grad.square().sum().item(), 3)
     1.0
     """
-    params = list(tensors_of(parameters))
+    params = list(tensors_of(parameters, "clip_grad_norm_: parameters"))
     if not all(isinstance(p, Tensor) for p in params):
         raise arguments.wrong("clip_grad_norm_: parameters", parameters, "an iterable of tensors")
     arguments.number("clip_grad_norm_: max_norm", max_norm)
     arguments.number("clip_grad_norm_: norm_type", norm_type)
+    arguments.flag("clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        arguments.flag("clip_grad_norm_: foreach", foreach)
     check_fresh(params, "clip_grad_norm_")
     sync_gradients(params)
     shares = by_mesh(params)

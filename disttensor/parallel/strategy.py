@@ -16,7 +16,7 @@ from disttensor.comm.process_group import join_world
 from disttensor.comm.rendezvous import create_groups
 from disttensor.fsdp.fully_shard import accumulate, check_dtypes, shard_data_parallel
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
-from disttensor.mesh import ProcessMesh, check_device_type, init_mesh
+from disttensor.mesh import ProcessMesh, a_mesh, check_device_type, init_mesh
 from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.names import close_to, covers
 from disttensor.nn.parameters import slots
@@ -27,6 +27,8 @@ from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec
 from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, rebind
 from disttensor.parallel.rematerialize import chosen, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
+from disttensor.pipeline.partition import chosen as layers_of
+from disttensor.pipeline.partition import deal
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
 from disttensor.placement import Placement, Replicate, Shard
 from ops.nn.attention_policy import POLICIES, attention_policy
@@ -121,7 +123,7 @@ class Strategy:
                 f"Strategy: schedule={self.schedule!r}: it is one of "
                 + ", ".join(map(repr, SCHEDULES))
             )
-        if self.amp is not None and self.amp not in AMP:
+        if self.amp is not None and self.amp not in list(AMP):
             raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
         names = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
         object.__setattr__(self, "recompute", _names("recompute", names))
@@ -254,6 +256,8 @@ class Strategy:
         check_plan("Strategy.apply", plan, init)
         if visits is not None and not isinstance(visits, (list, tuple)):
             arguments.whole("Strategy.apply: visits", visits, 1)
+        for mesh in visits if isinstance(visits, (list, tuple)) else ():
+            a_mesh("Strategy.apply: visits: entry", mesh)
         places = _on_stage(plan, model)
         degrees, stages = self.degrees(), self.stages()
         if visits is None:
@@ -277,6 +281,14 @@ class Strategy:
                 f"{type(model).__name__}? Say in which order it runs them: apply(..., "
                 "layers=['embed', 'blocks.*', 'head'])"
             )
+        dealt = counts is not None or balance is not None or sample is not None
+        if dealt and layers is None and degrees.pp == 1:
+            if not isinstance(model, nn.Sequential):
+                raise ValueError(
+                    f"Strategy.apply: {counts=}, {balance=} and sample say how layers are dealt "
+                    "out: give layers="
+                )
+            deal(layers_of(model, model)[1], order, counts, balance, model, sample)
         create_groups(self.groups())
         before = slots(model)
         staged = degrees.pp > 1 or layers is not None

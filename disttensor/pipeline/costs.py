@@ -35,6 +35,8 @@ class Costs:
         for name in ("forward", "inputs", "weights", "transfer"):
             value = getattr(self, name)
             several = isinstance(value, (list, tuple)) and name != "transfer"
+            if several and not value:
+                raise ValueError(f"Costs: {name}={value!r}: one for each virtual stage is expected")
             for number in value if several else (value,):
                 arguments.number(f"Costs: {name}", number)
                 if not 0 <= number < math.inf:

@@ -38,10 +38,12 @@ def chosen(
         entries = list(arguments.listed("pipeline.split: modules", named, expected))
         for entry in entries:
             if not isinstance(entry, (nn.Module, str)):
-                raise TypeError(f"pipeline.split: {entry!r} is neither a module nor a name of one")
+                raise TypeError(
+                    f"pipeline.split: modules: {entry!r} is neither a module nor a name of one"
+                )
             if of is None and isinstance(entry, str):
                 raise TypeError(
-                    f"pipeline.split: {entry!r} is a name in which model? Give of=model"
+                    f"pipeline.split: modules: {entry!r} is a name in which model? Give of=model"
                 )
         root = nn.ModuleList(entries) if of is None else of
     names = {id(module): name for name, module in root.named_modules()}

@@ -33,9 +33,11 @@ def plot(what: Timeline | Schedule, path: str | PathLike[str], title: str | None
     Raises ValueError for another suffix and for a timeline without events.
     """
     arguments.of_type("plot: what", what, (Timeline, Schedule), "a Timeline or a Schedule")
+    arguments.of_type("plot: path", path, (str, PathLike), "a path")
+    arguments.of_type("plot: title", title, (str, type(None)), "a text")
     file = Path(path)
     if file.suffix != ".svg":
-        raise ValueError(f"plot: {str(file)!r} ends in {file.suffix!r}: write .svg")
+        raise ValueError(f"plot: path {str(file)!r} ends in {file.suffix!r}: write .svg")
     timeline = Timeline.of(what) if isinstance(what, Schedule) else what
     if not timeline.span:
         raise ValueError(f"plot: {timeline!r} has nothing that takes time")

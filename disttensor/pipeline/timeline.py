@@ -81,6 +81,9 @@ class Timeline:
 
     def __init__(self, events: Iterable[Event], unit: str = "s") -> None:
         given = arguments.listed("Timeline: events", events, "a list of events")
+        for event in given:
+            arguments.of_type("Timeline: events: entry", event, tuple, "an Event")
+        arguments.of_type("Timeline: unit", unit, str, "a name, as 's',")
         ordered = tuple(sorted(map(Event._make, given), key=lambda e: (e.start, e.rank, e.end)))
         for event in ordered:
             if event.kind not in KINDS:

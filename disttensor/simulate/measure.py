@@ -45,6 +45,7 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     ('cpu', False, True)
     """
     arguments.positive("devices.measure: seconds", seconds, "a positive number of seconds")
+    arguments.flag("devices.measure: together", together)
     peak = {
         dtype: 6.0 * _N**3 / _fastest(_products(dtype), seconds)
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)

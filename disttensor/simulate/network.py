@@ -43,6 +43,9 @@ class Network:
 
     def __post_init__(self) -> None:
         arguments.whole("Network: ranks_per_node", self.ranks_per_node, 1, "a number of ranks")
+        for name in ("within", "between", "processor"):
+            if (link := getattr(self, name)) is not None or name != "processor":
+                arguments.of_type(f"Network: {name}", link, Link, "a Link")
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node

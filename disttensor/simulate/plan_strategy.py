@@ -12,7 +12,7 @@ from disttensor.simulate import devices
 from disttensor.simulate import layer_times as layer_times  # for balance="time"
 from disttensor.simulate.devices import Device
 from disttensor.simulate.network import Network
-from disttensor.simulate.recorder import Values
+from disttensor.simulate.recorder import Values, check_values
 from disttensor.simulate.strategy_search import Search
 from disttensor.simulate.strategy_table import Candidate as Candidate
 from disttensor.simulate.strategy_table import StrategyTable
@@ -65,6 +65,7 @@ def plan_strategy(
     arguments.whole("plan_strategy: world", world, 1, "a number of ranks")
     arguments.of_type("plan_strategy: device", device, Device, "a dt.devices.Device")
     arguments.of_type("plan_strategy: network", network, Network, "a dt.devices.Network")
+    check_values("plan_strategy", values)
     arguments.of_type("plan_strategy: like", like, Strategy, "a Strategy")
     arguments.whole("plan_strategy: most", most, 1, "a number of strategies")
     if memory is not None:

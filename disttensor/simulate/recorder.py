@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from disttensor import arguments
 from disttensor.errors import name_of, user_line
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.segment import Segment
@@ -41,6 +42,12 @@ from disttensor.tree import flat
 
 Tensor = torch.Tensor
 Values = float | Callable[[str], float]
+
+
+def check_values(who: str, values: Any) -> None:
+    if not callable(values):
+        arguments.number(f"{who}: values", values)
+
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

@@ -14,7 +14,7 @@ from disttensor.simulate.kinds import representatives
 from disttensor.simulate.network import Network
 from disttensor.simulate.one_rank import Program, of_build
 from disttensor.simulate.ranks import Ranks
-from disttensor.simulate.recorder import Values
+from disttensor.simulate.recorder import Values, check_values
 from disttensor.simulate.report import Report
 from disttensor.simulate.timeline import timelines
 from disttensor.simulate.world import frozen_garbage
@@ -78,13 +78,14 @@ def simulate_program(
     arguments.whole("simulate: world", world, 1, "a number of ranks")
     arguments.of_type("simulate: device", device, Device, "a dt.devices.Device")
     arguments.of_type("simulate: network", network, Network, "a dt.devices.Network")
-    if not callable(values):
-        arguments.number("simulate: values", values)
+    check_values("simulate", values)
     expected = f"a list of ranks from 0 to {world - 1}"
     wanted = None if ranks is None else arguments.listed("simulate: ranks", ranks, expected)
     for rank in wanted or ():
         if not arguments.is_whole(rank) or not 0 <= rank < world:
             raise arguments.wrong("simulate: ranks: entry", rank, expected, ValueError)
+    if wanted == ():
+        raise arguments.wrong("simulate: ranks", wanted, expected, ValueError)
 
     run = Ranks(program, world, values, network.ranks_per_node, device.backend)
     with frozen_garbage() as run.set_aside:

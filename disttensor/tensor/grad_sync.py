@@ -70,13 +70,13 @@ def sync_gradients(*params: Any) -> None:
             set_reduced(m.param, m.grad, total)
 
 
-def tensors_of(params: Any) -> Iterable[Any]:
+def tensors_of(params: Any, who: str = "sync_gradients: params") -> Iterable[Any]:
     """The tensors of a module, of an iterable, or the one that was given."""
     if isinstance(params, torch.nn.Module):
         return params.parameters()
     if isinstance(params, Tensor):
         return (params,)
-    return arguments.listed("parameters", params, "a module, a tensor or an iterable of tensors")
+    return arguments.listed(who, params, "a module, a tensor or an iterable of tensors")
 
 
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
