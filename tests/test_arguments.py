@@ -90,6 +90,15 @@ TABLE = {
         dt.Strategy(param_dtype="bf16") dt.Strategy(reduce_dtype=3)
         dt.shard_data_parallel(lin(),grid(),"dp",param_dtype=torch.int8)
         dt.shard_data_parallel(lin(),grid(),"dp",reduce_dtype=3)""",
+    "ignored_params: a parameter of shape.*is none of Linear": """
+        dt.shard_data_parallel(lin(),grid(),"dp",ignored_params=M.parameters())""",
+    "shard_placement_fn.weight.=.*Shard.dim. of a parameter of 2 dims": """
+        dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:1)
+        dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:R)
+        dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:Shard(2))
+        dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:dt.Balanced(0))""",
+    "shard_placement_fn: nothing is sharded": """
+        dt.shard_data_parallel(lin(),grid(),None,shard_placement_fn=lambda p:S0)""",
     "floating and complex dtypes can require": """
         dt.shard_tensor(t.long(),grid(),requires_grad=True)
         dt.randperm(4,mesh=grid(),requires_grad=True)
@@ -380,7 +389,10 @@ BAD: dict[str, dict[str, str]] = {
         "names": "3 'x' [1]"},
     "dt.shard_data_parallel(lin(),grid(),'dp')": {
         **DATA_PARALLEL, "module": MODULE, "mesh": MESH, "shard_axis": WORD,
-        "replicate_axis": f"{WORD} 'dp'", "stage": "0 4 True '3' None", "segments": "3 'x' [3]"},
+        "replicate_axis": f"{WORD} 'dp'", "stage": "0 4 True '3' None",
+        "segments": "3 'x' [3] [[3]] [[]] [['weight']]",
+        "ignored_params": "3 t None ['weight'] [t]", "shard_placement_fn": "3 S0",
+        "mp_policy": "3 torch.bfloat16 {'':dt.Strategy()} {0:3} {'nonsense':3}"},
     "dt.shard_loader(LOADER,grid(),(S0,R))": {
         "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}"},
     "dt.shard_module(lin(),grid())": {

@@ -30,12 +30,16 @@ class AllGatherBuffer:
         is_brief: bool,
     ) -> None:  # fmt: skip
         self.params, self.group, self.is_brief = params, group, is_brief
-        self.layout = BucketLayout([p.spec.local_shape for p in params], group.size if group else 1)
+        self.layout = BucketLayout([p.rows_shape for p in params], group.size if group else 1)
         device = params[0].spec.mesh.device
         self.memory = torch.empty(self.layout.n * self.layout.total, dtype=dtype, device=device)
         self.blocks = self.layout.blocks(self.memory)
-        for param, tensor in zip(params, self.layout.tensors(self.memory), strict=True):
-            param.use_memory(tensor)
+        self.moved: list[tuple[FSDPParam, Tensor, Tensor]] = []  # those split along another dim
+        for param, rows in zip(params, self.layout.tensors(self.memory), strict=True):
+            whole = rows.view(param.spec.local_shape) if param.dim else rows
+            param.use_memory(whole)
+            if param.dim:
+                self.moved.append((param, rows, whole))
         self.nbytes = self.memory.untyped_storage().nbytes()
         self.is_gathered = False
         self._arriving: tuple[Work[Tensor], Tensor, Any] | None = None
@@ -59,7 +63,7 @@ class AllGatherBuffer:
         """Start the all-gather."""
         if self._arriving is not None or self.is_gathered:
             return
-        shards = [p.sharded_param.local.detach() for p in self.params]
+        shards = [p.rows(p.sharded_param.local.detach()) for p in self.params]
         row = self.layout.pack_row(shards, self.memory.dtype)
         work = finished(row)
         out = row
@@ -82,6 +86,8 @@ class AllGatherBuffer:
         self._allocate()
         with torch.no_grad():
             self.layout.unpack(out.view(self.layout.n, -1), self.blocks)
+            for param, rows, whole in self.moved:
+                whole.copy_(param.from_rows(rows.clone()))
         # With the same values it is what autograd saved; otherwise autograd must see a write.
         self._version += not unchanged
         self._set_version(self._version)

@@ -29,7 +29,7 @@ from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import Forwards, before_node, follow, forget
-from disttensor.fsdp.param import cast_inputs, shared
+from disttensor.fsdp.param import shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.unseen import unseen
@@ -48,18 +48,12 @@ _ENGINES: list[weakref.ref[Engine]] = []  # in the order of their making, which 
 class Engine:
     """The segments of a module.
 
-    scatter       gradients are reduced to shards (stages 2 and 3)
-    prefetch      how many segments are gathered ahead of their use
-    param_dtype   of unsharded parameters, None: that of the parameters
-    reduce_dtype  of sums between ranks, None: that of the unsharded parameters
+    scatter   gradients are reduced to shards (stages 2 and 3)
+    prefetch  how many segments are gathered ahead of their use
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], *, scatter: bool, prefetch: int,
-        param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, segments: Sequence[Segment], *, scatter: bool, prefetch: int) -> None:
         self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.context: BackwardContext | None = None  # see ``accumulate``
         self.calls = 0  # forwards of the root that are on the stack
         self.epoch = 0
@@ -88,9 +82,7 @@ class Engine:
                 is_read = shared(segment.copied, module)
                 if is_read:
                     module.register_forward_pre_hook(partial(self._is_read, segment), prepend=True)
-                module.register_forward_pre_hook(
-                    partial(self._module_begins, segment, is_read), with_kwargs=True
-                )
+                module.register_forward_pre_hook(partial(self._module_begins, segment, is_read))
                 module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -111,11 +103,7 @@ class Engine:
             )
         new = memo[id(self)] = Engine.__new__(Engine)
         new.__init__(  # type: ignore[misc]
-            deepcopy(self.segments, memo),
-            scatter=self.scatter,
-            prefetch=self.prefetch,
-            param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
+            deepcopy(self.segments, memo), scatter=self.scatter, prefetch=self.prefetch
         )
         new.root = weakref.ref(memo[id(root)])
         return new
@@ -138,16 +126,13 @@ class Engine:
             self.last_order, self.order = self.order or self.last_order, []
 
     @unseen
-    def _module_begins(
-        self, segment: Segment, is_read: bool, module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
         is_recompute = current_backward() != -1  # of a checkpointed region
         if not is_read:
             self._show(segment, is_recompute)
             self._runs(segment)
         if not is_recompute and torch.is_grad_enabled():
             segment.is_open = True
-        return cast_inputs(args, kwargs, self.param_dtype)
 
     @unseen
     def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
@@ -341,9 +326,7 @@ class Engine:
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Steps]:
         if context is None or (context.reduce != "scatter" and not context.is_last):
             return []
-        return reductions(
-            segment.params, scatter=self.scatter, last=context.is_last, dtype=self.reduce_dtype
-        )
+        return reductions(segment.params, scatter=self.scatter, last=context.is_last)
 
     def _finish(self, backward: Backward, context: BackwardContext) -> None:
         if self.backward is backward:

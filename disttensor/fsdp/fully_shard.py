@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from disttensor import arguments
 from disttensor.arguments import has_own_operators
 from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.engine import Engine
+from disttensor.fsdp.mixed_precision import Policies, Policy, check_dtypes
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.off_mesh import OffMeshSegment
 from disttensor.fsdp.param import FSDPParam
@@ -26,7 +27,7 @@ from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
 from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.parameters import Slot, slots
-from disttensor.nn.shard_module import a_module, check_subclasses, shard_module
+from disttensor.nn.shard_module import a_module, check_subclasses, place
 from disttensor.placement import Replicate, Shard
 from disttensor.spec import DistSpec
 from disttensor.tensor.base import as_parameter
@@ -43,6 +44,9 @@ def shard_data_parallel(
     prefetch: int = 1,
     param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
     offload: bool = False,
+    ignored_params: Iterable[nn.Parameter] = (),
+    mp_policy: Any = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Shard the training state of ``module`` over ``shard_axis`` in place, and return it.
 
@@ -56,8 +60,9 @@ def shard_data_parallel(
     per segment before use, freed after the forward (unless ``reshard_after_forward`` is False),
     gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
     ``segments``: what is gathered and reduced at once: SegmentBySize (the default: 32 MiB, 25 with
-    ``shard_axis=None``), SegmentByAnchors, or names of modules. ``mesh``: where plain parameters
-    go; None if all are DistTensors, each on its own mesh (of a pipeline stage). A sub-mesh beside
+    ``shard_axis=None``), SegmentByAnchors, or names of modules, among which a list of names is one
+    segment of several modules. ``mesh``: where plain parameters go; None if all are DistTensors,
+    each on its own mesh (of a pipeline stage). A sub-mesh beside
     that of tensor parallelism, ``mesh["dp"]`` beside ``mesh["tp"]``: all parameters and buffers
     come to lie on the axes of both, ``mesh["dp", "tp"]``, and so have the inputs to.
     ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are
@@ -65,7 +70,14 @@ def shard_data_parallel(
     ``shard_axis=None``: nothing is sharded; gradients are reduced in segments during the backward.
     ``param_dtype``: of unsharded parameters and of floating arguments of the modules; the sharded
     parameters keep theirs. ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up
-    in the dtype of the sharded parameters.
+    in the dtype of the sharded parameters. ``mp_policy``: a MixedPrecisionPolicy of
+    torch.distributed.fsdp for the module, or a dict of them by names or globs of modules. It holds
+    for the parameters in a module, but for those in a module inside it that has its own. Floating
+    arguments of the module and of those that its segments gather are cast to its ``param_dtype``
+    (unless ``cast_forward_inputs`` is False), floating results of the module to ``output_dtype``.
+    ``shard_placement_fn``: gives the Shard along which a parameter is split, or None for Shard(0).
+    ``ignored_params``: parameters that stay as they are, on the devices, dtypes and values that
+    they have. A plain one counts as replicated: its gradient is whole on every rank.
 
     Raises ValueError for an axis, a stage, or segments that do not fit, before anything is changed.
 
@@ -80,23 +92,27 @@ def shard_data_parallel(
     arguments.flag("shard_data_parallel: offload", offload)
     check_dtypes("shard_data_parallel", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     a_module("shard_data_parallel: module", module)
+    ignored = _ignored(module, ignored_params)
+    policies = Policies(module, mp_policy, Policy(param_dtype, reduce_dtype))
     if mesh is not None:
         a_mesh("shard_data_parallel: mesh", mesh)
-        mesh = _joined(module, mesh)
-    specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch)
-    if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh)):
+        mesh = _joined(module, mesh, ignored)
+    specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch, ignored)
+    if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh, ignored)):
         raise NotImplementedError(
             "shard_data_parallel(offload=True): shards in the memory of the host beside a mesh of "
             "accelerators are not built; on a CPU mesh they are there already"
         )
+    dims = _shard_dims(module, shard_placement_fn, shard_axis, ignored)
     names = {id(p): name for name, p in module.named_parameters()}
-    split = {names[id(p)] for p in module.parameters() if _split_by(p, shard_axis, mesh)}
+    owned = [p for p in module.parameters() if id(p) not in ignored]
+    split = {names[id(p)] for p in owned if _split_by(p, shard_axis, mesh)}
     if mesh is not None:
-        _place(module, mesh, shard_axis)
-    before = slots(module)
-    meshes = _meshes(module, mesh)
+        _place(module, mesh, shard_axis, ignored, dims)
+    before = [slot for slot in slots(module) if id(slot.value) not in ignored]
+    meshes = _meshes(module, mesh, ignored)
     broadcast_replicas(t for s in before for t in replicas_of(s.value, meshes))
-    sharded = _shard_all(module, before, shard_axis)
+    sharded = _shard_all(module, before, shard_axis, dims)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
         places.setdefault(id(slot.value), []).append(slot)
@@ -109,16 +125,18 @@ def shard_data_parallel(
             axis = None
             if shard_axis is not None and name not in split:
                 axis = p.spec.mesh.axis(shard_axis)
-            low = param_dtype if p.dtype.is_floating_point else None
-            params.append(FSDPParam(name, p, places[id(p)], axis, low or p.dtype))
+            policy = policies.of[places[id(p)][0].owner]
+            dtype = (p.dtype.is_floating_point and policy.param_dtype) or p.dtype
+            wire = policy.reduce_dtype or dtype
+            params.append(FSDPParam(name, p, places[id(p)], axis, dtype, wire))
         if not params[0].sharded_param.is_initialized:
-            off_mesh = OffMeshSegment(spec.modules, params, param_dtype)
+            off_mesh = OffMeshSegment(spec.modules, params)
             module.register_forward_pre_hook(off_mesh.root_begins, prepend=True)
             module.register_forward_hook(off_mesh.root_ends, always_call=True)
             continue
         # A backward can enter a module that several stages run in at any of its nodes: there is no
         # moment to gather.
-        persist = stage < 3 or any(len(_meshes(m, None)) > 1 for m in spec.modules)
+        persist = stage < 3 or any(len(_meshes(m, None, ignored)) > 1 for m in spec.modules)
         brief = not persist and reshard_after_forward
         free = brief and module not in spec.modules
         segments_here.append(
@@ -127,21 +145,16 @@ def shard_data_parallel(
                 persist=persist, free_after_forward=free, is_brief=brief,
             )
         )  # fmt: skip
-    engine = module.__dict__[_ENGINE] = Engine(
-        segments_here,
-        scatter=stage > 1,
-        prefetch=prefetch,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-    )
+    engine = module.__dict__[_ENGINE] = Engine(segments_here, scatter=stage > 1, prefetch=prefetch)
     engine.add_hooks(module)
+    policies.add_hooks(m for spec in specs for m in spec.modules)
     return module
 
 
 def _checked(
     module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None,
     stage: int,
-    segments: Segments, prefetch: int,
+    segments: Segments, prefetch: int, ignored: frozenset[int],
 ) -> list[SegmentSpec]:  # fmt: skip
     """The segments, after all checks."""
     who = "shard_data_parallel"
@@ -156,15 +169,25 @@ def _checked(
     if shard_axis is not None and shard_axis == replicate_axis:
         raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
     check_subclasses(who, module, {})
-    params = {name: p for name, p in module.named_parameters() if not has_own_operators(p)}
-    if not params:
-        raise ValueError(f"{who}: the module {type(module).__name__} has no parameters")
+    params = {
+        name: p
+        for name, p in module.named_parameters()
+        if not has_own_operators(p) and id(p) not in ignored
+    }
     plain = [name for name, p in params.items() if not isinstance(p, DistTensor)]
     if mesh is None and plain:
         raise ValueError(
             f"{who}: parameter {plain[0]!r} is a plain tensor: give the mesh on which it is to lie"
         )
-    for m in _meshes(module, mesh):
+    meshes = _meshes(module, mesh, ignored)
+    for name, p in module.named_parameters() if len(meshes) > 1 else ():
+        if id(p) in ignored and p.requires_grad and not isinstance(p, DistTensor):
+            raise ValueError(
+                f"{who}: ignored_params: {name!r} is a plain tensor that requires grad, and the "
+                f"other parameters lie on {len(meshes)} meshes: each would give it a gradient of "
+                "its own. Freeze it, or place it on one mesh with dt.shard_tensor"
+            )
+    for m in meshes:
         for axis in (shard_axis, replicate_axis):
             if axis is not None:
                 m.axis(axis)
@@ -181,16 +204,24 @@ def _checked(
             )
         if p.spec.layout.own:
             raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")
-    return segments_of(module, segments)
+    return segments_of(module, segments, ignored)
 
 
-def check_dtypes(who: str, **dtypes: Any) -> None:
-    """Raise TypeError or ValueError for what is neither None nor a floating dtype."""
-    for name, dtype in dtypes.items():
-        known = isinstance(dtype, torch.dtype)
-        if dtype is not None and not (known and dtype.is_floating_point):
-            kind = ValueError if known else TypeError
-            raise arguments.wrong(f"{who}: {name}", dtype, "a floating dtype of torch", kind)
+def _ignored(module: nn.Module, params: Any) -> frozenset[int]:
+    """The ids of ``ignored_params``, after checks."""
+    who, expected = "shard_data_parallel: ignored_params", "a set of parameters of the module"
+    own = set(map(id, module.parameters()))
+    if isinstance(params, torch.Tensor):
+        raise arguments.wrong(who, params, expected)
+    for p in (listed := arguments.listed(who, params, expected)):
+        arguments.of_type(f"{who}: an entry", p, nn.Parameter, expected)
+        if id(p) not in own:
+            raise ValueError(
+                f"{who}: a parameter of shape {tuple(p.shape)} is none of "
+                f"{type(module).__name__}. Take it from the module as it is now: shard_module and "
+                "Module.to may have made others"
+            )
+    return frozenset(map(id, listed))
 
 
 def _split_by(p: nn.Parameter, axis: str | None, mesh: ProcessMesh | None) -> bool:
@@ -207,9 +238,32 @@ def _spec_on(p: DistTensor, mesh: ProcessMesh | None) -> DistSpec:
     return p.spec.seen_from(mesh) if mesh is not None and alike else p.spec
 
 
-def _joined(module: nn.Module, mesh: ProcessMesh) -> ProcessMesh:
+def _shard_dims(
+    module: nn.Module, function: Any, shard_axis: str | None, ignored: frozenset[int]
+) -> dict[str, int]:
+    """name -> the dim that ``shard_placement_fn`` says, where it is not 0."""
+    who = "shard_data_parallel: shard_placement_fn"
+    if function is None:
+        return {}
+    arguments.function(who, function, "a function of a parameter")
+    if shard_axis is None:
+        raise ValueError(f"{who}: nothing is sharded, as shard_axis is None: leave it out")
+    dims: dict[str, int] = {}
+    for name, p in module.named_parameters():
+        placement = None if id(p) in ignored or has_own_operators(p) else function(p)
+        if placement is None:
+            continue
+        if type(placement) is not Shard or not -p.ndim <= placement.dim < p.ndim:
+            raise arguments.wrong(
+                f"{who}({name})", placement, f"Shard(dim) of a parameter of {p.ndim} dims, or None,"
+            )
+        dims[name] = placement.dim % p.ndim
+    return dims
+
+
+def _joined(module: nn.Module, mesh: ProcessMesh, ignored: frozenset[int]) -> ProcessMesh:
     """``mesh`` with the axes of all meshes of the same root that tensors of the module lie on."""
-    root, own = mesh.root, [s.value for s in slots(module)]
+    root, own = mesh.root, [s.value for s in slots(module) if id(s.value) not in ignored]
     meshes = [x.spec.mesh for x in own if isinstance(x, DistTensor)]
     axes = {a for m in [mesh, *meshes] if m.root is root for a in m.root_axes}
     if axes == set(mesh.root_axes):
@@ -217,25 +271,33 @@ def _joined(module: nn.Module, mesh: ProcessMesh) -> ProcessMesh:
     return root[tuple(root.dim_names[a] for a in sorted(axes))]
 
 
-def _meshes(module: nn.Module, mesh: ProcessMesh | None) -> list[ProcessMesh]:
-    own = [_spec_on(p, mesh).mesh for p in module.parameters() if isinstance(p, DistTensor)]
+def _meshes(
+    module: nn.Module, mesh: ProcessMesh | None, ignored: frozenset[int]
+) -> list[ProcessMesh]:
+    params = [p for p in module.parameters() if id(p) not in ignored]
+    own = [_spec_on(p, mesh).mesh for p in params if isinstance(p, DistTensor)]
     return list(dict.fromkeys([*own, *([mesh] if mesh is not None else [])]))
 
 
-def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None:
+def _place(
+    module: nn.Module, mesh: ProcessMesh, shard_axis: str | None, ignored: frozenset[int],
+    dims: dict[str, int],
+) -> None:  # fmt: skip
     """Plain tensors become DistTensors, those on the meta device only in shards."""
     plan: dict[Any, Any] = {}
     if shard_axis is not None:
         for name, p in module.named_parameters():
-            if p.is_meta and p.ndim and not isinstance(p, DistTensor):
+            if p.is_meta and p.ndim and id(p) not in ignored and not isinstance(p, DistTensor):
                 split = mesh.axis(shard_axis)
-                plan[name] = [Shard(0) if a == split else Replicate() for a in range(mesh.ndim)]
-    if any(not isinstance(s.value, DistTensor) for s in slots(module)):
-        shard_module(module, mesh, plan)
+                dim = Shard(dims.get(name, 0))
+                plan[name] = [dim if a == split else Replicate() for a in range(mesh.ndim)]
+    before = slots(module)
+    if any(not isinstance(s.value, DistTensor) for s in before):
+        place(module, before, lambda x: None if id(x) in ignored else mesh, plan, None)
     made: dict[int, DistTensor] = {}
     for slot in slots(module):  # from sub-meshes
         x: Any = slot.value
-        if has_own_operators(x):  # it stays as it is
+        if id(x) in ignored or has_own_operators(x):  # it stays as it is
             continue
         spec = _spec_on(x, mesh)
         if spec is not x.spec and id(x) not in made:
@@ -246,7 +308,7 @@ def _place(module: nn.Module, mesh: ProcessMesh, shard_axis: str | None) -> None
 
 
 def _shard_all(
-    module: nn.Module, before: Iterable[Slot], shard_axis: str | None
+    module: nn.Module, before: Iterable[Slot], shard_axis: str | None, dims: dict[str, int]
 ) -> dict[str, DistTensor]:
     """name -> parameter, split by the axis, in all its slots."""
     made: dict[int, DistTensor] = {}
@@ -256,19 +318,21 @@ def _shard_all(
             continue
         p: Any = slot.value
         if id(p) not in made:
-            made[id(p)] = p if shard_axis is None else _shard(p, p.spec.mesh.axis(shard_axis))
+            made[id(p)] = p
+            if shard_axis is not None:
+                made[id(p)] = _shard(p, p.spec.mesh.axis(shard_axis), dims.get(slot.name, 0))
             if made[id(p)] is not p:
                 p._replaced = "shard_data_parallel split them into shards"
         slot.table[slot.key] = sharded[slot.name] = made[id(p)]
     return sharded
 
 
-def _shard(p: DistTensor, axis: int) -> DistTensor:
-    """``p`` split along dim 0 by one more mesh axis, the minor one there."""
+def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:
+    """``p`` split along ``dim`` by one more mesh axis, the minor one there."""
     spec = p.spec
     if not spec.ndim or not math.prod(spec.shape) or axis in spec.layout.sharded:
         return p
-    dims = ((*spec.layout.dims[0], axis), *spec.layout.dims[1:])
+    dims = tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(spec.layout.dims))
     dst: DistSpec = spec.with_layout(Layout(dims, spec.layout.partial))
     if not p.is_initialized:
         new = execute.stand_in(dst, p.requires_grad)

@@ -10,7 +10,7 @@ mesh too, find the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +65,8 @@ class ModuleNode:
 Use = tuple[Tensor, list[ModuleNode]]  # a parameter, and the modules that need it
 
 
-def module_tree(module: nn.Module) -> list[ModuleNode]:
-    """All nodes, each before what is in it."""
+def module_tree(module: nn.Module, ignored: Collection[int] = ()) -> list[ModuleNode]:
+    """Returns all nodes, each before what is in it, without the parameters of these ids."""
     nodes: list[ModuleNode] = []
     seen: set[int] = set()
     counted: set[int] = set()
@@ -77,7 +77,9 @@ def module_tree(module: nn.Module) -> list[ModuleNode]:
         node.repeated = id(module) in seen
         seen.add(id(module))
         params = module.parameters() if node.repeated else module._parameters.values()
-        node.params = [p for p in params if p is not None and not has_own_operators(p)]
+        node.params = [
+            p for p in params if p is not None and not has_own_operators(p) and id(p) not in ignored
+        ]
         node.total = len(node.params)
         for p in node.params:
             node.nbytes += 0 if id(p) in counted else _nbytes(p)

@@ -11,24 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from disttensor.autograd.activation_checkpoint import AROUND
-from disttensor.fsdp.param import FSDPParam, cast_inputs, shared
+from disttensor.fsdp.param import FSDPParam, shared
 from disttensor.meta import execute
 
 
 class OffMeshSegment:
-    """The parameters of some modules that lie on a mesh without this rank.
+    """The parameters of some modules that lie on a mesh without this rank."""
 
-    dtype  floating arguments are cast to it, None: they stay
-    """
-
-    def __init__(
-        self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], dtype: torch.dtype | None
-    ) -> None:
-        self.modules, self.dtype = tuple(modules), dtype
+    def __init__(self, modules: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
+        self.modules = tuple(modules)
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         for param in self.copied:
             param.set_unsharded(execute.stand_in(param.spec, param.sharded_param.requires_grad))
@@ -37,10 +31,8 @@ class OffMeshSegment:
         self.shown = False
         self.ran: set[nn.Module] = set()
         for module in self.modules if self.copied else ():
-            is_read = shared(self.copied, module)
-            if is_read:
-                module.register_forward_pre_hook(_IsRead(self), prepend=True)
-            module.register_forward_pre_hook(_Begins(self, is_read), with_kwargs=True)
+            is_read = shared(self.copied, module)  # see ``Engine._is_read``
+            module.register_forward_pre_hook(_Begins(self), prepend=is_read)
             module.register_forward_hook(_Ends(self), always_call=True)
 
     def begin(self) -> None:
@@ -93,22 +85,9 @@ class _Hook:
         self.segment = segment
 
 
-class _IsRead(_Hook):
-    """See ``Engine._is_read``."""
-
+class _Begins(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.segment.begin()
-
-
-class _Begins(_Hook):
-    def __init__(self, segment: OffMeshSegment, is_read: bool) -> None:
-        super().__init__(segment)
-        self.is_read = is_read
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.is_read:
-            self.segment.begin()
-        return cast_inputs(args, kwargs, self.segment.dtype)
 
 
 class _Ends(_Hook):

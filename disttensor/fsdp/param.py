@@ -22,7 +22,6 @@ from disttensor.autograd import token
 from disttensor.fsdp.bucket import chunk_of
 from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
-from disttensor.passed import replaced_in
 from disttensor.tensor.base import (
     as_parameter,
     count_leaves,
@@ -42,20 +41,23 @@ Tensor = torch.Tensor
 
 
 class FSDPParam:
-    """axis: splits ``sharded_param``, None if none does. spec: of ``unsharded_param``."""
+    """axis: splits dim ``dim`` of ``sharded_param``, None if none does. spec: of
+    ``unsharded_param``. reduce_dtype: of sums between ranks."""
 
     feature = "shard_data_parallel"  # for errors of disttensor.tensor
 
     def __init__(
-        self, name: str, param: DistTensor, slots: list[Slot], axis: int | None, dtype: torch.dtype
-    ) -> None:
+        self, name: str, param: DistTensor, slots: list[Slot], axis: int | None, dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         self.name, self.sharded_param, self.slots = name, param, slots
+        self.reduce_dtype = reduce_dtype
         fix_spec(param, self.feature)
         spec, dims = param.spec, param.spec.layout.dims
-        self.axis = None
+        self.axis, self.dim = None, 0
         if axis is not None and axis in spec.layout.sharded and spec.mesh.shape[axis] > 1:
-            self.axis = axis
-            rest = (tuple(a for a in dims[0] if a != axis), *dims[1:])
+            self.axis, self.dim = axis, next(d for d, axes in enumerate(dims) if axis in axes)
+            rest = tuple(tuple(a for a in axes if a != axis) for axes in dims)
             spec = spec.with_layout(Layout(rest, spec.layout.partial, spec.layout.own))
         self.spec = spec.with_dtype(dtype)
         self.unsharded_param: DistTensor = param
@@ -72,7 +74,9 @@ class FSDPParam:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPParam:
         param, slots = deepcopy((self.sharded_param, self.slots), memo)
-        new = memo[id(self)] = FSDPParam(self.name, param, slots, self.axis, self.spec.dtype)
+        new = memo[id(self)] = FSDPParam(
+            self.name, param, slots, self.axis, self.spec.dtype, self.reduce_dtype
+        )
         if self.is_copy and not param.is_initialized:
             new.set_unsharded(deepcopy(self.unsharded_param, memo))
         return new
@@ -263,7 +267,21 @@ class FSDPParam:
         mesh = self.spec.mesh
         if self.axis is None or mesh.coordinate is None:
             return grad
-        return chunk_of(grad, mesh.shape[self.axis], mesh.coordinate[self.axis])
+        piece = chunk_of(self.rows(grad), mesh.shape[self.axis], mesh.coordinate[self.axis])
+        return self.from_rows(piece)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """A view of ``x`` whose dim 0 is the one that ``axis`` splits, as a bucket cuts it."""
+        return x.movedim(self.dim, 0) if self.dim else x
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        return x.movedim(0, self.dim) if self.dim else x
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The shape of ``rows`` of the local of ``unsharded_param``."""
+        shape, d = tuple(self.spec.local_shape), self.dim
+        return (*shape[d : d + 1], *shape[:d], *shape[d + 1 :])
 
     # Gradients of ``sharded_param`` ---------------------------------------------------------------
 
@@ -282,6 +300,7 @@ class FSDPParam:
         """Add ``grad``, still to be summed over ``axes``, to the gradient of the parameter."""
         self._accumulated = True
         grad = grad.to(self.sharded_param.dtype)
+        grad = grad.contiguous() if self.dim else grad
         leaf = self.sharded_param.local
         if not axes and leaf.grad is None:
             leaf.grad = grad
@@ -314,10 +333,3 @@ def shared(params: Iterable[FSDPParam], module: nn.Module) -> bool:
     """Is one of these parameters that several modules have read by the hooks of ``module``, ahead
     of its forward? One that lies on the mesh of another stage is brought so."""
     return bool(module._forward_pre_hooks) and any(len(p.slots) > 1 for p in params)
-
-
-def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any] | None:
-    """What a pre-hook returns, to cast arguments to the dtype of unsharded parameters."""
-    if dtype is None:
-        return None
-    return replaced_in((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)

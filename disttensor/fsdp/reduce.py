@@ -36,26 +36,22 @@ Tensor = torch.Tensor
 Steps = Generator[Work[Any], None, None]
 
 
-def reductions(
-    params: Sequence[FSDPParam], *, scatter: bool, last: bool, dtype: torch.dtype | None
-) -> list[Steps]:
+def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> list[Steps]:
     """What reduces the gradients of these parameters: one generator for all that are sharded, and
     one for each set of axes of others.
 
     scatter  reduce to shards (stages 2 and 3); otherwise reduce full gradients, then cut them
     last     reduce over axes that do not shard the parameter too; otherwise its gradient stays
              Partial on them
-    dtype    of the sums on the wire; None: that of the gradients
     """
-    kinds: dict[tuple[Axes, int | None, torch.dtype, bool], list[FSDPParam]] = {}
+    kinds: dict[tuple[Any, ...], list[FSDPParam]] = {}
     for param in params:
         if param.sharded_param.requires_grad:
-            key = (param.pending_axes(), param.axis, param.spec.dtype, param.divisible)
-            kinds.setdefault(key, []).append(param)
+            key = param.pending_axes(), param.axis, param.spec.dtype, param.reduce_dtype
+            kinds.setdefault((*key, param.divisible), []).append(param)
     out: list[Steps] = []
     together: dict[Any, list[tuple[Axes, list[FSDPParam]]]] = {}
-    for (axes, axis, of, divisible), members in kinds.items():
-        wire = dtype or of
+    for (axes, axis, _, wire, divisible), members in kinds.items():
         if not axes:
             _accumulate_complete(members)
         elif axis is not None and scatter and axis in axes:
@@ -144,9 +140,10 @@ class _Bucket:
         self.rest = tuple(a for a in axes if a != axis)
         # A lane of its own: what follows a first sum comes in another order.
         self.replicas = mesh.group(self.rest, "replicas") if self.rest and last else None
-        self.layout = BucketLayout([p.spec.local_shape for p in params], mesh.shape[axis])
+        self.layout = BucketLayout([p.rows_shape for p in params], mesh.shape[axis])
         self.width = self.layout.total + len(params)
-        self.grads, self.present = _pop_grads(params)
+        grads, self.present = _pop_grads(params)
+        self.grads = [p.rows(grad) for p, grad in zip(params, grads, strict=True)]
         self.prescale, self.postscale = 1.0, 1.0
         if axis in axes and self.rest:
             ranks = math.prod(mesh.shape[a] for a in axes)
@@ -161,7 +158,8 @@ class _Bucket:
 
     def reduce_replicas(self, row: Tensor) -> Steps:
         """From [width], summed over the axis, to gradients of the parameters."""
-        pieces = self.layout.pieces(row[: self.layout.total], self.index)
+        rows = self.layout.pieces(row[: self.layout.total], self.index)
+        pieces = [p.from_rows(piece) for p, piece in zip(self.params, rows, strict=True)]
         counts = row[self.layout.total :]
         rest = self.rest
         if self.replicas is not None:

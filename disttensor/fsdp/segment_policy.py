@@ -128,7 +128,8 @@ class SegmentByAnchors(SegmentPolicy):
 
 
 class _SegmentByNames(SegmentPolicy):
-    """Each module that a name or glob means is a segment."""
+    """Each module that a name or glob means is a segment. Modules that a list of names and globs
+    means share a segment."""
 
     def __init__(self, patterns: Any) -> None:
         self.patterns = _checked("segments", patterns)
@@ -136,32 +137,49 @@ class _SegmentByNames(SegmentPolicy):
     def assign(self, nodes: list[ModuleNode]) -> None:
         by_name = {node.name: node for node in nodes}
         roots: set[ModuleNode] = set()
-        for pattern in self.patterns:
-            found = [by_name[name] for name in matching(pattern, by_name)]
-            if not found:
-                raise ValueError(f"segments: {_unknown(pattern, nodes)}")
-            if not any(node.total for node in found):
-                raise ValueError(f"segments: what {pattern!r} names has no parameters")
+        in_list: set[ModuleNode] = set()
+        for entry in self.patterns:
+            found: dict[ModuleNode, None] = {}
+            for pattern in _names_of(entry):
+                names = matching(pattern, by_name)
+                if not names:
+                    raise ValueError(f"segments: {_unknown(pattern, nodes)}")
+                found.update(dict.fromkeys(by_name[name] for name in names))
             roots.update(found)
+            if not isinstance(entry, str):
+                twice = [node.name for node in found if node in in_list]
+                if twice:
+                    raise ValueError(
+                        f"segments: {twice[0]!r} is in two lists of modules that share a segment: "
+                        "leave it out of one"
+                    )
+                in_list.update(found)
+                shared = SegmentId(min(node.index for node in found))
+                for node in found:
+                    node.own_segment = shared
         one_each(nodes, roots)
 
 
-Segments = SegmentPolicy | Sequence[str]
+Segments = SegmentPolicy | Sequence[str | Sequence[str]]
 
 
-def segments_of(module: nn.Module, how: Segments) -> list[SegmentSpec]:
+def segments_of(
+    module: nn.Module, how: Segments, ignored: Collection[int] = ()
+) -> list[SegmentSpec]:
     """Each parameter of ``module`` in one segment; segments and what is in them in order of
     definition.
 
     ``how``: a policy, or names of modules, or globs in which ``*`` stands for one part of a name:
     each module that matches is a segment, without those inside it that match too; all the rest is
-    one. A parameter that several segments hold (it is tied, or its module has several places) is in
-    the one of the lowest module around all its places. Parameters on different meshes are in
-    different segments. ``module`` itself is taken to run, with a forward or without. Raises
+    one. A list of names and globs among them is one segment of several modules, whatever else
+    matches these. ``ignored``: ids of parameters that are in no segment. A parameter that several
+    segments hold (it is tied, or its module has several places) is in the one of the lowest module
+    around all its places. Parameters on different meshes are in different segments. ``module``
+    itself is taken to run, with a forward or without. Raises
     ValueError for names that no module has, and TypeError for what is not a list of names.
     """
     policy = how if isinstance(how, SegmentPolicy) else _SegmentByNames(how)
-    nodes = module_tree(module)
+    nodes = module_tree(module, ignored)
     policy.assign(nodes)
     return segment_specs(nodes)
 
@@ -188,13 +206,22 @@ def _checked(what: str, names: Any) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"{what}: the list of names is empty; name the modules that begin one")
     seen: set[str] = set()
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"{what}: {name!r} is no name of a module")
-        if name in seen:
-            raise ValueError(f"{what}: {name!r} is given twice")
-        seen.add(name)
+    for entry in names:
+        parts = _names_of(entry) if what == "segments" else (entry,)
+        if not parts:
+            raise ValueError(f"{what}: the list {entry!r} in it is empty; name its modules")
+        for name in parts:
+            if not isinstance(name, str):
+                raise TypeError(f"{what}: {name!r} is no name of a module")
+            if name in seen:
+                raise ValueError(f"{what}: {name!r} is given twice")
+            seen.add(name)
     return names
+
+
+def _names_of(entry: Any) -> tuple[Any, ...]:
+    """The names in an entry of ``segments``: of one module, or of several that share a segment."""
+    return tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
 
 
 def _unknown(name: str, nodes: list[ModuleNode]) -> str:

@@ -14,7 +14,8 @@ from disttensor import arguments, pipeline
 from disttensor.comm import collectives
 from disttensor.comm.process_group import join_world
 from disttensor.comm.rendezvous import create_groups
-from disttensor.fsdp.fully_shard import accumulate, check_dtypes, shard_data_parallel
+from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
 from disttensor.mesh import ProcessMesh, a_mesh, check_device_type, init_mesh
 from disttensor.nn.expert_plan import expert_tensors
@@ -307,13 +308,14 @@ class Strategy:
         low = self.param_dtype
         if low is None and self.amp is not None and degrees.sharding > 1:
             low = AMP[self.amp]
+        given: dict[str, Any] = {} if segments is None else {"segments": segments}
         model = shard_data_parallel(
             model,
             None if staged else stages[0],
             shard_axis="sharding" if degrees.sharding > 1 else None,
             replicate_axis="dp",
             stage=self.zero_stage or 3,
-            **({} if segments is None else {"segments": segments}),
+            **given,
             reshard_after_forward=self.reshard_after_forward,
             prefetch=self.prefetch,
             param_dtype=low,

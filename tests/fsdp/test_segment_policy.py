@@ -380,13 +380,29 @@ def test_a_tie_between_named_modules_is_in_the_named_one_around_them():
         (list, "segments: the list of names is empty"),
         (lambda: ["block.*"], "'block.*' is no module of GPT; there are blocks"),
         (lambda: ["tok", "tok"], "segments: 'tok' is given twice"),
-        (lambda: ["blocks.*.act"], "'blocks.*.act' names has no parameters"),
+        (lambda: ["tok", ["norm", "tok"]], "segments: 'tok' is given twice"),
+        (lambda: ["tok", []], "segments: the list [] in it is empty"),
+        (lambda: [["blocks.0", "tok"], ["blocks.*"]], "'blocks.0' is in two lists of modules"),
+        (lambda: [["tok", "block.*"]], "'block.*' is no module of GPT; there are blocks"),
         (lambda: ["*.*.*.*.*"], "is no module of GPT"),
     ],
 )
 def test_what_makes_no_segments_is_said(how, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         segments_of(GPT(), how())
+
+
+def test_a_list_of_names_is_one_segment():
+    net = GPT(4)
+    a, b, c, d = net.blocks
+    got = {s.name: s for s in check(net, [("norm", "head"), "blocks.*", ["blocks.1", "blocks.3"]])}
+    assert got["norm .. head"].modules == (net.norm, net.head)
+    assert got["blocks.1 .. blocks.3"].modules == (b, d)
+    assert [got[f"blocks.{i}"].modules for i in (0, 2)] == [(a,), (c,)]
+    assert got["GPT"].modules == (net,) and len(got) == 5
+    inside = {s.name: s for s in check(net, [["blocks.0", "blocks.0.out", "blocks.0.act"]])}
+    assert inside["blocks.0"].modules == (a,) and len(inside) == 2
+    assert [s.name for s in check(net, ["blocks.*.act"])] == ["GPT"]  # without parameters: none
 
 
 @pytest.mark.parametrize("how", ["blocks.*", None, 3, [1], ["tok", None]])

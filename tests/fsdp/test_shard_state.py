@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import disttensor as dt
 from disttensor import DistTensor
@@ -308,6 +309,7 @@ def test_a_run_resumes(stage):
 
 # Errors -------------------------------------------------------------------------------------------
 
+HALF = MixedPrecisionPolicy(torch.bfloat16)
 BAD = {
     "axis": ({"shard_axis": "nope"}, ValueError, "'nope'"),
     "replicas": ({"replicate_axis": "nope"}, ValueError, "'nope'"),
@@ -318,7 +320,17 @@ BAD = {
     "anchors": ({"segments": dt.SegmentByAnchors(["0", "nope"])}, ValueError, "'nope'"),
     "names": ({"segments": ["nope"]}, ValueError, "'nope'"),
     "a name twice": ({"segments": ["0", "0"]}, ValueError, "twice"),
-    "no parameters": ({"segments": ["1"]}, ValueError, "no parameters"),
+    "a name in two lists": ({"segments": [["0", "2"], ["*"]]}, ValueError, "in two lists"),
+    "ignored": ({"ignored_params": [nn.Parameter(torch.ones(2))]}, ValueError, "is none of"),
+    "ignored, by name": ({"ignored_params": ["0.weight"]}, TypeError, "an entry='0.weight'"),
+    "policy": ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy=torch.bfloat16"),
+    "policy of no module": ({"mp_policy": {"9": HALF}}, ValueError, "'9' matches no module"),
+    "policies of no names": ({"mp_policy": {0: HALF}}, TypeError, "a name of a module"),
+    "two of the whole": ({"mp_policy": HALF, "param_dtype": torch.half}, ValueError, "names the"),
+    "policy of wrong dtype": (
+        {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.int8)}, ValueError, "output_dtype"),
+    "policy without a flag": (
+        {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=1)}, TypeError, "cast_forward_inp"),
     "prefetch": ({"prefetch": -1}, ValueError, "prefetch"),
     "param_dtype": ({"param_dtype": torch.int32}, ValueError, "floating"),
     "reduce_dtype": ({"reduce_dtype": torch.int32}, ValueError, "floating"),
@@ -373,8 +385,8 @@ def test_twice_with_a_gradient_or_without_parameters():
         with pytest.raises(ValueError, match="already"):
             dt.shard_data_parallel(again, line())
         assert as_it_was(again) == before
-    with pytest.raises(ValueError, match="no parameters"):
-        dt.shard_data_parallel(nn.Tanh(), line())
+    with pytest.raises(ValueError, match="already"):
+        dt.shard_data_parallel(dt.shard_data_parallel(nn.Tanh(), line()), line())
     with pytest.raises(TypeError, match="module"):
         dt.shard_data_parallel([model], line())
 
