@@ -111,7 +111,7 @@ class ProcessMesh:
         there."""
         if isinstance(name, str) and name in self.dim_names:
             return self.dim_names.index(name)
-        if isinstance(name, int) and -self.ndim <= name < self.ndim:
+        if type(name) is not bool and isinstance(name, int) and -self.ndim <= name < self.ndim:
             return name % self.ndim
         raise ValueError(f"{self!r} has no axis {name!r}; its axes are {', '.join(self.dim_names)}")
 
@@ -194,6 +194,7 @@ class ProcessMesh:
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
         """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made
         anew."""
+        arguments.of_type("ProcessMesh.from_device_mesh: mesh", mesh, DeviceMesh, "a DeviceMesh")
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
         whole = root_of(mesh)
         if whole is not mesh and set(names) < set(whole.mesh_dim_names or ()):

@@ -110,6 +110,7 @@ class Costs:
         >>> pipeline.Costs(1, 1, 1).span(pipeline.one_f_one_b(2, 2))
         9.0
         """
+        arguments.of_type("Costs.span: schedule", schedule, Schedule, "a Schedule")
         self.check(schedule.stages * schedule.chunks)
         schedule.check()
 

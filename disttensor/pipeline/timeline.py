@@ -101,6 +101,7 @@ class Timeline:
         weights: float | None = None,
     ) -> Timeline:  # fmt: skip
         """What a schedule does on ideal stages: a rank per stage, in ticks (``Schedule.ticks``)."""
+        arguments.of_type("Timeline.of: schedule", schedule, Schedule, "a Schedule")
         rows = enumerate(schedule.ticks(forward, backward, weights))
         return cls(
             [
@@ -125,6 +126,7 @@ class Timeline:
         return max(event.end for event in self.events) - self.start if self.events else 0.0
 
     def waits(self, rank: int) -> list[Piece]:
+        arguments.whole("Timeline: rank", rank)
         mine = self._by_rank.get(rank, [])
         return [Piece(e, e.start, e.end) for e in mine if e.kind == "wait"]
 
@@ -164,6 +166,7 @@ class Timeline:
     def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
         """Writes ``path`` for Perfetto and chrome://tracing: a process per rank, in which what it
         computed and what it waited for are two threads. A tick is a millisecond."""
+        arguments.of_type("to_chrome_trace: path", path, (str, PathLike), "a path")
         per_unit = 1e6 if self.unit == "s" else 1e3  # the format counts in microseconds
         trace: list[dict[str, Any]] = []
         for rank in self.ranks:

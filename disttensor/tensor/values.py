@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from disttensor import arguments
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.autograd.starts import may_start
 from disttensor.comm import collectives, objects
@@ -92,7 +93,8 @@ class Values(MeshTensor):
         replicated value differently on each rank, so that its gradient is a contribution to be
         summed.
         """
-        listed = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
+        given = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
+        listed = arguments.listed("to_local: grad_axes", given, "axes of the mesh")
         axes = tuple(sorted(self.spec.mesh.axis(a) for a in listed))
         if self._view_state is not None:
             views.check(self)
@@ -109,6 +111,7 @@ class Values(MeshTensor):
         Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value
         too (not differentiable there), and every rank of the world must make the call.
         """
+        arguments.flag("full_tensor: everywhere", everywhere)
         return full_tensor(self, everywhere=everywhere)
 
     # Views that are attributes -------------------------------------------------------------------
