@@ -52,6 +52,7 @@ with _versions.importing():
     from disttensor.fsdp.replicas import check_replicas
     from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+    from disttensor.fsdp.unshard import unshard
     from disttensor.parallel.strategy import Strategy
     from disttensor.info import info
     from disttensor.simulate import devices  # noqa: F401
@@ -78,5 +79,5 @@ __all__ = [
     "record_comms", "replay", "reshard", "rng", "save_pretrained", "shard_data_parallel",
     "shard_loader", "shard_module",
     "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
-    "to_dtensor", "values_everywhere", "zeros",
+    "to_dtensor", "unshard", "values_everywhere", "zeros",
 ]  # fmt: skip

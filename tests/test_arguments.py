@@ -458,6 +458,7 @@ BAD: dict[str, dict[str, str]] = {
         "memory": "'x' 0 -1", "asynchronous": f"None {FLAGS}",
         "tiles": "None 3 (1,) (0,1) ('a',1)",
         "kernels": "None 3 {'a':1.0} {('a',torch.float32):-1}"},
+    "dt.unshard(M)": {"module": MODULE},
     "devices.Link(1e9,1e-6)": {"bandwidth": "None 'x' 0 -1", "latency": "None 'x' -1"},
     "devices.Network()": {
         "ranks_per_node": f"None {COUNT}", "within": "None 3", "between": "None 3",

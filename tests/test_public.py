@@ -31,7 +31,7 @@ NAMES = [
     "record_comms", "replay", "reshard", "rng", "save_pretrained", "shard_data_parallel",
     "shard_loader", "shard_module",
     "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
-    "to_dtensor", "values_everywhere", "zeros",
+    "to_dtensor", "unshard", "values_everywhere", "zeros",
 ]  # fmt: skip
 
 

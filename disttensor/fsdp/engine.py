@@ -228,7 +228,7 @@ class Engine:
         segment.hide()
         written = any(buffer.was_written() for buffer in segment.buffers)
         if written or segment.free_after_forward or not in_graph:
-            segment.free()
+            segment.free(written)
         if written:
             raise RuntimeError(
                 f"shard_data_parallel: a forward of segment {segment.name!r} wrote to one of its "
@@ -388,14 +388,14 @@ def _arrived(
 # Of all engines: called by what reads or abandons gradients ---------------------------------------
 
 
-def _engines() -> list[Engine]:
+def engines() -> list[Engine]:
     _ENGINES[:] = [ref for ref in _ENGINES if ref() is not None]
     return [engine for ref in _ENGINES if (engine := ref()) is not None]
 
 
 def flush(params: Sequence[Any]) -> None:
     """Before the gradients of ``params`` are read: reduce what is deferred of them."""
-    for engine in _engines():
+    for engine in engines():
         if engine.accumulation.deferred and not engine.param_ids.isdisjoint(map(id, params)):
             engine.flush()
             engine.run_hooks()
@@ -404,14 +404,14 @@ def flush(params: Sequence[Any]) -> None:
 @unseen
 def _starts(node: Any) -> None:
     """A call of autograd comes to a node at which it may have started."""
-    copied = [s.forwards for engine in _engines() for s in engine.segments if s.copied]
+    copied = [s.forwards for engine in engines() for s in engine.segments if s.copied]
     if copied:
         follow(node, copied)
 
 
 def clean_up() -> None:
     forget()
-    for engine in _engines():
+    for engine in engines():
         engine.clean_up()
 
 

@@ -42,6 +42,7 @@ class Segment:
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         self.shown = False
         self.kept = False  # gathered until the values change: graphs of second derivatives use it
+        self.unsharded = 0  # contexts of ``unshard`` that keep it gathered
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
             kinds.setdefault((param.spec.dtype, param.axis), []).append(param)
@@ -125,9 +126,10 @@ class Segment:
             for param in self.copied:
                 param.show_sharded()
 
-    def free(self) -> None:
-        """Hide, and give back the memory unless it persists."""
+    def free(self, always: bool = False) -> None:
+        """Hide, and give back the memory unless it persists, or something keeps it and not
+        ``always``."""
         self.hide()
-        if not self.persist and not self.kept:
+        if not self.persist and (always or not (self.kept or self.unsharded)):
             for buffer in self.buffers:
                 buffer.free()

@@ -22,7 +22,7 @@ from tests.support.micro import batch_of, meshes
 from tests.support.oracle import randn
 from tests.support.part import part
 from tests.support.pool import on_ranks
-from tests.support.training import compare, engine, gradients, line, mlp, train, values
+from tests.support.training import at_rest, compare, engine, gradients, line, mlp, train, values
 
 WAYS: list[dict[str, Any]] = [
     {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard_after_forward": False},
@@ -468,3 +468,74 @@ def test_other_dims_on_the_meta_device_and_in_second_derivatives() -> None:
             m(batch).square().sum().backward(create_graph=True)
         sum(p.grad.square().sum() for p in m.parameters()).backward()
     compare(gradients(model), gradients(plain))
+
+
+# Gathered for longer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ways", "how"), part([*itertools.product(WAYS, HOW[:2])], 4, "unshard"), ids=str
+)
+@on_ranks(2)
+def test_unshard_gathers_once_for_all_forwards_and_backwards(ways: Any, how: Any) -> None:
+    unshard_is_right(ways, how)
+
+
+@on_ranks(4)
+def test_unshard_beside_replicas() -> None:
+    unshard_is_right({}, HOW[1])
+
+
+def unshard_is_right(ways: Any, how: Any) -> None:
+    want = trained(made(**how), None)
+    for mesh in meshes().values():
+        model = sharded(made(**how), mesh, segments=["parts.*"], **ways)
+        held, x = list(model.parameters()), batch_of(mesh, 0)
+        stage = ways.get("stage", 3) if "shard_axis" not in ways else None
+        with dt.unshard(model):
+            with dt.record_comms() as log:
+                for _ in range(2):
+                    model(x)
+                    squares(model, x)
+            assert not [r for r in log if r.kind == "all_gather"]
+            assert [id(p) for p in model.parameters()] == [id(p) for p in held]
+            for p in model.parameters():
+                p.grad = None
+            compare(trained(model, mesh), want)
+            with dt.record_comms() as log, dt.unshard(model.parts[0]):
+                squares(model, x)  # the step of the optimizer changed all parameters: once each
+            gathers = sum(r.kind == "all_gather" for r in log)
+            assert gathers == (0 if stage is None else 4)
+            with pytest.raises(ZeroDivisionError), dt.unshard(model):
+                raise ZeroDivisionError
+        at_rest(model, held)
+        with dt.unshard(model.parts[1]), dt.record_comms() as log:
+            squares(model, x)
+        if stage == 3 and not how:
+            assert sum(r.kind == "all_gather" for r in log) == (5 if len(ways) < 2 else 3)
+        at_rest(model, held)
+    with pytest.raises(ValueError, match="unshard: Linear holds no DistTensor"):
+        dt.unshard(nn.Linear(2, 2)).__enter__()
+
+
+class Writes(nn.Linear):
+    writes = True
+
+    def forward(self, x: Any) -> Any:
+        if self.writes:
+            with torch.no_grad():
+                self.weight.add_(1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_forward_that_writes_to_what_unshard_keeps_is_refused_and_the_next_is_right() -> None:
+    model = Writes(3, 3)
+    x = torch.ones(2, 3)
+    want = nn.Linear.forward(model, x).detach()
+    dt.shard_data_parallel(model, line())
+    with dt.unshard(model):
+        with pytest.raises(RuntimeError, match="wrote to one of its parameters"):
+            model(x)
+        model.writes = False
+        compare(model(x).full_tensor().detach(), want, 1e-6)
