@@ -14,6 +14,7 @@ import reshard
 from disttensor import arguments
 from disttensor.arguments import has_own_operators
 from disttensor.autograd.accumulation import BackwardContext
+from disttensor.comm import collectives
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.mixed_precision import Policies, Policy, check_dtypes
 from disttensor.fsdp.module_tree import SegmentSpec
@@ -180,12 +181,14 @@ def _checked(
             f"{who}: parameter {plain[0]!r} is a plain tensor: give the mesh on which it is to lie"
         )
     meshes = _meshes(module, mesh, ignored)
-    for name, p in module.named_parameters() if len(meshes) > 1 else ():
+    world = collectives.world_group().size if ignored else 1
+    apart = any(m.root.size < world for m in meshes) or len(meshes) > 1
+    for name, p in module.named_parameters() if apart else ():
         if id(p) in ignored and p.requires_grad and not isinstance(p, DistTensor):
             raise ValueError(
-                f"{who}: ignored_params: {name!r} is a plain tensor that requires grad, and the "
-                f"other parameters lie on {len(meshes)} meshes: each would give it a gradient of "
-                "its own. Freeze it, or place it on one mesh with dt.shard_tensor"
+                f"{who}: ignored_params: {name!r} is a plain tensor that requires grad, and not "
+                f"all ranks would get its gradient, as the other parameters lie on {meshes}. "
+                "Freeze it, or place it on one mesh with dt.shard_tensor"
             )
     for m in meshes:
         for axis in (shard_axis, replicate_axis):

@@ -159,16 +159,22 @@ def test_ignored_parameters_on_several_meshes_are_refused_where_they_would_be_wr
     with pytest.raises(ValueError, match=r"ignored_params: '4.weight' is a plain tensor that req"):
         dt.shard_data_parallel(model, ignored_params=model[4].parameters())
     assert type(model[4].weight) is nn.Parameter
+    small = mlp()
+    with pytest.raises(ValueError, match=r"'0.bias' is a plain tensor that requires grad"):
+        dt.shard_data_parallel(
+            small, dt.ProcessMesh([0], ("fsdp",)), ignored_params={small[0].bias}
+        )
+    assert type(small[2].weight) is nn.Parameter
     frozen = model[4].requires_grad_(False).parameters()
     dt.shard_data_parallel(model, ignored_params=frozen, segments=["0", "2"])
-    placed = dt.shard_module(mlp(), line(), {"0.weight": [Shard(1)]})
+    want = mlp()
+    placed = dt.shard_module(copy.deepcopy(want), line(), {"0.weight": [Shard(1)]})
     dt.shard_data_parallel(placed, line(), ignored_params=[placed[0].weight])
     assert placed[0].weight.placements == (Shard(1),)
-    batch = dt.shard_tensor(torch.ones(3, 6).double(), line(), [Shard(0)])
-    squares(placed, batch)
-    want = mlp()
-    squares(want, torch.ones(3, 6).double())
-    compare(gradients(placed)["0.weight"].shape, want[0].weight.shape)
+    x = randn(3, 6)
+    squares(placed, dt.shard_tensor(x, line(), [Shard(0)]))
+    squares(want, x)
+    compare(gradients(placed), gradients(want))
 
 
 # Several modules as one segment, and modules without parameters ----------------------------------
