@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
@@ -76,7 +77,7 @@ def made(**how: Any) -> Any:
     return model
 
 
-def squares(model: nn.Module, x: Any) -> Any:
+def squares(model: Any, x: Any) -> Any:
     loss = model(x).square().sum()
     loss.backward()
     return loss
@@ -545,3 +546,23 @@ def test_a_forward_that_writes_to_what_unshard_keeps_is_refused_and_the_next_is_
             model(x)
         model.writes = False
         compare(model(x).full_tensor().detach(), want, 1e-6)
+
+
+class Generates(nn.Linear):
+    def generate(self, x: Any) -> Any:
+        return self(torch.tanh(self(x))) @ self.weight
+
+
+@on_ranks(2)
+def test_methods_that_read_parameters_need_no_registration() -> None:
+    """The registration of FSDP2 leaves the module as it is."""
+    torch.manual_seed(0)
+    plain, x = Generates(5, 5).double(), randn(3, 5)
+    for ways in WAYS:
+        plain.zero_grad()
+        model = dt.shard_data_parallel(copy.deepcopy(plain), line(), **ways)
+        register_fsdp_forward_method(model, "generate")
+        squares(model.generate, dt.shard_tensor(x, line(), [Shard(0)]))
+        plain.zero_grad()
+        squares(plain.generate, x)
+        compare(gradients(model), gradients(plain))
