@@ -42,12 +42,12 @@ __all__ = [
     "count_function_modes", "current_backward", "current_node", "default_group", "default_store",
     "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
     "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
-    "is_in_backward", "is_view", "jit_tracers", "make_subclass", "modes_see_functions", "need",
-    "next_node", "next_number", "nn_functions", "no_dispatch", "no_function_mode",
-    "no_torch_function", "node_number", "outside_modes", "outside_transforms", "pop_dispatch_mode",
-    "pop_function_mode", "process_groups_aside", "push_dispatch_mode", "push_function_mode",
-    "reduce_scatter_single", "refuse_memory", "renumber", "root_of", "run_backward",
-    "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
+    "is_in_backward", "is_view", "jit_tracers", "make_subclass", "modes_see_functions",
+    "module_call", "need", "next_node", "next_number", "nn_functions", "no_dispatch",
+    "no_function_mode", "no_torch_function", "node_number", "outside_modes", "outside_transforms",
+    "pop_dispatch_mode", "pop_function_mode", "process_groups_aside", "push_dispatch_mode",
+    "push_function_mode", "reduce_scatter_single", "refuse_memory", "renumber", "root_of",
+    "run_backward", "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
     "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
     "use_count", "users_of_storage", "without_fakes",
@@ -446,6 +446,8 @@ def start_fake_world(rank: int, size: int) -> None:
 
 # Modules, optimizers, gradients -------------------------------------------------------------------
 
+# What calls a module's hooks and its forward.
+module_call: Any = need("to see which forwards run", torch.nn.Module, "_call_impl")
 global_module_hooks: tuple[Any, ...] = tuple(
     need("to see hooks of all modules", nn_module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")

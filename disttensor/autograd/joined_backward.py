@@ -27,6 +27,26 @@ def when_over(function: Callable[[], object]) -> None:
         after_backward(function)
 
 
+class _OnFailure:
+    """Put beside what runs at the end of a call of autograd, which drops it where there was an
+    error, before that is raised in Python."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function, self.is_over = function, False
+
+    def __call__(self) -> None:
+        self.is_over = True
+
+    def __del__(self) -> None:
+        if not self.is_over:
+            self.function()
+
+
+def when_failed(function: Callable[[], object]) -> None:
+    """Run a function where the present call of autograd ends with an error."""
+    after_backward(_OnFailure(function))
+
+
 @contextmanager
 def one_backward() -> Iterator[None]:
     """The calls of autograd in here are one backward. What waits for its end runs there, unless

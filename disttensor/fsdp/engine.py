@@ -21,7 +21,7 @@ from torch import nn
 
 from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, current_context
 from disttensor.autograd.activation_checkpoint import AROUND, current_run, recompute_around
-from disttensor.autograd.joined_backward import this_backward, when_over
+from disttensor.autograd.joined_backward import this_backward, when_failed, when_over
 from disttensor.autograd.split_backward import at_once
 from disttensor.autograd.starts import BEFORE
 from disttensor.comm import buffers
@@ -29,6 +29,7 @@ from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import Backward
 from disttensor.fsdp.graph_hooks import Forwards, before_node, follow, forget
+from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment
@@ -119,6 +120,8 @@ class Engine:
     @unseen
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
+            if self.calls or any(s.running or s.shown for s in self.segments):
+                self._drop_forwards(module)
             self.clean_up()
             forget()
             self.calls += 1
@@ -128,9 +131,11 @@ class Engine:
     @unseen
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
         is_recompute = current_backward() != -1  # of a checkpointed region
+        if segment.running and not self.calls and not is_recompute:
+            self._drop_forwards(module)
         if not is_read:
             self._show(segment, is_recompute)
-            self._runs(segment)
+            self._runs(segment, module)
         if not is_recompute and torch.is_grad_enabled():
             segment.is_open = True
 
@@ -141,12 +146,28 @@ class Engine:
         of a segment are over, as its schedule goes from one micro-batch to another, also while this
         one waits for what it is given."""
         self._show(segment, current_backward() != -1)
-        self._runs(segment)
+        self._runs(segment, module)
 
-    def _runs(self, segment: Segment) -> None:
-        segment.running += 1
+    def _runs(self, segment: Segment, module: nn.Module) -> None:
+        segment.running.append(module)
         segment.forwards.begin()
         AROUND[segment] = partial(self._shown_again, segment)
+
+    def _drop_forwards(self, begins: nn.Module | None = None) -> None:
+        """Ends the forwards whose hooks were not called, unless one runs besides that of
+        ``begins``."""
+        running = [m for s in self.segments for m in s.running]
+        if any(calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
+            return
+        self.calls = 0
+        for segment in self.segments:
+            segment.running.clear()
+            segment.forwards.abandon()
+            segment.ran.clear()
+            segment.is_open = segment.in_graph = False
+            AROUND.pop(segment, None)
+            if segment.shown:
+                segment.free()
 
     def _show(self, segment: Segment, is_recompute: bool) -> None:
         if not segment.shown:
@@ -159,7 +180,9 @@ class Engine:
 
     @unseen
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
-        segment.running -= 1
+        if module not in segment.running:  # another hook before its forward has failed
+            return None
+        segment.running.remove(module)
         segment.in_graph |= segment.forwards.end()
         if not segment.running:
             AROUND.pop(segment, None)
@@ -266,6 +289,7 @@ class Engine:
             reduce = partial(self._reduce, None if torch.is_grad_enabled() else context)
             self.backward = Backward(id, reduce, bounded=self.scatter)
             when_over(partial(self._finish, self.backward, context))
+            when_failed(clean_up)  # also where it was not started by a DistTensor
         return self.backward
 
     @unseen
@@ -344,13 +368,16 @@ class Engine:
                     accumulate_in_graph(segment.params, last=context.is_last)
                 self.accumulation.after(backward, context)
         finally:
-            self.backward = None
-            self.held.clear()
-            for segment in self.segments:
-                if not segment.busy and (
-                    segment.shown or segment in backward.entered or not segment.is_gathered
-                ):
-                    segment.free()
+            self._end(backward)
+
+    def _end(self, backward: Backward) -> None:
+        self.backward = None
+        self.held.clear()
+        for segment in self.segments:
+            if not segment.busy and (
+                segment.shown or segment in backward.entered or not segment.is_gathered
+            ):
+                segment.free()
 
     @unseen
     def flush(self) -> None:
@@ -358,19 +385,21 @@ class Engine:
         self.accumulation.flush()
 
     def run_hooks(self) -> None:
-        for param in [p for s in self.segments for p in s.params if p.hooks]:
-            param.run_hooks()
+        params = [p for s in self.segments for p in s.params]
+        for param in [p for p in params if p.pop_accumulated()]:
+            for hook in list(param.hooks.values()):
+                hook(param.sharded_param)
 
     def clean_up(self) -> None:
         """After a backward that ended with an error."""
         if self.backward is not None:
-            backward, self.backward = self.backward, None
-            self.held.clear()
+            backward = self.backward
             backward.abandon()
-            for segment in backward.entered:
-                segment.free()
-                for param in segment.params:
-                    param.drop()
+            if any(s.running for s in self.segments):  # of a region that was computed again
+                self._drop_forwards()
+            self._end(backward)
+            for param in [p for s in backward.entered for p in s.params]:
+                param.drop()
 
 
 @unseen
@@ -410,9 +439,11 @@ def _starts(node: Any) -> None:
 
 
 def clean_up() -> None:
-    forget()
-    for engine in engines():
-        engine.clean_up()
+    """After a backward that ended with an error."""
+    if current_backward() == -1:
+        forget()
+        for engine in engines():
+            engine.clean_up()
 
 
 BEFORE.append(_starts)

@@ -60,6 +60,10 @@ class Forwards:
                 numbers[:2] = [(numbers[0][0], numbers[1][1])]
         return last > first
 
+    def abandon(self) -> None:
+        """The forwards that have begun ended with an error."""
+        self._begun.clear()
+
 
 class _Walk:
     """One call of autograd: its nodes, as far as they are known, and the hooks on them."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import FSDPParam, shared
 from disttensor.meta import execute
 
@@ -26,7 +27,7 @@ class OffMeshSegment:
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         for param in self.copied:
             param.set_unsharded(execute.stand_in(param.spec, param.sharded_param.requires_grad))
-        self.running = 0
+        self.running: list[nn.Module] = []
         self.calls = 0  # forwards of the root that are on the stack
         self.shown = False
         self.ran: set[nn.Module] = set()
@@ -35,14 +36,15 @@ class OffMeshSegment:
             module.register_forward_pre_hook(_Begins(self), prepend=is_read)
             module.register_forward_hook(_Ends(self), always_call=True)
 
-    def begin(self) -> None:
+    def begin(self, module: nn.Module) -> None:
         """A forward of one of its modules: they show the unsharded parameters."""
-        self.running += 1
+        self.running.append(module)
         AROUND[self] = self._shown_again
         self.show()
 
-    def end(self) -> None:
-        self.running -= 1
+    def end(self, module: nn.Module) -> None:
+        if module in self.running:  # else another hook before its forward has failed
+            self.running.remove(module)
         if not self.running:
             AROUND.pop(self, None)
 
@@ -69,6 +71,11 @@ class OffMeshSegment:
             param.show_sharded()
 
     def root_begins(self, module: nn.Module, args: Any) -> None:
+        if (self.calls or self.running or self.shown) and calls_on_stack(module) == 1:
+            self.calls = 0  # see Engine._drop_forwards
+            self.running.clear()
+            AROUND.pop(self, None)
+            self.hide()
         self.calls += 1
 
     def root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -87,13 +94,13 @@ class _Hook:
 
 class _Begins(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.segment.begin()
+        self.segment.begin(module)
 
 
 class _Ends(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         segment = self.segment
-        segment.end()
+        segment.end(module)
         segment.ran.add(module)
         is_over = not segment.calls or len(segment.ran) == len(segment.modules)
         if not segment.running and is_over:

@@ -190,8 +190,9 @@ class FSDPParam:
         assert self._sum is not None
         axes, total = self._sum
         if self.axis is not None and self.axis not in axes:  # nothing to wait for: it is cut now
-            self._sum = None
+            self._sum, accumulated = None, self._accumulated
             self.accumulate_grad(self.own_piece(total).clone(), axes)
+            self._accumulated = accumulated  # hooks are called after the last micro-batch
             return None
         coordinate = self.spec.mesh.coordinate or ()
         for own, leaf in grad_leaves(self.sharded_param) if self.is_copy else ():
@@ -207,6 +208,7 @@ class FSDPParam:
     def drop(self) -> None:
         """Forget the gradients so far."""
         self._sum = self._shown = None
+        self._accumulated = False
         for _, leaf in self.grad_leaves():
             leaf.grad = None
 
@@ -258,9 +260,9 @@ class FSDPParam:
 
     def accumulate_in_graph(self, grad: DistTensor) -> None:
         """Add ``grad``, which is to be differentiated, to the gradient of the parameter."""
-        self._accumulated = True
         earlier = get_grad(self.sharded_param)
         set_grad(self.sharded_param, grad if earlier is None else earlier + grad)
+        self._accumulated = True
 
     def own_piece(self, grad: Tensor) -> Tensor:
         """This rank's piece of a gradient of ``unsharded_param``: a view."""
@@ -317,11 +319,10 @@ class FSDPParam:
             shown.local, shown.spec = now.local, now.spec
             remember_grad(self.sharded_param, shown, made=True)
 
-    def run_hooks(self) -> None:
-        """Call the users' hooks, if a gradient was accumulated since the last call."""
+    def pop_accumulated(self) -> bool:
+        """Returns True if a gradient was accumulated since the last call."""
         accumulated, self._accumulated = self._accumulated, False
-        for hook in list(self.hooks.values()) if accumulated else ():
-            hook(self.sharded_param)
+        return accumulated
 
 
 def _add(total: Tensor, grad: Tensor, kept: tuple[Axes, Tensor] | None) -> Tensor:

@@ -54,7 +54,7 @@ class Segment:
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # the forward of the root in which it has its position
-        self.running = 0  # forwards of its modules that are on the stack
+        self.running: list[nn.Module] = []  # those whose forwards are on the stack
         self.ran: set[nn.Module] = set()
         self.forwards: Forwards  # set by the engine
         self.is_open = False  # a forward has begun that a backward may enter, and is not over
