@@ -32,6 +32,7 @@ class Runtime:
     groups: dict[Any, Any] = field(default_factory=dict)  # torch's, by members and stream
     calls: Counter[str] = field(default_factory=Counter)  # of groups, in debug mode
     tags: dict[int, int] = field(default_factory=dict)  # transfers so far, by channel
+    retired: int = 0  # channels of micro-batches whose run has failed
     meetings: int = 0  # calls of create_groups so far
     undelivered: Exception | None = None  # of a message that this rank has sent
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come

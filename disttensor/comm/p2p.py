@@ -83,6 +83,25 @@ def transfers(channel: int) -> int:
     return runtime.current().tags.get(channel, 0)
 
 
+def channels(count: int) -> list[int]:
+    """The channels of so many micro-batches. Raises RuntimeError if failed runs used up all."""
+    retired = runtime.current().retired
+    free = CHANNELS - 1 - retired
+    if retired and count > free:
+        raise RuntimeError(
+            f"pipeline.run: runs of {retired} micro-batches have failed, so {free} of the "
+            f"{CHANNELS - 1} numbers for their messages are left, and {count} are needed: start "
+            "the processes again, or call destroy_process_group and init_process_group"
+        )
+    return [1 + retired + i % free for i in range(count)]
+
+
+def retire_channels(count: int) -> None:
+    """Some of as many micro-batches have failed. Ranks were not all at the same transfer, and
+    messages of these channels may not have been received: they are not used again."""
+    runtime.current().retired += min(count, CHANNELS - 1)
+
+
 def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
     """The tag of the same transfer in another channel: ``before`` and ``after`` are a channel and
     how many transfers it has had when that program began. A tag of yet another channel stays."""

@@ -29,7 +29,7 @@ class Foresight:
 
     def __init__(self, row: Iterable[Action], running: list[MicroBatch]) -> None:
         firsts = [a.micro_batch for a in row if a.kind == "F" and a.chunk == 0]
-        fits = len(running) < p2p.CHANNELS  # else some would count their messages together
+        fits = len({m.channel for m in running}) == len(running)  # else some count together
         self.next = dict(pairwise(firsts)) if fits else {}
         self.running = running
         self.kinds: dict[int, Any] = {}

@@ -26,9 +26,9 @@ Step = Callable[[Any], Any]
 class MicroBatch:
     """One micro-batch on this rank: a forward, which may pause between visits, and a backward."""
 
-    def __init__(self, step: Step, batch: Any, number: int, chunks: int) -> None:
+    def __init__(self, step: Step, batch: Any, number: int, channel: int, chunks: int) -> None:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
-        self.channel = 1 + number % (p2p.CHANNELS - 1)
+        self.channel = channel
         self.begins = 0  # transfers of the channel before its program
         self.recorders = recorders()
         self.loss: Any = None

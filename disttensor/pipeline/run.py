@@ -14,7 +14,7 @@ import torch
 
 from disttensor import arguments
 from disttensor.autograd.accumulation import BackwardContext, backward_context
-from disttensor.comm import collectives
+from disttensor.comm import collectives, p2p
 from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.foresight import Foresight
@@ -75,12 +75,18 @@ def run(
         chunks = schedule.chunks
     elif builtin is None and not callable(schedule):
         named(schedule, 1, len(batches))
-    running = [MicroBatch(step, batch, i, chunks) for i, batch in enumerate(batches)]
+    running = [
+        MicroBatch(step, batch, i, channel, chunks)
+        for i, (batch, channel) in enumerate(zip(batches, p2p.channels(len(batches)), strict=True))
+    ]
     may_return = bool(builtin and builtin.may_return)
     # In one visit of all forwards the program may go to and fro: no backward waits in between.
     way = None if may_return and chunks == 1 else stages
     try:
         _carry_out(running, schedule, order, chunks, way, may_return=may_return)
+    except BaseException:
+        p2p.retire_channels(len(running))
+        raise
     finally:
         for recorder in recorders():
             recorder.ends()
