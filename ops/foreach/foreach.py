@@ -22,13 +22,12 @@ LINEAR: dict[str, Callable[[int], Terms]] = {
     "neg": lambda n: FIRST,
     "clone": lambda n: FIRST,
     "zero": lambda n: FIRST,
-    "div": lambda n: FIRST,
+    "div": lambda n: FIRST if n == 1 else (),
     "mul": lambda n: (frozenset(range(n)),),
     "add": lambda n: SUM if n == 2 else (),
     "sub": lambda n: SUM if n == 2 else (),
     "lerp": lambda n: SUM,
     "addcmul": lambda n: (*FIRST, frozenset({1, 2})),
-    "addcdiv": lambda n: SUM,
     "copy": lambda n: SECOND,
 }
 NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
@@ -99,6 +98,8 @@ def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
 
         def one(members: Sequence[Arg]) -> Factors:
             linear = terms_of(len(members))
+            if name == "div" and shared:
+                linear = ()
             if name == "copy" and members[0].dtype != members[1].dtype:
                 linear = ()
             written = frozenset({0} if name == "copy" else ())

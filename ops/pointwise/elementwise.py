@@ -27,8 +27,9 @@ from ops.registry import RULES, Function, Rule, functions_named, register
 Terms = tuple[frozenset[int], ...]
 
 # Linear in the first tensor; in both operands together (with a plain number the function is affine,
-# and a Partial is reduced first); in each of them; in what is divided, unless the quotient is
-# rounded
+# and a Partial is reduced first); in each of them; in what a number divides, unless the quotient is
+# rounded. A tensor may hold zeros, and the addends of a sum may be zero or of two signs where their
+# sum is not: a Partial is reduced before a tensor divides it
 LINEAR_IN_FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"
 SUMS = "add sub subtract rsub complex __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__"
 PRODUCTS = "mul multiply __mul__ __rmul__ __imul__"
@@ -130,7 +131,9 @@ def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def quotient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return None if kwargs.get("rounding_mode") is not None else first(args, kwargs)
+    input, other = operands(args, kwargs, "input", "other")
+    rounded = kwargs.get("rounding_mode") is not None
+    return None if rounded or isinstance(other, Arg) else each(input)
 
 
 LINEAR: dict[str, Callable[..., Any]] = {
@@ -141,7 +144,7 @@ LINEAR: dict[str, Callable[..., Any]] = {
 
 def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
     """Enter elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
-    "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / y)."""
+    "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / 2)."""
     terms_of = LINEAR[linear]
 
     def factors(*args: Any, **kwargs: Any) -> Factors:

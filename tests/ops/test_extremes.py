@@ -96,3 +96,15 @@ def test_one_dim_and_none(func: Any) -> None:
 )
 def test_placements_of_extremes(func: Any, args: Any, outs: Any) -> None:
     assert infer(func, *args).outputs == outs
+
+
+@pytest.mark.parametrize("func", [torch.div, torch.Tensor.div_, torch.Tensor.__truediv__])
+def test_a_sum_divided_by_zero_is_infinite_though_addends_are_zero_or_of_two_signs(
+    func: Any,
+) -> None:
+    zero = torch.zeros((), dtype=torch.float64)
+    for x in (PLAIN, torch.eye(3, dtype=torch.float64) + 1):
+        check(func, x, zero, partial=("sum", "avg"), grad=False)
+        check(func, x, torch.zeros_like(x), partial=("sum",), grad=False)
+    check(torch.addcdiv, PLAIN, PLAIN, zero, partial=("sum",), grad=False)
+    check(torch._foreach_div, [PLAIN], zero, partial=("sum",), grad=False)

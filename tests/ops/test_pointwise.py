@@ -344,6 +344,8 @@ def test_a_sum_of_partials_is_partial_and_a_product_is_not() -> None:
     assert wanted(torch.mul, placed(P, R), placed(P, R)).count((P, R)) == 1
     assert given(torch.mul, placed(P, R), placed(R, R)) == (P, R)
     assert given(torch.div, placed(R, R), placed(P, R)) == (R, R)
+    assert given(torch.div, placed(P, R), placed(R, R)) == (R, R)  # it may be zero
+    assert given(torch.addcdiv, placed(P, R), placed(P, R), placed(R, R)) == (R, R)
     assert given(torch.add, placed(P, R), placed(AVG, R)) == (R, R)
 
 
