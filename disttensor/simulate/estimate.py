@@ -4,8 +4,8 @@ strategies before any of them is simulated, and bytes below which it does not ge
 A stage has its layers' share of the forward, of the backward, of the parameters and of what is
 kept; kernels and collectives of a smaller micro-batch have that much less to do; the rest is the
 schedule's bubble (``Schedule.bubble``), and what of the gradients' way over the network the last
-backward does not hide, and what the host takes for visits. Collectives over cp are those of keys
-and values.
+backward does not hide, and what the host takes for visits. Messages to the stage before wait for
+the gradients of a stage. Collectives over cp are those of attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from disttensor.pipeline.schedules import NAMES
 from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Collective, Event, Op
 from disttensor.simulate.network import Network
-from disttensor.simulate.probe import Probe
+from disttensor.simulate.probe import Layer, Probe
 
 _MIB = 1 << 20
 _SEGMENT = 32.0  # MiB, where a strategy has no segments
@@ -94,11 +94,7 @@ class Estimator:
         repeated = [s * r for s, r in zip(micro.sends, repeats, strict=True)]
         sends, _ = _loads(visits, [a + b for a, b in zip(micro.all_sends, repeated, strict=True)])
         fullest = self._fullest(visits)
-        held = self._bytes(fullest)
-        cut = d.pp > 1 and strategy.segments is None  # then each layer is a segment
-        pieces = sum(map(len, fullest)) if cut else 0
-        last = _loads(visits, backward)[0]
-        exposed = self._gradients(strategy, d, held, pieces, busy, last)
+        exposed = self._gradients(strategy, d, visits, busy, backward)
         optimizer = self._optimizer(fullest, d, strategy)
         computes, waits = steps * (busy - sends) + optimizer, steps * sends + exposed
         bubble = idle * mean + self._messages(d, visits, share)
@@ -126,15 +122,12 @@ class Estimator:
         sends = [self._sent(layer.events, share) for layer in probe.layers]
         computes[-1] += self._kernels(probe.events["forward"], share)
         sends[-1] += self._sent(probe.events["forward"], share)
-        if cp > 1:
-            ranks = range(0, cp * self.degrees.tp, self.degrees.tp)
-            for i, layer in enumerate(probe.layers):
-                others = 2 * layer.input * share * (cp - 1) * (layer.of == _most(probe))
-                sends[i] += self._collective("all_gather", others, ranks) if others else 0
+        over_cp = [self._over_cp(layer, share, cp) for layer in probe.layers]
         back = self._kernels(probe.events["backward"], share)
-        back_sends = self._sent(probe.events["backward"], share)
         total, sent = sum(computes) or 1.0, sum(sends) or 1.0
-        ways = [s * max(back_sends / sent, 2.0 if cp > 1 else 0.0) for s in sends]
+        again = self._sent(probe.events["backward"], share) / sent
+        ways = [s * again + over for s, over in zip(sends, over_cp, strict=True)]
+        sends = [s + over for s, over in zip(sends, over_cp, strict=True)]
         forward = [c + s for c, s in zip(computes, sends, strict=True)]
         backward = [back * c / total + w for c, w in zip(computes, ways, strict=True)]
         both = [s + w for s, w in zip(sends, ways, strict=True)]
@@ -144,6 +137,16 @@ class Estimator:
             back_free = self._free(probe.events["backward"], share)
             free = [f + back_free * c / total for f, c in zip(free, computes, strict=True)]
         return _Micro(forward, backward, sends, both, free)
+
+    def _over_cp(self, layer: Layer, share: float, cp: int) -> float:
+        """Seconds of the forward of an attention over cp, and of its backward: all-to-alls of
+        queries, keys, values and results, which are no more than the gathers of keys and values
+        that other policies send."""
+        if cp == 1 or layer.of != _most(self.probe):
+            return 0.0
+        nbytes = 4 * layer.input / self.degrees.tp * share * (cp - 1) / cp
+        ranks = range(0, cp * self.degrees.tp, self.degrees.tp)
+        return self._collective("all_to_all", nbytes, ranks)
 
     def _kernels(self, events: Sequence[Event], share: float) -> float:
         """Seconds of the kernels: of the device and the host, beside each other or not."""
@@ -250,26 +253,39 @@ class Estimator:
     # Gradients and memory -------------------------------------------------------------------------
 
     def _gradients(
-        self, strategy: Strategy, d: Degrees, nbytes: float, pieces: int, busy: float, last: float
+        self, strategy: Strategy, d: Degrees, visits: Any, busy: float, backward: Sequence[float]
     ) -> float:
-        """Seconds that nothing hides of what dp and sharding send: a micro-batch takes ``busy``,
-        and the ``last`` backward some of it; what a processor itself carries is never hidden. In
-        ``pieces``, 0: by their size."""
+        """Seconds that nothing hides of what dp, sharding and cp send for gradients. A stage hears
+        from the next one after the gradients of that are on their way, so these add up."""
+        within, at_end = 0.0, 0.0
+        cut = d.pp > 1 and strategy.segments is None  # then each layer is a segment
+        size = getattr(strategy.segments, "megabytes", _SEGMENT) * _MIB
+        for stage in visits:
+            nbytes = self._bytes(stage)
+            pieces = sum(map(len, stage)) if cut else max(1, math.ceil(nbytes / size))
+            last = sum(backward[i] for v in stage for i in v)
+            mine, end = self._of_stage(strategy, d, nbytes, pieces, busy, last)
+            within, at_end = max(within, mine), at_end + end
+        return within + at_end
+
+    def _of_stage(
+        self, strategy: Strategy, d: Degrees, nbytes: float, pieces: int, busy: float, last: float
+    ) -> tuple[float, float]:
+        """Of one stage, during the step and behind its last backward: a micro-batch takes ``busy``,
+        and the ``last`` backward some of it; what a processor itself carries is never hidden."""
         stage, n, steps = strategy.zero_stage or 3, d.sharding, strategy.accumulate_steps
         low = 0.5 if strategy.amp else 1.0
-        size = getattr(strategy.segments, "megabytes", _SEGMENT) * _MIB
-        number = pieces or max(1, math.ceil(nbytes / size))
 
-        def takes(kind: str, sent: float, axis: str) -> float:
-            ranks = ranks_over(d, 0, (axis,))[0]
-            return number * self.network.collective(kind, sent / number, ranks)
+        def takes(kind: str, sent: float, *axes: str) -> float:
+            ranks = ranks_over(d, 0, axes)[0]
+            return pieces * self.network.collective(kind, sent / pieces, ranks)
 
         def carries(sent: float) -> float:
-            return number * self._carries(sent / number)
+            return pieces * self._carries(sent / pieces)
 
         def exposed(seconds: float, beside: float) -> float:
             """The first or the last piece has nothing beside it."""
-            return max(seconds - beside, seconds / number)
+            return max(seconds - beside, seconds / pieces)
 
         out = at_end = 0.0
         if n > 1:
@@ -280,16 +296,19 @@ class Estimator:
             else:
                 at_end = scatter = takes("reduce_scatter", once, "sharding")
             if stage == 3:
-                out += steps * exposed(2 * gather, busy) + (steps - 1) * exposed(scatter, last)
+                times = 2 - 1 / pieces  # the last piece is there for the backward
+                out += (steps - 1) * exposed(times * gather + scatter, busy)
+                out += exposed(times * gather, busy)
+                out += steps * times * carries(once * low)
             else:
-                out += gather + (steps - 1) * exposed(scatter, last)
-            out += carries(once * low) * (2 * steps if stage == 3 else 1)
+                out += gather + (steps - 1) * exposed(scatter, last) + carries(once * low)
             out += carries(2 * once) if stage == 1 else steps * carries(once)
-        if d.dp > 1:
-            sent = 2 * nbytes / n * (d.dp - 1) / d.dp
-            at_end += takes("all_reduce", sent, "dp")
+        replicas = d.dp * d.cp
+        if replicas > 1:
+            sent = 2 * nbytes / n * (replicas - 1) / replicas
+            at_end += takes("all_reduce", sent, "dp", "cp")
             out += carries(sent)
-        return out + exposed(at_end, last)
+        return out, exposed(at_end, last)
 
     def _memory(
         self, strategy: Strategy, d: Degrees, visits: Any, live: int, share: float,
