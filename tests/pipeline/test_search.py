@@ -61,6 +61,21 @@ def test_span_by_hand():
     assert Costs([1, 3], [1, 3], [2, 1], transfer=0.5).span(made) == 18.0
 
 
+@pytest.mark.parametrize("kinds", ["FB", "FIW"])
+def test_costs_of_a_timeline_are_those_of_its_actions(kinds):
+    """A backward that was not split is one half for the input and one for the weights."""
+    seconds = {"F": 1.0, "B": 4.0, "I": 3.0, "W": 2.0}
+    events, now = [], 0.0
+    for micro_batch in range(3):
+        for kind in kinds:
+            more = seconds[kind] * (1 + (micro_batch == 2))  # the median counts
+            events.append(pipeline.Event(0, 0, kind, micro_batch, 0, now, now + more))
+            now += more
+    costs = Costs.of(pipeline.Timeline(events))
+    found = [costs.of_action(0, kind) for kind in "FIWB"]
+    assert found == ([1.0, 2.0, 2.0, 4.0] if kinds == "FB" else [1.0, 3.0, 2.0, 5.0])
+
+
 def test_what_is_no_cost_and_no_memory():
     for wrong, says in (
         (lambda: Costs(-1, 1, 1), "forward=-1: durations are 0 or more"),

@@ -66,6 +66,15 @@ def test_collectives_and_messages_by_latency_and_bandwidth():
     assert NET.message(1e8, 1, 2) == pytest.approx(1 + 1e-2)
 
 
+def test_a_collective_of_many_ranks_has_the_latency_of_a_tree():
+    alone = dataclasses.replace(NET, ranks_per_node=8)
+    for n, steps in ((2, 1), (5, 3), (8, 3)):
+        assert alone.collective("all_gather", 0, range(n)) == pytest.approx(steps * 1e-3)
+        assert alone.collective("all_reduce", 0, range(n)) == pytest.approx(2 * steps * 1e-3)
+    # eight nodes of two
+    assert NET.collective("all_gather", 0, range(16)) == pytest.approx(1e-3 + 3e-2)
+
+
 def test_what_is_not_waited_for_runs_beside():
     """A collective of 2 s between computations of 1 s and 3 s; then one that is waited for."""
     beside = [op(1), reduce_((0, 1), 0, 0, 2 * 10**9), op(3), Wait(0)]

@@ -79,6 +79,35 @@ def test_micro_batches_that_are_not_alike_are_all_run(ran, monkeypatch) -> None:
     assert [k.comms.total_bytes for k in report.kinds] == [k.comms.total_bytes for k in whole.kinds]
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_where_one_micro_batch_keeps_memory_all_are_run(kept, ran, monkeypatch) -> None:
+    """They make the same calls in the same order."""
+
+    def build():
+        stages = dt.Strategy(pp=2).stages()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        dt.pipeline.split(model, stages)
+        seen, held = [], []
+
+        def loss(x):
+            y = model(dt.shard_tensor(x, stages[0]))
+            seen.append(y.detach().expand(200, *y.shape).clone())
+            if len(seen) != kept + 1:
+                seen[-1] = None
+            return y.sum()
+
+        def step():
+            seen.clear()
+            pipeline.run(loss, [torch.ones(2, 4)] * 10, stages=stages)
+            held.append(list(seen))
+
+        return step
+
+    report = dt.simulate(build, world=2)
+    whole = every_micro_batch(monkeypatch, build, 2)
+    assert [k.memory.peak for k in report.kinds] == [k.memory.peak for k in whole.kinds]
+
+
 @pytest.mark.parametrize("schedule", sorted(NAMES))
 def test_few_micro_batches_come_to_all_situations_and_to_the_last_backward(schedule) -> None:
     chunks = 2 if NAMES[schedule].needs_stages else 1

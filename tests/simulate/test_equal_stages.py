@@ -56,19 +56,23 @@ def test_what_follows_is_what_a_run_shows(ran, monkeypatch) -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self, slow: bool) -> None:
+    def __init__(self, slow: bool, holds: bool = False) -> None:
         super().__init__()
-        self.linear, self.slow = nn.Linear(4, 4), slow
+        self.linear, self.slow, self.holds = nn.Linear(4, 4), slow, holds
 
     def forward(self, x):
+        held = [x.detach().expand(500, *x.shape).clone()]
+        if not self.holds:
+            held.clear()
         x = self.linear(x)
+        x.detach().expand(500, *x.shape).clone()
         return x @ torch.ones(4, 4) if self.slow else x
 
 
-def layers(slow: int, nested: bool = False):
+def layers(slow: int, nested: bool = False, holds: int = -1):
     def build():
         stages = dt.Strategy(pp=6).stages()
-        every = [Layer(i == slow) for i in range(6)]
+        every = [Layer(i == slow, i == holds) for i in range(6)]
         model = nn.Sequential(*every)
         if nested:
             model = nn.Sequential(
@@ -96,6 +100,15 @@ def test_a_stage_with_the_same_parameters_that_does_more_is_run(slow, ran, monke
     assert flops[slow] > flops[1 if slow == 2 else 2]
     assert slow in ran
     same(report, every_stage(monkeypatch, layers(slow), 6))
+
+
+@pytest.mark.parametrize("holds", [1, 4])
+def test_a_stage_at_an_end_that_frees_its_memory_later_is_by_itself(holds, monkeypatch) -> None:
+    """It makes the same calls in the same order."""
+    report = dt.simulate(layers(-1, holds=holds), world=6)
+    peaks = [k.peak_memory for k in report.kinds]
+    assert peaks[holds] > 1.5 * peaks[2] and peaks[2] == peaks[3]
+    same(report, every_stage(monkeypatch, layers(-1, holds=holds), 6))
 
 
 def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:

@@ -1,0 +1,91 @@
+"""What the engine promises and no result of a step shows: how many reductions hold memory at once,
+that no stale value is gathered, and which gradients share a bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.fsdp.backward import Backward
+from tests.support.micro import batch_of, meshes, net, shard
+from tests.support.pool import on_ranks
+
+
+class SlowWork:
+    """A collective that is not done before somebody waits for it."""
+
+    def __init__(self, under_way: set[Any]) -> None:
+        self.under_way = under_way
+        under_way.add(self)
+
+    def done(self) -> bool:
+        return self not in self.under_way
+
+    def wait(self) -> None:
+        self.under_way.discard(self)
+
+
+class AnySegment:
+    expected, copied = frozenset({0}), True
+
+    def __init__(self, position: int) -> None:
+        self.position = self.index = position
+        self.companions: dict[Any, None] = {}
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
+    under_way: set[Any] = set()
+    at_once = []
+
+    def reduce(segment: Any) -> Any:
+        def steps() -> Any:
+            work: Any = SlowWork(under_way)
+            at_once.append(len(under_way))
+            yield work
+
+        return [steps()]
+
+    backward = Backward(0, reduce, bounded)
+    for position in reversed(range(5)):
+        segment: Any = AnySegment(position)
+        backward.arrived(segment, 0)
+    backward.finish()
+    assert at_once == ([1, 2, 2, 2, 2] if bounded else [1, 2, 3, 4, 5]) and not under_way
+
+
+@on_ranks(2)
+def test_what_was_gathered_before_a_write_is_gathered_again() -> None:
+    """As a segment that was gathered ahead, and used after the optimizer's step."""
+    model: Any = shard(net(), meshes()["fsdp"])
+    for segment in model.__dict__["_data_parallel"].segments:
+        segment.start()
+        with torch.no_grad():
+            for p in segment.params:
+                p.sharded_param.add_(1.0)
+        segment.gather()
+        for p in segment.params:
+            want = p.sharded_param.full_tensor()
+            torch.testing.assert_close(p.unsharded_param.local, want, rtol=0, atol=0)
+        segment.free()
+
+
+@on_ranks(4)
+def test_gradients_of_uneven_pieces_have_a_collective_of_their_own() -> None:
+    """Where a gradient lies in a bucket depends on the sizes before it, and in which order a
+    backend sums depends on where it lies: replicas with other sizes would get other bits."""
+    mesh = dt.ProcessMesh([[0, 1], [2, 3]], ("fsdp", "tp"))
+    counts = []
+    for hidden in (8, 7):
+        model: Any = net(width=4, hidden=hidden)
+        dt.shard_module(model, mesh, {"*.up.weight": [dt.Replicate(), dt.Shard(0)]})
+        segments = [f"blocks.{i}" for i in range(3)]
+        dt.shard_data_parallel(model, shard_axis="fsdp", segments=segments)
+        x = dt.shard_tensor(batch_of(None, 1, width=4), mesh, [dt.Shard(0), dt.Replicate()])
+        with dt.record_comms() as comms:
+            model(x).sum().backward()
+        counts.append(sum(r.kind == "reduce_scatter" for r in comms))
+    assert counts == [4, 4 + 3]  # segments; three have a weight of uneven pieces
