@@ -345,8 +345,16 @@ def test_nothing_is_sent_where_all_is_in_its_place():
     net, stages = model(), stage_meshes()
     pipeline.split(NAMES, [stages[0], stages[0]], of=net)
     with dt.record_comms() as comms:
-        step_of(net, [stages[0]])(tokens(2, 0)).backward()
+        loss = step_of(net, [stages[0]])(tokens(2, 0))
+        loss.backward()
     assert len(comms) == 0
+    plain = model()
+    want = step_of(plain, None)(tokens(2, 0))
+    want.backward()
+    if loss.is_initialized:
+        torch.testing.assert_close(loss.full_tensor(), want)
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 def test_what_cannot_be_split():

@@ -128,6 +128,8 @@ def test_dropout_of_rows_by_position_has_the_bits_of_one_process():
             dt.manual_seed(5)
             results.append(F.dropout(place(full, line(), [placement]), 0.5).full_tensor())
     assert torch.equal(*results)
+    kept = results[0] != 0
+    assert 0 < kept.sum() < kept.numel() and torch.equal(results[0], 2 * full * kept)
 
 
 class Block(torch.nn.Module):
