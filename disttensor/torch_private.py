@@ -202,6 +202,7 @@ flash_on_cpu_backward: Any = getattr(torch.ops.aten, f"{_flash}_backward", None)
 # unused, 40 bytes.
 _STATE_SIZE, _FIRST = 5056, 24 // 4 + 1
 _MARK = [0x64697374, 0x74656E73]
+_Words = ctypes.c_uint32 * (_STATE_SIZE // 4)
 
 
 def carry(state: torch.Tensor, *values: int) -> None:
@@ -235,13 +236,13 @@ def seeded_since() -> bool:
 
 
 def _words_of(state: torch.Tensor) -> Any:
-    with no_function_mode(), no_dispatch():
-        if state.numel() != _STATE_SIZE or state.device.type != "cpu":
+    with no_function_mode():
+        if state.numel() != _STATE_SIZE:
             raise RuntimeError(
                 f"a state of {state.numel()} bytes: torch {torch.__version__} keeps random numbers "
                 "in a form that disttensor does not know"
             )
-        return (ctypes.c_uint32 * (_STATE_SIZE // 4)).from_address(state.data_ptr())
+        return _Words.from_address(state.data_ptr())
 
 
 # Modes --------------------------------------------------------------------------------------------
