@@ -93,7 +93,7 @@ class DistSpec:
         cls, mesh: ProcessMesh, layout: Layout, shape: Sequence[int], dtype: torch.dtype
     ) -> DistSpec:
         try:
-            key = (layout, tuple(shape), dtype)
+            key = (layout, torch.Size(shape), dtype)
             known: DistSpec | None = mesh.specs.get(key)
         except (AttributeError, TypeError):
             _fits(mesh, layout, shape, dtype)
@@ -103,7 +103,7 @@ class DistSpec:
         _fits(mesh, layout, shape, dtype)
         self = super().__new__(cls)
         kind = self.kind = kind_of(layout, mesh.ndim, dtype, tuple([n == 1 for n in shape]))
-        self.mesh, self.layout, self.shape, self.dtype = mesh, kind.layout, torch.Size(shape), dtype
+        self.mesh, self.layout, self.shape, self.dtype = mesh, kind.layout, key[1], dtype
         self.placements, self.varies = kind.placements, kind.varies
         if mesh.coordinate is not None:
             self.local_box = self.box_at(mesh.coordinate)

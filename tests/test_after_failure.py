@@ -375,7 +375,11 @@ FOUND: list[Any] = [
     ("sharded 3", "in a block", 5, 1, Interrupt),
     ("sharded 3, whole results", "in a hook of a tensor", 2, 0, Failure),
     ("sharded 2, accumulate none", "as the forward begins", 3, 0, Interrupt, False, False, False),
+    ("dp, whole results", "in a backward hook", 1, 0, Interrupt, False, True),
 ]
+FOUND_4 = (
+    "hsdp sharded 3, accumulate", "in a hook of a tensor", 3, 0, Failure, True, False, False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FOUND, ids=str)
@@ -392,4 +396,4 @@ def test_steps_after_a_failure(number):
 
 @on_ranks(4, timeout=120)
 def test_steps_after_a_failure_on_four_ranks():
-    check_cases(KINDS_4, part(cases(KINDS_4), 3))
+    check_cases(KINDS_4, [FOUND_4, FOUND_4, *part(cases(KINDS_4), 3)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from disttensor.fsdp.param import cast_inputs
+from disttensor.fsdp.mixed_precision import _CastInputs
 from disttensor.passed import replaced_in, tensors_in
 
 A, B = torch.ones(1), torch.zeros(2)
@@ -96,7 +96,7 @@ def test_what_is_no_structure(value: Any) -> None:
 
 def test_arguments_in_a_dataclass_are_cast() -> None:
     numbers = torch.arange(2)
-    cast = cast_inputs((Fields(A, numbers),), {"more": Frozen(B, "x")}, torch.bfloat16)
+    cast = _CastInputs(torch.bfloat16)(nn.Module(), (Fields(A, numbers),), {"more": Frozen(B, "x")})
     assert cast is not None
     (given,), named = cast
     assert given.first.dtype is named["more"].first.dtype is torch.bfloat16

@@ -140,11 +140,10 @@ class Backward:
             segment.companions = together
 
     def abandon(self) -> None:
-        """The backward ended with an error: wait for what is under way, and forget it."""
+        """The backward ended with an error: finish the reductions that have started. Which of them
+        are over by now depends on the rank, and gradients must not."""
         while self.running:
-            steps, work = self.running.popleft()
-            steps.close()
-            work.wait()
+            self._resume()
 
     def _resume(self) -> None:
         steps, work = self.running.popleft()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from disttensor.autograd.joined_backward import when_failed
 from disttensor.autograd.starts import graph_count, node_count
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import (
@@ -95,6 +96,7 @@ def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
     if walk is None:
         walk = _WALKS[task] = _Walk()
         after_backward(lambda: _WALKS.pop(task).remove_hooks())
+        when_failed(forget)  # also where no DistTensor started it
     if start in walk.seen:
         return
     nodes = sorted(_new_nodes(start, walk.seen), key=node_number)

@@ -520,12 +520,18 @@ class Alone:
         )
         self.spec = SimpleNamespace(mesh=mesh, local_shape=(16,), dtype=torch.float64)
         self.sharded_param = SimpleNamespace(dtype=torch.float64, device="cpu", requires_grad=True)
+        self.reduce_dtype, self.rows_shape = torch.float64, (16,)
         self.pending: Tensor | None = None
         self.partial: Tensor | None = None
         self.complete: Tensor | None = None
 
     def pending_axes(self) -> tuple[int, ...]:
         return 0, 1
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x
+
+    from_rows = rows
 
     def pop_grads(self) -> tuple[Tensor | None, None]:
         return self.pending, None
@@ -572,7 +578,7 @@ def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -
             param.pending = grad
         params: list[Any] = [[one] for one in world]
         last = micro == 1
-        steps = [reductions(p, scatter=True, last=last, dtype=None)[0] for p in params]
+        steps = [reductions(p, scatter=True, last=last)[0] for p in params]
         advance(steps)
         if micro == 0:
             assert all(t.complete is None and t.partial is not None for t in world)
