@@ -376,6 +376,7 @@ FOUND: list[Any] = [
     ("sharded 3, whole results", "in a hook of a tensor", 2, 0, Failure),
     ("sharded 2, accumulate none", "as the forward begins", 3, 0, Interrupt, False, False, False),
     ("dp, whole results", "in a backward hook", 1, 0, Interrupt, False, True),
+    ("dp, modes", "after the backward", 1, 0, Failure, False, False, False),
 ]
 FOUND_4 = (
     "hsdp sharded 3, accumulate", "in a hook of a tensor", 3, 0, Failure, True, False, False,

@@ -137,6 +137,12 @@ def join_region(ctx: Any) -> None:
 
 
 def recompute_region(ctx: Any) -> None:
-    """In its backward, before it communicates: have the region computed again now."""
+    """In its backward, before it communicates: have the region computed again now. Hooks of the
+    user on saved tensors look like a region that never ends: there a node may serve several
+    backwards, and has nothing left after the first."""
     if getattr(ctx, "in_region", False):
-        _ = ctx.saved_tensors
+        try:
+            _ = ctx.saved_tensors
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
