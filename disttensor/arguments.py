@@ -68,19 +68,21 @@ def number(who: str, value: Any) -> None:
 
 def positive(who: str, value: Any, expected: str) -> None:
     """A number above 0."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise wrong(who, value, expected)
-    if not float(value) > 0:  # NaN is not
+    if not _real(who, value, expected) > 0:  # NaN is not
         raise wrong(who, value, expected, ValueError)
 
 
 def duration(who: str, value: Any) -> None:
     """A number from 0 up, finite."""
     expected = "a number of seconds from 0 up"
+    if not 0 <= _real(who, value, expected) < math.inf:
+        raise wrong(who, value, expected, ValueError)
+
+
+def _real(who: str, value: Any, expected: str) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise wrong(who, value, expected)
-    if not 0 <= float(value) < math.inf:
-        raise wrong(who, value, expected, ValueError)
+    return float(value)
 
 
 def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:

@@ -166,4 +166,5 @@ for _names, _linear in (
     pointwise(_names, _linear)
 for _names in (UNARY, BINARY, COMPARISON, LOGICAL, BITWISE):
     pointwise(_names)
+pointwise("addcdiv")
 pointwise("frexp", results=2)

@@ -27,7 +27,6 @@ def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | 
 
 
 ternary("addcmul", "input tensor1 tensor2", lambda x, y, z: each(x, (y, z)))
-ternary("addcdiv", "input tensor1 tensor2", lambda x, y, z: None)
 ternary("lerp", "input end weight", lambda x, end, weight: each(x, end))
 
 
