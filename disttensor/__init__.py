@@ -12,13 +12,13 @@ with _versions.importing():
     from disttensor.errors import (
         CommError, CustomFunctionError, FallbackWarning, MismatchError, StrictError,
     )  # fmt: skip
-    from disttensor.placement import Balanced, Partial, Placement, Replicate, Shard
-    from disttensor.layout import Layout
+    from disttensor.core.placement import Balanced, Partial, Placement, Replicate, Shard
+    from disttensor.core.layout import Layout
     from disttensor.comm.groups import Group
     from disttensor.comm.desync import debug
     from disttensor.comm.log import CommLog, CommRecord, record_comms
-    from disttensor.mesh import ProcessMesh, init_mesh
-    from disttensor.spec import DistSpec
+    from disttensor.core.mesh import ProcessMesh, init_mesh
+    from disttensor.core.spec import DistSpec
     import ops as _ops  # noqa: F401
     from ops.nn.attention_policy import attention_policy
     import reshard as _reshard  # noqa: F401
@@ -34,17 +34,17 @@ with _versions.importing():
     from disttensor.dispatch.strict import strict
     from disttensor.optim.clip_grad import clip_grad_norm_
     from disttensor.optim.grad_scaler import shard_scaler
-    from disttensor.create import (
+    from disttensor.api.create import (
         empty, from_fn, full, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
     )  # fmt: skip
-    from disttensor.from_local import from_local
-    from disttensor.interop import from_dtensor, to_dtensor
-    from disttensor.local_map import local_map
+    from disttensor.api.from_local import from_local
+    from disttensor.api.interop import from_dtensor, to_dtensor
+    from disttensor.api.local_map import local_map
     from disttensor.replay.replay import replay
     from disttensor.data.shard_loader import shard_loader
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
-    from disttensor.nn.expert_load import expert_load
-    from disttensor.nn.experts import combine_tokens, dispatch_tokens
+    from disttensor.experts.expert_load import expert_load
+    from disttensor.experts.dispatch_tokens import combine_tokens, dispatch_tokens
     from disttensor.nn.shard_module import shard_module
     from disttensor.checkpoint.checkpointer import Checkpointer
     from disttensor.checkpoint.load_pretrained import load_pretrained
@@ -54,7 +54,7 @@ with _versions.importing():
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
     from disttensor.fsdp.unshard import unshard
     from disttensor.parallel.strategy import Strategy
-    from disttensor.info import info
+    from disttensor.api.info import info
     from disttensor.simulate import devices  # noqa: F401
     from disttensor.simulate.plan_strategy import plan_strategy
     from disttensor.simulate.run import simulate

@@ -59,13 +59,13 @@ def cached(limit: int) -> Callable[[F], F]:
     return remember
 
 
-def also_clear(fn: Callable[[], None], told: bool = False) -> None:
-    """``clear`` calls it, too, and ``refresh`` unless it is ``told`` (see ``Cache``)."""
+def call_when_cleared(fn: Callable[[], None], told: bool = False) -> None:
+    """Lets ``clear_caches`` call ``fn``, and ``clear_decisions`` too unless ``told``."""
     (_at_end if told else _functions).append(fn)
 
 
-def refresh() -> None:
-    """Empties the caches of decisions: what they depend on has changed."""
+def clear_decisions() -> None:
+    """Empties the caches of decisions. Called when a rule, a reshard or a setting has changed."""
     for cache in list(_dicts.values()):
         if not cache.told:
             cache.clear()
@@ -73,9 +73,9 @@ def refresh() -> None:
         empty()
 
 
-def clear() -> None:
-    """Empty all caches."""
-    refresh()
+def clear_caches() -> None:
+    """Empties all caches."""
+    clear_decisions()
     for cache in list(_dicts.values()):
         cache.clear()
     for empty in _at_end:

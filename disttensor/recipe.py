@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from disttensor.layout import Axes
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 
 Function = Callable[..., Any]

@@ -1,10 +1,10 @@
-"""What belongs to one world: the ranks of one default process group.
+"""The state of one world: the ranks of one default process group.
 
-Process groups and counters hang on a Runtime, and are dropped with it. A mesh goes with its specs
-as soon as nobody has it; a rank may have it for longer than another, so nothing that is sent may
-depend on that. ``current`` notices when ``destroy_process_group`` or ``init_process_group`` was
-called: it starts another Runtime from zero and empties all caches. Nobody is told when a process
-group is destroyed, so the old world goes when the next one is first used.
+Process groups and counters belong to a ``Runtime``, and are dropped with it. A mesh is dropped with
+its specs when no reference is left; a rank may hold it for longer than another rank, so
+communication never depends on that. ``current_runtime`` detects that ``destroy_process_group`` or
+``init_process_group`` was called: it starts a new Runtime and empties all caches. torch sends no
+event when a process group is destroyed, so the old Runtime lives until the next one is first used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from disttensor import cache
+from disttensor.cache import clear_caches
 from disttensor.torch_private import default_group
 
 
@@ -54,29 +54,29 @@ _numbers = itertools.count(1)
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """The world of now is put aside while others come and go, and is there again afterwards, with
-    its meshes and groups. Its process group is the caller's to keep."""
+def set_runtime_aside() -> Iterator[None]:
+    """Keeps the current Runtime while other worlds are created and destroyed, and restores it with
+    its meshes and groups at the end. The caller keeps its process group alive."""
     global _current
-    kept = current()
-    cache.clear()
+    kept = current_runtime()
+    clear_caches()
     try:
         yield
     finally:
-        cache.clear()
+        clear_caches()
         _current = kept
 
 
-def here() -> Runtime:
-    """The last one that was asked for, whose process group may be gone."""
+def last_runtime() -> Runtime:
+    """Returns the most recent Runtime without checking whether its process group still exists."""
     return _current
 
 
-def current() -> Runtime:
-    """The Runtime of the default process group."""
+def current_runtime() -> Runtime:
+    """Returns the Runtime of the default process group."""
     global _current
     default = default_group()
     if default is not _current.default:
-        cache.clear()
+        clear_caches()
         _current = _alone if default is None else Runtime(default, number=next(_numbers))
     return _current

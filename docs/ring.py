@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from disttensor.layout import dealt  # noqa: E402
+from disttensor.core.layout import dealt  # noqa: E402
 from ops.nn.ring_schedule import Ring  # noqa: E402
 
 FILE = ROOT / "docs" / "ring.svg"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.factors import Factors, Letter
 from ops.propagation import Decision
 

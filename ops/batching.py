@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.tree import substitute
+from disttensor.pytree import substitute
 from ops.dims import tensors_in
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, pointwise_factors

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disttensor.tree import flat
+from disttensor.pytree import collect
 from ops.factors import Arg, Dims, Factors, Letter
 from ops.registry import Function, functions_named
 
@@ -68,7 +68,7 @@ def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **optio
 
 def tensors_in(*values: Any) -> list[Arg]:
     """The tensors among the values and in lists of them, in order."""
-    return flat(values, [], Arg)
+    return collect(values, [], Arg)
 
 
 def without(input: Arg, gone: Iterable[int]) -> Dims:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from disttensor.pytree import collect, substitute
 from disttensor.torch_private import autocast_is_on, fake_mode
-from disttensor.tree import flat, substitute
 from ops.local import LocalCall
 
 
@@ -46,7 +46,7 @@ def results_of_whole(call: LocalCall) -> Callable[[Any, Any], tuple[Any, list[Re
     known: dict[Any, tuple[Any, list[Result]]] = {}
 
     def find(args: Any, kwargs: Any) -> tuple[Any, list[Result]]:
-        tensors = flat((args, kwargs), [])
+        tensors = collect((args, kwargs), [])
         kind = tensors[0].device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key = cast, torch.is_grad_enabled(), *[t.requires_grad for t in tensors]
@@ -59,7 +59,7 @@ def results_of_whole(call: LocalCall) -> Callable[[Any, Any], tuple[Any, list[Re
 
             with fake_mode(), saved_tensors_hooks(lambda t: t, lambda t: t):
                 given = call.func(*substitute(tuple(args), whole), **substitute(kwargs, whole))
-            found = [Result(t.dtype, t.requires_grad) for t in flat(given, [])]
+            found = [Result(t.dtype, t.requires_grad) for t in collect(given, [])]
             known[key] = (Tensor if isinstance(given, Tensor) else type(given)), found
         return known[key]
 

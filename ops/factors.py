@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disttensor.layout import Axes, Layout, layout_of
-from disttensor.placement import Placement
+from disttensor.core.layout import Axes, Layout, layout_of
+from disttensor.core.placement import Placement
 
 Letter = Hashable
 Dims = tuple[Any, ...]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, replicated
-from disttensor.placement import Placement
-from disttensor.tree import substitute
+from disttensor.core.layout import Axes, replicated
+from disttensor.core.placement import Placement
+from disttensor.pytree import substitute
 from ops.factors import Arg, Factors
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule

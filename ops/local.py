@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from disttensor.layout import Axes, Box, Layout
+from disttensor.core.layout import Axes, Box, Layout
 from ops.factors import Letter
 
 

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, Layout, lies_whole, replicated
+from disttensor.core.layout import Axes, Layout, lies_whole, replicated
 from ops.factors import Arg, Factors, Letter
 from ops.traffic import traffic
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from disttensor.cache import refresh
-from disttensor.layout import Layout
+from disttensor.cache import clear_decisions
+from disttensor.core.layout import Layout
 from ops.factors import Arg, Factors, LocalMaker, letters
 
 Function = Callable[..., Any]
@@ -109,7 +109,7 @@ def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
                     )
                 continue
             RULES[found] = replace(rule, inplace=inplace or (found is func and rule.inplace))
-    refresh()
+    clear_decisions()
 
 
 def rule(
@@ -166,5 +166,5 @@ def replace_rule(func: Function, new: Rule) -> Rule | None:
     """Put ``new`` in place of what ``func`` has, deliberately. Gives back the old rule."""
     old = RULES.get(func)
     RULES[func] = new
-    refresh()
+    clear_decisions()
     return old

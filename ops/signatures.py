@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from disttensor.pytree import collect, substitute
 from disttensor.torch_private import schemas_named
-from disttensor.tree import flat, substitute
 
 Function = Callable[..., Any]
 
@@ -149,17 +149,17 @@ def restated(
     def read(at: int | str, value: Any) -> Any:
         if isinstance(value, slice) or type(value) is tuple:
             value = _index(value)
-        if all(t.ndim for t in flat(value, [])):
+        if all(t.ndim for t in collect(value, [])):
             return value  # mostly: torch need not be asked
         ways = signatures(func)
         taken = not ways or any(s.tensor_at(at) for s in ways)
         return value if taken else substitute(value, _number)
 
-    said = chosen(func, args, kwargs) if kwargs and flat(kwargs, []) else None
+    said = chosen(func, args, kwargs) if kwargs and collect(kwargs, []) else None
     placed, words = args, kwargs
     if said is not None:
         order = {name: i for i, name in enumerate((*said.names, *said.words))}
-        places = [order[said.named(k)] for k, v in kwargs.items() if flat(v, [])]
+        places = [order[said.named(k)] for k, v in kwargs.items() if collect(v, [])]
         if not args or places != sorted(places):
             placed, words = by_position(func, args, kwargs)
     numbers = [read(i, v) for i, v in enumerate(placed)]
@@ -179,7 +179,7 @@ def _index(value: Any) -> Any:
     """The value itself, unless it has a slice that ends at a tensor."""
     if isinstance(value, slice):
         ends = value.start, value.stop, value.step
-        return slice(*map(_number, ends)) if flat(ends, []) else value
+        return slice(*map(_number, ends)) if collect(ends, []) else value
     read = tuple(_index(v) if isinstance(v, slice) else v for v in value)
     return value if all(a is b for a, b in zip(read, value, strict=True)) else read
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Container, Iterable
 from itertools import takewhile
 
-from disttensor.layout import Axes, Layout, first, lacking
+from disttensor.core.layout import Axes, Layout, first, lacking
 from ops.factors import Arg
 
 Dims = tuple[Axes, ...]

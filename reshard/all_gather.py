@@ -9,8 +9,8 @@ import torch
 from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.work import Work, finished
-from disttensor.placement import Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Replicate, Shard
+from disttensor.core.spec import DistSpec
 from reshard.piece_grid import PieceGrid, piece_grid
 from reshard.registry import Axes, Tensor, register, starts
 

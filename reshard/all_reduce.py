@@ -5,8 +5,8 @@ from __future__ import annotations
 from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.work import Work, finished
-from disttensor.placement import Partial, Replicate
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Partial, Replicate
+from disttensor.core.spec import DistSpec
 from reshard.registry import Axes, Tensor, register, starts
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.work import Work
-from disttensor.placement import Shard
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Shard
+from disttensor.core.spec import DistSpec
 from reshard.exchange import exchange, start_exchange
 from reshard.registry import Axes, Tensor, register, starts
 

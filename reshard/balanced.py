@@ -11,9 +11,9 @@ import torch
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
-from disttensor.layout import Layout, chunk, dealt
-from disttensor.placement import Balanced, Partial, Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Layout, chunk, dealt
+from disttensor.core.placement import Balanced, Partial, Replicate, Shard
+from disttensor.core.spec import DistSpec
 from disttensor.torch_private import outside_modes
 from ops.nn.dealing import Dealing
 from reshard.all_gather import all_gather

@@ -12,8 +12,8 @@ import torch
 from disttensor.cache import cached
 from disttensor.comm import collectives, p2p
 from disttensor.comm.work import Work, finished
-from disttensor.placement import neutral_element
-from disttensor.spec import DistSpec
+from disttensor.core.placement import neutral_element
+from disttensor.core.spec import DistSpec
 from reshard import planner
 from reshard.cross_mesh_plan import CrossMeshPlan, plan_between
 from reshard.planner import Step

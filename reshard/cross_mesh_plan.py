@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disttensor.cache import cached
-from disttensor.layout import Layout
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Layout
+from disttensor.core.spec import DistSpec
 from reshard import planner
 from reshard.graph import REDUCTION_KIND
 from reshard.registry import Axes

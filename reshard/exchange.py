@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.work import Work
-from disttensor.layout import Axes as DimAxes
-from disttensor.layout import Box
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes as DimAxes
+from disttensor.core.layout import Box
+from disttensor.core.spec import DistSpec
 from reshard.registry import Axes, Tensor
 from reshard.routing import Message, within
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from disttensor.layout import Axes as DimAxes
-from disttensor.layout import Layout, first, lacking
-from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.layout import Axes as DimAxes
+from disttensor.core.layout import Layout, first, lacking
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from reshard.exchange import common, concerned, exchange
 from reshard.registry import Axes, Move, MoveFn, moves
 

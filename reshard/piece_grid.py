@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from disttensor.comm import collectives
-from disttensor.layout import Box, Shape
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Box, Shape
+from disttensor.core.spec import DistSpec
 from reshard.registry import Axes, Tensor
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from disttensor.cache import cached
 from disttensor.comm.work import Work
-from disttensor.layout import Layout
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Layout
+from disttensor.core.spec import DistSpec
 from ops.traffic import WORTH
 from reshard.graph import Edge, cheapest
 from reshard.registry import Axes, MoveFn, Tensor, starts

@@ -8,8 +8,8 @@ from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.process_group import backend_name
 from disttensor.comm.work import Work, finished
-from disttensor.placement import Partial, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Partial, Shard
+from disttensor.core.spec import DistSpec
 from reshard.all_reduce import pending
 from reshard.piece_grid import PieceGrid, piece_grid
 from reshard.registry import Axes, Tensor, register, starts

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from disttensor.cache import refresh
+from disttensor.cache import clear_decisions
 from disttensor.comm.work import Work
-from disttensor.placement import Partial, Placement, Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.spec import DistSpec
 
 Tensor = torch.Tensor
 Axes = tuple[int, ...]
@@ -77,7 +77,7 @@ def register(
                 "your own, derived from one of these, and register that"
             )
         moves[src, dst] = Move(kind or fn.__name__, fn, cost, cost is not no_bytes)
-        refresh()
+        clear_decisions()
         return fn
 
     return add

@@ -15,8 +15,8 @@ from operator import itemgetter
 from typing import Any
 
 from disttensor.cache import cached
-from disttensor.layout import Box
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Box
+from disttensor.core.spec import DistSpec
 from reshard.registry import Axes
 
 Key = tuple[Axes, Box]  # coordinates on the axes of reductions that stay, and the box of a cell

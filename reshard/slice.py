@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from disttensor.placement import Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Replicate, Shard
+from disttensor.core.spec import DistSpec
 from reshard.registry import Axes, Tensor, register
 
 

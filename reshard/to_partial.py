@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from disttensor.placement import Partial, Replicate, Shard, neutral_element
-from disttensor.spec import DistSpec
+from disttensor.core.placement import Partial, Replicate, Shard, neutral_element
+from disttensor.core.spec import DistSpec
 from reshard.all_reduce import pending
 from reshard.registry import Axes, Tensor, register
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disttensor.spec import DistSpec
+from disttensor.core.spec import DistSpec
 
 _INSTEAD = {"sum": "any", "avg": "any", "prod": "all"}
 

@@ -36,7 +36,7 @@ def test_clear_empties_every_cache() -> None:
     own: Cache[str, int] = Cache(8)
     own["a"] = double(1) + double(1)
     assert own == {"a": 4} and calls == [1]
-    cache.clear()
+    cache.clear_caches()
     assert not own and double(1) == 2 and calls == [1, 1]
 
 
@@ -82,7 +82,7 @@ def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
 
     for _ in range(5):
         call()
-    cache.clear()  # of the plans, which hold their functions
+    cache.clear_caches()  # of the plans, which hold their functions
     gc.collect()
     assert [ref() for ref in gone] == [None] * 5
     after = len(decompose._bodies), len(strict._warned)

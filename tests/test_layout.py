@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from disttensor.layout import (
+from disttensor.core.layout import (
     Layout,
     box_at,
     chunk,
@@ -17,7 +17,7 @@ from disttensor.layout import (
     layout_of,
     replicated,
 )
-from disttensor.placement import Partial, Replicate, Shard, show
+from disttensor.core.placement import Partial, Replicate, Shard, show
 
 R, S, P = Replicate(), Shard, Partial
 EVERY = list(itertools.product([R, S(0), S(1), P(), P("max")], repeat=3))

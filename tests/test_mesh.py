@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from disttensor.comm import collectives
-from disttensor.layout import layout_of
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Partial, Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.layout import layout_of
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Partial, Replicate, Shard
+from disttensor.core.spec import DistSpec
 from tests.support.pool import fake_world, on_ranks
 
 R, S, P = Replicate(), Shard, Partial

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor import placement
+from disttensor.core import placement
 from tests.support.pool import on_ranks
 
 NAMES = [

@@ -40,7 +40,7 @@ def use(mesh: dt.ProcessMesh) -> list[Any]:
     dt.reshard(x.detach(), corner)
     p2p.next_tag()
     plan = next(run for run in dispatch.PLANS.values() if isinstance(run, type(use)))
-    return [mesh, x.spec, y.spec, corner, plan, mesh.group((0,)), runtime.current()]
+    return [mesh, x.spec, y.spec, corner, plan, mesh.group((0,)), runtime.current_runtime()]
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -49,7 +49,7 @@ def test_nothing_of_earlier_worlds_is_alive(world: int) -> None:
     for _ in range(3):
         with fake_world(world):
             mesh = dt.init_mesh((world, 1), ("dp", "tp"))
-            assert runtime.current().tags == {}
+            assert runtime.current_runtime().tags == {}
             gc.collect()
             alive = [value for value in (ref() for ref in before) if value is not None]
             assert not alive, alive
@@ -69,7 +69,7 @@ def test_a_mesh_goes_when_nobody_has_it() -> None:
         again = held[0]()
         assert again is None or again is dt.init_mesh((4, 1), ("dp0", "tp"))
         del again
-        cache.clear()
+        cache.clear_caches()
         gc.collect()
         assert [ref() for ref in held if ref() is not None] == []
 

@@ -16,14 +16,12 @@ node whose backward communicates saves something in its region (``join_region``)
 before it communicates (``recompute_region``).
 
 A region is computed again out of the place that its forward had in the program, so what was set up
-around that is set up for it again (``AROUND``).
+around that is set up for it again (``callbacks.recompute_contexts``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,11 +33,6 @@ from disttensor.torch_private import current_backward, next_node, top_saved_tens
 INNERMOST: ContextVar[Run | None] = ContextVar("checkpointed region", default=None)
 # (first node, node after the last) of the outermost regions, for whoever sets a list
 REGIONS: ContextVar[list[tuple[int, int]] | None] = ContextVar("regions", default=None)
-
-# What is set up now, for the forward of a region -> the same for its recomputation
-AROUND: dict[Hashable, Callable[[], AbstractContextManager[None]]] = {}
-# The same of what this code is inside of, in its own coroutine
-INSIDE: ContextVar[Any] = ContextVar("inside", default=None)
 
 
 class Run:

@@ -22,9 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from disttensor.autograd import activation_checkpoint
 from disttensor.autograd.ahead import Begin, Begun, ahead
 from disttensor.cache import Cache, cached
-from disttensor.layout import Axes, Layout
-from disttensor.placement import Shard
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes, Layout
+from disttensor.core.placement import Shard
+from disttensor.core.spec import DistSpec
 from disttensor.torch_private import current_backward, direct_apply, is_view, storage_id
 from reshard import planner
 

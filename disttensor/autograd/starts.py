@@ -8,17 +8,16 @@ the forwards of micro-batches have a count of their own (``own_count``); all oth
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count as counting
 from typing import Any
 
 import torch
 
+from disttensor import callbacks
 from disttensor.torch_private import current_node
 
-# Called with such a node before it runs, in each call of autograd that comes to it.
-BEFORE: list[Callable[[Any], None]] = []
 _KEY = "disttensor.start"
 _thread = threading.local()
 _counts = counting(1)
@@ -54,7 +53,7 @@ def graph_of(count: int) -> Iterator[None]:
 
 def may_start(x: torch.Tensor) -> torch.Tensor:
     """A call of autograd may start at ``x``, or enter the graph of DistTensors there."""
-    node: Any = x.grad_fn if BEFORE else None
+    node: Any = x.grad_fn if callbacks.before_start else None
     if node is not None and _KEY not in node.metadata:
         node.metadata[_KEY] = True
         node.register_prehook(_starts)
@@ -63,5 +62,5 @@ def may_start(x: torch.Tensor) -> torch.Tensor:
 
 def _starts(grads: Any) -> None:
     node = current_node()
-    for function in BEFORE:
+    for function in callbacks.before_start:
         function(node)

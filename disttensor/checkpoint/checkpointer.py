@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor import arguments
 from disttensor.checkpoint import background as writer
 from disttensor.checkpoint import folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import SyncedFile
+from disttensor.checks import check_bool, check_int, check_type
 from disttensor.comm import objects, program
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
@@ -63,9 +63,9 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, keep: int | None = 3) -> None:
-        arguments.of_type("Checkpointer: folder", folder, (str, Path), "a path")
+        check_type("Checkpointer: folder", folder, (str, Path), "a path")
         if keep is not None:
-            arguments.whole("Checkpointer: keep", keep, 1)
+            check_int("Checkpointer: keep", keep, 1)
         self.folder, self.keep = Path(folder), keep
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the writer, the same on all ranks
@@ -84,8 +84,8 @@ class Checkpointer:
         ``background``: copy it, and write beside the training. The next call of this object waits
         for that, and raises what went wrong.
         """
-        step = arguments.whole("Checkpointer.save: step", step, 0)
-        arguments.flag("Checkpointer.save: background", background)
+        step = check_int("Checkpointer.save: step", step, 0)
+        check_bool("Checkpointer.save: background", background)
         self._wait()
         what = f"Checkpointer.save into {self.folder.name}, step {step}"
         group, error = _group(), None
@@ -156,7 +156,7 @@ class Checkpointer:
         what was saved: it names the file, the parameter or the entry.
         """
         if step is not None:
-            step = arguments.whole("Checkpointer.load: step", step, 0)
+            step = check_int("Checkpointer.load: step", step, 0)
         self._wait()
         what, group = f"Checkpointer.load from {self.folder.name}", _group()
         found: Any = None

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import arguments
 from disttensor.checkpoint.safetensors_files import Stored, read_box, stored_in
 from disttensor.checkpoint.save_pretrained import INDEX, check_names, renamed
-from disttensor.layout import Box
-from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.checks import check_bool, check_sequence, check_type
+from disttensor.core.layout import Box
+from disttensor.core.mesh import ProcessMesh, a_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
@@ -61,7 +61,7 @@ def load_pretrained(
     """
     a_module("load_pretrained: model", model)
     check_plan("load_pretrained", plan, init)
-    arguments.flag("load_pretrained: strict", strict)
+    check_bool("load_pretrained: strict", strict)
     check_names("load_pretrained", names)
     if mesh is not None:
         a_mesh("load_pretrained: mesh", mesh)
@@ -84,9 +84,9 @@ def load_pretrained(
 def _paths(files: Any) -> list[Path]:
     if not isinstance(files, (str, Path)):
         expected = "a path, or a list of paths,"
-        listed = arguments.listed("load_pretrained: files", files, expected)
+        listed = check_sequence("load_pretrained: files", files, expected)
         for file in listed:
-            arguments.of_type("load_pretrained: files: entry", file, (str, Path), "a path")
+            check_type("load_pretrained: files: entry", file, (str, Path), "a path")
         return [Path(file) for file in listed]
     path = Path(files)
     if not path.is_dir():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.layout import Box
+from disttensor.core.layout import Box
 
 Tensor = torch.Tensor
 BUFFER = 16 * 2**20  # bytes that are read at once where the rows of a piece are not whole

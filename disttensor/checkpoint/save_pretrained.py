@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import arguments
 from disttensor.checkpoint.safetensors_files import Stored, laid_out, write_rows
+from disttensor.checks import argument_error, check_int, check_type, is_int
 from disttensor.comm import objects
 from disttensor.comm.groups import world_group
 from disttensor.comm.process_group import world
-from disttensor.layout import Layout
+from disttensor.core.layout import Layout
+from disttensor.core.spec import DistSpec
 from disttensor.nn.shard_module import a_module
-from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
 
@@ -53,7 +53,7 @@ def save_pretrained(
     ['model.safetensors']
     """
     a_module("save_pretrained: model", model)
-    arguments.of_type("save_pretrained: folder", folder, (str, Path), "a path")
+    check_type("save_pretrained: folder", folder, (str, Path), "a path")
     check_names("save_pretrained", names)
     folder = Path(folder)
     tensors = _tensors(model, names)
@@ -96,7 +96,7 @@ def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
 def check_names(who: str, names: Any) -> None:
     if names is not None and not callable(names):
         expected = "a dict of names, or a function of a name,"
-        arguments.of_type(f"{who}: names", names, Mapping, expected)
+        check_type(f"{who}: names", names, Mapping, expected)
 
 
 def renamed(name: str, names: Any) -> Any:
@@ -107,12 +107,12 @@ def renamed(name: str, names: Any) -> Any:
 def _size(limit: int | str) -> int:
     who, expected = "save_pretrained: max_shard_size", "a whole number of bytes, or one like '5GB',"
     if not isinstance(limit, str):
-        if arguments.is_whole(limit) and limit <= 0:
-            raise arguments.wrong(who, limit, expected, ValueError)
-        return arguments.whole(who, limit, expected=expected)
+        if is_int(limit) and limit <= 0:
+            raise argument_error(who, limit, expected, ValueError)
+        return check_int(who, limit, expected=expected)
     number, unit = limit[:-2], limit[-2:].upper()
     if unit not in UNITS or not number.strip().replace(".", "", 1).isdigit():
-        raise arguments.wrong(who, limit, expected, ValueError)
+        raise argument_error(who, limit, expected, ValueError)
     return int(float(number) * UNITS[unit])
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from disttensor.create import empty, shard_tensor
+from disttensor.api.create import empty, shard_tensor
 from disttensor.nn.names import close_to
+from disttensor.pytree import Path, map_paths
 from disttensor.tensor.checkpointable import settled
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
 from disttensor.torch_private import outside_modes
-from disttensor.tree import Path, map_paths
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disttensor import runtime
+from disttensor.runtime import current_runtime, last_runtime
 from disttensor.torch_private import dispatch_modes, swap_memory, users_of_storage
 
 Tensor = torch.Tensor
@@ -89,7 +89,7 @@ _ALONE = next(users_of_storage(some[0]) for some in [[torch.UntypedStorage(1)]])
 
 def kept() -> Buffers:
     """What the world of now keeps."""
-    now = runtime.current()
+    now = current_runtime()
     if now.buffers is None:
         now.buffers = Buffers()
     found: Buffers = now.buffers
@@ -122,4 +122,4 @@ def drain(storage: Any) -> None:
 
 def clear() -> None:
     """Keep nothing: who needed it is gone."""
-    runtime.here().buffers = None
+    last_runtime().buffers = None

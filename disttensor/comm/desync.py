@@ -11,9 +11,10 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from disttensor import arguments, runtime
+from disttensor.checks import check_positive
 from disttensor.comm.process_group import world_store
 from disttensor.errors import MismatchError, user_line
+from disttensor.runtime import current_runtime
 
 # Of the whole process, and no context variables: collectives of a backward run in threads of
 # autograd, which have contexts of their own, and must be compared as well.
@@ -34,7 +35,7 @@ class debug:
     """
 
     def __init__(self, seconds: float = 30.0) -> None:
-        arguments.positive("debug: seconds", seconds, "a positive number")
+        check_positive("debug: seconds", seconds, "a positive number")
         self.seconds = seconds
 
     def __enter__(self) -> debug:
@@ -52,7 +53,7 @@ def compare(group: Any, what: str) -> None:
     store = world_store()
     rank = group.ranks[group.index]
     of_group = f"calls/{'-'.join(map(str, group.ranks))}/{'+'.join(group.axes)}/{group.lane}"
-    calls = runtime.current().calls
+    calls = current_runtime().calls
     call, calls[of_group] = calls[of_group], calls[of_group] + 1
     name = f"{of_group}/{call}"
     mine = f"{what} at {user_line()}"

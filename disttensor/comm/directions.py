@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor import runtime
 from disttensor.comm.groups import process_group
 from disttensor.comm.process_group import is_nccl, world
+from disttensor.runtime import current_runtime
 
 
 def needed(device: torch.device) -> bool:
@@ -29,7 +29,7 @@ def needed(device: torch.device) -> bool:
 
 def meet(peers: Iterable[int]) -> None:
     """Before the first message between this rank and each of ``peers``, which come here too."""
-    me, known = world()[0], runtime.current().groups
+    me, known = world()[0], current_runtime().groups
     for pair in sorted({(min(me, peer), max(me, peer)) for peer in peers if peer != me}):
         for sender in pair:
             if (pair, _lane(sender)) not in known:
@@ -40,7 +40,7 @@ def meet(peers: Iterable[int]) -> None:
 def group(sender: int, receiver: int) -> Any:
     """What goes from ``sender`` to ``receiver``, after ``meet``."""
     pair = min(sender, receiver), max(sender, receiver)
-    return runtime.current().groups[pair, _lane(sender)]
+    return current_runtime().groups[pair, _lane(sender)]
 
 
 def _lane(sender: int) -> str:

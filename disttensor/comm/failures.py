@@ -17,10 +17,10 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from disttensor import runtime
+from disttensor import callbacks
 from disttensor.comm import watcher
 from disttensor.comm.process_group import is_fake, world
-from disttensor.runtime import Runtime
+from disttensor.runtime import Runtime, current_runtime, last_runtime
 
 _PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
 _SHOWN = 16  # ranks whose place an error tells
@@ -31,7 +31,7 @@ def watch() -> Runtime:
     """From now on an uncaught error of this process is posted for the others, and theirs are heard.
     Cheap after the first call. Gives the world of now."""
     global _before
-    now = runtime.current()
+    now = current_runtime()
     if now.watcher is None:
         watcher.of(now)
     if _before is None:
@@ -59,7 +59,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def post(what: str) -> str:
     """Let all ranks know what went wrong, unless they do. Gives what did first."""
-    beside = watcher.of(runtime.current())
+    beside = watcher.of(current_runtime())
     if beside is None or beside.lost:
         return what
     if not beside.failed:
@@ -79,7 +79,7 @@ def _all_ended(beside: watcher.Watcher) -> bool:
 
 def first() -> str:
     """A sentence about the rank that failed first; where all live, about where each of them is."""
-    beside = watcher.of(runtime.current())
+    beside = watcher.of(current_runtime())
     if beside is None:
         alone = world()[1] == 1 or is_fake() or watcher.store_answers()
         return "" if alone else f" {_LOST}."
@@ -135,20 +135,20 @@ def post_unseen(beside: watcher.Watcher) -> list[int]:
 
 
 def _say_place(beside: watcher.Watcher, asked: str) -> bool:
-    steps = runtime.current().steps
+    steps = current_runtime().steps
     done = f"after {steps.count} optimizer steps, " if steps is not None else ""
     beside.store.set(f"place/{beside.rank}", f"{done}{beside.place()}")
     return True
 
 
-watcher.HEARD["failed"] = _hear_failed
-watcher.HEARD["asked"] = _say_place
+callbacks.on_report["failed"] = _hear_failed
+callbacks.on_report["asked"] = _say_place
 
 
 @atexit.register
 def _leave() -> None:
     """The others may still need what this rank has."""
-    beside = runtime.here().watcher
+    beside = last_runtime().watcher
     if beside:
         with contextlib.suppress(Exception):
             if beside.lost:  # there is no store any more

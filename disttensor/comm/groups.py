@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor import runtime
 from disttensor.comm import desync, failures, watcher
 from disttensor.comm.process_group import attempt, world
 from disttensor.errors import CommError
+from disttensor.runtime import current_runtime
 from disttensor.torch_private import (
     group_name,
     set_timeout,
@@ -79,7 +79,7 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Grou
     if len(ranks) == 1:
         return Group(ranks, 0, axes, None, lane)
     index, members = ranks.index(world()[0]), tuple(sorted(ranks))
-    if desync.enabled and (members, lane) not in runtime.current().groups:
+    if desync.enabled and (members, lane) not in current_runtime().groups:
         desync.compare(Group(ranks, index, axes, None, lane), "new_group")
     return Group(ranks, index, axes, process_group(members, axes, lane), lane)
 
@@ -99,7 +99,7 @@ def process_group(
     ``timeout``: seconds to wait for the others while it is made; None: as long as for any
     collective.
     """
-    now = runtime.current()
+    now = current_runtime()
     key = (members, lane)
     if key not in now.groups:
         failures.watch()
@@ -121,7 +121,7 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
     would wait for each other in vain."""
     digest = hashlib.sha256(repr((members, lane, attempt())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
-    usual = timeout_of(runtime.current().default)  # torch gives each group 30 minutes
+    usual = timeout_of(current_runtime().default)  # torch gives each group 30 minutes
     _arrive(members, digest, limit or usual)
     with group_name(f"disttensor_{digest}"):
         made = dist.new_group(members, limit or usual, use_local_synchronization=True)
@@ -132,7 +132,7 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
 
 def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
     """Wait until all members are here, as long as they live, which torch would not look at."""
-    beside = watcher.of(runtime.current())
+    beside = watcher.of(current_runtime())
     if beside is None:
         return
     wanted = [f"group/{name}/{rank}" for rank in members]

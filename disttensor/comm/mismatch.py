@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from disttensor import runtime
+from disttensor import callbacks
 from disttensor.comm import watcher
 from disttensor.comm.letter import Letter, sized
 from disttensor.comm.outbox import OUTBOX
 from disttensor.errors import MismatchError, user_line
+from disttensor.runtime import current_runtime
 
 PATIENCE = 1.0  # seconds
 
@@ -64,7 +65,7 @@ class Awaited:
         return bool(self.work.is_completed())
 
     def _what_was_sent(self) -> str:
-        beside = watcher.of(runtime.current())
+        beside = watcher.of(current_runtime())
         key = "" if beside is None else f"sent/{beside.rank}/{self.tag}"
         if beside is None or not beside.store.check([key]):
             return "fewer bytes were sent"
@@ -104,4 +105,4 @@ def _answer(beside: watcher.Watcher) -> None:
                 OUTBOX.put(work, wire, what._replace(nbytes=nbytes))
 
 
-watcher.EACH_BEAT += [_ask, _answer]
+callbacks.on_heartbeat += [_ask, _answer]

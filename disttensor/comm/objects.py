@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disttensor import callbacks
 from disttensor.comm import collectives, p2p
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import is_fake, world
@@ -68,7 +69,7 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
 
 def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
     """Called by all ranks but ``ranks``: what those send."""
-    p2p.BEFORE_HEARING.get()()
+    callbacks.before_metadata_receive.get()()
     tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
     def part(i: int, n: int, dtype: torch.dtype) -> Tensor:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from disttensor import runtime
 from disttensor.comm import failures
 from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import CommError
-from disttensor.runtime import Runtime
+from disttensor.runtime import Runtime, current_runtime
 
 LINGER = 0.05  # seconds in which more is sent before the thread looks
 EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
@@ -45,7 +44,7 @@ class Outbox:
     def put(self, work: Any, buffer: torch.Tensor, what: object) -> None:
         """``what``, of which ``str`` is taken only then, says in an error what was sent. In a fake
         process group there is nobody to wait for."""
-        now = runtime.current()
+        now = current_runtime()
         if is_fake() if now.is_fake is None else now.is_fake:
             return
         with self.lock:
@@ -113,7 +112,7 @@ def failed(what: object, error: Exception) -> CommError:
 
 def check_delivered() -> None:
     """Raises the failure of an earlier message of this world."""
-    error = runtime.current().undelivered
+    error = current_runtime().undelivered
     if error is not None:
         raise error
 

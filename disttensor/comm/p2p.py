@@ -18,14 +18,13 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from disttensor import runtime
 from disttensor.comm import directions, failures, log
 from disttensor.comm.letter import Letter, copied, sized
 from disttensor.comm.mismatch import Awaited, Sending
@@ -35,7 +34,7 @@ from disttensor.comm.process_group import is_fake, world
 from disttensor.comm.wire import as_bytes
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
-from disttensor.runtime import Runtime
+from disttensor.runtime import Runtime, current_runtime, last_runtime
 
 Tensor = torch.Tensor
 
@@ -71,7 +70,7 @@ class channel:
 
 def next_tag() -> int:
     """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
-    tags = runtime.current().tags
+    tags = current_runtime().tags
     number = CHANNEL.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
@@ -80,12 +79,12 @@ def next_tag() -> int:
 
 def transfers(channel: int) -> int:
     """How many transfers a channel has had."""
-    return runtime.current().tags.get(channel, 0)
+    return current_runtime().tags.get(channel, 0)
 
 
 def channels(count: int) -> list[int]:
     """The channels of so many micro-batches. Raises RuntimeError if failed runs used up all."""
-    retired = runtime.current().retired
+    retired = current_runtime().retired
     free = CHANNELS - 1 - retired
     if retired and count > free:
         raise RuntimeError(
@@ -99,7 +98,7 @@ def channels(count: int) -> list[int]:
 def retire_channels(count: int) -> None:
     """Some of as many micro-batches have failed. Ranks were not all at the same transfer, and
     messages of these channels may not have been received: they are not used again."""
-    runtime.current().retired += min(count, CHANNELS - 1)
+    current_runtime().retired += min(count, CHANNELS - 1)
 
 
 def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
@@ -110,10 +109,6 @@ def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
         return tag
     nth = (tag >> 1) - count + later
     return tag & ~(CHANNELS - 1 << 14 | _TRANSFERS - 1 << 1) | other << 14 | nth % _TRANSFERS << 1
-
-
-# Called before this rank waits to hear of a tensor that it holds nothing of: see pipeline.tape.
-BEFORE_HEARING: ContextVar[Callable[[], None]] = ContextVar("before_hearing", default=lambda: None)
 
 
 # Messages --------------------------------------------------------------------------------------
@@ -168,7 +163,7 @@ class Message(Work[Tensor]):
         if self._finish is not None and not sys.is_finalizing():
             works, out, what = self._posted
             if _abandons.get():
-                runtime.here().abandoned.append(self._posted)
+                last_runtime().abandoned.append(self._posted)
                 return
             for work in works:
                 OUTBOX.put(work, out, what)
@@ -246,7 +241,7 @@ def expect(
     ``transfer`` with this tag. Gives what was asked for: nothing where messages match by their
     order.
     """
-    now = runtime.current()
+    now = current_runtime()
     if not _by_letters(now, device):
         return []
     keys = [(source, tag, math.prod(shape) * dtype.itemsize) for source, shape in receives]
@@ -258,7 +253,7 @@ def expect(
 
 def in_vain(keys: Iterable[Early]) -> bool:
     """Was something of this expected, and has not been waited for?"""
-    return not runtime.current().early.keys().isdisjoint(keys)
+    return not current_runtime().early.keys().isdisjoint(keys)
 
 
 def _awaited(

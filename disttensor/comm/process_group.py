@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor import runtime
 from disttensor.errors import CommError
+from disttensor.runtime import current_runtime
 from disttensor.torch_private import backend_of, default_group, default_store, timeout_of
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -27,7 +27,7 @@ def world() -> tuple[int, int]:
 def is_fake() -> bool:
     """Is the world PyTorch's ``fake`` process group? There one rank runs alone: others send it
     nothing, and what ranks tell each other is what this one says."""
-    now = runtime.current()
+    now = current_runtime()
     if now.is_fake is None:
         now.is_fake = dist.is_initialized() and dist.get_backend() == "fake"
     return now.is_fake
@@ -35,7 +35,7 @@ def is_fake() -> bool:
 
 def is_nccl() -> bool:
     """Does NCCL carry messages of the world?"""
-    now = runtime.current()
+    now = current_runtime()
     if now.is_nccl is None:
         now.is_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     return now.is_nccl
@@ -45,7 +45,7 @@ def backend_name(group: Any, device: torch.device) -> str:
     """The backend of a group, by whose ways collectives are made: of a fake one, the one that it
     stands for."""
     name = backend_of(group, device).name()
-    return runtime.current().stands_for if name == "fake" else name
+    return current_runtime().stands_for if name == "fake" else name
 
 
 def attempt() -> str:

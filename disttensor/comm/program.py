@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from disttensor import cache, runtime
+from disttensor import callbacks
+from disttensor.cache import cached, call_when_cleared
 from disttensor.comm import watcher
 from disttensor.errors import MismatchError, Place, said, user_line, user_place
+from disttensor.runtime import current_runtime
 from disttensor.torch_private import next_node
 
 _KEPT = 1 << 16  # calls that are remembered between two steps
@@ -66,7 +68,7 @@ class Call:
 # What has been noted since the last step: each has a Call in its attribute ``call``.
 NOTED: deque[Any] = deque(maxlen=_KEPT)
 note: Callable[[Any], None] = NOTED.append
-cache.also_clear(NOTED.clear, told=True)
+call_when_cleared(NOTED.clear, told=True)
 
 
 class State(NamedTuple):
@@ -107,7 +109,7 @@ def noted_calls() -> list[Call]:
     return [c for c in calls if not c.draws] + [c for c in calls if c.draws]
 
 
-@cache.cached(4096)
+@cached(4096)
 def _entry(what: str, spec: Any, place: Place) -> Call:
     """The same each time that a line does this."""
     return Call(lambda: f"{what} {spec!r}", spec.mesh, 2, said(place))
@@ -142,14 +144,14 @@ class Steps:
 def peers(mesh: Any, rank: int) -> list[int]:
     """The ranks of ``mesh`` that do what ``rank`` does: those that are in the same meshes. Calls on
     tensors of several meshes differ where one of them is another rank's."""
-    used = [m.root.ranks for m in list(runtime.current().meshes.values()) if m.specs]
+    used = [m.root.ranks for m in list(current_runtime().meshes.values()) if m.specs]
     return [r for r in mesh.ranks if all((r in ranks) == (rank in ranks) for ranks in used)]
 
 
 def at_step(who: str) -> None:
     """The program comes to an optimizer step. Raises MismatchError if the ranks' programs differed
     before the last one."""
-    now = runtime.current()
+    now = current_runtime()
     beside = watcher.of(now)
     if beside is None:
         NOTED.clear()
@@ -187,7 +189,7 @@ def at_step(who: str) -> None:
 def check() -> None:
     """Raises MismatchError if what was noted before the last optimizer step differs from what other
     ranks have noted. A rank that finds a difference itself knows of it here."""
-    steps: Steps | None = runtime.current().steps
+    steps: Steps | None = current_runtime().steps
     if steps is not None and steps.compared is not None:
         steps.compared.wait(2 * _PATIENCE)  # mostly it has been long ago
         if steps.error:
@@ -200,7 +202,7 @@ def _explain(beside: watcher.Watcher, where: str) -> bool:
     name, ranks, number = json.loads(where)
     if beside.rank not in ranks:
         return True
-    steps: Steps | None = runtime.current().steps
+    steps: Steps | None = current_runtime().steps
     kept = [] if steps is None else list(steps.kept)
     if steps is None or not any(s.number >= number for s in kept):
         return False
@@ -243,4 +245,4 @@ def difference(name: str, number: int, notes: dict[int, Any]) -> str:
     )
 
 
-watcher.HEARD["differ"] = _explain
+callbacks.on_report["differ"] = _explain

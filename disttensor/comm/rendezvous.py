@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from disttensor import runtime
 from disttensor.comm import failures
 from disttensor.comm.groups import process_group
 from disttensor.comm.process_group import is_fake, world, world_store
 from disttensor.errors import CommError
+from disttensor.runtime import current_runtime
 
 
 class _Wanted(NamedTuple):
@@ -76,7 +76,7 @@ class _Rendezvous:
     communicator, is of gloo alone, and cannot say what the others wait for."""
 
     def __init__(self, timeout: float) -> None:
-        now = runtime.current()
+        now = current_runtime()
         self.store = dist.PrefixStore(f"groups{now.meetings}", world_store())
         now.meetings += 1
         self.rank, self.size, self.timeout = *world(), timeout

@@ -21,20 +21,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from disttensor import callbacks
 from disttensor.comm.process_group import attempt, is_fake, keeps_store, world
 from disttensor.errors import user_line
 from disttensor.runtime import Runtime
 from disttensor.torch_private import default_store
 
 PERIOD = 1.0  # seconds
-Heard = Callable[["Watcher", str], bool]
-
-# What to do, once, with what is posted under a key: fn(watcher, text), in the thread. It gives
-# False where it cannot yet, and is called again.
-HEARD: dict[str, Heard] = {}
-
-# What is done in the thread every second: fn(watcher).
-EACH_BEAT: list[Callable[[Watcher], None]] = []
 
 
 class Watcher:
@@ -96,11 +89,11 @@ class Watcher:
     def _beat(self) -> None:
         self.store.add(f"beat/{self.rank}", 1)
         self._hear()
-        for fn in EACH_BEAT:
+        for fn in callbacks.on_heartbeat:
             fn(self)
 
     def _hear(self) -> None:
-        for key, fn in HEARD.items():
+        for key, fn in callbacks.on_report.items():
             known = key in self.known or not self.store.check([key])
             if not known and fn(self, self.store.get(key).decode()):
                 self.known.add(key)

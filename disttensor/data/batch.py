@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
+from disttensor.checks import check_sequence
 from disttensor.comm import collectives, objects
-from disttensor.layout import Box, box_at, layout_of
-from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.core.layout import Box, box_at, layout_of
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.spec import spec_of
 from disttensor.meta import execute
-from disttensor.placement import Partial, Placement, Replicate, Shard
-from disttensor.spec import spec_of
+from disttensor.pytree import Path
 from disttensor.tensor.dist_tensor import wrap
-from disttensor.tree import Path
 
 Tensor = torch.Tensor
 Places = tuple[ProcessMesh, Sequence[Placement]]
@@ -72,12 +72,12 @@ def _by_key(name: str, value: Any) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     expected = "one for all tensors of a batch, or a dict or tuple with one for each entry,"
-    return dict(enumerate(arguments.listed(f"shard_loader: {name}", value, expected)))
+    return dict(enumerate(check_sequence(f"shard_loader: {name}", value, expected)))
 
 
 def _checked(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
     """``alone``: the placements are those of all entries."""
-    for p in arguments.listed("shard_loader: placements", placements, "a list of placements"):
+    for p in check_sequence("shard_loader: placements", placements, "a list of placements"):
         pending = isinstance(p, Partial) and p.reduce_op in _EMPTY and not alone
         if type(p) not in (Shard, Replicate) and not pending:
             raise ValueError(

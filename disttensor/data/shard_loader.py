@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from disttensor.core.layout import Box
 from disttensor.data.batch import Form, Placed, Places, agreed, entries, rows_of
-from disttensor.layout import Box
-from disttensor.tree import Path, map_paths
+from disttensor.pytree import Path, map_paths
 
 Tensor = torch.Tensor
 _KEPT = (

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from disttensor.layout import Layout
-from disttensor.placement import Balanced
+from disttensor.core.layout import Layout
+from disttensor.core.placement import Balanced
 from ops.empty_pieces import ANYWHERE
 from ops.factors import Factors, Letter
 from ops.propagation import Decision

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from disttensor.core.layout import Axes
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.resolve import Plan
 from disttensor.dispatch.writes import written
-from disttensor.layout import Axes
 from disttensor.recipe import Recipe, Runner, outputs_of, with_recipe
 from disttensor.tensor import views
 from disttensor.tensor.base import from_origin

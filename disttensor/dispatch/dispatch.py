@@ -21,9 +21,9 @@ from disttensor.dispatch.key import (
     words_of,
 )
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
+from disttensor.pytree import collect
 from disttensor.recipe import Runner
 from disttensor.tensor.dist_tensor import DistTensor, arrived
-from disttensor.tree import flat
 from ops.registry import RULES
 from ops.signatures import restated
 
@@ -65,7 +65,7 @@ def dispatch(
                 *[v.spec if type(v) is DistTensor else key_of(v) for v in kwargs.values()],
             )
     except Uncacheable:
-        for t in flat((args, kwargs or {}), []):
+        for t in collect((args, kwargs or {}), []):
             if isinstance(t, DistTensor):
                 arrived(t)
         return runner_of(func, args, kwargs or {}, None)(args, kwargs or {})
@@ -133,7 +133,7 @@ def runner_of(
         floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
         setting = None
         if rule.setting is not None:
-            tensors = [t for t in flat((args, kwargs), []) if type(t) is DistTensor]
+            tensors = [t for t in collect((args, kwargs), []) if type(t) is DistTensor]
             setting = rule.setting([t.spec.layout for t in tensors])
         if floats or setting is not None:
             return partial(by_value, func, setting)
@@ -159,7 +159,7 @@ def runner_of(
 def again(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
     """A call whose tensors come in another order, or stand for numbers."""
     args, kwargs = restated(func, args, kwargs or {}) or (args, kwargs or {})
-    if any(type(t) is DistTensor for t in flat((args, kwargs), [])):
+    if any(type(t) is DistTensor for t in collect((args, kwargs), [])):
         return dispatch(DistTensor, func, (), args, kwargs)
     return func(*args, **kwargs)  # only the number was one
 

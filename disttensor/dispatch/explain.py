@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-import reshard
-from disttensor import arguments
+from disttensor.checks import check_callable
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch.resolve import HANDLERS, Plan, resolve, specs_of
 from disttensor.errors import name_of
-from disttensor.spec import DistSpec
+from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor, arrived
-from disttensor.tree import flat
 from ops.notation import notation
 from ops.registry import RULES
 from ops.signatures import restated
+from reshard import cross_mesh
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -65,8 +65,8 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
       result 0: f32[8@dp, 6]
       result 1: f32[8@dp, 6]
     """
-    arguments.function("explain: func", func)
-    if not [arrived(t) for t in flat((args, kwargs), []) if isinstance(t, DistTensor)]:
+    check_callable("explain: func", func)
+    if not [arrived(t) for t in collect((args, kwargs), []) if isinstance(t, DistTensor)]:
         raise TypeError(
             f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain "
             "torch. Give the arguments that the call has, as explain(torch.add, x, y)"
@@ -81,7 +81,7 @@ def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Expla
     kwargs = {k: v for k, v in kwargs.items() if k != "out"}
     args, kwargs = (func in RULES and restated(func, args, kwargs)) or (args, kwargs)
     found = resolve(func, args, kwargs)
-    tensors = flat((args, kwargs), [])
+    tensors = collect((args, kwargs), [])
     name = name_of(func)
     if found.way == "handler":
         said = getdoc(HANDLERS[func]) or "by a function of its own, without a rule"
@@ -105,7 +105,7 @@ def _by_rule(plan: Plan, asks: Sequence[bool], written: bool) -> Explanation:
     lines, total = [head], 0
     ends = zip(plan.specs, plan.input_specs, plan.varying_axes, strict=True)
     for i, (src, dst, axes) in enumerate(ends):
-        steps = () if dst is None else reshard.choose(src, dst)
+        steps = () if dst is None else cross_mesh.choose(src, dst)
         total += sum(s.bytes for s in steps)
         lines.append(f"  argument {i}: {src!r}" + (f" is wanted as {dst!r}" if dst else ""))
         lines += [f"    {step}" for step in steps]
@@ -137,7 +137,7 @@ def _said(local: Function) -> str:
 def _gathered(func: Function, specs: Sequence[DistSpec], why: str) -> Explanation:
     lines, total = [f"{name_of(func)}: gathers its inputs and runs on full tensors ({why})"], 0
     for i, src in enumerate(specs):
-        steps = reshard.choose(src, src.replicated())
+        steps = cross_mesh.choose(src, src.replicated())
         total += sum(s.bytes for s in steps)
         lines += [f"  argument {i}: {src!r}", *(f"    {step}" for step in steps)]
     lines.append(f"  sends {total:,} bytes per rank before it runs; gives replicated results")

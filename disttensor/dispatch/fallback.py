@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from disttensor import errors
 from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
@@ -18,7 +17,9 @@ from disttensor.dispatch.general import reduce_pending
 from disttensor.dispatch.key import Uncacheable, key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.dispatch.writes import written
+from disttensor.errors import name_of, refuse_collectives
 from disttensor.meta import execute, infer
+from disttensor.pytree import collect, substitute
 from disttensor.random.state import forked, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -26,7 +27,6 @@ from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described
 from disttensor.tensor.versions import count, version
 from disttensor.torch_private import schemas_of, storage_id
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -76,14 +76,14 @@ UNTOLD: dict[Function, dict[str, int]] = {
 def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call changes: its first argument by torch's convention of names, and what
     the schema of a custom op says."""
-    found = flat([*args, *kwargs.values()][:1], []) if writes(func) else []
+    found = collect([*args, *kwargs.values()][:1], []) if writes(func) else []
     places = dict(UNTOLD.get(func, {}))
     for schema in schemas_of(func):
         for i, one in enumerate(schema.arguments):
             if one.alias_info is not None and one.alias_info.is_write:
                 places[one.name] = i
     for name, i in places.items():
-        flat(args[i] if i < len(args) else kwargs.get(name), found)
+        collect(args[i] if i < len(args) else kwargs.get(name), found)
     return found
 
 
@@ -93,7 +93,7 @@ def run_replicated(
     """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes
     goes back into the placement it had. ``expected``: no warning. Raises RuntimeError for a
     collective of torch.distributed."""
-    errors.refuse_collectives(func)
+    refuse_collectives(func)
     writing = writes(func)
     runners: Cache[Any, Callable[..., Any]] = Cache(256)  # outside the mesh, by kind of call
 
@@ -110,7 +110,7 @@ def run_replicated(
         result = run(args, kwargs)
         changed = [] if writing else written_by(func, args, kwargs)
         if changed:
-            execute.written(func, changed, flat((args, kwargs), []), mesh)
+            execute.written(func, changed, collect((args, kwargs), []), mesh)
         return result
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
@@ -129,17 +129,17 @@ def run_replicated(
             given[id(full)] = x
             return full
 
-        tensors = flat((args, kwargs), [])
+        tensors = collect((args, kwargs), [])
         mesh = one_mesh(func, tensors)
         if mesh.coordinate is None:
             return outside(mesh, args, kwargs)
         specs = [t.spec for t in tensors if type(t) is DistTensor]
         pending = [type(t) is DistTensor and bool(t.spec.layout.partial) for t in tensors]
-        if not strict.depth() and reduce_pending(args, kwargs, pending):
+        if not strict.strict.current() and reduce_pending(args, kwargs, pending):
             return func(*args, **kwargs)
         if not expected:
             strict.fallback(func, specs, why)
-        elif strict.depth():
+        elif strict.strict.current():
             strict.check_moves(func, specs, [s.replicated() for s in specs])
         generator = generator_in(args, kwargs)
         if generator is not None:
@@ -155,14 +155,14 @@ def run_replicated(
                 if version(full) != before or id(x) in changed:
                     _give_back(x, full, func, before)
         first: Any = next(iter((*args, *kwargs.values())), None)
-        if writing and any(type(t) is DistTensor for t in flat(first, [])):
+        if writing and any(type(t) is DistTensor for t in collect(first, [])):
             return first if isinstance(out, (Tensor, list, tuple)) else out
-        if any(t.layout is torch.strided and _memory(t) is None for t in flat(out, [])):
+        if any(t.layout is torch.strided and _memory(t) is None for t in collect(out, [])):
             return out  # of a transform around this call, which follows plain tensors only
         result = wrap_full(out, mesh, given)
         moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
         sources = {memory: x for x, full in moved if (memory := _memory(full)) is not None}
-        for t in flat(result, []) if sources else ():
+        for t in collect(result, []) if sources else ():
             source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
             if source is not None:  # a view, in one process
                 views.enter(t, source, func)
@@ -218,7 +218,7 @@ def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             target.resize_(tuple(value.shape))
         if tuple(target.shape) != tuple(value.shape):
             raise RuntimeError(
-                f"{errors.name_of(func)}: out= has shape {list(target.shape)}, the result "
+                f"{name_of(func)}: out= has shape {list(target.shape)}, the result "
                 f"{list(value.shape)}; it is not resized"
             )
         target.copy_(value)

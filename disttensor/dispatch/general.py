@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
+from disttensor.core.layout import Axes
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch import strict
 from disttensor.dispatch.direct import replay
 from disttensor.dispatch.outputs import check_outputs, wrap_outputs
 from disttensor.dispatch.resolve import Plan
 from disttensor.dispatch.writes import targets, written
-from disttensor.layout import Axes
+from disttensor.pytree import collect, substitute
 from disttensor.recipe import NESTED, Recipe, Runner, Use, outputs_of
-from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import set_origin
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient, owner_of
 from disttensor.tensor.grad_sync import sync_gradients
 from disttensor.tensor.reshard import moved_for, relabels
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -73,9 +73,9 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         nonlocal checked
         kwargs = kwargs or {}
-        if reduces and not strict.depth() and reduce_pending(args, kwargs, reduced):
+        if reduces and not strict.strict.current() and reduce_pending(args, kwargs, reduced):
             return func(*args, **kwargs)
-        if redistributes and strict.depth():
+        if redistributes and strict.strict.current():
             strict.check_moves(func, specs, input_specs)
         aims = targets(plan, args, kwargs) if inplace else []
         for t in aims:
@@ -101,10 +101,10 @@ def general(plan: Plan, local_fn: Function, shallow: Any) -> Runner:
             set_origin(result, partial(replay, local_fn, x, rest, local_kwargs))
         if moved:
             back = partial(_setitem, x, args[1]) if func is Tensor.__getitem__ else None
-            for r in flat(result, []):
+            for r in collect(result, []):
                 views.enter(r, x, func, back)
         elif x._view_state is not None:
-            for r in flat(result, []):
+            for r in collect(result, []):
                 views.inherit(r, x)
         return result
 
@@ -121,7 +121,7 @@ def general_recipe(
     uses: list[Use] = []
     axes_of = iter(plan.varying_axes)
     for a in (*args, *kwargs.values()):
-        if isinstance(a, (list, tuple)) and flat(a, []):
+        if isinstance(a, (list, tuple)) and collect(a, []):
             uses.append(NESTED)
         elif isinstance(a, Tensor):
             axes = next(axes_of, ())
@@ -146,7 +146,7 @@ def reduce_pending(args: Sequence[Any], kwargs: Any, reduced: Sequence[bool]) ->
         for a in args
     ):
         return False
-    tensors = flat((args, kwargs), [])
+    tensors = collect((args, kwargs), [])
     owners = [
         owner_of(t)
         for t, now in zip(tensors, reduced, strict=True)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttensor.arguments import has_own_operators
+from disttensor.checks import has_own_operators
+from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
-from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 
 Tensor = torch.Tensor

@@ -11,9 +11,9 @@ from disttensor.autograd import activation_checkpoint, functional, halo_exchange
 from disttensor.autograd.grad_types import Typed, move
 from disttensor.comm import collectives
 from disttensor.comm.work import finished
-from disttensor.layout import Axes, Layout
+from disttensor.core.layout import Axes, Layout
+from disttensor.core.spec import DistSpec
 from disttensor.random import state
-from disttensor.spec import DistSpec
 
 Tensor = torch.Tensor
 T = TypeVar("T")

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from disttensor import cache, runtime
 from disttensor.autograd import activation_checkpoint
+from disttensor.cache import call_when_cleared
 from disttensor.comm import p2p, program
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Partial, Replicate, Shard
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, reduction_cache, reshards, strict, writes
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Partial, Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.runtime import current_runtime
 from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.base import GradState
 from disttensor.tensor.dist_tensor import SHORTCUTS, WRAP, DistTensor, carry_out_with, wrapped
@@ -79,15 +80,15 @@ def _configure(module: Any) -> None:
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
         wrap_outputs=outputs.wrap_outputs, written=writes.written, share=views.share,
-        remember=reduction_cache.remember, strict_depth=strict.depth,
+        remember=reduction_cache.remember, strict_depth=strict.strict.current,
         UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
         ProcessMesh=ProcessMesh, Replicate=Replicate, Shard=Shard, Partial=Partial,
         reshard=reshards.reshard, first_reshard=reshards.first_reshard,
         TAPE=TAPE, REGION=activation_checkpoint.INNERMOST, CHANNEL=p2p.CHANNEL,
-        current_world=runtime.current,
+        current_world=current_runtime,
     )  # fmt: skip
-    cache.also_clear(module.clear)
+    call_when_cleared(module.clear)
     for name, method in module.methods().items():
         own = getattr_static(DistTensor, name) is not getattr_static(Tensor, name)
         if not own or name == "grad":

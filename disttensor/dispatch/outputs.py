@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch.resolve import Plan
-from disttensor.spec import DistSpec
+from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import wrap
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 
 
 def check_outputs(plan: Plan, out: Any) -> None:
     """Check the rule's local shapes against the first result, and note its dtypes."""
-    for i, (t, spec) in enumerate(zip(flat(out, []), plan.output_specs, strict=False)):
+    for i, (t, spec) in enumerate(zip(collect(out, []), plan.output_specs, strict=False)):
         if tuple(t.shape) != tuple(spec.local_shape):
             raise RuntimeError(
                 f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is "

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
+from disttensor.core.layout import Layout
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch import strict
 from disttensor.dispatch.resolve import Plan
-from disttensor.layout import Layout
+from disttensor.pytree import collect, substitute
 from disttensor.recipe import Runner, recipe_of, reducing, with_recipe
-from disttensor.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
 from disttensor.tensor.reshard import moved_for, resharded
 from disttensor.tensor.versions import INFERENCE, is_handed_out, version
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 
@@ -99,7 +99,7 @@ def reusing(plan: Plan, run: Runner) -> Runner:
             else:
                 return run(args, kwargs)
         tensors = (
-            [a for a in args if isinstance(a, Tensor)] if few else flat((args, kwargs or {}), [])
+            [a for a in args if isinstance(a, Tensor)] if few else collect((args, kwargs or {}), [])
         )
         found: dict[int, DistTensor] = {}
         left = False  # adding pending values is free; with one of them reduced it would not be
@@ -110,7 +110,7 @@ def reusing(plan: Plan, run: Runner) -> Runner:
                 left = True
                 continue
             value = None if t._reduced is None else known(t)
-            if value is None and whole is not None and not strict.depth():
+            if value is None and whole is not None and not strict.strict.current():
                 value = remember(t, whole)
             if value is not None:
                 found[id(t)] = value

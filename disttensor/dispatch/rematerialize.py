@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from disttensor.autograd.grad_types import Typed, move
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
+from disttensor.core.spec import DistSpec
 from disttensor.recipe import Runner, recipe_of, with_recipe
-from disttensor.spec import DistSpec
 from disttensor.tensor.base import origin_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.versions import version

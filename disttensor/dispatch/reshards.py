@@ -10,10 +10,10 @@ from typing import Any
 
 from disttensor.autograd import token
 from disttensor.comm.program import Call
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Placement
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Placement
+from disttensor.core.spec import DistSpec
 from disttensor.recipe import Recipe, outputs_of, with_recipe
-from disttensor.spec import DistSpec
 from disttensor.tensor.awaited import started
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import target

@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from disttensor import errors
-from disttensor.arguments import has_own_operators
 from disttensor.cache import Cache
+from disttensor.checks import has_own_operators
+from disttensor.core.layout import Axes, Layout, replicated
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
 from disttensor.dispatch.key import likeness, of_no_mesh
 from disttensor.dispatch.local_context import MeshCollectives
-from disttensor.layout import Axes, Layout, replicated
-from disttensor.mesh import ProcessMesh
-from disttensor.spec import DistSpec
+from disttensor.errors import name_of, user_line
+from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from disttensor.tensor.reshard import relabels
-from disttensor.tree import flat, substitute
 from ops.alike import of_any_size, sizes_of
 from ops.factors import Arg, Factors
 from ops.infer import NoRule, decide
@@ -169,7 +169,7 @@ def resolve(
         return _without_rule(func, "no rule")
     if foreach.meshes_of(func, args, kwargs) > 1:
         return Resolution("each_mesh")
-    specs = specs_of(func, flat((args, kwargs), []))
+    specs = specs_of(func, collect((args, kwargs), []))
     mesh, rule, alike, same = specs[0].mesh, RULES[func], None, None
     if key is not None and rule.sizes == "letters":
         alike = rule, mesh.shape, likeness(key)
@@ -214,7 +214,7 @@ def resolve(
             "piece afterwards"
         )
         return Resolution("gather", why, expected=True)
-    for t, layout in zip(flat((args, kwargs), []), decision.input_layouts, strict=True):
+    for t, layout in zip(collect((args, kwargs), []), decision.input_layouts, strict=True):
         if has_own_operators(t) and layout != replicated(t.ndim):
             kind = type(t).__name__
             return Resolution("gather", f"a {kind} among the arguments stays whole")
@@ -243,14 +243,14 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
     # by name: importing it costs more than all of ours
     if any(type(t).__name__ == "DTensor" for t in tensors):
         raise ValueError(
-            f"{errors.name_of(func)}: a torch DTensor among DistTensors: convert it with "
+            f"{name_of(func)}: a torch DTensor among DistTensors: convert it with "
             "from_dtensor(x), which copies nothing"
         )
     for t in dist[1:]:
         if t.spec.mesh is not mesh:
             free = ", which sends nothing from a sub-mesh to its whole mesh"
             raise ValueError(
-                f"{errors.name_of(func)}: tensors on two meshes: {dist[0].spec!r} on {mesh!r} and "
+                f"{name_of(func)}: tensors on two meshes: {dist[0].spec!r} on {mesh!r} and "
                 f"{t.spec!r} on {t.spec.mesh!r}. Bring one over first: reshard(x, mesh, placements)"
                 f"{free if t.spec.mesh.root is mesh.root else ''}"
             )
@@ -263,7 +263,7 @@ def plain_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
     replaced = getattr(x, "_replaced", None)
     if replaced and x.requires_grad and torch.is_grad_enabled():
         warnings.warn(
-            f"at {errors.user_line()}: the forward uses the plain parameter of before: {replaced} "
+            f"at {user_line()}: the forward uses the plain parameter of before: {replaced} "
             "when the model was sharded. Its gradient does not reach the parameter that the "
             "optimizer updates. A module in a plain list, or an attribute of another object, "
             "still holds it: make that a submodule (nn.ModuleList) before sharding",

@@ -5,17 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import reshard
+from disttensor.core.spec import DistSpec
 from disttensor.errors import FallbackWarning, StrictError, name_of, user_line
-from disttensor.spec import DistSpec
-from disttensor.switch import Switch
+from disttensor.settings import Setting
+from reshard import cross_mesh
 
-level = Switch("strict")
-depth = level.depth  # how many strict() blocks are open: one call of C
 _warned: set[Any] = set()
 
 
-class strict:
+class strict(Setting, default=False):
     """``with strict():`` an implicit reshard that communicates, or a function without a rule, is an
     error that names the call, the source line and the bytes.
 
@@ -23,12 +21,8 @@ class strict:
     ...     y = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).relu().sum()
     """
 
-    def __enter__(self) -> strict:
-        level.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        level.__exit__()
+    def __init__(self) -> None:
+        super().__init__(True)
 
 
 def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]) -> None:
@@ -36,7 +30,7 @@ def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]
     for i, (src, dst) in enumerate(zip(sources, wants, strict=True)):
         if dst is None:
             continue
-        steps = reshard.choose(src, dst)
+        steps = cross_mesh.choose(src, dst)
         nbytes = sum(s.bytes for s in steps)
         if nbytes:
             raise StrictError(
@@ -48,8 +42,8 @@ def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]
 
 def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
     """Note a fallback: an error inside strict(), else one warning per function."""
-    if depth():
-        nbytes = sum(reshard.cost(s, s.replicated()) for s in specs)
+    if strict.current():
+        nbytes = sum(cross_mesh.cost(s, s.replicated()) for s in specs)
         raise StrictError(
             f"{name_of(func)} at {user_line()} has no rule for this call ({why}): it would gather "
             f"{nbytes:,.0f} bytes per rank. Register one with ops.rule, wrap the code in "

@@ -8,18 +8,18 @@ from functools import lru_cache
 from typing import Any
 
 from disttensor.dispatch.resolve import Plan
+from disttensor.pytree import collect
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.versions import INFERENCE, count
 from disttensor.torch_private import schemas_of
-from disttensor.tree import flat
 
 Function = Callable[..., Any]
 
 
 def targets(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DistTensor]:
     """What an in-place call writes to, less plain tensors that take DistTensors in."""
-    tensors: list[Any] = flat((args, kwargs), [])
+    tensors: list[Any] = collect((args, kwargs), [])
     return [tensors[i] for i in plan.factors.targets if type(tensors[i]) is DistTensor]
 
 
@@ -37,7 +37,7 @@ def counting(plan: Plan, local_fn: Function) -> Function:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         out = local_fn(*args, **kwargs)
-        locals_ = flat((args, kwargs), [])
+        locals_ = collect((args, kwargs), [])
         count(*[locals_[i] for i in plan.factors.targets])
         return out
 

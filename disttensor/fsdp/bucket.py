@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from disttensor.comm import buffers
-from disttensor.layout import chunk
+from disttensor.core.layout import chunk
 
 Tensor = torch.Tensor
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor import callbacks
 from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, current_context
-from disttensor.autograd.activation_checkpoint import AROUND, current_run, recompute_around
+from disttensor.autograd.activation_checkpoint import current_run, recompute_around
 from disttensor.autograd.joined_backward import this_backward, when_failed, when_over
 from disttensor.autograd.split_backward import at_once
-from disttensor.autograd.starts import BEFORE
 from disttensor.comm import buffers
 from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
@@ -34,11 +34,9 @@ from disttensor.fsdp.param import shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.unseen import unseen
-from disttensor.passed import replaced_in, tensors_in
-from disttensor.tensor.backward import AFTER_FAILURE
+from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.base import place_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import BEFORE_SYNC
 from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
@@ -151,7 +149,7 @@ class Engine:
     def _runs(self, segment: Segment, module: nn.Module) -> None:
         segment.running.append(module)
         segment.forwards.begin()
-        AROUND[segment] = partial(self._shown_again, segment)
+        callbacks.recompute_contexts[segment] = partial(self._shown_again, segment)
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose hooks were not called, unless one runs besides that of
@@ -165,7 +163,7 @@ class Engine:
             segment.forwards.abandon()
             segment.ran.clear()
             segment.is_open = segment.in_graph = False
-            AROUND.pop(segment, None)
+            callbacks.recompute_contexts.pop(segment, None)
             if segment.shown:
                 segment.free()
 
@@ -185,7 +183,7 @@ class Engine:
         segment.running.remove(module)
         segment.in_graph |= segment.forwards.end()
         if not segment.running:
-            AROUND.pop(segment, None)
+            callbacks.recompute_contexts.pop(segment, None)
         if current_backward() != -1:
             if torch.is_grad_enabled() and self._hold(segment):
                 return None
@@ -193,13 +191,13 @@ class Engine:
             if freed and not segment.running and self.backward is not None:
                 self.backward.recomputed(segment)
             return None
-        outputs = tensors_in(output, attributes=True)
+        outputs = find_tensors(output, attributes=True)
         copied = any(map(segment.shares_memory, outputs))
         if copied:
-            output = replaced_in(
+            output = replace_tensors(
                 output, lambda x: x.clone() if segment.shares_memory(x) else x, attributes=True
             )
-            outputs = tensors_in(output, attributes=True)
+            outputs = find_tensors(output, attributes=True)
         segment.ran.add(module)
         # By itself, as of a method of the root, a module is all that runs for sure.
         is_over = not segment.running and (
@@ -218,7 +216,7 @@ class Engine:
             return
         self.calls = max(self.calls - 1, 0)
         if torch.is_grad_enabled() and self.uncopied:
-            for x in tensors_in(output, attributes=True):
+            for x in find_tensors(output, attributes=True):
                 before_node(x, self._enter_uncopied)
             for segment in self.uncopied:
                 self._hook_leaves(segment)
@@ -446,6 +444,6 @@ def clean_up() -> None:
             engine.clean_up()
 
 
-BEFORE.append(_starts)
-AFTER_FAILURE.append(clean_up)
-BEFORE_SYNC.append(flush)
+callbacks.before_start.append(_starts)
+callbacks.after_backward_error.append(clean_up)
+callbacks.before_grad_read.append(flush)

@@ -10,11 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-import reshard
-from disttensor import arguments
-from disttensor.arguments import has_own_operators
 from disttensor.autograd.accumulation import BackwardContext
+from disttensor.checks import (
+    argument_error,
+    check_bool,
+    check_callable,
+    check_int,
+    check_sequence,
+    check_type,
+    has_own_operators,
+)
 from disttensor.comm import collectives
+from disttensor.core.layout import Layout
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Replicate, Shard
+from disttensor.core.spec import DistSpec
+from disttensor.experts.expert_plan import expert_tensors
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.mixed_precision import Policies, Policy, check_dtypes
 from disttensor.fsdp.module_tree import SegmentSpec
@@ -23,16 +34,12 @@ from disttensor.fsdp.param import FSDPParam
 from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.segment_policy import SegmentBySize, Segments, segments_of
-from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute
-from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.shard_module import a_module, check_subclasses, place
-from disttensor.placement import Replicate, Shard
-from disttensor.spec import DistSpec
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from reshard import cross_mesh
 
 SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(25.0)  # unless segments are given
 _ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
@@ -89,8 +96,8 @@ def shard_data_parallel(
     """
     if segments is None:
         segments = REPLICAS if shard_axis is None else SHARDS
-    arguments.flag("shard_data_parallel: reshard_after_forward", reshard_after_forward)
-    arguments.flag("shard_data_parallel: offload", offload)
+    check_bool("shard_data_parallel: reshard_after_forward", reshard_after_forward)
+    check_bool("shard_data_parallel: offload", offload)
     check_dtypes("shard_data_parallel", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     a_module("shard_data_parallel: module", module)
     ignored = _ignored(module, ignored_params)
@@ -164,7 +171,7 @@ def _checked(
             f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the "
             "parameters too"
         )
-    arguments.whole(f"{who}: prefetch", prefetch, 0, "a number of segments")
+    check_int(f"{who}: prefetch", prefetch, 0, "a number of segments")
     if any(_ENGINE in m.__dict__ for m in module.modules()):
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
@@ -215,9 +222,9 @@ def _ignored(module: nn.Module, params: Any) -> frozenset[int]:
     who, expected = "shard_data_parallel: ignored_params", "a set of parameters of the module"
     own = set(map(id, module.parameters()))
     if isinstance(params, torch.Tensor):
-        raise arguments.wrong(who, params, expected)
-    for p in (listed := arguments.listed(who, params, expected)):
-        arguments.of_type(f"{who}: an entry", p, nn.Parameter, expected)
+        raise argument_error(who, params, expected)
+    for p in (listed := check_sequence(who, params, expected)):
+        check_type(f"{who}: an entry", p, nn.Parameter, expected)
         if id(p) not in own:
             raise ValueError(
                 f"{who}: a parameter of shape {tuple(p.shape)} is none of "
@@ -248,7 +255,7 @@ def _shard_dims(
     who = "shard_data_parallel: shard_placement_fn"
     if function is None:
         return {}
-    arguments.function(who, function, "a function of a parameter")
+    check_callable(who, function, "a function of a parameter")
     if shard_axis is None:
         raise ValueError(f"{who}: nothing is sharded, as shard_axis is None: leave it out")
     dims: dict[str, int] = {}
@@ -257,7 +264,7 @@ def _shard_dims(
         if placement is None:
             continue
         if type(placement) is not Shard or not -p.ndim <= placement.dim < p.ndim:
-            raise arguments.wrong(
+            raise argument_error(
                 f"{who}({name})", placement, f"Shard(dim) of a parameter of {p.ndim} dims, or None,"
             )
         dims[name] = placement.dim % p.ndim
@@ -340,7 +347,7 @@ def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:
     if not p.is_initialized:
         new = execute.stand_in(dst, p.requires_grad)
     else:
-        local = reshard.run(p.local.detach(), spec, dst).clone()
+        local = cross_mesh.run(p.local.detach(), spec, dst).clone()
         new = wrap(local.requires_grad_(p.requires_grad), dst)
     return as_parameter(new)
 
@@ -369,7 +376,7 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
             "last)"
         )
     a_module("accumulate: module", module)
-    arguments.flag("accumulate: last", last)
+    check_bool("accumulate: last", last)
     engines = [m.__dict__[_ENGINE] for m in module.modules() if _ENGINE in m.__dict__]
     if not engines and not any(isinstance(p, DistTensor) for p in module.parameters()):
         raise ValueError(

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disttensor import arguments
+from disttensor.checks import argument_error, check_bool, check_type
 from disttensor.fsdp.unseen import unseen
 from disttensor.nn.names import known, matching
-from disttensor.passed import replaced_in
+from disttensor.pytree import replace_tensors
 
 _WHO = "shard_data_parallel: mp_policy"
 _EXPECTED = "a MixedPrecisionPolicy of torch.distributed.fsdp, or a dict {name of a module: policy}"
@@ -85,7 +85,7 @@ def _named(root: nn.Module, given: Any) -> dict[nn.Module, Policy]:
     modules = dict(root.named_modules(remove_duplicate=False))
     named: dict[nn.Module, Policy] = {}
     for pattern in sorted(entries, key=lambda name: name not in modules):
-        arguments.of_type(f"{_WHO}: a name", pattern, str, "a name of a module, or a glob,")
+        check_type(f"{_WHO}: a name", pattern, str, "a name of a module, or a glob,")
         policy = _checked(entries[pattern], pattern)
         found = matching(pattern, modules)
         if not found:
@@ -101,10 +101,10 @@ def _named(root: nn.Module, given: Any) -> dict[nn.Module, Policy]:
 def _checked(given: Any, pattern: str) -> Policy:
     who = f"{_WHO}[{pattern!r}]" if pattern else _WHO
     if not all(hasattr(given, field) for field in Policy._fields):
-        raise arguments.wrong(who, given, _EXPECTED)
+        raise argument_error(who, given, _EXPECTED)
     policy = Policy(*(getattr(given, field) for field in Policy._fields))
     check_dtypes(who, **dict(zip(Policy._fields[:3], policy[:3], strict=True)))
-    arguments.flag(f"{who}: cast_forward_inputs", policy.cast_forward_inputs)
+    check_bool(f"{who}: cast_forward_inputs", policy.cast_forward_inputs)
     for name in getattr(given, "__dataclass_fields__", ()):
         if name not in Policy._fields and getattr(given, name) is not None:
             raise ValueError(
@@ -120,7 +120,7 @@ def check_dtypes(who: str, **dtypes: Any) -> None:
         known = isinstance(dtype, torch.dtype)
         if dtype is not None and not (known and dtype.is_floating_point):
             kind = ValueError if known else TypeError
-            raise arguments.wrong(f"{who}: {name}", dtype, "a floating dtype of torch", kind)
+            raise argument_error(f"{who}: {name}", dtype, "a floating dtype of torch", kind)
 
 
 class _Cast:
@@ -131,7 +131,7 @@ class _Cast:
 
     @unseen
     def cast(self, value: Any) -> Any:
-        return replaced_in(value, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
+        return replace_tensors(value, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
 
 
 class _CastInputs(_Cast):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disttensor.arguments import has_own_operators
+from disttensor.checks import has_own_operators
 from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor import callbacks
 from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import FSDPParam, shared
 from disttensor.meta import execute
@@ -39,14 +39,14 @@ class OffMeshSegment:
     def begin(self, module: nn.Module) -> None:
         """A forward of one of its modules: they show the unsharded parameters."""
         self.running.append(module)
-        AROUND[self] = self._shown_again
+        callbacks.recompute_contexts[self] = self._shown_again
         self.show()
 
     def end(self, module: nn.Module) -> None:
         if module in self.running:  # else another hook before its forward has failed
             self.running.remove(module)
         if not self.running:
-            AROUND.pop(self, None)
+            callbacks.recompute_contexts.pop(self, None)
 
     @contextmanager
     def _shown_again(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class OffMeshSegment:
         if (self.calls or self.running or self.shown) and calls_on_stack(module) == 1:
             self.calls = 0  # see Engine._drop_forwards
             self.running.clear()
-            AROUND.pop(self, None)
+            callbacks.recompute_contexts.pop(self, None)
             self.hide()
         self.calls += 1
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from disttensor.autograd import token
+from disttensor.core.layout import Axes, Layout
 from disttensor.fsdp.bucket import chunk_of
-from disttensor.layout import Axes, Layout
 from disttensor.nn.parameters import Slot
 from disttensor.tensor.base import (
     as_parameter,

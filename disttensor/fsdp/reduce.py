@@ -25,9 +25,9 @@ from disttensor.comm import collectives, objects
 from disttensor.comm.sums import Slot, sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
+from disttensor.core.layout import Axes
 from disttensor.fsdp.bucket import BucketLayout, pack
 from disttensor.fsdp.param import FSDPParam
-from disttensor.layout import Axes
 from disttensor.tensor.base import place_of
 from disttensor.tensor.grad import reduced
 from disttensor.tensor.reshard import resharded

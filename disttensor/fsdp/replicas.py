@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
-from disttensor.arguments import has_own_operators
+from disttensor.checks import check_sequence, check_type, has_own_operators
 from disttensor.comm import collectives, objects
-from disttensor.layout import replicated
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Replicate
-from disttensor.spec import DistSpec
+from disttensor.core.layout import replicated
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Replicate
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 _FLAT = 1 << 28  # bytes of one broadcast: more would only take more memory
@@ -131,9 +130,9 @@ def _named(source: Any) -> Iterator[tuple[str, Any]]:
         yield from source.named_parameters()
         yield from source.named_buffers()
     else:
-        tensors = arguments.listed("check_replicas", source, "modules and lists of tensors")
+        tensors = check_sequence("check_replicas", source, "modules and lists of tensors")
         for x in tensors:
-            arguments.of_type("check_replicas: entry", x, torch.Tensor, "a tensor")
+            check_type("check_replicas: entry", x, torch.Tensor, "a tensor")
         yield from ((f"tensors[{i}]", x) for i, x in enumerate(tensors))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from disttensor import arguments
+from disttensor.checks import check_positive
 from disttensor.fsdp.module_tree import (
     ModuleNode,
     SegmentId,
@@ -66,7 +66,7 @@ class SegmentBySize(SegmentPolicy):
     megabytes: float = 32.0
 
     def __post_init__(self) -> None:
-        arguments.positive("SegmentBySize: megabytes", self.megabytes, "a positive size")
+        check_positive("SegmentBySize: megabytes", self.megabytes, "a positive size")
 
     def assign(self, nodes: list[ModuleNode]) -> None:
         limit = self.megabytes * MIB

@@ -13,18 +13,18 @@ import torch
 
 from disttensor.autograd import token
 from disttensor.comm import objects
+from disttensor.core.layout import Layout, replicated
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
-from disttensor.layout import Layout, replicated
-from disttensor.mesh import ProcessMesh
 from disttensor.meta import infer
+from disttensor.pytree import collect, substitute
 from disttensor.random import state
 from disttensor.recipe import Recipe, Runner, outputs_of, with_recipe
-from disttensor.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta
 from disttensor.torch_private import autocast_is_on, make_subclass
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -83,7 +83,7 @@ def _runner_of(
         writes
         or type(outs) not in (list, tuple)
         or not outs
-        or any(type(t) is not DistTensor for t in flat((args, kwargs), []))
+        or any(type(t) is not DistTensor for t in collect((args, kwargs), []))
         or any(type(o) is not infer.Out or o.same is not None for o in outs)
         or any(o.sources != outs[0].sources for o in outs)
     ):
@@ -227,14 +227,14 @@ def _join(args: Sequence[Any], sources: tuple[int, ...], nothing: Tensor, orphan
 
 def _reader(args: Sequence[Any], kwargs: Any) -> Reader:
     """What finds the tensors of such a call, in a sequence."""
-    n = len(flat((args, kwargs), []))
+    n = len(collect((args, kwargs), []))
     if sum(isinstance(a, Tensor) for a in args) == n:
         return _positional
     if sum(isinstance(a, Tensor) for a in (*args, *kwargs.values())) == n:
         return _with_keywords
     if isinstance(args[0], (list, tuple)) and sum(isinstance(a, Tensor) for a in args[0]) == n:
         return lambda args, kwargs: args[0]
-    return lambda args, kwargs: flat((args, kwargs), [])
+    return lambda args, kwargs: collect((args, kwargs), [])
 
 
 def _positional(args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
@@ -260,7 +260,7 @@ def general(
         if autocast_is_on() and cast is not None:
             return cast(args, kwargs)
         kwargs = kwargs or {}
-        tensors: list[Any] = flat((args, kwargs), [])
+        tensors: list[Any] = collect((args, kwargs), [])
         refuse_plain(func, mesh, tensors)
         if draws:
             state.draw(mesh, "fast", state.generator_in(args, kwargs))
@@ -310,7 +310,7 @@ def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> No
 def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
     """In place: the target depends on all that was written into it; so do its views, and what it is
     one of."""
-    targets: list[Any] = flat(target, [])
+    targets: list[Any] = collect(target, [])
     for t in targets:
         if type(t) is not DistTensor:
             raise RuntimeError(
@@ -337,7 +337,7 @@ def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) 
 
 def wrap_told(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
     """The result of a call whose shapes depend on data, as the ranks inside described it."""
-    locals_ = [t.local for t in flat((args, kwargs or {}), []) if type(t) is DistTensor]
+    locals_ = [t.local for t in collect((args, kwargs or {}), []) if type(t) is DistTensor]
 
     def made(out: TensorMeta) -> DistTensor:
         sources = locals_ if out.requires_grad else ()

@@ -22,6 +22,7 @@ import torch
 from disttensor.autograd.graph import nodes_of
 from disttensor.cache import Cache
 from disttensor.errors import name_of
+from disttensor.pytree import collect, rebuild, substitute
 from disttensor.torch_private import DataDependentOutput as DataDependent
 from disttensor.torch_private import (
     DynamicOutputShape,
@@ -30,7 +31,6 @@ from disttensor.torch_private import (
     no_dispatch,
     storage_id,
 )
-from disttensor.tree import flat, rebuilt, substitute
 
 __all__ = ["DataDependent", "Dynamic", "Found", "Out", "dynamic", "found"]
 
@@ -151,7 +151,7 @@ def _around() -> tuple[Any, ...]:
 
 
 def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
-    tensors = flat((tuple(args), kwargs), [])
+    tensors = collect((tuple(args), kwargs), [])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     if _on_meta(func, args, kwargs, tensors):
         with suppress(Exception):  # no such kernel, or an error: fakes say which
@@ -271,7 +271,7 @@ def _run(
             )
             return outs[-1]
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            return rebuilt(value, [describe(v) for v in value])
+            return rebuild(value, [describe(v) for v in value])
         if on_meta and value is not None:
             raise _Other
         return value
@@ -292,7 +292,7 @@ def named_dynamic(func: Callable[..., Any]) -> bool:
 def by_mask(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Does it take what a mask shows?"""
     name = getattr(func, "__name__", "").strip("_")
-    return name == "getitem" and any(t.dtype in _MASKS for t in flat(args[1:], []))
+    return name == "getitem" and any(t.dtype in _MASKS for t in collect(args[1:], []))
 
 
 def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:

@@ -15,18 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from disttensor import arguments
 from disttensor.cache import Cache
+from disttensor.checks import check_type
 from disttensor.meta.guards import Subtree
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import ASSIGNS, CONSTANTS, Case, trace
+from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
-from ops.nn.attention_policy import current as attention_policy
+from disttensor.torch_private import count_function_modes, current_backward
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_grad: Any = torch.is_grad_enabled
-_dtype: Any = torch.get_default_dtype
 _MOST = 64  # kinds of calls that are kept of a module
 _TRIALS = 16  # traces beyond the number of calls that they have saved
 
@@ -53,7 +51,7 @@ def never_skip(module: _Module) -> _Module:
     >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
     >>> model = dt.shard_module(model, mesh)
     """
-    arguments.of_type("never_skip: module", module, nn.Module, "a module")
+    check_type("never_skip: module", module, nn.Module, "a module")
     module._never_skip = True  # type: ignore[assignment]
     return module
 
@@ -175,13 +173,11 @@ class Skip(InstanceForward):
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
         """What the metadata of the results depends on; and the tensors among the arguments."""
         subtree: Any = self._subtree
-        if len(args) == 1 and not kwargs and not subtree.attached and not autocast_is_on():
+        if len(args) == 1 and not kwargs and not subtree.attached:
             x = args[0]
             if type(x) is DistTensor:  # mostly: the same as below
-                return (
-                    1, x.spec, x.local.requires_grad, subtree.flags(), _grad(), _dtype(),
-                    attention_policy(),
-                ), [x]  # fmt: skip
+                now = snapshot(x.device.type)
+                return (1, x.spec, x.local.requires_grad, subtree.flags(), now), [x]
         inputs: list[DistTensor] = []
         parts: list[Any] = [len(args)]
         for x in args:
@@ -197,10 +193,7 @@ class Skip(InstanceForward):
         if len(inputs) > 1:  # a result depends on two tensors, or twice on one
             ids = [id(x) for x in inputs]
             parts.append(tuple(map(ids.index, ids)))
-        parts += (subtree.flags(), _grad(), _dtype(), attention_policy())
-        if autocast_is_on():
-            device = inputs[0].device.type if inputs else "cpu"
-            parts += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        parts += (subtree.flags(), snapshot(inputs[0].device.type if inputs else "cpu"))
         return tuple(parts), inputs
 
 

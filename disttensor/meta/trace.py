@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from disttensor import runtime
 from disttensor.autograd import token
 from disttensor.autograd.graph import nodes_of
 from disttensor.comm import log
+from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.meta.guards import Subtree
+from disttensor.pytree import collect, substitute
 from disttensor.random import counter, state
-from disttensor.spec import DistSpec
+from disttensor.runtime import current_runtime
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 ASSIGNS = "it assigns to attributes"
@@ -189,13 +189,13 @@ class _Calls(TorchFunctionMode):
             self.made.append((name_of(func), _words(args), _words(kwargs)))
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             self.why = "it draws from a generator"
-        for t in flat((args, kwargs), []):
+        for t in collect((args, kwargs), []):
             if isinstance(t, DistTensor) and t.is_initialized:
                 self.why = "it computes on a mesh that this rank is in"
             elif id(t) not in self.known:
                 self.why = self.why or "it reads a tensor that is not among its inputs"
         out = func(*args, **kwargs)
-        for t in flat(out, []):
+        for t in collect(out, []):
             self.known[id(t)] = t
         return out
 
@@ -219,7 +219,7 @@ def _world() -> tuple[Any, ...]:
     return (
         calls,
         (seed, counter._State.restarts),
-        dict(runtime.current().tags),
+        dict(current_runtime().tags),
         torch.default_generator.get_state(),
         python_random.getstate(),
         (numpy_state[1].tobytes(), *numpy_state[2:]),

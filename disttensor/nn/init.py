@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Layout
+from disttensor.core.layout import Layout
 from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import arguments
-from disttensor.create import shard_tensor
-from disttensor.layout import layout_of, replicated
-from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.api.create import shard_tensor
+from disttensor.checks import check_callable, check_type, has_own_operators
+from disttensor.core.layout import layout_of, replicated
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Placement, Replicate
+from disttensor.core.spec import DistSpec
+from disttensor.experts import expert_modules
 from disttensor.meta import execute, skip
-from disttensor.nn import expert_modules
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
-from disttensor.placement import Placement, Replicate
-from disttensor.spec import DistSpec
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
@@ -65,16 +65,16 @@ def shard_module(
 
 
 def a_module(who: str, value: object) -> None:
-    arguments.of_type(who, value, nn.Module, "a module")
+    check_type(who, value, nn.Module, "a module")
 
 
 def check_plan(who: str, plan: object, init: object) -> None:
     """Raise TypeError for what is no plan, or no function ``init``."""
     if plan is not None and not callable(plan):
         expected = "a dict {name: placements}, or a function (name, module, mesh),"
-        arguments.of_type(f"{who}: plan", plan, Mapping, expected)
+        check_type(f"{who}: plan", plan, Mapping, expected)
     if init is not None:
-        arguments.function(f"{who}: init", init, "a function of a module")
+        check_callable(f"{who}: init", init, "a function of a module")
 
 
 def place(
@@ -100,7 +100,7 @@ def place(
             made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
     for name, owner, table, key, value in slots(module):
-        stays = isinstance(value, DistTensor) or arguments.has_own_operators(value)
+        stays = isinstance(value, DistTensor) or has_own_operators(value)
         mesh = None if stays else mesh_of(value)
         if id(value) not in made and mesh is not None:
             made[id(value)] = _place(value, mesh, chosen.get(name))
@@ -130,7 +130,7 @@ def check_subclasses(
     """Raise ValueError for a tensor of a subclass with operators of its own that cannot stay whole:
     it requires grad, or ``chosen`` splits it."""
     for name, _, _, _, value in slots(module):
-        if not arguments.has_own_operators(value):
+        if not has_own_operators(value):
             continue
         split = any(type(p) is not Replicate for p in chosen.get(name, ()))
         if split or value.requires_grad:
@@ -150,7 +150,7 @@ def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> No
     for name, owner, _, _, value in slots(module):
         if isinstance(value, DistTensor) or not value.is_meta or mesh_of(value) is None:
             continue
-        if arguments.has_own_operators(value):
+        if has_own_operators(value):
             continue
         if not callable(_initializer(owner)):
             raise ValueError(

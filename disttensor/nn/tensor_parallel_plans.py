@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from disttensor import arguments
-from disttensor.mesh import ProcessMesh, a_mesh
-from disttensor.nn.expert_plan import expert_tensors
-from disttensor.nn.expert_plan import experts as experts
-from disttensor.nn.proposal import Proposal as Proposal
-from disttensor.placement import Replicate, Shard
+from disttensor.checks import check_int, check_type
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Replicate, Shard
+from disttensor.experts.expert_plan import expert_tensors
+from disttensor.experts.expert_plan import experts as experts
+from disttensor.experts.proposal import Proposal as Proposal
 
 # How authors name the layers of a transformer. A name counts only where the shapes fit too.
 QKV = re.compile(
@@ -79,8 +79,8 @@ def megatron(
         a_mesh("plans.megatron: mesh", mesh)
         axis = mesh.axis(mesh_axis)
     else:
-        axis = arguments.whole("plans.megatron: mesh_axis", mesh_axis, 0)
-    arguments.of_type("plans.megatron: model", model, nn.Module, "a module")
+        axis = check_int("plans.megatron: mesh_axis", mesh_axis, 0)
+    check_type("plans.megatron: model", model, nn.Module, "a module")
     ndim = mesh.ndim if mesh is not None else axis + 1
     return _Proposer(model, axis, ndim, mesh.shape[axis] if mesh is not None else 1).proposal()
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import arguments
+from disttensor.checks import argument_error, check_bool, check_number
 from disttensor.comm import collectives, objects
-from disttensor.layout import Axes
-from disttensor.mesh import ProcessMesh
+from disttensor.core.layout import Axes
+from disttensor.core.mesh import ProcessMesh
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import sync_gradients, tensors_of
@@ -51,12 +51,12 @@ def clip_grad_norm_(
     """
     params = list(tensors_of(parameters, "clip_grad_norm_: parameters"))
     if not all(isinstance(p, Tensor) for p in params):
-        raise arguments.wrong("clip_grad_norm_: parameters", parameters, "an iterable of tensors")
-    arguments.number("clip_grad_norm_: max_norm", max_norm)
-    arguments.number("clip_grad_norm_: norm_type", norm_type)
-    arguments.flag("clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
+        raise argument_error("clip_grad_norm_: parameters", parameters, "an iterable of tensors")
+    check_number("clip_grad_norm_: max_norm", max_norm)
+    check_number("clip_grad_norm_: norm_type", norm_type)
+    check_bool("clip_grad_norm_: error_if_nonfinite", error_if_nonfinite)
     if foreach is not None:
-        arguments.flag("clip_grad_norm_: foreach", foreach)
+        check_bool("clip_grad_norm_: foreach", foreach)
     check_fresh(params, "clip_grad_norm_")
     sync_gradients(params)
     shares = by_mesh(params)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from disttensor import arguments
+from disttensor.checks import check_int
 
 AXES = ("pp", "dp", "sharding", "cp", "tp")  # outer to inner
 STAGE_AXES = AXES[1:]  # of the mesh of one stage
@@ -57,7 +57,7 @@ def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Deg
     >>> infer({"tp": 2}, 8)
     Degrees(pp=1, dp=4, sharding=1, cp=1, tp=2)
     """
-    arguments.whole("Strategy: world", world, 1, "a number of processes")
+    check_int("Strategy: world", world, 1, "a number of processes")
     fixed = {axis: given[axis] for axis in AXES if given.get(axis) is not None}
     sizes: dict[str, int] = {axis: size for axis, size in fixed.items() if size is not None}
     needed = math.prod(sizes.values())

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from disttensor.experts.expert_modules import ExpertsForward
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.skip import Skip
-from disttensor.nn.expert_modules import ExpertsForward
 from disttensor.nn.names import find_modules, has_forward
 
 

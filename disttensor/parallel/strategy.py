@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor import arguments, pipeline
+from disttensor import pipeline
+from disttensor.checks import check_bool, check_int, check_sequence, check_type
 from disttensor.comm import collectives
 from disttensor.comm.process_group import join_world
 from disttensor.comm.rendezvous import create_groups
+from disttensor.core.mesh import ProcessMesh, a_mesh, check_device_type, init_mesh
+from disttensor.core.placement import Placement, Replicate, Shard
+from disttensor.experts.expert_plan import expert_tensors
 from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
 from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
-from disttensor.mesh import ProcessMesh, a_mesh, check_device_type, init_mesh
-from disttensor.nn.expert_plan import expert_tensors
 from disttensor.nn.names import close_to, covers
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
@@ -31,7 +33,6 @@ from disttensor.parallel.sharding_configs import strategy_fields
 from disttensor.pipeline.partition import chosen as layers_of
 from disttensor.pipeline.partition import deal
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
-from disttensor.placement import Placement, Replicate, Shard
 from ops.nn.attention_policy import POLICIES, attention_policy
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -101,11 +102,11 @@ class Strategy:
         for axis in AXES:
             if getattr(self, axis) is not None:
                 processes = "a whole number of processes"
-                arguments.whole(f"Strategy: {axis}", getattr(self, axis), 1, processes)
-        arguments.whole("Strategy: accumulate_steps", self.accumulate_steps, 1)
-        arguments.whole("Strategy: prefetch", self.prefetch, 0, "a number of segments")
-        arguments.flag("Strategy: reshard_after_forward", self.reshard_after_forward)
-        arguments.flag("Strategy: offload", self.offload)
+                check_int(f"Strategy: {axis}", getattr(self, axis), 1, processes)
+        check_int("Strategy: accumulate_steps", self.accumulate_steps, 1)
+        check_int("Strategy: prefetch", self.prefetch, 0, "a number of segments")
+        check_bool("Strategy: reshard_after_forward", self.reshard_after_forward)
+        check_bool("Strategy: offload", self.offload)
         check_dtypes("Strategy", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         check_device_type("Strategy", self.device_type)
         stage = self.zero_stage
@@ -222,7 +223,7 @@ class Strategy:
         [Shard(0), Shard(0), Shard(1), Replicate()]
         """
         if sequence is not None:
-            arguments.whole("Strategy.batch: sequence", sequence)
+            check_int("Strategy.batch: sequence", sequence)
         over_cp = Replicate() if sequence is None else Shard(sequence)
         return [Shard(0), Shard(0), over_cp, Replicate()]
 
@@ -256,7 +257,7 @@ class Strategy:
         a_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
         if visits is not None and not isinstance(visits, (list, tuple)):
-            arguments.whole("Strategy.apply: visits", visits, 1)
+            check_int("Strategy.apply: visits", visits, 1)
         for mesh in visits if isinstance(visits, (list, tuple)) else ():
             a_mesh("Strategy.apply: visits: entry", mesh)
         places = _on_stage(plan, model)
@@ -327,7 +328,7 @@ class Strategy:
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
         """Around each micro-batch: replicas are summed after the last one of a step only."""
-        arguments.whole("Strategy.accumulate: micro_batch", micro_batch, 0)
+        check_int("Strategy.accumulate: micro_batch", micro_batch, 0)
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
     @contextmanager
@@ -362,9 +363,9 @@ class Strategy:
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
     """Names of modules as a tuple."""
-    names = arguments.listed(f"Strategy: {field}", value, "a list of names of modules")
+    names = check_sequence(f"Strategy: {field}", value, "a list of names of modules")
     for name in names:
-        arguments.of_type(f"Strategy: {field}: entry", name, str, "the name of a module")
+        check_type(f"Strategy: {field}: entry", name, str, "the name of a module")
     return names
 
 

@@ -16,9 +16,9 @@ from disttensor.cache import Cache
 from disttensor.dispatch.fallback import run_replicated
 from disttensor.errors import CustomFunctionError, user_line
 from disttensor.patches.whole_function import GIVEN, on_wholes
+from disttensor.pytree import collect
 from disttensor.tensor.awaited import Awaited
 from disttensor.tensor.dist_tensor import DistTensor, arrived
-from disttensor.tree import flat
 
 _OURS = frozenset({DistTensor, Awaited})
 _runners: Cache[Any, Callable[..., Any]] = Cache(256)
@@ -72,7 +72,7 @@ def _check_results(cls: Any, args: Sequence[Any], out: Any) -> None:
     """Raises CustomFunctionError if plain tensors that require grad gave DistTensors: the graph
     would end there."""
     found = any(type(x) in _OURS for x in (out if isinstance(out, tuple) else (out,)))
-    if found and torch.is_grad_enabled() and any(t.requires_grad for t in flat(args, [])):
+    if found and torch.is_grad_enabled() and any(t.requires_grad for t in collect(args, [])):
         raise CustomFunctionError(
             f"{cls.__qualname__}.apply at {user_line()}: no argument is a DistTensor, but the "
             "forward returned one, made of DistTensors that it reads besides its arguments; its "

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from disttensor.pytree import collect, rebuild
 from disttensor.tensor.dist_tensor import DistTensor, arrived, wrap
 from disttensor.tensor.hooks import on_local, to_local
-from disttensor.tree import flat, rebuilt
 
 
 class _Node:
@@ -49,11 +49,11 @@ def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, fn, args)
         if not all(x.is_initialized for x in dist):
             return args, None
-        locals_ = rebuilt(args, [a.local if type(a) is DistTensor else a for a in args])
+        locals_ = rebuild(args, [a.local if type(a) is DistTensor else a for a in args])
         out, places = original(self, lambda node: fn(_Node(node, tensors)), locals_)
         if places is None:
             return args, None
-        return rebuilt(args, [
+        return rebuild(args, [
             wrap(new, old.spec) if type(old) is DistTensor else new
             for old, new in zip(args, out, strict=True)
         ]), places  # fmt: skip
@@ -66,7 +66,7 @@ def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     DistTensor that is the node of this rank's piece."""
 
     def check(self: Any, args: Any, result: Any, grad_fn: Any) -> Any:
-        found = [x for x in flat((args, result), []) if isinstance(x, DistTensor)]
+        found = [x for x in collect((args, result), []) if isinstance(x, DistTensor)]
         if found:
             raise NotImplementedError(
                 f"register_backward_hook of {type(self).__name__}: the hook would get the "

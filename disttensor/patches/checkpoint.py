@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from disttensor.autograd.activation_checkpoint import AROUND, INSIDE, Run
+from disttensor import callbacks
+from disttensor.autograd.activation_checkpoint import Run
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from ops.nn.attention_policy import attention_policy
-from ops.nn.attention_policy import current as attention_policy_now
 
 Generator = Callable[..., Iterator[None]]
 
@@ -40,8 +40,9 @@ def for_dist_tensors(original: Generator) -> Generator:
         notes: list[Any] = []
         apart = bool(given) and isinstance(given[0], tuple)  # since torch 2.14; before: at the end
         pairs = [_saved(x) for x in (given[0] if apart else given)]
-        inside = INSIDE.get()
-        policy, around = attention_policy_now(), [*AROUND.values(), *([inside] if inside else [])]
+        inside = callbacks.recompute_context.get()
+        policy, around = attention_policy.current(), [*callbacks.recompute_contexts.values()]
+        around += [inside] if inside else []
         kept, remakes = tuple(k for k, _ in pairs), [r for _, r in pairs]
 
         def recompute(*args: Any, **kwargs: Any) -> Any:

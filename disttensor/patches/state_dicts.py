@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from disttensor.comm import objects
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from disttensor.meta import execute
+from disttensor.pytree import substitute
 from disttensor.tensor.checkpointable import settled
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.tensor_meta import described
 from disttensor.tensor.values import broadcast_value
-from disttensor.tree import substitute
 
 
 def iterating(original: Any) -> Any:

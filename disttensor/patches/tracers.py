@@ -19,9 +19,9 @@ from disttensor.dispatch.fallback import writes
 from disttensor.dispatch.native import carrier
 from disttensor.errors import name_of, user_line
 from disttensor.patches.imports import Undo, once_imported
+from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import TRACERS, WAY_OUT, DistTensor, carry_out_with
 from disttensor.torch_private import outside_transforms
-from disttensor.tree import flat, substitute
 
 Function = Callable[..., Any]
 
@@ -58,7 +58,7 @@ def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any =
     names, kwargs = TRACERS.names, kwargs or {}
     if not names:  # of another thread
         return dispatch(cls, func, types, args, kwargs)
-    dist = [t for t in flat((args, kwargs), []) if isinstance(t, DistTensor)]
+    dist = [t for t in collect((args, kwargs), []) if isinstance(t, DistTensor)]
     written = writes(func) and args and isinstance(args[0], DistTensor)
     if written or not {*names} <= GATHERING or not all(t.is_initialized for t in dist):
         raise NotImplementedError(

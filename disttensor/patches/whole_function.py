@@ -17,11 +17,11 @@ import torch
 from torch.autograd import Function
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from disttensor.autograd.activation_checkpoint import AROUND
+from disttensor import callbacks
+from disttensor.pytree import collect, substitute
 from disttensor.tensor.backward import BEHIND
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.reshard import moved_for
-from disttensor.tree import flat, substitute
 
 Tensor = torch.Tensor
 
@@ -37,14 +37,14 @@ def on_wholes(cls: Any) -> Any:
             return _run(cls.forward, _behind(args), *args)[0]
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-            ctx.behind, ctx.around = _behind(inputs), [*AROUND.values()]
+            ctx.behind, ctx.around = _behind(inputs), [*callbacks.recompute_contexts.values()]
             return cls.setup_context(ctx, inputs, output)
 
         functions: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context}
     else:
 
         def forward(ctx: Any, *args: Any) -> Any:
-            ctx.behind, ctx.around = _behind(args), [*AROUND.values()]
+            ctx.behind, ctx.around = _behind(args), [*callbacks.recompute_contexts.values()]
             out, made = _run(cls.forward, ctx.behind, ctx, *args)
             if made and ctx.non_differentiable:
                 ctx.mark_non_differentiable(*[made.get(id(t), t) for t in ctx.non_differentiable])
@@ -86,7 +86,7 @@ def _run(
             if x.is_initialized:
                 made[id(x)] = moved_for(x, x.spec.replicated(), ())
             else:  # outside the mesh the function runs on tensors without data
-                made[id(x)] = flat(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
+                made[id(x)] = collect(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
         return made[id(x)]
 
     before = BEHIND.set(behind)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from disttensor import arguments
+from disttensor.checks import check_sequence
 
 KINDS = ("F", "B", "I", "W")
 _TEXT = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
@@ -33,7 +33,7 @@ class Action(NamedTuple):
 def read(order: str | Iterable[Action | str], stage: int) -> Iterator[Action]:
     """The actions of an order, as text or as Actions. Raises ValueError for what is none."""
     row = order.split() if isinstance(order, str) else order
-    for item in arguments.listed(f"Schedule: order of stage {stage}", row, 'actions, as "F0 B0",'):
+    for item in check_sequence(f"Schedule: order of stage {stage}", row, 'actions, as "F0 B0",'):
         if isinstance(item, str):
             match = _TEXT.fullmatch(item)
             if match is None:

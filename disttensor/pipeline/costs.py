@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from disttensor import arguments
+from disttensor.checks import check_number, check_type
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule, virtual
 from disttensor.pipeline.timeline import Timeline
@@ -38,7 +38,7 @@ class Costs:
             if several and not value:
                 raise ValueError(f"Costs: {name}={value!r}: one for each virtual stage is expected")
             for number in value if several else (value,):
-                arguments.number(f"Costs: {name}", number)
+                check_number(f"Costs: {name}", number)
                 if not 0 <= number < math.inf:
                     raise ValueError(
                         f"Costs: {name}={value!r}: durations are 0 or more, and finite"
@@ -57,7 +57,7 @@ class Costs:
         >>> pipeline.Costs.of(recorded.timeline()).of_action(0, "F") > 0
         True
         """
-        arguments.of_type("Costs.of: timeline", timeline, Timeline, "a Timeline")
+        check_type("Costs.of: timeline", timeline, Timeline, "a Timeline")
         seconds: dict[tuple[int, int, str], list[float]] = {}
         for rank in timeline.ranks:
             busy: dict[Action, float] = {}
@@ -110,7 +110,7 @@ class Costs:
         >>> pipeline.Costs(1, 1, 1).span(pipeline.one_f_one_b(2, 2))
         9.0
         """
-        arguments.of_type("Costs.span: schedule", schedule, Schedule, "a Schedule")
+        check_type("Costs.span: schedule", schedule, Schedule, "a Schedule")
         self.check(schedule.stages * schedule.chunks)
         schedule.check()
 

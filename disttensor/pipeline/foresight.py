@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from disttensor import runtime
 from disttensor.comm import p2p
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.micro_batch import MicroBatch
+from disttensor.runtime import current_runtime
 from disttensor.tensor.dist_tensor import DistTensor
 from reshard.cross_mesh import expect
 
@@ -37,7 +37,7 @@ class Foresight:
 
     def after(self, number: int) -> None:
         """The first visit of this micro-batch is over: ask for what the next one receives."""
-        one, now = self.running[number], runtime.current()
+        one, now = self.running[number], current_runtime()
         if p2p.in_vain(self.asked.pop(number, ())):
             now.foresees = False
         then = self.next.get(number)

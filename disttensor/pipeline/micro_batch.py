@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disttensor.comm import p2p
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.recorder import note, recorders

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from disttensor import arguments
-from disttensor.mesh import ProcessMesh
+from disttensor.checks import check_int, check_number, check_sequence, check_type
+from disttensor.core.mesh import ProcessMesh
 from disttensor.nn.names import find_modules, has_forward
 from disttensor.nn.parameters import Slot
 from disttensor.tensor.dist_tensor import DistTensor
@@ -22,7 +22,7 @@ def chosen(
 ) -> tuple[nn.Module, Layers]:
     """The module in which names count, and (name, layer) in order. Raises as ``split`` says."""
     if of is not None:
-        arguments.of_type("pipeline.split: of", of, nn.Module, "a module")
+        check_type("pipeline.split: of", of, nn.Module, "a module")
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         entries: list[Any] = list(modules)
         root = modules if of is None else of
@@ -35,7 +35,7 @@ def chosen(
     else:
         named = (modules,) if isinstance(modules, str) else modules
         expected = "a Sequential, a ModuleList, or a list of layers"
-        entries = list(arguments.listed("pipeline.split: modules", named, expected))
+        entries = list(check_sequence("pipeline.split: modules", named, expected))
         for entry in entries:
             if not isinstance(entry, (nn.Module, str)):
                 raise TypeError(
@@ -99,7 +99,7 @@ def deal(
     [3, 2]
     """
     count = len(layers)
-    for mesh in arguments.listed("pipeline.split: stages", stages, "a list of meshes"):
+    for mesh in check_sequence("pipeline.split: stages", stages, "a list of meshes"):
         if not isinstance(mesh, ProcessMesh):
             raise TypeError(
                 "pipeline.split: stages are meshes, one for each visit, as [mesh[0], mesh[1]]; "
@@ -114,8 +114,8 @@ def deal(
             f"balance={balance!r}"
         )
     if counts is not None:
-        for n in arguments.listed("pipeline.split: counts", counts, "a list of whole numbers"):
-            arguments.whole("pipeline.split: counts: entry", n)
+        for n in check_sequence("pipeline.split: counts", counts, "a list of whole numbers"):
+            check_int("pipeline.split: counts: entry", n)
         if len(counts) != number or sum(counts) != count or min(counts, default=0) < 1:
             raise ValueError(
                 f"pipeline.split: counts={list(counts)}: one number from 1 up for each of {number} "
@@ -186,7 +186,7 @@ def _check_balance(balance: Any, counts: Any, layers: Layers) -> None:
             )
         return
     for cost in balance:
-        arguments.number("pipeline.split: balance: entry", cost)
+        check_number("pipeline.split: balance: entry", cost)
     if len(balance) != len(layers) or counts is not None or min(balance) < 0:
         raise ValueError(
             f"pipeline.split: balance={list(balance)}: one cost, not negative, for each of "

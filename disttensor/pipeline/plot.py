@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from disttensor import arguments
+from disttensor.checks import check_type
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.timeline import Timeline, scale
 
@@ -32,9 +32,9 @@ def plot(what: Timeline | Schedule, path: str | PathLike[str], title: str | None
 
     Raises ValueError for another suffix and for a timeline without events.
     """
-    arguments.of_type("plot: what", what, (Timeline, Schedule), "a Timeline or a Schedule")
-    arguments.of_type("plot: path", path, (str, PathLike), "a path")
-    arguments.of_type("plot: title", title, (str, type(None)), "a text")
+    check_type("plot: what", what, (Timeline, Schedule), "a Timeline or a Schedule")
+    check_type("plot: path", path, (str, PathLike), "a path")
+    check_type("plot: title", title, (str, type(None)), "a text")
     file = Path(path)
     if file.suffix != ".svg":
         raise ValueError(f"plot: path {str(file)!r} ends in {file.suffix!r}: write .svg")

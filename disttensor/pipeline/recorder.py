@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 from disttensor.comm import collectives, objects
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.timeline import Event, Timeline

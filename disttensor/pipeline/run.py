@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
 from disttensor.autograd.accumulation import BackwardContext, backward_context
+from disttensor.checks import check_callable, check_sequence
 from disttensor.comm import collectives, p2p
-from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.foresight import Foresight
 from disttensor.pipeline.micro_batch import MicroBatch, Step
@@ -52,8 +52,8 @@ def run(
     >>> [loss.item() for loss in losses], w.grad.tolist()
     ([3.0, 6.0], [3.0, 3.0, 3.0])
     """
-    arguments.function("pipeline.run: step", step, "a function of a micro-batch")
-    batches = arguments.listed("pipeline.run: micro_batches", micro_batches, "an iterable")
+    check_callable("pipeline.run: step", step, "a function of a micro-batch")
+    batches = check_sequence("pipeline.run: micro_batches", micro_batches, "an iterable")
     if not batches:
         raise ValueError("pipeline.run: there are no micro-batches")
     order, chunks, shapes = (None, 1, SHAPES) if stages is None else _visits(stages)
@@ -158,7 +158,7 @@ _EXAMPLES = {
 
 def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int, list[str]]:
     """The meshes without repetition, how often each is visited, and in which shapes that may be."""
-    for mesh in arguments.listed("pipeline.run: stages", stages, "a list of meshes"):
+    for mesh in check_sequence("pipeline.run: stages", stages, "a list of meshes"):
         a_mesh("pipeline.run: stages: entry", mesh)
     order = list(dict.fromkeys(stages))
     chunks = len(stages) // len(order) if order else 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from disttensor import arguments
+from disttensor.checks import check_int, check_number, check_sequence
 from disttensor.pipeline.action import Action, read, wrong_in
 
 SHAPES = ("loop", "v")
@@ -64,7 +64,7 @@ class Schedule:
             raise ValueError(f"Schedule: shape={shape!r}: 'loop' or 'v' is expected")
         if isinstance(orders, str):
             raise ValueError(f"Schedule: one order per stage, a list of them: [{orders!r}, ...]")
-        given = arguments.listed("Schedule: orders", orders, "a list of an order for each stage")
+        given = check_sequence("Schedule: orders", orders, "a list of an order for each stage")
         rows = tuple(tuple(read(order, stage)) for stage, order in enumerate(given))
         if not any(rows):
             raise ValueError("Schedule: no stage has an action, as in Schedule(['F0 B0'])")
@@ -87,7 +87,7 @@ class Schedule:
     def peak(self, stage: int) -> int:
         """The most micro-batches (times chunks) of which ``stage`` holds something: after their F
         and before the end of their backward, B or W."""
-        arguments.whole("peak: stage", stage)
+        check_int("peak: stage", stage)
         if not 0 <= stage < self.stages:
             raise ValueError(
                 f"peak: no stage {stage}; this schedule has stages 0..{self.stages - 1}"
@@ -138,10 +138,10 @@ class Schedule:
         return 1 - busy / span
 
     def _costs(self, forward: float, backward: float, weights: float | None) -> dict[str, float]:
-        arguments.number("ticks: forward", forward)
-        arguments.number("ticks: backward", backward)
+        check_number("ticks: forward", forward)
+        check_number("ticks: backward", backward)
         part = backward / 2 if weights is None else weights
-        arguments.number("ticks: weights", part)
+        check_number("ticks: weights", part)
         if not (forward >= 0 and 0 <= part <= backward and 0 < forward + backward < float("inf")):
             raise ValueError(
                 f"ticks: {forward=}, {backward=} and {weights=} are no durations; one must be > 0, "

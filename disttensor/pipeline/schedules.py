@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from disttensor import arguments
-from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.checks import check_int, check_sequence
+from disttensor.core.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.steady import interleaved, mixed, sizes
@@ -138,11 +138,11 @@ def visits(stages: Sequence[ProcessMesh], schedule: str, times: int = 2) -> list
     Raises ValueError for an unknown name.
     """
     meshes: list[ProcessMesh] = list(
-        arguments.listed("pipeline.visits: stages", stages, "a list of meshes")
+        check_sequence("pipeline.visits: stages", stages, "a list of meshes")
     )
     for mesh in meshes:
         a_mesh("pipeline.visits: stages: entry", mesh)
-    arguments.whole("pipeline.visits: times", times, 1)
+    check_int("pipeline.visits: times", times, 1)
     builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
     if builtin is None:
         raise ValueError(f"pipeline.visits: no schedule {schedule!r}; known: {_known()}")

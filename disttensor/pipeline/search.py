@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from disttensor import arguments
+from disttensor.checks import check_int, check_type
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.costs import Costs
 from disttensor.pipeline.schedule import SHAPES, Schedule
@@ -38,7 +38,7 @@ def search(
 
     Raises ValueError for a memory in which nothing could go on.
     """
-    arguments.of_type("search: costs", costs, Costs, "Costs")
+    check_type("search: costs", costs, Costs, "Costs")
     sizes(stages, micro_batches, chunks)
     if shape not in SHAPES:
         raise ValueError(f"search: shape={shape!r}: 'loop' or 'v' is expected")
@@ -175,13 +175,13 @@ def _room(memory: int | Sequence[int] | None, stages: int, chunks: int) -> list[
     if memory is None:
         return [stages * chunks] * stages
     if isinstance(memory, (list, tuple)):
-        room = [arguments.whole("search: memory: entry", n, 1) for n in memory]
+        room = [check_int("search: memory: entry", n, 1) for n in memory]
         if len(room) != stages:
             raise ValueError(
                 f"search: memory={memory!r}: one number for each of {stages} stages, or one for all"
             )
     else:
-        room = [arguments.whole("search: memory", memory, 1)] * stages
+        room = [check_int("search: memory", memory, 1)] * stages
     if min(room) < chunks:
         raise ValueError(
             f"search: memory={memory!r}: a micro-batch visits a stage {chunks} times before its "

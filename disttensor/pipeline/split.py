@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.autograd.activation_checkpoint import AROUND
-from disttensor.create import reshard
-from disttensor.mesh import ProcessMesh
+from disttensor import callbacks
+from disttensor.api.create import reshard
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Partial, Placement, Replicate
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import Plan, check_plan, place
-from disttensor.passed import replaced_in, tensors_in
 from disttensor.pipeline.partition import Balance, check_tensors, chosen, deal
 from disttensor.pipeline.unsplit import MODELS
-from disttensor.placement import Partial, Placement, Replicate
+from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import TAPE
 
@@ -167,10 +167,10 @@ class _Borrowed:
         places = [(owner.__dict__, key) for owner, key in owners]
         for (table, key), value in zip(places, brought, strict=True):
             table[key] = value
-        AROUND[self] = partial(_shown_again, places, brought)
+        callbacks.recompute_contexts[self] = partial(_shown_again, places, brought)
 
     def hide(self, layer: nn.Module, args: Any, output: Any) -> None:
-        AROUND.pop(self, None)
+        callbacks.recompute_contexts.pop(self, None)
         for name, key in self.names:
             layer.get_submodule(name).__dict__.pop(key, None)
 
@@ -213,11 +213,11 @@ class _Bring:
         tape = TAPE.get()
         if tape is None or not tape.turns:
             return args, kwargs
-        found = {id(x): x for x in tensors_in((args, kwargs)) if isinstance(x, DistTensor)}
+        found = {id(x): x for x in find_tensors((args, kwargs)) if isinstance(x, DistTensor)}
         if not found:
             return args, kwargs
         turned = dict(zip(found, tape.turn(list(found.values())), strict=True))
-        changed: tuple[Any, Any] = replaced_in((args, kwargs), lambda x: turned.get(id(x), x))
+        changed: tuple[Any, Any] = replace_tensors((args, kwargs), lambda x: turned.get(id(x), x))
         return changed
 
     def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -234,9 +234,9 @@ class _Bring:
                 brought[id(x)] = reshard(x, mesh, _placements(x, mesh))
             return brought[id(x)]
 
-        away = any(map(is_away, tensors_in((args, kwargs))))
+        away = any(map(is_away, find_tensors((args, kwargs))))
         if away:
-            args, kwargs = replaced_in((args, kwargs), bring)
+            args, kwargs = replace_tensors((args, kwargs), bring)
         if self.borrowed.names:
             self.borrowed.show(layer, bring)
         return (args, kwargs) if away else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, pairwise
 
-from disttensor import arguments
+from disttensor.checks import check_int
 from disttensor.pipeline.action import Action
 
 
@@ -38,4 +38,4 @@ def interleaved(
 
 def sizes(stages: int, micro_batches: int, chunks: int) -> None:
     for name, size in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
-        arguments.whole(f"a schedule: {name}", size, 1)
+        check_int(f"a schedule: {name}", size, 1)

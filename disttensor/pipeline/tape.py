@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from disttensor import callbacks
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
@@ -25,11 +26,11 @@ from disttensor.autograd.starts import graph_of, node_count
 from disttensor.comm import p2p
 from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.errors import user_line
-from disttensor.mesh import ProcessMesh
 from disttensor.pipeline.transfer import Transfer, Turn, received, sent
 from disttensor.pipeline.unsplit import tell
-from disttensor.spec import DistSpec
 from disttensor.tensor.backward import run_given, seed
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import TAPE
@@ -71,14 +72,14 @@ class Tape:
         self._weights: dict[int, SplitBackward] = {}  # of visits whose I is over, and not their W
 
     def __enter__(self) -> Tape:
-        self._tokens = TAPE.set(self), p2p.BEFORE_HEARING.set(self._rest)
+        self._tokens = TAPE.set(self), callbacks.before_metadata_receive.set(self._rest)
         self._region_token = activation_checkpoint.REGIONS.set(self._regions)
         self._count = node_count()
         return self
 
     def __exit__(self, *exc: object) -> None:
         TAPE.reset(self._tokens[0])
-        p2p.BEFORE_HEARING.reset(self._tokens[1])
+        callbacks.before_metadata_receive.reset(self._tokens[1])
         activation_checkpoint.REGIONS.reset(self._region_token)
 
     def _rest(self) -> None:

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from disttensor import arguments
+from disttensor.checks import check_int, check_sequence, check_type
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
 
@@ -80,10 +80,10 @@ class Timeline:
     unit: str
 
     def __init__(self, events: Iterable[Event], unit: str = "s") -> None:
-        given = arguments.listed("Timeline: events", events, "a list of events")
+        given = check_sequence("Timeline: events", events, "a list of events")
         for event in given:
-            arguments.of_type("Timeline: events: entry", event, tuple, "an Event")
-        arguments.of_type("Timeline: unit", unit, str, "a name, as 's',")
+            check_type("Timeline: events: entry", event, tuple, "an Event")
+        check_type("Timeline: unit", unit, str, "a name, as 's',")
         ordered = tuple(sorted(map(Event._make, given), key=lambda e: (e.start, e.rank, e.end)))
         for event in ordered:
             if event.kind not in KINDS:
@@ -101,7 +101,7 @@ class Timeline:
         weights: float | None = None,
     ) -> Timeline:  # fmt: skip
         """What a schedule does on ideal stages: a rank per stage, in ticks (``Schedule.ticks``)."""
-        arguments.of_type("Timeline.of: schedule", schedule, Schedule, "a Schedule")
+        check_type("Timeline.of: schedule", schedule, Schedule, "a Schedule")
         rows = enumerate(schedule.ticks(forward, backward, weights))
         return cls(
             [
@@ -126,7 +126,7 @@ class Timeline:
         return max(event.end for event in self.events) - self.start if self.events else 0.0
 
     def waits(self, rank: int) -> list[Piece]:
-        arguments.whole("Timeline: rank", rank)
+        check_int("Timeline: rank", rank)
         mine = self._by_rank.get(rank, [])
         return [Piece(e, e.start, e.end) for e in mine if e.kind == "wait"]
 
@@ -166,7 +166,7 @@ class Timeline:
     def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
         """Writes ``path`` for Perfetto and chrome://tracing: a process per rank, in which what it
         computed and what it waited for are two threads. A tick is a millisecond."""
-        arguments.of_type("to_chrome_trace: path", path, (str, PathLike), "a path")
+        check_type("to_chrome_trace: path", path, (str, PathLike), "a path")
         per_unit = 1e6 if self.unit == "s" else 1e3  # the format counts in microseconds
         trace: list[dict[str, Any]] = []
         for rank in self.ranks:

@@ -11,7 +11,7 @@ from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.cross_mesh import start_back
 from disttensor.autograd.grad_types import Typed
 from disttensor.comm.work import Work, finished
-from disttensor.spec import DistSpec
+from disttensor.core.spec import DistSpec
 from disttensor.torch_private import direct_apply
 
 Tensor = torch.Tensor

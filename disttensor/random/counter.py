@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
 from disttensor.cache import Cache
+from disttensor.checks import check_int
 from disttensor.torch_private import carried, carry, seeded_since
 
 _M64 = (1 << 64) - 1
@@ -48,7 +48,7 @@ def manual_seed(seed: int) -> None:
     True
     """
     expected = "a whole number, the same on all ranks,"
-    set_state(arguments.whole("manual_seed: seed", seed, None, expected), 0)
+    set_state(check_int("manual_seed: seed", seed, None, expected), 0)
 
 
 def get_state() -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from disttensor.layout import Box
+from disttensor.core.layout import Box
 from disttensor.random.philox import M32, Device, Source
 from disttensor.random.reproducible_math import log, normal_quantile, sin_half_pi
 from disttensor.torch_private import no_dispatch

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from disttensor.core.spec import DistSpec
 from disttensor.random.distributions import permutation
 from disttensor.random.state import draw, forked
-from disttensor.spec import DistSpec
 
 _DISTRIBUTIONS = {torch.rand: "uniform", torch.randn: "normal", torch.randint: "integers"}
 _DRAW_NOTHING = frozenset({torch.zeros, torch.ones, torch.empty, torch.full})

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from disttensor.layout import Box
+from disttensor.core.layout import Box
 from disttensor.torch_private import fakes
 
 Device = torch.device | str

@@ -18,29 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-import reshard
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import program
-from disttensor.layout import Axes
-from disttensor.mesh import ProcessMesh
+from disttensor.core.layout import Axes
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.random import counter, distributions
 from disttensor.random.philox import Source, derive
-from disttensor.spec import DistSpec
+from disttensor.settings import Setting
 from disttensor.torch_private import no_dispatch, no_function_mode
+from reshard import cross_mesh
 
 Tensor = torch.Tensor
 _POLICIES = ("invariant", "fast")
 
-_policy: ContextVar[str | None] = ContextVar("random policy", default=None)  # set by ``rng``
 
-
-class rng:
+class rng(Setting, allowed=_POLICIES):
     """``with rng("invariant"):`` or ``with rng("fast"):`` chooses the policy for all random calls
     inside.
 
@@ -54,22 +52,6 @@ class rng:
     >>> bool(((y == 0) | (y == 2)).all())
     True
     """
-
-    def __init__(self, policy: str) -> None:
-        if policy not in _POLICIES:
-            raise ValueError(
-                f"rng({policy!r}): the policies are " + " and ".join(map(repr, _POLICIES))
-            )
-        self.policy = policy
-        self.outer: list[str | None] = []
-
-    def __enter__(self) -> rng:
-        self.outer.append(_policy.get())
-        _policy.set(self.policy)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _policy.set(self.outer.pop())
 
 
 class Note(NamedTuple):
@@ -100,7 +82,7 @@ class Draw:
             bare = piece.with_layout(piece.layout.without_own())
         source = Source(*self.key, bare.shape, bare.local_box, device)
         numbers = draw(source, dtype, **options)
-        return numbers if bare is piece else reshard.run(numbers, bare, piece)
+        return numbers if bare is piece else cross_mesh.run(numbers, bare, piece)
 
     def seeded(self, axes: Axes, device: torch.device) -> Seeded:
         place = self.mesh.coordinate or (0,) * self.mesh.ndim
@@ -119,7 +101,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     where = activation_checkpoint.current_run()
     found = activation_checkpoint.replayed(where)
     if found is None:
-        invariant = (_policy.get() or default) == "invariant"
+        invariant = (rng.current() or default) == "invariant"
         if generator is None or generator is _generator(generator.device):
             found = Note(*counter.count(), invariant)
         else:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from disttensor.pytree import collect
 from disttensor.random import counter
 from disttensor.replay.record import Program
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tree import flat
 
 Tensor = torch.Tensor
 
@@ -74,5 +74,5 @@ def _described(result: Any, written: Sequence[Any]) -> list[tuple[str, bool, Ten
             if _local(x).numel()
             else torch.empty(0, dtype=torch.uint8),
         )
-        for x in (*flat(result, []), *written)
+        for x in (*collect(result, []), *written)
     ]

@@ -3,7 +3,7 @@
 The run goes the way of every call, through the dispatcher and its runners, which are tapped while
 it lasts (``taps.py``). One line each are
 
-    the local function of a plan, ``move``, ``reshard.run``    whatever they do inside
+    the local function of a plan, ``move``, ``cross_mesh.run``    whatever they do inside
     functions of plain tensors, the user's and ours between    seen by a function mode
     custom autograd functions of plain tensors
     ``local_for`` and ``written`` of a source                  an argument, a parameter, ...
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from disttensor import runtime
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import log
 from disttensor.comm.program import Call
@@ -32,7 +31,8 @@ from disttensor.dispatch import dispatch, fallback
 from disttensor.errors import name_of
 from disttensor.meta import infer
 from disttensor.meta.trace import Unfit
-from disttensor.random import counter, state
+from disttensor.pytree import collect
+from disttensor.random import counter
 from disttensor.replay.questions import (
     ASSIGNMENT,
     IDLE,
@@ -47,12 +47,12 @@ from disttensor.replay.questions import (
 from disttensor.replay.results import Results
 from disttensor.replay.tape import Tape
 from disttensor.replay.taps import recording, taps
+from disttensor.runtime import current_runtime
+from disttensor.settings import Snapshot, snapshot
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.torch_private import autocast_is_on, no_function_mode, no_torch_function
-from disttensor.tree import flat
-from ops.nn.attention_policy import current as attention_policy
+from disttensor.torch_private import no_function_mode, no_torch_function
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -76,32 +76,16 @@ _lock = threading.Lock()  # the taps are of the process
 
 
 class Ambient(NamedTuple):
-    """What has a say in how torch runs a call."""
+    """The state outside of a call that its result may depend on."""
 
-    grad: bool
-    inference: bool
-    autocast: Any
+    settings: Snapshot
     region: Any
     run: Any
-    random: Any
-    attention: str
-
-
-def autocast_state(device: str) -> Any:
-    if not autocast_is_on():
-        return None
-    return (
-        torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
-        torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(),
-    )  # fmt: skip
 
 
 def ambient(device: str) -> Ambient:
-    return Ambient(
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state(device),
-        activation_checkpoint.region(), activation_checkpoint.current_run(), state._policy.get(),
-        attention_policy(),
-    )  # fmt: skip
+    run = activation_checkpoint.current_run()
+    return Ambient(snapshot(device), activation_checkpoint.region(), run)
 
 
 def record(
@@ -149,7 +133,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.cut: dict[int, tuple[Any, bool]] = {}
         self.written: dict[str, None] = {}
-        self.ambient = ambient(device)
+        self.ambient, self.grad = ambient(device), torch.is_grad_enabled()
         self.generator = _generator(device)
         self.seen = log.CommLog()
         self.draws = 0  # random calls made inside of lines
@@ -208,8 +192,8 @@ class Recorder(TorchFunctionMode):
         if idle_cast(func, args, kwargs, out):
             return out
         writes = fallback.writes(func)
-        if not flat(out, []):
-            if not flat((args, kwargs), []):
+        if not collect(out, []):
+            if not collect((args, kwargs), []):
                 return out  # torch.device(...) and the like
             if out is not None or not writes:
                 self.refuse(f"{name_of(func)} reads a value")
@@ -220,17 +204,18 @@ class Recorder(TorchFunctionMode):
     def note(self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False) -> None:
         if self.why:
             return
-        now = ambient(self.device)
+        now, grad = ambient(self.device), torch.is_grad_enabled()
         try:
-            if now._replace(grad=True) != self.ambient._replace(grad=True):
+            same_grad = now.settings._replace(grad=self.grad)
+            if now._replace(settings=same_grad) != self.ambient:
                 raise Unfit(
                     "it switches autocast, inference mode, checkpointing or a policy inside"
                 )
-            if now.grad is not self.ambient.grad and self.opening:
+            if grad is not self.grad and self.opening:
                 raise Unfit("a function with a backward of its own")
             order = permuted(func, args, kwargs) or ()
-            if now.grad is not self.ambient.grad:
-                func, args, order = _in_mode, (now.grad, func, *args), ()
+            if grad is not self.grad:
+                func, args, order = _in_mode, (grad, func, *args), ()
             self.tape.call(func, args, kwargs, out, idle, order)
         except Unfit as why:
             self.refuse(str(why))
@@ -263,7 +248,7 @@ class Recorder(TorchFunctionMode):
             draws, sent, self.opening = counter._State.calls, len(self.seen), True
             with self.drawing():
                 out = func(*args, **kwargs)
-            made = all(self.tape.knows(t) for t in flat(out, []))
+            made = all(self.tape.knows(t) for t in collect(out, []))
             same = counter._State.calls == draws and len(self.seen) == sent
             if not self.why and made and same:
                 self.opening = before[-1]
@@ -317,7 +302,7 @@ class Recorder(TorchFunctionMode):
             return
         name = self.tape.bind(alias)
         call = f"{source}.local_for({axes!r})"
-        if torch.is_grad_enabled() is not self.ambient.grad:
+        if torch.is_grad_enabled() is not self.grad:
             mode = self.tape.constant(_in_mode)
             call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
         self.tape.line(f"{name} = {call}", name)
@@ -376,6 +361,6 @@ def _world() -> tuple[Any, ...]:
     numpy_state: Any = np.random.get_state()
     seed, calls = counter.get_state()
     return (
-        calls, (seed, counter._State.restarts), dict(runtime.current().tags),
+        calls, (seed, counter._State.restarts), dict(current_runtime().tags),
         python_random.getstate(), numpy_state[1].tobytes(), *numpy_state[2:],
     )  # fmt: skip

@@ -16,21 +16,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from disttensor import arguments
 from disttensor.cache import Cache
+from disttensor.checks import check_callable
 from disttensor.comm import desync
 from disttensor.comm.program import NOTED
 from disttensor.dispatch import strict
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import ASSIGNS, CONSTANTS
-from disttensor.random import state as random_state
 from disttensor.replay import check
-from disttensor.replay.record import Program, autocast_state, record
+from disttensor.replay.record import Program, record
 from disttensor.replay.surroundings import Surroundings
 from disttensor.replay.taps import free_leaf
+from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor
-from disttensor.torch_private import autocast_is_on, count_function_modes, current_backward
-from ops.nn.attention_policy import current as attention_policy
+from disttensor.torch_private import count_function_modes, current_backward
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -38,8 +37,6 @@ F = TypeVar("F", bound=Function)
 
 _MOST = 64  # kinds of calls that are kept
 _TRIALS = 16  # recordings beyond the number of calls that they have saved
-_grad: Any = torch.is_grad_enabled
-_policy: Any = random_state._policy.get
 _logger = logging.getLogger("disttensor.replay")
 
 
@@ -68,7 +65,7 @@ def replay(target: F) -> F:
                 "give a function that calls it: replay(lambda *args: module(*args))"
             )
         return target
-    arguments.function("replay: target", target, "a module, or a function of DistTensors")
+    check_callable("replay: target", target, "a module, or a function of DistTensors")
     return target if isinstance(target, Replay) else Replay(target)  # type: ignore[return-value]
 
 
@@ -113,7 +110,7 @@ class Replay(InstanceForward):
         return [case.text for case in self._cases.values() if type(case) is not str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._never or count_function_modes() or strict.depth() or TRACERS.names:
+        if self._never or count_function_modes() or strict.strict.current() or TRACERS.names:
             return self.eager(*args, **kwargs)
         around = self._around
         if around is None or not around.unchanged():
@@ -233,13 +230,7 @@ class Replay(InstanceForward):
         for x in inputs:
             if id(x) in around.ids:
                 raise _NoKey("an argument is one of its own tensors")
-        parts += (
-            around.state(), around.flags(), _grad(), torch.is_inference_mode_enabled(),
-            torch.get_default_dtype(), attention_policy(), _policy(),
-            torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        if autocast_is_on():
-            parts.append(autocast_state(_device(inputs)))
+        parts += (around.state(), around.flags(), snapshot(_device(inputs)))
         return tuple(parts), inputs
 
 

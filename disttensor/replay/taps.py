@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-import reshard
 from disttensor.cache import Cache
 from disttensor.comm import log, objects
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch import direct, dispatch, fallback, general, rematerialize, writes
 from disttensor.dispatch.resolve import Plan
 from disttensor.errors import name_of
-from disttensor.spec import DistSpec
 from disttensor.tensor import awaited, base, views
 from disttensor.tensor import reshard as tensor_reshard
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import storage_id
+from reshard import cross_mesh
 
 Function = Callable[..., Any]
 
@@ -54,7 +54,7 @@ def taps(recorder: Any) -> Iterator[None]:
         (DistSpec, "__new__", _quiet),
         (Plan, "local_fn", _local_fn),
         (MeshTensor, "local_for", _local_for),
-        (reshard, "run", _one_line),
+        (cross_mesh, "run", _one_line),
         (objects, "gather_objects", _telling),
         (torch.autograd.Function, "apply", _custom),
     ]

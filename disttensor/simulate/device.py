@@ -13,7 +13,15 @@ from functools import cache
 
 import torch
 
-from disttensor import arguments
+from disttensor.checks import (
+    argument_error,
+    check_bool,
+    check_dtype,
+    check_duration,
+    check_positive,
+    check_shape,
+    check_type,
+)
 from disttensor.simulate.events import Op
 
 _KERNELS = "a dict {(name of an operator, dtype): factor}"
@@ -56,25 +64,25 @@ class Device:
     kernels: Mapping[tuple[str, torch.dtype], float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        arguments.of_type("Device: name", self.name, str, "a text")
-        arguments.of_type("Device: peak", self.peak, Mapping, "a dict {dtype: FLOP per second}")
+        check_type("Device: name", self.name, str, "a text")
+        check_type("Device: peak", self.peak, Mapping, "a dict {dtype: FLOP per second}")
         for dtype, flops in self.peak.items():
-            arguments.a_dtype("Device: peak", dtype)
-            arguments.positive(f"Device: peak of {dtype}", flops, "FLOP per second")
-        arguments.positive("Device: bandwidth", self.bandwidth, "bytes per second")
-        arguments.positive("Device: efficiency", self.efficiency, "a share of the peak, up to 1")
-        arguments.positive("Device: sharing", self.sharing, "a number of ranks")
+            check_dtype("Device: peak", dtype)
+            check_positive(f"Device: peak of {dtype}", flops, "FLOP per second")
+        check_positive("Device: bandwidth", self.bandwidth, "bytes per second")
+        check_positive("Device: efficiency", self.efficiency, "a share of the peak, up to 1")
+        check_positive("Device: sharing", self.sharing, "a number of ranks")
         if self.memory is not None:
-            arguments.positive("Device: memory", self.memory, "a number of bytes")
+            check_positive("Device: memory", self.memory, "a number of bytes")
         for name in ("launch", "visit", "post", "gradient"):
-            arguments.duration(f"Device: {name}", getattr(self, name))
-        arguments.flag("Device: asynchronous", self.asynchronous)
-        if len(arguments.sizes("Device: tiles", self.tiles, 1)) != 2:
-            raise arguments.wrong("Device: tiles", self.tiles, "a pair of sizes", ValueError)
-        arguments.of_type("Device: kernels", self.kernels, Mapping, _KERNELS)
+            check_duration(f"Device: {name}", getattr(self, name))
+        check_bool("Device: asynchronous", self.asynchronous)
+        if len(check_shape("Device: tiles", self.tiles, 1)) != 2:
+            raise argument_error("Device: tiles", self.tiles, "a pair of sizes", ValueError)
+        check_type("Device: kernels", self.kernels, Mapping, _KERNELS)
         for kernel, times in self.kernels.items():
-            arguments.of_type("Device: kernels: key", kernel, tuple, _KERNELS)
-            arguments.positive(f"Device: kernels of {kernel}", times, _KERNELS)
+            check_type("Device: kernels: key", kernel, tuple, _KERNELS)
+            check_positive(f"Device: kernels of {kernel}", times, _KERNELS)
 
     @property
     def backend(self) -> str:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from disttensor.comm.log import CommRecord
 from disttensor.errors import user_line
+from disttensor.pytree import collect
 from disttensor.simulate.events import Collective, Message, Wait
 from disttensor.torch_private import unboxed_group
-from disttensor.tree import flat
 
 _SENDS = {"send": True, "recv_": False}
 
@@ -119,7 +119,7 @@ class FakeCollectives:
     def _collective(self, kind: str, name: str, args: Any, said: CommRecord | None) -> None:
         number = self.count[name]
         self.count[name] += 1
-        tensors: list[torch.Tensor] = flat(list(args), [])
+        tensors: list[torch.Tensor] = collect(list(args), [])
         payload = max((t.nbytes for t in tensors), default=0)
         if said is None:  # a call of the user's own
             said = CommRecord(

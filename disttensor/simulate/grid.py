@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 
 Shape = tuple[int, ...]
 

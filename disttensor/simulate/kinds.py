@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disttensor import runtime
 from disttensor.comm.log import CommLog
-from disttensor.layout import box_at
-from disttensor.mesh import ProcessMesh
+from disttensor.core.layout import box_at
+from disttensor.core.mesh import ProcessMesh
+from disttensor.runtime import current_runtime
 from disttensor.simulate.equal_stages import alike, followed, followers
 from disttensor.simulate.events import Collective, Event
 from disttensor.simulate.grid import Grid
@@ -131,7 +131,7 @@ def differences(
     """What the run of one rank has shown. Called in its world."""
     out = Differences(volumes=listener.volumes, sources=listener.sources, work=listener.work)
     out.stages = {run.grids for run in runs}
-    for mesh in list(runtime.current().meshes.values()):
+    for mesh in list(current_runtime().meshes.values()):
         if not mesh.specs:
             continue
         grid = Grid.of(mesh)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from disttensor.passed import replaced_in, tensors_in
 from disttensor.pipeline.partition import BALANCES, Layers
+from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.simulate import shapes
 from disttensor.simulate.devices import H100, Device
 from disttensor.tensor.base import MeshTensor
@@ -40,7 +40,7 @@ def layer_times(
             f"pipeline.split: sample={type(sample).__name__}: what the model is called with is "
             "expected: a tuple of its arguments, or a dict of named ones"
         )
-    if any(isinstance(t, MeshTensor) for t in tensors_in((args, kwargs))):
+    if any(isinstance(t, MeshTensor) for t in find_tensors((args, kwargs))):
         raise TypeError("pipeline.split: sample: plain tensors, of one micro-batch on one rank")
     timed = _Timed(device)
     with fake_mode(), torch.no_grad(), timed.layers(layers):
@@ -49,7 +49,7 @@ def layer_times(
         state.update(of.named_buffers(remove_duplicate=False))
         fakes = {id(t): _like(t) for t in state.values()}
         own = {name: fakes[id(t)] for name, t in state.items()}
-        args, kwargs = replaced_in((args, kwargs), lambda x: _like(x) if _is_plain(x) else x)
+        args, kwargs = replace_tensors((args, kwargs), lambda x: _like(x) if _is_plain(x) else x)
         try:
             with timed:
                 functional_call(of, own, args, kwargs)

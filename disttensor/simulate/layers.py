@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from disttensor.autograd.activation_checkpoint import INSIDE
-from disttensor.passed import tensors_in
+from disttensor import callbacks
 from disttensor.pipeline.unsplit import MODELS
+from disttensor.pytree import find_tensors
 from disttensor.replay.replay import Replay
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import current_backward, current_node
@@ -40,11 +40,11 @@ class _Call:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside, a region that is in this forward is computed again."""
-        token = INSIDE.set(_Call(self.layer, current_backward()))
+        token = callbacks.recompute_context.set(_Call(self.layer, current_backward()))
         try:
             yield
         finally:
-            INSIDE.reset(token)
+            callbacks.recompute_context.reset(token)
 
 
 class Layers:
@@ -75,22 +75,22 @@ class Layers:
             yield
 
     def _called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outer, backward = INSIDE.get() or self._outside, current_backward()
+        outer, backward = callbacks.recompute_context.get() or self._outside, current_backward()
         if outer.computes:
-            _own(tensors_in([args, kwargs]), outer.layer)
+            _own(find_tensors([args, kwargs]), outer.layer)
         inner = _Call(self._name(module, outer), backward)
-        token = INSIDE.set(inner)
+        token = callbacks.recompute_context.set(inner)
         try:
             out = call(module, *args, **kwargs)
         finally:
-            INSIDE.reset(token)
+            callbacks.recompute_context.reset(token)
         if inner.computes:
-            _own(tensors_in(out, attributes=True), inner.layer)
+            _own(find_tensors(out, attributes=True), inner.layer)
         return out
 
     def now(self) -> str:
         """The layer of what is computed now."""
-        call, backward = INSIDE.get() or self._outside, current_backward()
+        call, backward = callbacks.recompute_context.get() or self._outside, current_backward()
         if call.backward == backward:
             call.computes = True
             return call.layer

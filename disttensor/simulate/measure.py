@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from disttensor import arguments
+from disttensor.checks import check_bool, check_positive
 from disttensor.comm import collectives
 from disttensor.errors import CommError
 from disttensor.simulate.device import Device
@@ -44,8 +44,8 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     >>> here.name, here.asynchronous, here.peak[torch.float32] > 0 < here.launch
     ('cpu', False, True)
     """
-    arguments.positive("devices.measure: seconds", seconds, "a positive number of seconds")
-    arguments.flag("devices.measure: together", together)
+    check_positive("devices.measure: seconds", seconds, "a positive number of seconds")
+    check_bool("devices.measure: together", together)
     peak = {
         dtype: 6.0 * _N**3 / _fastest(_products(dtype), seconds)
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disttensor import arguments
+from disttensor.checks import check_int, check_positive, check_type
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        arguments.positive("Link: bandwidth", self.bandwidth, "bytes per second")
-        arguments.positive("Link: latency", self.latency, "seconds")
+        check_positive("Link: bandwidth", self.bandwidth, "bytes per second")
+        check_positive("Link: latency", self.latency, "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class Network:
     processor: Link | None = None
 
     def __post_init__(self) -> None:
-        arguments.whole("Network: ranks_per_node", self.ranks_per_node, 1, "a number of ranks")
+        check_int("Network: ranks_per_node", self.ranks_per_node, 1, "a number of ranks")
         for name in ("within", "between", "processor"):
             if (link := getattr(self, name)) is not None or name != "processor":
-                arguments.of_type(f"Network: {name}", link, Link, "a Link")
+                check_type(f"Network: {name}", link, Link, "a Link")
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disttensor import arguments
+from disttensor.checks import check_callable, check_int, check_positive, check_sequence, check_type
 from disttensor.parallel.strategy import Strategy
 from disttensor.simulate import devices
 from disttensor.simulate import layer_times as layer_times  # for balance="time"
@@ -61,17 +61,17 @@ def plan_strategy(
     >>> table.best.tp, [c.fits for c in table.candidates]
     (4, [True, False])
     """
-    arguments.function("plan_strategy: build_with", build_with, "a function of a Strategy")
-    arguments.whole("plan_strategy: world", world, 1, "a number of ranks")
-    arguments.of_type("plan_strategy: device", device, Device, "a dt.devices.Device")
-    arguments.of_type("plan_strategy: network", network, Network, "a dt.devices.Network")
+    check_callable("plan_strategy: build_with", build_with, "a function of a Strategy")
+    check_int("plan_strategy: world", world, 1, "a number of ranks")
+    check_type("plan_strategy: device", device, Device, "a dt.devices.Device")
+    check_type("plan_strategy: network", network, Network, "a dt.devices.Network")
     check_values("plan_strategy", values)
-    arguments.of_type("plan_strategy: like", like, Strategy, "a Strategy")
-    arguments.whole("plan_strategy: most", most, 1, "a number of strategies")
+    check_type("plan_strategy: like", like, Strategy, "a Strategy")
+    check_int("plan_strategy: most", most, 1, "a number of strategies")
     if memory is not None:
-        arguments.positive("plan_strategy: memory", memory, "a number of bytes")
+        check_positive("plan_strategy: memory", memory, "a number of bytes")
     if progress is not None:
-        arguments.function("plan_strategy: progress", progress, "a function of a line")
+        check_callable("plan_strategy: progress", progress, "a function of a line")
     room = device.memory if memory is None else memory
     say = progress or _shown
     search = Search(build_with, world, device, network, values, room, like, most, say)
@@ -79,9 +79,9 @@ def plan_strategy(
         if candidates is None:
             return StrategyTable.of(world, search.all())
         expected = "a list of strategies"
-        listed = arguments.listed("plan_strategy: candidates", candidates, expected)
+        listed = check_sequence("plan_strategy: candidates", candidates, expected)
         for one in listed:
-            arguments.of_type("plan_strategy: candidates: entry", one, Strategy, expected)
+            check_type("plan_strategy: candidates: entry", one, Strategy, expected)
         if not listed:
             raise ValueError("plan_strategy: candidates are empty: give one strategy at least")
         return StrategyTable.of(world, [search.simulate(strategy) for strategy in listed])

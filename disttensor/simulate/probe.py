@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from disttensor.core.placement import Placement
 from disttensor.parallel.strategy import Strategy
-from disttensor.passed import tensors_in
 from disttensor.pipeline.partition import chosen, elements
-from disttensor.placement import Placement
+from disttensor.pytree import find_tensors
 from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.memory import Held
 from disttensor.simulate.one_rank import run_rank
@@ -127,7 +127,9 @@ class _Watched(Strategy):
 
         def begins(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(self.now())
-            given = next((t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)), None)
+            given = next(
+                (t for t in find_tensors((args, kwargs)) if isinstance(t, DistTensor)), None
+            )
             if given is not None:
                 layer.shape, layer.input = tuple(given.shape), given.local.nbytes
 

@@ -15,10 +15,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from disttensor import arguments
+from disttensor.checks import check_number
 from disttensor.errors import name_of, user_line
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.segment import Segment
+from disttensor.pytree import collect
 from disttensor.simulate import shapes
 from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.events import Event, Gradient, Op
@@ -38,7 +39,6 @@ from disttensor.torch_private import (
     is_composite,
     no_dispatch,
 )
-from disttensor.tree import flat
 
 Tensor = torch.Tensor
 Values = float | Callable[[str], float]
@@ -46,7 +46,7 @@ Values = float | Callable[[str], float]
 
 def check_values(who: str, values: Any) -> None:
     if not callable(values):
-        arguments.number(f"{who}: values", values)
+        check_number(f"{who}: values", values)
 
 
 _aten = torch.ops.aten
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
             for t, category in ((p, "parameters"), (p.grad, "gradients")):
                 if t is not None:
                     mark(_local(t), category)
-        for t in flat([list(state.values()) for state in optimizer.state.values()], []):
+        for t in collect([list(state.values()) for state in optimizer.state.values()], []):
             mark(_local(t), "optimizer state")
         self.steps += 1
         self.after_step()
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
     def _computed(self, func: Any, cost: shapes.Cost, out: Any) -> None:
         phase = self.phase()
         if not cost.views:
-            for t in [out] if isinstance(out, Tensor) else flat(out, []):
+            for t in [out] if isinstance(out, Tensor) else collect(out, []):
                 self.memory.see(t, phase)
             if self.recording:
                 name = func._overloadpacket.__name__

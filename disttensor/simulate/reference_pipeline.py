@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttensor import pipeline
+from disttensor.api.create import reshard, shard_tensor
 from disttensor.comm import collectives
 from disttensor.comm.process_group import world
-from disttensor.create import reshard, shard_tensor
-from disttensor.mesh import ProcessMesh, init_mesh
-from disttensor.placement import Replicate, Shard
+from disttensor.core.mesh import ProcessMesh, init_mesh
+from disttensor.core.placement import Replicate, Shard
 from disttensor.simulate.device import Device
 from disttensor.simulate.events import Op
 from disttensor.simulate.reference_step import events_of

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttensor.api.create import shard_tensor
 from disttensor.comm.log import record_comms
 from disttensor.comm.process_group import world
-from disttensor.create import shard_tensor
 from disttensor.parallel.strategy import Strategy
 from disttensor.simulate.device import Device
 from disttensor.simulate.events import Event, Gradient, Op

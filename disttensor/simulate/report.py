@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from disttensor import arguments
+from disttensor.checks import argument_error, check_int
 from disttensor.simulate import chrome_trace, layer_shares, pictures, png
 from disttensor.simulate.devices import Device
 from disttensor.simulate.findings import findings
@@ -93,7 +93,7 @@ class Report:
         """The part, 0 to 1, of all FLOPs that each layer does. With ``depth`` layers deeper than so
         many names count as the module that they are in: "blocks.3" of "blocks.3.mlp.up"."""
         if depth is not None:
-            arguments.whole("share_of_layers: depth", depth, 1, "a number of names")
+            check_int("share_of_layers: depth", depth, 1, "a number of names")
         layers = self.layers if depth is None else layer_shares.rolled_up(self.layers, depth)
         return {layer: sum(phases.values()) / self.flops for layer, phases in layers.items()}
 
@@ -208,7 +208,7 @@ class Report:
             "communication": lambda: pictures.volume(self.kinds),
         }
         if picture not in draw:
-            raise arguments.wrong(f"{who}: picture", picture, " or ".join(draw), ValueError)
+            raise argument_error(f"{who}: picture", picture, " or ".join(draw), ValueError)
         return draw[picture]()
 
     @property

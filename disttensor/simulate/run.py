@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disttensor import arguments
+from disttensor.checks import (
+    argument_error,
+    check_callable,
+    check_int,
+    check_sequence,
+    check_type,
+    is_int,
+)
 from disttensor.comm.log import CommLog
 from disttensor.simulate import devices
 from disttensor.simulate.devices import Device
@@ -59,7 +66,7 @@ def simulate(
     >>> [kind.ranks for kind in report.kinds], report.kinds[0].comms.counts()
     ([(0, 1, 2, 3, 4, 5, 6, 7)], {'all_reduce': 2})
     """
-    arguments.function("simulate: build", build, "a function that returns a function")
+    check_callable("simulate: build", build, "a function that returns a function")
     return simulate_program(
         of_build(build), world, ranks=ranks, device=device, network=network, values=values
     )
@@ -75,17 +82,17 @@ def simulate_program(
     values: Values = 0.0,
 ) -> Report:
     """``simulate`` for what runs up to a step in its own way, as a script does."""
-    arguments.whole("simulate: world", world, 1, "a number of ranks")
-    arguments.of_type("simulate: device", device, Device, "a dt.devices.Device")
-    arguments.of_type("simulate: network", network, Network, "a dt.devices.Network")
+    check_int("simulate: world", world, 1, "a number of ranks")
+    check_type("simulate: device", device, Device, "a dt.devices.Device")
+    check_type("simulate: network", network, Network, "a dt.devices.Network")
     check_values("simulate", values)
     expected = f"a list of ranks from 0 to {world - 1}"
-    wanted = None if ranks is None else arguments.listed("simulate: ranks", ranks, expected)
+    wanted = None if ranks is None else check_sequence("simulate: ranks", ranks, expected)
     for rank in wanted or ():
-        if not arguments.is_whole(rank) or not 0 <= rank < world:
-            raise arguments.wrong("simulate: ranks: entry", rank, expected, ValueError)
+        if not is_int(rank) or not 0 <= rank < world:
+            raise argument_error("simulate: ranks: entry", rank, expected, ValueError)
     if wanted == ():
-        raise arguments.wrong("simulate: ranks", wanted, expected, ValueError)
+        raise argument_error("simulate: ranks", wanted, expected, ValueError)
 
     run = Ranks(program, world, values, network.ranks_per_node, device.backend)
     with frozen_garbage() as run.set_aside:

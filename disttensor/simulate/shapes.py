@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.pytree import collect, rebuild
 from disttensor.torch_private import FakeTensor, as_meta, fake_like, no_dispatch, storage_id
-from disttensor.tree import flat, rebuilt
 
 Tensor = torch.Tensor
 _MOST = 1 << 17  # calls that are remembered
@@ -76,7 +76,7 @@ def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
         return out, cost(func, args, kwargs, out)
     if found is not None:
         return _made(found[0], args, kwargs, mode), found[1]
-    tensors: list[Any] = flat((args, kwargs), [])
+    tensors: list[Any] = collect((args, kwargs), [])
     before = [t.shape for t in tensors]
     out = func(*args, **kwargs)
     spent = cost(func, args, kwargs, out)
@@ -88,12 +88,12 @@ def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
 
 def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
     """What the kernel of ``func`` computes, reads and writes, with or without data."""
-    ins: list[Tensor] = flat((args, kwargs), [])
-    outs: list[Tensor] = [out] if isinstance(out, Tensor) else flat(out, [])
+    ins: list[Tensor] = collect((args, kwargs), [])
+    outs: list[Tensor] = [out] if isinstance(out, Tensor) else collect(out, [])
     if not outs and func._schema.is_mutable:  # of a list of tensors
         given = zip(func._schema.arguments, args)  # noqa: B905
-        outs = flat([a for s, a in given if _written(s)], [])
-        outs += flat([kwargs[s.name] for s in func._schema.arguments
+        outs = collect([a for s, a in given if _written(s)], [])
+        outs += collect([kwargs[s.name] for s in func._schema.arguments
                       if s.kwarg_only and s.name in kwargs and _written(s)], [])  # fmt: skip
     count = flop_formula(func)
     flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
@@ -174,7 +174,7 @@ def _noted(out: Any, tensors: list[Any], mode: Any) -> Any:
     if out is None:
         return None
     if type(out) in (list, tuple):
-        return rebuilt(out, [_noted(o, tensors, mode) for o in out])
+        return rebuild(out, [_noted(o, tensors, mode) for o in out])
     if type(out) is not FakeTensor or out.constant is not None:
         raise _Uncached
     of = next((i for i, t in enumerate(tensors) if t is out), None)
@@ -198,7 +198,7 @@ def _made(noted: Any, args: Any, kwargs: Any, mode: Any) -> Any:
         return _new(noted)
     if type(noted) is _Out and noted.of == 0 and isinstance(args[0], Tensor):  # mostly
         return _again(noted, args, mode)
-    return _again(noted, flat((args, kwargs), []), mode)
+    return _again(noted, collect((args, kwargs), []), mode)
 
 
 def _new(one: _Out) -> Any:
@@ -211,7 +211,7 @@ def _again(noted: Any, tensors: list[Any], mode: Any) -> Any:
     if noted is None:
         return None
     if type(noted) is not _Out:
-        return rebuilt(noted, [_again(n, tensors, mode) for n in noted])
+        return rebuild(noted, [_again(n, tensors, mode) for n in noted])
     if noted.of is None:
         return _new(noted)
     source = tensors[noted.of]

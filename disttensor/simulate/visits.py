@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from disttensor import pipeline, runtime
+from disttensor import pipeline
 from disttensor.errors import user_line
+from disttensor.runtime import current_runtime
 from disttensor.simulate.events import Visit
 from disttensor.simulate.few_micro_batches import left_out
 from disttensor.simulate.grid import Grid
@@ -96,7 +97,7 @@ class Visits(pipeline.Recorder):
         run, self._open = self._open, None
         if run is None:
             return
-        tags = runtime.current().tags
+        tags = current_runtime().tags
         used = {n: tags.get(n + 1, 0) - before for n, before in run.tags.items()}
         for number, other in run.left_out.items():
             tags[number + 1] = run.tags[number] + used[other]
@@ -107,7 +108,7 @@ class Visits(pipeline.Recorder):
 
     def _opened(self) -> PipelineRun:
         if self._open is None:
-            self._open, self._tags = PipelineRun(), dict(runtime.current().tags)
+            self._open, self._tags = PipelineRun(), dict(current_runtime().tags)
             if self.now() is not None:
                 self.runs.append(self._open)
         return self._open

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttensor import cache as cache_of_decisions
-from disttensor import runtime
+from disttensor.cache import clear_decisions
 from disttensor.comm import desync
 from disttensor.random import counter
+from disttensor.runtime import current_runtime, set_runtime_aside
 from disttensor.simulate import shapes
 from disttensor.torch_private import FakeTensorMode, process_groups_aside, start_fake_world
 from ops.registry import RULES
@@ -57,7 +57,7 @@ def _registered() -> Iterator[None]:
             if table != entries:
                 table.clear()
                 table.update(entries)
-                cache_of_decisions.refresh()
+                clear_decisions()
 
 
 @contextmanager
@@ -74,11 +74,11 @@ def imagined_rank(
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
     seed, debugging = counter.get_state(), desync.enabled
     try:
-        with runtime.aside(), _registered(), process_groups_aside():
+        with set_runtime_aside(), _registered(), process_groups_aside():
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
             desync.enabled = False  # there is nobody to compare with
             start_fake_world(rank, size)
-            runtime.current().stands_for = backend
+            current_runtime().stands_for = backend
             with nullcontext() if data else _fake():
                 yield
     finally:

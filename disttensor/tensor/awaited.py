@@ -25,7 +25,7 @@ import torch
 
 from disttensor.autograd.grad_types import Typed, move
 from disttensor.comm.work import Work
-from disttensor.spec import DistSpec
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, through
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import InPlace

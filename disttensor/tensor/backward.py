@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.autograd.accumulation import RETURNED, backward_context, current_context
 from disttensor.autograd.grad_types import Typed, dual
@@ -18,8 +19,8 @@ from disttensor.autograd.tie import Tie
 from disttensor.cache import cached
 from disttensor.comm import program
 from disttensor.comm.collectives import world
-from disttensor.layout import Axes
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import GradCollector, MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
 from disttensor.tensor.reshard import TAPE, moved_for, resharded
@@ -31,9 +32,6 @@ Tensor = torch.Tensor
 # Whole argument of a custom autograd function that runs -> the DistTensor that it was made of: set
 # by disttensor.patches.whole_function
 BEHIND: ContextVar[Mapping[Tensor, MeshTensor]] = ContextVar("behind", default={})  # noqa: B039
-
-# Called when a backward has ended with an error.
-AFTER_FAILURE: list[Callable[[], None]] = []
 
 
 class Backward(MeshTensor):
@@ -99,7 +97,7 @@ def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any)
         with part_of_present():
             return engine(roots, *args, **kwargs)
     except BaseException:
-        for run in AFTER_FAILURE if current_backward() == -1 else ():
+        for run in callbacks.after_backward_error if current_backward() == -1 else ():
             run()
         raise
 

@@ -17,8 +17,8 @@ import torch
 from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import along, way, whole_grad
 from disttensor.comm.places import Place
-from disttensor.layout import Axes
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
 from disttensor.tensor.views import ViewState, invalidate
 from disttensor.torch_private import make_subclass

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Box, Layout
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Box, Layout
+from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.reshard import resharded

@@ -17,10 +17,10 @@ import torch
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.comm.process_group import world
+from disttensor.core.layout import Layout
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.errors import refuse_collectives
-from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh
-from disttensor.spec import DistSpec
 from disttensor.tensor.backward import Backward
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.checkpointable import Checkpointable

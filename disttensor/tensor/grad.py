@@ -12,10 +12,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-import reshard
 from disttensor.autograd.grad_types import Typed, dual, move
-from disttensor.layout import Axes, Layout
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes, Layout
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import (
     MeshTensor,
     collector_of,
@@ -25,6 +24,7 @@ from disttensor.tensor.base import (
     remember_grad,
 )  # fmt: skip
 from disttensor.tensor.reshard import resharded
+from reshard import cross_mesh
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound=MeshTensor)
@@ -215,7 +215,7 @@ def set_grad(x: MeshTensor, value: Any) -> None:
         local = resharded(value, grad_spec(x, axes).with_dtype(value.spec.dtype)).local
     else:
         spec = grad_spec(x, ())
-        local = reshard.run(value, spec.replicated(), spec)
+        local = cross_mesh.run(value, spec.replicated(), spec)
     if not local.is_contiguous() and x.local.is_contiguous():  # a slice: a piece of its own
         local = local.contiguous()
     drop_grads(x)

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor import arguments
+from disttensor import callbacks
 from disttensor.cache import cached
+from disttensor.checks import check_sequence
 from disttensor.comm import desync
 from disttensor.comm.places import Place
 from disttensor.comm.sums import Slot, sums
 from disttensor.comm.work import Work
-from disttensor.layout import Axes
-from disttensor.mesh import ProcessMesh
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import alias_leaves, place_of
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad import reduced, set_reduced
@@ -31,7 +32,6 @@ BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is 
 
 
 # Called with the parameters whose gradients are about to be read.
-BEFORE_SYNC: list[Callable[[list[Any]], None]] = []
 
 
 class Pending(NamedTuple):
@@ -60,7 +60,7 @@ def sync_gradients(*params: Any) -> None:
     [2.0, 2.0, 2.0, 2.0]
     """
     given = [p for some in params for p in tensors_of(some)]
-    for run in BEFORE_SYNC:
+    for run in callbacks.before_grad_read:
         run(given)
     started = [(members, *_start(members)) for members in buckets(given)]
     for members, totals, works in started:
@@ -76,7 +76,7 @@ def tensors_of(params: Any, who: str = "sync_gradients: params") -> Iterable[Any
         return params.parameters()
     if isinstance(params, Tensor):
         return (params,)
-    return arguments.listed(who, params, "a module, a tensor or an iterable of tensors")
+    return check_sequence(who, params, "a module, a tensor or an iterable of tensors")
 
 
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:

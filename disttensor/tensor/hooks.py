@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-import reshard
 from disttensor.autograd.grad_types import Typed, dual
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import watched
-from disttensor.layout import Axes
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Axes
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, collector_of, freeze_leaves, grad_leaves
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.versions import version
+from reshard import cross_mesh
 
 Tensor = torch.Tensor
 _SHOWN = "_disttensor_shown"  # of a local gradient: what hooks get for it, weakly
@@ -136,7 +136,7 @@ def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
     if isinstance(out, MeshTensor):
         local = resharded(out, spec).local
     else:
-        local = reshard.run(out, spec.replicated(), spec)
+        local = cross_mesh.run(out, spec.replicated(), spec)
     local = local if scale == 1.0 else local / scale
     if isinstance(out, MeshTensor) and out.spec is spec:  # the next hook gets the same object
         local.__dict__.setdefault(_SHOWN, {})[spec, scale] = weakref.ref(out)

@@ -11,7 +11,7 @@ import torch
 
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import whole_grad
-from disttensor.spec import DistSpec
+from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import (
     MeshTensor,

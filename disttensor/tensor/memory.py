@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import total_ordering
 from typing import Any, NoReturn
 
-from disttensor.spec import DistSpec
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import STORAGE_ID, storage_id
 

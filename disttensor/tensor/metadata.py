@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import dims_mapping_of, global_strides, is_dense
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Placement
+from disttensor.core.layout import dims_mapping_of, global_strides, is_dense
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Placement
 from disttensor.tensor.base import MeshTensor
 
 

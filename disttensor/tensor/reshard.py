@@ -16,20 +16,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-import reshard
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.cross_mesh import apart, crossed
 from disttensor.autograd.grad_types import Typed, along, way
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
-from disttensor.layout import Axes
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Placement
-from disttensor.spec import DistSpec, spec_of
+from disttensor.core.layout import Axes
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Placement
+from disttensor.core.spec import DistSpec, spec_of
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, set_origin, through
 from disttensor.tensor.versions import version
 from disttensor.torch_private import storage_id
+from reshard import cross_mesh
 from reshard.cross_mesh import start
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
     if with_grad if local.requires_grad else stays:
         return x.local_for(axes)
     if not local.requires_grad or not torch.is_grad_enabled():
-        return reshard.run(local, src, dst)
+        return cross_mesh.run(local, src, dst)
     if axes or cuts:
         read = through(x, dst, axes)
         return along(x.local_for(read), way(src, read, dst, axes), None)

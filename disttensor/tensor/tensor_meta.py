@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.layout import Layout
+from disttensor.core.layout import Layout
 from disttensor.tensor.dist_tensor import DistTensor
 
 

@@ -11,12 +11,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from disttensor import arguments
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.autograd.starts import may_start
+from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import collectives, objects
 from disttensor.errors import user_line
-from disttensor.switch import Switch
+from disttensor.settings import Setting
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, as_parameter
 from disttensor.tensor.grad import get_grad, set_grad
@@ -27,7 +27,7 @@ from disttensor.torch_private import storage_id
 Tensor = torch.Tensor
 
 
-class values_everywhere:
+class values_everywhere(Setting, default=False):
     """``with values_everywhere():`` numbers that Python asks for (``item``, ``bool``, ``tolist``,
     ``numpy``) reach ranks outside the mesh of the tensor too: its ranks send them. Every rank of
     the world must run the block.
@@ -37,14 +37,8 @@ class values_everywhere:
     2.0
     """
 
-    level = Switch("values_everywhere")
-
-    def __enter__(self) -> values_everywhere:
-        self.level.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.level.__exit__()
+    def __init__(self) -> None:
+        super().__init__(True)
 
 
 def broadcast_value(x: Any) -> Tensor:
@@ -72,7 +66,7 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
 
 def _value(x: MeshTensor) -> Tensor:
     """The global value, for Python. Raises RuntimeError on a rank that has no part of it."""
-    if values_everywhere.level:
+    if values_everywhere.current():
         return full_tensor(x, everywhere=True)
     if not x.is_initialized:
         raise RuntimeError(
@@ -94,7 +88,7 @@ class Values(MeshTensor):
         summed.
         """
         given = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
-        listed = arguments.listed("to_local: grad_axes", given, "axes of the mesh")
+        listed = check_sequence("to_local: grad_axes", given, "axes of the mesh")
         axes = tuple(sorted(self.spec.mesh.axis(a) for a in listed))
         if self._view_state is not None:
             views.check(self)
@@ -111,7 +105,7 @@ class Values(MeshTensor):
         Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value
         too (not differentiable there), and every rank of the world must make the call.
         """
-        arguments.flag("full_tensor: everywhere", everywhere)
+        check_bool("full_tensor: everywhere", everywhere)
         return full_tensor(self, everywhere=everywhere)
 
     # Views that are attributes -------------------------------------------------------------------
@@ -193,7 +187,9 @@ class Values(MeshTensor):
     def __format__(self, spec: str) -> str:
         if self.spec.shape:
             return object.__format__(self, spec)
-        here = not self.spec.layout.partial and self.is_initialized and not values_everywhere.level
+        here = (
+            not self.spec.layout.partial and self.is_initialized and not values_everywhere.current()
+        )
         return format(self.local.item() if here else self.item(), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

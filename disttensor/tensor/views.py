@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 
 from disttensor.errors import name_of
+from disttensor.pytree import collect
 from disttensor.tensor.versions import count
 from disttensor.torch_private import make_subclass, storage_id
-from disttensor.tree import flat
 
 LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
 # storages of copies whose write is being brought back: they are up to date
@@ -56,7 +56,7 @@ class StaleView(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        found = next(a for a in flat((args, kwargs), []) if isinstance(a, StaleView))
+        found = next(a for a in collect((args, kwargs), []) if isinstance(a, StaleView))
         raise RuntimeError(found.message)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.dtypes import root
 from ops.factors import Arg, Factors, Letter
 from ops.foreach.foreach import grouped, lists_of

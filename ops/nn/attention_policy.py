@@ -9,19 +9,16 @@ and what is chosen where nobody asked.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextvars import ContextVar
 from typing import NamedTuple
 
-from disttensor.layout import Layout
+from disttensor.core.layout import Layout
+from disttensor.settings import Setting
 
 POLICIES = ("auto", "gather", "ring", "heads")
 KEPT = 16 << 20  # bytes of k and v of one call that a rank may keep whole for its backward
 
-_policy: ContextVar[str] = ContextVar("attention policy", default="auto")
-current = _policy.get
 
-
-class attention_policy:
+class attention_policy(Setting, allowed=POLICIES, default="auto"):
     """``with attention_policy("ring"):`` chooses how ``scaled_dot_product_attention`` is carried
     out where the sequence of q, k and v is split over one mesh axis or several.
 
@@ -39,28 +36,12 @@ class attention_policy:
     f32[1, 2, 8@dp, 4]
     """
 
-    def __init__(self, policy: str) -> None:
-        if policy not in POLICIES:
-            raise ValueError(
-                f"attention_policy({policy!r}): the policies are "
-                + ", ".join(map(repr, POLICIES[:-1]))
-                + f" and {POLICIES[-1]!r}"
-            )
-        self.policy = policy
-        self.outer: list[str] = []
-
-    def __enter__(self) -> attention_policy:
-        self.outer.append(_policy.get())
-        _policy.set(self.policy)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _policy.set(self.outer.pop())
-
 
 def setting(layouts: Collection[Layout]) -> Callable[[], str] | None:
     """The policy, where it has a say: some sequence is split."""
-    return current if any(len(x.dims) > 1 and x.dims[-2] for x in layouts) else None
+    return (
+        attention_policy.current if any(len(x.dims) > 1 and x.dims[-2] for x in layouts) else None
+    )
 
 
 class Sizes(NamedTuple):

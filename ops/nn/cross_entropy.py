@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.dtypes import HALVES, wide
 from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Ranges
+from disttensor.core.layout import Ranges
 
 Exchange = Callable[[Sequence[Tensor], Sequence[int]], Any]
 

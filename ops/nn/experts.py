@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from disttensor.layout import Axes, box_at
+from disttensor.core.layout import Axes, box_at
 from ops.factors import Arg, Factors
 from ops.local import LocalCall
 from ops.nn.routing import Range, Route, narrow, route, spread, without_data

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disttensor.layout import Axes, Range, box_at, chunk
+from disttensor.core.layout import Axes, Range, box_at, chunk
 from ops.local import LocalCall
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.batching import shaped
 from ops.dims import SECOND, tensors_in, without
 from ops.dtypes import widened

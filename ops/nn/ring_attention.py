@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from disttensor.layout import Box, Range, Ranges, dealt
+from disttensor.core.layout import Box, Range, Ranges, dealt
 from disttensor.torch_private import autocast_is_on
 from ops.local import Draw, LocalCall, Part
 from ops.nn.attention_block import Hidden, attend, attend_backward, merge, wide

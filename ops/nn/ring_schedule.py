@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from disttensor.layout import Range, Ranges
+from disttensor.core.layout import Range, Ranges
 from ops.nn.dealing import Exchange
 
 

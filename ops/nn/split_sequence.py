@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from disttensor.layout import Axes, box_at
+from disttensor.core.layout import Axes, box_at
 from ops.local import LocalCall, LocalPiece
 from ops.nn import attention_policy
 from ops.nn.attention_policy import Choice, Sizes

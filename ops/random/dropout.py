@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from disttensor.layout import Box
+from disttensor.core.layout import Box
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Layout
+from disttensor.core.layout import Layout
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Axes
-from disttensor.placement import neutral_element
+from disttensor.core.layout import Axes
+from disttensor.core.placement import neutral_element
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import Collectives, LocalCall

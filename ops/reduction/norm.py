@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.dims import fronts, without
 from ops.dtypes import root, widened
 from ops.empty_pieces import zero_of, zeros_if_empty

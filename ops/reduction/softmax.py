@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.dtypes import wide, widened
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import Axes
+from disttensor.core.layout import Axes
 from ops.dtypes import root, widened
 from ops.empty_pieces import is_empty
 from ops.factors import Arg, Factors

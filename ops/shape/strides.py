@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disttensor.layout import is_dense
+from disttensor.core.layout import is_dense
 from disttensor.torch_private import is_view
 
 Local = Callable[..., Any]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disttensor.autograd.grad_types import Typed, dual, move, whole_grad
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, Threads, layouts, spec, value, window
 

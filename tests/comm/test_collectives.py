@@ -11,7 +11,7 @@ import torch.distributed as dist
 from disttensor import errors
 from disttensor.comm import collectives, desync, groups, objects
 from disttensor.comm.log import record_comms
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from disttensor.torch_private import default_store
 from tests.support import pool
 from tests.support.pool import on_ranks, run_on_ranks

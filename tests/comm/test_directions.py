@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def lanes():
     """The process groups of directions in this world: (both ranks, the sender)."""
-    groups = runtime.current().groups
+    groups = runtime.current_runtime().groups
     return {
         (pair, int(lane.split()[-1])): pg
         for (pair, lane), pg in groups.items()
@@ -48,7 +48,7 @@ def test_there_and_back_go_over_two_groups():
         assert directions.group(me, after) is mine[tuple(sorted((me, after))), me]
     for (pair, sender), pg in mine.items():
         dist.destroy_process_group(pg)
-        del runtime.current().groups[pair, f"messages from {sender}"]
+        del runtime.current_runtime().groups[pair, f"messages from {sender}"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
@@ -85,4 +85,4 @@ def test_a_large_world_makes_groups_for_pairs_that_talk_and_they_end_with_it(mon
         for _ in range(3):
             dt.reshard(x, b, [dt.Shard(0)]).sum().backward()
         assert set(lanes()) == {((5, 9), 5), ((5, 9), 9)}
-    assert not runtime.current().groups and not dist.is_initialized()
+    assert not runtime.current_runtime().groups and not dist.is_initialized()

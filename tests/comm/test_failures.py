@@ -87,7 +87,7 @@ def test_a_process_lives_on_where_the_one_that_started_it_has_ended():
     """A worker may be started by a script that ends; torchrun ends its workers itself."""
     parent, os.environ["TORCHELASTIC_RUN_ID"] = os.getppid, "run"
     try:
-        started = watcher.Watcher(runtime.current())
+        started = watcher.Watcher(runtime.current_runtime())
         os.getppid = lambda: parent() + 1
         time.sleep(2.5 * watcher.PERIOD)
     finally:

@@ -159,13 +159,13 @@ def test_what_is_sent_may_be_changed_after():
 
 @on_ranks(2)
 def test_what_is_asked_for_ahead_is_there_when_the_transfer_comes():
-    other, known = 1 - dist.get_rank(), len(runtime.current().early)
+    other, known = 1 - dist.get_rank(), len(runtime.current_runtime().early)
     for shape, dtype in (((300,), torch.float32), ((150, 2), torch.int32), ((3,), torch.float32)):
         tag, x = p2p.next_tag(), torch.ones(shape, dtype=dtype)
         asked = p2p.expect([(other, (x.numel(),))], torch.float32, CPU, tag)
         assert p2p.in_vain(asked) and asked == [(other, tag, x.nbytes)]
         assert torch.equal(exchange(x, tag), x) and not p2p.in_vain(asked)
-    assert len(runtime.current().early) == known
+    assert len(runtime.current_runtime().early) == known
 
 
 @on_ranks(2)
@@ -228,7 +228,7 @@ def test_tags_count_by_channel():
 def test_tags_wrap_within_an_int(monkeypatch):
     with fake_world(2), p2p.channel(p2p.CHANNELS - 1):
         first = p2p.next_tag()
-        runtime.current().tags[p2p.CHANNELS - 1] = p2p._TRANSFERS - 1
+        runtime.current_runtime().tags[p2p.CHANNELS - 1] = p2p._TRANSFERS - 1
         assert p2p.next_tag() == 2**30 + 2**24 - 2  # above are the bits of slips and sizes
         assert p2p.next_tag() == first
 

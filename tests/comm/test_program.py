@@ -53,7 +53,7 @@ def test_a_backward_is_one_call_for_each_line_that_makes_it():
 def start_anew():
     """Forget what has been found, on all ranks."""
     dist.barrier()
-    now = runtime.current()
+    now = runtime.current_runtime()
     if now.watcher:
         now.watcher.stop()
     now.watcher = now.steps = None
@@ -95,7 +95,7 @@ def train(mesh, stage, rows, change, quiet=False, folder=None):
     if folder is not None:
         dt.Checkpointer(folder).save(1, model=model)
     dist.barrier()
-    steps = runtime.current().steps
+    steps = runtime.current_runtime().steps
     steps.compared.wait(10)
     end = time.monotonic() + (0.5 if quiet else 30)
     while not steps.error and time.monotonic() < end:
@@ -162,7 +162,7 @@ def test_ranks_that_seed_apart_are_told_at_the_next_step() -> None:
     F.dropout(w, 0.5).sum().backward()
     optimizer.step()
     dist.barrier()
-    steps = runtime.current().steps
+    steps = runtime.current_runtime().steps
     steps.compared.wait(10)
     end = time.monotonic() + 30
     while not steps.error and time.monotonic() < end:

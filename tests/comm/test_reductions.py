@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disttensor.comm import collectives, wire
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from tests.support.pool import fake_world, on_ranks
 
 HALF = torch.float16

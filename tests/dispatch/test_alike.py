@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import cache
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch import resolve
 from disttensor.dispatch.key import key_of, of_no_mesh
-from disttensor.spec import DistSpec
 from ops.factors import Factors
 from tests.support.pool import fake_world
 
@@ -79,7 +79,7 @@ def test_a_decision_for_other_sizes_is_that_for_its_own(mesh: dt.ProcessMesh, na
     calls = [tensors(mesh, shapes, placements, torch.float32) for shapes in every]
     own = [decided(func, args, None) for args in calls]
     for first in range(0, len(calls), 7):  # each is the one that decides, once
-        cache.clear()
+        cache.clear_caches()
         for args, want in zip(
             calls[first:] + calls[:first], own[first:] + own[:first], strict=True
         ):
@@ -96,7 +96,7 @@ def test_constants_dtypes_and_placements_are_told_apart(mesh: dt.ProcessMesh) ->
         )
         for x in tensors(mesh, [(n, 6)], [p], dtype)
     ]  # fmt: skip
-    cache.clear()
+    cache.clear_caches()
     for func, args in made:
         want = decided(func, args, None)
         assert decided(func, args, (func, *map(key_of, args))) == want
@@ -108,7 +108,7 @@ def test_a_call_of_other_sizes_asks_no_rule(
     asked: list[Any] = []
     of_rule = resolve.decide
     monkeypatch.setattr(resolve, "decide", lambda *a: (asked.append(a[0]), of_rule(*a))[1])
-    cache.clear()
+    cache.clear_caches()
     resolve._SAME.clear()
     for n in (4, 6, 7, 1, 1, 0):
         x, y = (dt.ones(n, 8, mesh=mesh, placements=S0) for _ in range(2))
@@ -136,7 +136,7 @@ def test_what_one_stage_has_decided_holds_on_the_others(
     monkeypatch.setattr(resolve, "decide", lambda *a: (asked.append(a[0]), of_rule(*a))[1])
 
     def laid(ranks: list[int]) -> tuple[Any, ...]:
-        cache.clear()
+        cache.clear_caches()
         stage = dt.ProcessMesh(ranks, ("tp",))
         out = call(*tensors(stage, shapes, placements, torch.float32))
         assert out.spec.mesh is stage
@@ -165,7 +165,7 @@ def test_a_key_with_a_mesh_in_it_is_told(mesh: dt.ProcessMesh) -> None:
 
 def test_what_was_weighed_by_bytes_is_weighed_again(mesh: dt.ProcessMesh) -> None:
     """Of two tensors split by different letters the smaller one is moved."""
-    cache.clear()
+    cache.clear_caches()
 
     def moved(n: int, m: int) -> list[bool]:
         x = dt.ones(n, 64, mesh=mesh, placements=[dt.Shard(1), R])

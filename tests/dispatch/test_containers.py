@@ -13,7 +13,7 @@ import torch
 
 import disttensor as dt
 from disttensor.dispatch import dispatch, native
-from disttensor.tree import substitute
+from disttensor.pytree import substitute
 from tests.support.pool import on_ranks
 
 

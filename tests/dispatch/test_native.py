@@ -27,11 +27,11 @@ import ops
 from disttensor import cache, recipe, runtime
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.comm import p2p, program
+from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
 from disttensor.patches import tracers
 from disttensor.pipeline.tape import Tape
 from disttensor.random import counter
-from disttensor.spec import spec_of
 from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.base import origin_of, set_collector
 from disttensor.tensor.dist_tensor import WRAP, wrap, wrapped
@@ -94,7 +94,7 @@ def erfinv_as(local: Callable[..., Any], rematerialize: bool = False) -> Iterato
         yield
     finally:
         ops.replace_rule(torch.erfinv, made)
-        cache.clear()
+        cache.clear_caches()
 
 
 def fused_step(x: Any, y: Any) -> list[Any]:
@@ -354,7 +354,7 @@ def test_a_reshard_between_other_meshes_is_a_new_wrapper_and_a_tag(
     mesh: dt.ProcessMesh, in_c: bool
 ) -> None:
     one, two = dt.ProcessMesh([1, 2], ("x",)), dt.ProcessMesh([3, 4], ("x",))
-    tags = runtime.current().tags
+    tags = runtime.current_runtime().tags
     with native.using(in_c):
         for placements in ([R], [S0], [dt.Shard(1)], [P], (R,), None, [dt.Balanced(0)]):
             for _ in range(2):  # the second is known, but for a class of others
@@ -383,7 +383,7 @@ def test_a_reshard_that_others_hear_of_is_pythons(mesh: dt.ProcessMesh) -> None:
     """Within a micro-batch, which notes its meshes, and within a region that is computed again,
     which counts nothing then. A view whose source was written to still says so."""
     one, two = dt.ProcessMesh([1, 2], ("x",)), dt.ProcessMesh([3, 4], ("x",))
-    x, tags = passing(one, False), runtime.current().tags
+    x, tags = passing(one, False), runtime.current_runtime().tags
     tape = Tape(lambda: None, lambda wait: wait())
 
     def move() -> Any:
@@ -574,7 +574,7 @@ def test_results_of_a_subclass_get_an_origin_as_in_python(mesh: dt.ProcessMesh) 
 
 @pytest.mark.parametrize("in_c", [False, True])
 def test_what_is_kept_of_a_call_holds_no_tensor(mesh: dt.ProcessMesh, in_c: bool) -> None:
-    cache.clear()
+    cache.clear_caches()
     with native.using(in_c):
         for turn in range(2):
             refs = {}
@@ -622,7 +622,7 @@ def test_calls_of_one_key_in_c_have_one_in_python(
         same += known is not None
         assert known is None or in_c is known(args, kwargs), (args, kwargs)
     assert same > len(kinds)
-    cache.clear()
+    cache.clear_caches()
 
 
 def test_what_may_be_made_for_each_call_has_no_key(mesh: dt.ProcessMesh) -> None:
@@ -654,7 +654,7 @@ def test_no_object_is_taken_for_one_that_was_there_before(
         program.NOTED.clear()
         del asked, runner
     assert len(seen) == 300  # all are still there
-    cache.clear()
+    cache.clear_caches()
 
 
 def test_plans_are_bounded(mesh: dt.ProcessMesh) -> None:
@@ -665,7 +665,7 @@ def test_plans_are_bounded(mesh: dt.ProcessMesh) -> None:
             most = max(most, native.module.counts()["kinds"])
     assert 16000 < most <= 16384 and native.module.counts()["kinds"] < 1000
     assert torch.result_type(x, 5) is torch.float32
-    cache.clear()
+    cache.clear_caches()
 
 
 # What a C module can get wrong --------------------------------------------------------------------
@@ -674,7 +674,7 @@ def test_plans_are_bounded(mesh: dt.ProcessMesh) -> None:
 def test_the_table_is_emptied_while_a_call_runs(mesh: dt.ProcessMesh) -> None:
     def local(call: Any) -> Any:
         def clearing(x: Tensor) -> Tensor:
-            cache.clear()
+            cache.clear_caches()
             gc.collect()
             return x.clone()
 
@@ -716,7 +716,7 @@ def test_a_list_that_comes_to_hold_itself(
     assert native.module.dispatch(asked, (), (given, plain)) == "python"
     with Turning(), pytest.raises(RecursionError):
         native.module.dispatch(asked, (), (given, plain))
-    cache.clear()
+    cache.clear_caches()
 
 
 def test_deep_calls_are_carried_out_by_python(mesh: dt.ProcessMesh) -> None:
@@ -1241,7 +1241,7 @@ def test_a_recipe_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
         got = torch.relu(*args, **kwargs)
         in_c = one is good or one is named
         assert type(got) is dt.DistTensor if in_c else got == "python", one
-    cache.clear()
+    cache.clear_caches()
 
 
 def test_configure_wants_all_it_needs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from disttensor import callbacks
 from disttensor.autograd import starts
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.graph_hooks import Forwards, follow
@@ -50,7 +51,7 @@ class Told:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
-    monkeypatch.setattr(starts, "BEFORE", [lambda n: follow(n, told.segments.values())])
+    monkeypatch.setattr(callbacks, "before_start", [lambda n: follow(n, told.segments.values())])
     return told
 
 

@@ -14,9 +14,9 @@ from disttensor import runtime
 from disttensor.comm import collectives, rendezvous
 from disttensor.comm.log import record_comms
 from disttensor.comm.rendezvous import create_groups
+from disttensor.core.mesh import ProcessMesh
 from disttensor.fsdp import replicas
 from disttensor.fsdp.replicas import broadcast_replicas, check_replicas
-from disttensor.mesh import ProcessMesh
 from tests.support import pool
 from tests.support.pool import fake_world, on_ranks, run_on_ranks
 
@@ -182,15 +182,15 @@ def groups_of(ranks, lane=""):
 def test_groups_made_up_front_are_found_later(ranks):
     wanted = [*groups_of(ranks, f"up front {ranks}"), *groups_of(ranks)]
     create_groups(wanted if dist.get_rank() % 2 else wanted[::-1], timeout=20)
-    made = len(runtime.current().groups)
+    made = len(runtime.current_runtime().groups)
     mesh = ProcessMesh(ranks, ("dp", "tp"))
     for axes in ((0,), (1,), (0, 1)):
         group = mesh.group(axes, f"up front {ranks}")
         assert collectives.all_reduce(torch.ones(1), "sum", group).item() == group.size
         mesh.group(axes)
-    assert len(runtime.current().groups) == made
+    assert len(runtime.current_runtime().groups) == made
     create_groups(wanted, timeout=20)  # again: nothing is new
-    assert len(runtime.current().groups) == made
+    assert len(runtime.current_runtime().groups) == made
 
 
 def stay_away():
@@ -275,7 +275,7 @@ def test_groups_up_front_in_a_fake_world_and_in_a_world_of_one():
     with fake_world(32, rank=5):
         ranks = torch.arange(32).view(4, 8).tolist()
         create_groups(groups_of(ranks, "lane"))
-        keys = set(runtime.current().groups)
+        keys = set(runtime.current_runtime().groups)
         assert keys == {
             (tuple(range(8)), "lane"), ((5, 13, 21, 29), "lane"), (tuple(range(32)), "lane"),
         }  # fmt: skip

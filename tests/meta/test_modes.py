@@ -66,7 +66,11 @@ def clearings():
     modules = [m for name, m in sys.modules.items() if name.startswith(("disttensor", "ops"))]
     values = [value for module in modules for value in vars(module).values()]
     found = [value.cache_clear for value in values if hasattr(value, "cache_clear")]
-    return [cache.clear, *found, *(x.clear for x in gc.get_objects() if type(x) is cache.Cache)]
+    return [
+        cache.clear_caches,
+        *found,
+        *(x.clear for x in gc.get_objects() if type(x) is cache.Cache),
+    ]
 
 
 def forget_all():

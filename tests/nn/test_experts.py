@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Replicate, Shard
-from disttensor.nn.experts import Stage, _Experts
+from disttensor.experts.dispatch_tokens import Stage, _Experts
 from disttensor.torch_private import fake_mode
 from ops import Arg, infer
 from ops.nn.experts import run_experts

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from disttensor.placement import Placement, Replicate, Shard, show
+from disttensor.core.placement import Placement, Replicate, Shard, show
 from ops.infer import NoRule
 from ops.registry import RULES
 from tests.opinfo.opinfo_call import (

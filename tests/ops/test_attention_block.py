@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disttensor.layout import Layout, box_at
+from disttensor.core.layout import Layout, box_at
 from ops.local import LocalCall, LocalPiece
 from ops.nn.ring_attention import four
 from ops.nn.split_sequence import possible

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg, infer
 from tests.support.simulate import check_rule
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
 from tests.support.oracle import randn
 from tests.support.simulate import Simulated, random_placements, simulate

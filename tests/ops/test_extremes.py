@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from disttensor.placement import Replicate, Shard
+from disttensor.core.placement import Replicate, Shard
 from ops import Arg, infer
 from tests.support.simulate import check_rule
 

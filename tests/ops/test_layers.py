@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import disttensor as dt
-from disttensor.layout import box_at
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.layout import box_at
+from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg, infer
 from tests.support.oracle import fallbacks, line, place
 from tests.support.pool import on_ranks

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Replicate, Shard
-from disttensor.layout import dealt
+from disttensor.core.layout import dealt
 from disttensor.torch_private import fake_mode
 from ops.nn import ring_attention
 from ops.nn.attention_policy import KEPT, Sizes, choose

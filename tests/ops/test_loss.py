@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg
 from ops.registry import RULES
 from tests.support.simulate import check_rule, simulate

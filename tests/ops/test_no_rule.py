@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disttensor.placement import Replicate, Shard
+from disttensor.core.placement import Replicate, Shard
 from ops import NoRule, signatures
 from tests.support.oracle import check_op, fallbacks, line, place, randint, randn
 from tests.support.pool import on_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disttensor.placement import Replicate, Shard
+from disttensor.core.placement import Replicate, Shard
 from ops import Arg, infer
 from ops.infer import decide
 from tests.support.simulate import check_rule

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import ops
-from disttensor.layout import box_at
-from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.layout import box_at
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
 from ops.infer import NoRule
 from ops.local import LocalCall, LocalPiece

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg
 from ops.pointwise import elementwise
 from ops.registry import RULES, functions_named

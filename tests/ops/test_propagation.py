@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disttensor.layout import Axes, Layout
-from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.layout import Axes, Layout
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops.factors import Arg, Factors
 from ops.infer import decide
 from ops.propagation import splittable

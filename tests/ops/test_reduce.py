@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg, NoRule, infer
 from tests.support.simulate import check_rule
 

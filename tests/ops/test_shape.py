@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg
 from tests.support.simulate import check_rule, plan
 from tests.support.structure import tensors_in

@@ -72,19 +72,19 @@ def check(batches, schedule="1f1b", visits=2, cut=False, back=False):
 @pytest.mark.parametrize("back", [False, True])
 @on_ranks(2)
 def test_the_next_micro_batch_is_asked_for_ahead(schedule, back):
-    early = len(runtime.current().early)
+    early = len(runtime.current_runtime().early)
     visits = 4 if schedule == "interleaved_1f1b" else 2
     count = check([randn(64, 9, seed=i) for i in range(5)], schedule, visits, back=back)
     each = 1 + (back and visits == 2)  # the skip of several visits comes in a later one
     assert count == (4 * each if dist.get_rank() == 1 else 0)
-    assert len(runtime.current().early) == early
+    assert len(runtime.current_runtime().early) == early
 
 
 @on_ranks(2)
 def test_a_micro_batch_of_another_shape_is_not():
     rows = [64, 64, 50, 1, 1, 64]
     count = check([randn(n, 9, seed=i) for i, n in enumerate(rows)])
-    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current().foresees
+    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current_runtime().foresees
 
 
 @on_ranks(2)
@@ -95,7 +95,7 @@ def test_a_program_that_goes_by_values_is_right_and_nothing_is_asked_for_from_th
         return made
 
     batches = [batch(rows, i) for i, rows in enumerate([60, 60, 41, 33, 60, 60])]
-    now = runtime.current()
+    now = runtime.current_runtime()
     assert now.foresees
     try:
         count = check(batches, cut=True)
@@ -109,12 +109,14 @@ def test_a_program_that_goes_by_values_is_right_and_nothing_is_asked_for_from_th
 @on_ranks(2)
 def test_micro_batches_that_share_a_channel_are_not():
     """Their messages are counted together, so nobody knows the tags ahead."""
-    first = 1 + runtime.current().retired  # other tests have left messages in the channels before
+    first = (
+        1 + runtime.current_runtime().retired
+    )  # other tests have left messages in the channels before
     shared = [first + i % 3 for i in range(5)]
     with mock.patch.object(p2p, "channels", lambda count: shared[:count]):
         assert check([randn(64, 9, seed=i) for i in range(5)]) == 0
         count = check([randn(64, 9, seed=i) for i in range(3)])
-    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current().foresees
+    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current_runtime().foresees
 
 
 def test_kinds():

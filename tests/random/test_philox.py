@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disttensor.layout import Box
+from disttensor.core.layout import Box
 from disttensor.random import distributions, philox, reproducible_math
 
 HALF = (torch.float16, torch.bfloat16)

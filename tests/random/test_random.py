@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.comm import collectives
-from disttensor.placement import Placement
-from disttensor.random import state
+from disttensor.core.placement import Placement
 from ops.random.sampling import quantile
 from tests.support.layouts import everywhere, grid
 from tests.support.pool import on_ranks, run_on_ranks
@@ -567,8 +566,8 @@ def raises(call: Callable[..., Any], error: str) -> None:
 def test_a_policy_holds_for_its_own_thread():
     seen = []
     with dt.rng("fast"):
-        thread = threading.Thread(target=lambda: seen.append(state._policy.get()))
+        thread = threading.Thread(target=lambda: seen.append(dt.rng.current()))
         thread.start()
         thread.join()
-        seen.append(state._policy.get())
-    assert seen == [None, "fast"] and state._policy.get() is None
+        seen.append(dt.rng.current())
+    assert seen == [None, "fast"] and dt.rng.current() is None

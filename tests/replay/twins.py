@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import disttensor as dt
 from disttensor import DistTensor
+from disttensor.pytree import collect
 from disttensor.random import counter
-from disttensor.tree import flat
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -50,14 +50,14 @@ def one(forward: Any, leaves: Sequence[Any], batch: Any, around: Around, backwar
         leaf.grad = None
     with dt.record_comms() as log, around():
         out = forward(*args, **kwargs)
-        tensors: list[Any] = flat(out, [])
+        tensors: list[Any] = collect(out, [])
         if backward:
             total: Any = sum((t.float() * t.float()).sum() for t in tensors if t.requires_grad)
             if isinstance(total, Tensor):
                 total.backward()
-        given = flat((args, kwargs), [])
+        given = collect((args, kwargs), [])
         grads = [leaf.grad for leaf in (*leaves, *given) if leaf.is_leaf]
-    values = [bits(t) for t in (*tensors, *grads, *flat((args, kwargs), []))]
+    values = [bits(t) for t in (*tensors, *grads, *collect((args, kwargs), []))]
     return values, sent(log), counter.get_state(), torch.get_rng_state().tolist(), str(type(out))
 
 

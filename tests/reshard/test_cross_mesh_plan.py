@@ -15,7 +15,7 @@ import torch
 import reshard
 from disttensor.comm import p2p
 from disttensor.comm.work import finished
-from disttensor.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh
 from reshard.cross_mesh import fill, plan_between, start
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, layouts, locals_of, spec, value, value_of, window

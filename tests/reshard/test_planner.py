@@ -13,8 +13,8 @@ import torch
 
 import reshard
 from disttensor.comm import collectives
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Partial, Replicate, Shard
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Partial, Replicate, Shard
 from reshard.exchange import concerned
 from reshard.registry import moves
 from tests.support.pool import fake_world

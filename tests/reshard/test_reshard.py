@@ -11,8 +11,8 @@ import torch
 import reshard
 from disttensor.comm import collectives, objects
 from disttensor.comm.log import record_comms
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Placement
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Placement
 from tests.support.pool import on_ranks
 from tests.support.reshard_cases import P, R, S, check_pair, layouts, locals_of, spec, value
 

@@ -32,7 +32,7 @@ def measured(
     torch's own counter, its memory, of real tensors, in the second step, and the most bytes that it
     held there for messages under way."""
     dtype = torch.get_default_dtype()
-    cache.clear()  # plans of earlier tests: a first step keeps more than those that follow
+    cache.clear_caches()  # plans of earlier tests: a first step keeps more than those that follow
     try:
         recorder = _Paced()
         with recorder.running(), recorder.pacing():
@@ -57,7 +57,9 @@ def _under_way() -> int:
     ahead. A simulated message is delivered at once, where its program receives it."""
     with OUTBOX.lock:
         sent = sum(buffer.nbytes for _, buffer, *_ in (*OUTBOX.batch, *OUTBOX.waiting))
-    return sent + sum(awaited.letter.wire.nbytes for awaited in runtime.current().early.values())
+    return sent + sum(
+        awaited.letter.wire.nbytes for awaited in runtime.current_runtime().early.values()
+    )
 
 
 class _Paced(Recorder):

@@ -124,15 +124,15 @@ def test_few_micro_batches_come_to_all_situations_and_to_the_last_backward(sched
 
 def test_the_tag_of_a_transfer_in_another_channel() -> None:
     def tags(channel: int, before: int) -> list[int]:
-        runtime.current().tags[channel] = before
+        runtime.current_runtime().tags[channel] = before
         with p2p.channel(channel):
             return [p2p.next_tag() for _ in range(3)]
 
-    kept = dict(runtime.current().tags)
+    kept = dict(runtime.current_runtime().tags)
     for before, after in (((3, 0), (5, 7)), ((3, 8191), (900, 8190))):
         mine, its = tags(*before), tags(*after)
         assert [p2p.moved_tag(t, before, after) for t in mine] == its
         assert [p2p.moved_tag(t + 1, before, after) for t in mine] == [t + 1 for t in its]
         assert p2p.moved_tag(mine[0], (4, 0), after) == mine[0]
-    runtime.current().tags.clear()
-    runtime.current().tags.update(kept)
+    runtime.current_runtime().tags.clear()
+    runtime.current_runtime().tags.update(kept)

@@ -163,11 +163,11 @@ def test_a_fallback_that_gathers_is_among_the_warnings():
 def test_afterwards_the_process_is_what_it_was():
     mesh = dt.init_mesh((2,), ("dp",))
     x = dt.shard_tensor(torch.arange(6.0), mesh, [dt.Shard(0)])
-    state = runtime.current(), dist.group.WORLD, torch.get_rng_state(), dict(os.environ)
+    state = runtime.current_runtime(), dist.group.WORLD, torch.get_rng_state(), dict(os.environ)
     spec = x.spec
     report = dt.simulate(training(data_parallel(16), rows=16), world=16)
     assert len(report.kinds) == 1
-    assert runtime.current() is state[0] and dist.group.WORLD is state[1]
+    assert runtime.current_runtime() is state[0] and dist.group.WORLD is state[1]
     assert torch.equal(torch.get_rng_state(), state[2]) and dict(os.environ) == state[3]
     assert dt.init_mesh((2,), ("dp",)) is mesh and x.spec is spec
     assert x.sum().item() == 15.0  # groups still work, and tensors have data again

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.autograd import accumulation, activation_checkpoint, joined_backward, starts
+from disttensor import callbacks
+from disttensor.autograd import accumulation, joined_backward, starts
 from disttensor.fsdp import graph_hooks
 from disttensor.torch_private import (
     count_dispatch_modes,
@@ -83,7 +84,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def at_rest(model: nn.Module) -> None:
     """Nothing is gathered, shown, under way or on a stack."""
-    assert not activation_checkpoint.AROUND
+    assert not callbacks.recompute_contexts
     engine = model.__dict__.get("_data_parallel")
     if engine is None:
         return

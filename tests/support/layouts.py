@@ -17,7 +17,7 @@ from torch import Tensor
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
-from disttensor.layout import Layout, box_at
+from disttensor.core.layout import Layout, box_at
 from tests.support.pool import on_ranks
 from tests.support.thread_ranks import Coordinate, reduce_all
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 import disttensor as dt
 from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard, errors
+from disttensor.core.placement import show
 from disttensor.dispatch import strict
-from disttensor.placement import show
 from tests.support.layouts import grid, summands
 from tests.support.structure import replace_tensors, tensors_in
 

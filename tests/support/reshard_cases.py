@@ -17,9 +17,9 @@ import torch
 import reshard
 from disttensor import ProcessMesh
 from disttensor.comm import collectives
-from disttensor.layout import Box, layout_of
-from disttensor.placement import Partial, Placement, Replicate, Shard
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Box, layout_of
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.spec import DistSpec
 from tests.support.layouts import summands
 from tests.support.thread_ranks import World
 

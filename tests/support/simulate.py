@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.layout import Layout, box_at
-from disttensor.placement import Partial, Placement, Replicate, Shard, show
+from disttensor.core.layout import Layout, box_at
+from disttensor.core.placement import Partial, Placement, Replicate, Shard, show
 from ops.factors import Arg, Factors
 from ops.infer import decide
 from ops.local import LocalCall, LocalPiece

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from disttensor.comm.work import finished
-from disttensor.layout import box_at
+from disttensor.core.layout import box_at
 from disttensor.random.state import Draw, Note
 
 Coordinate = tuple[int, ...]

@@ -225,9 +225,9 @@ def test_what_begins_in_the_background():
         assert kind([P, P], [R, R]) is kind([S0, R], [R, R]) is kind([S0, R], [S1, R]) is Awaited
         assert kind([P, S0], [R, R]) is kind([R, R], [S0, R]) is kind([R, R], [P, R]) is DistTensor
         assert kind([P, R], [R, R]) is Awaited and kind([R, R], [R, R]) is DistTensor
-        runtime.current().stands_for = "gloo"
+        runtime.current_runtime().stands_for = "gloo"
         assert kind([P, R], [S0, R]) is kind([R, P], [R, S1]) is DistTensor
-        runtime.current().stands_for = "nccl"
+        runtime.current_runtime().stands_for = "nccl"
         assert kind([P, R], [S0, R]) is kind([R, P], [R, S1]) is Awaited
 
 

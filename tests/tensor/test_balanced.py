@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import Balanced, Partial, Replicate, Shard
-from disttensor.layout import chunk, dealt
+from disttensor.core.layout import chunk, dealt
 from tests.support.oracle import check_op, grid, line, place, randn
 from tests.support.pool import fake_world, on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes

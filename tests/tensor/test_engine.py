@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from disttensor import callbacks
 from disttensor.tensor import backward
 
 
@@ -24,7 +25,7 @@ class Fails(torch.autograd.Function):
 def test_who_follows_backwards_hears_of_those_that_fail(run):
     heard = mock.Mock()
     x = torch.ones(3, requires_grad=True)
-    with mock.patch.object(backward, "AFTER_FAILURE", [heard, heard]):
+    with mock.patch.object(callbacks, "after_backward_error", [heard, heard]):
         run([x * 3], [torch.ones(3)], False)
         assert x.grad.tolist() == [3.0] * 3 and not heard.called
         with pytest.raises(ArithmeticError, match="in the backward"):

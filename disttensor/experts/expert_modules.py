@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor.experts.dispatch_tokens import DispatchedTokens, combine_tokens, dispatch_tokens
+from disttensor.experts.grouped_product import grouped_product
 from disttensor.meta.instance_forward import InstanceForward
-from disttensor.nn.experts import DispatchedTokens, combine_tokens, dispatch_tokens
-from disttensor.nn.grouped_product import grouped_product
 
 Tensor = torch.Tensor
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")

@@ -7,23 +7,28 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
+from disttensor.api.from_local import from_pieces
 from disttensor.autograd.grad_types import Typed, dual, move
 from disttensor.autograd.tie import tied
 from disttensor.cache import Cache
+from disttensor.checks import (
+    argument_error,
+    check_callable,
+    check_dense,
+    check_sequence,
+    check_shape,
+)
 from disttensor.comm import objects
+from disttensor.core.layout import layout_of
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import Uncacheable, key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
-from disttensor.from_local import from_pieces
-from disttensor.layout import layout_of
-from disttensor.mesh import ProcessMesh
 from disttensor.meta import execute
-from disttensor.passed import tensors_in
-from disttensor.spec import DistSpec
+from disttensor.pytree import collect, find_tensors, rebuild, substitute
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described
-from disttensor.tree import flat, rebuilt, substitute
 
 
 def local_map(
@@ -51,7 +56,7 @@ def local_map(
     >>> twice(x).tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
-    arguments.function("local_map: fn", fn)
+    check_callable("local_map: fn", fn)
     if out_placements is None:
         raise ValueError(
             "local_map: out_placements says what the results are; give placements for each result"
@@ -63,22 +68,22 @@ def local_map(
         ("in_grad_placements", in_grad_placements),
     ):
         if given is not None:
-            arguments.listed(f"local_map: {name}", given, "placements, or a list of them")
+            check_sequence(f"local_map: {name}", given, "placements, or a list of them")
     if out_shapes is not None:
         who, nested = "local_map: out_shapes", _nested(out_placements)
-        given = arguments.listed(who, out_shapes if nested else [out_shapes], "a shape a result")
+        given = check_sequence(who, out_shapes if nested else [out_shapes], "a shape a result")
         for shape in given:
             if shape is not None:
-                arguments.sizes(who, shape)
+                check_shape(who, shape)
         if len(given) != (len(out_placements) if nested else 1):
-            raise arguments.wrong(who, out_shapes, "one for each of out_placements", ValueError)
+            raise argument_error(who, out_shapes, "one for each of out_placements", ValueError)
 
     # What ranks outside the mesh have been told, by kind of call.
     known: Cache[Any, Any] = Cache(256, told=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = flat((args, kwargs), [])
-        if _number(tensors_in((args, kwargs))) > _number(tensors):
+        tensors = collect((args, kwargs), [])
+        if _number(find_tensors((args, kwargs))) > _number(tensors):
             raise TypeError(
                 "local_map: a DistTensor in a dataclass: fn gets the pieces of tensors in lists, "
                 "tuples and dicts; give the fields as arguments of their own"
@@ -133,14 +138,14 @@ def local_map(
                     f"placements {o}; give None for it"
                 )
             if o is not None:
-                arguments.plain_tensor(f"local_map: result {i} of fn", p)
+                check_dense(f"local_map: result {i} of fn", p)
         if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
             pieces = tied(pieces, given)
         dressed = [
             p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
             for p, o, s in zip(pieces, outs, shapes, strict=True)
         ]
-        result = dressed[0] if lone else rebuilt(result, dressed)
+        result = dressed[0] if lone else rebuild(result, dressed)
         if key not in known:
             objects.send_object(described(result), mesh.root.ranks, mesh.device)
         if key is not None:

@@ -13,10 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from disttensor import arguments, runtime
+from disttensor.checks import (
+    argument_error,
+    check_positive,
+    check_sequence,
+    check_shape,
+    check_type,
+)
 from disttensor.comm import failures
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import join_world, world
+from disttensor.runtime import current_runtime
 from disttensor.torch_private import root_of
 
 _CPU = torch.device("cpu")
@@ -194,7 +201,7 @@ class ProcessMesh:
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
         """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made
         anew."""
-        arguments.of_type("ProcessMesh.from_device_mesh: mesh", mesh, DeviceMesh, "a DeviceMesh")
+        check_type("ProcessMesh.from_device_mesh: mesh", mesh, DeviceMesh, "a DeviceMesh")
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
         whole = root_of(mesh)
         if whole is not mesh and set(names) < set(whole.mesh_dim_names or ()):
@@ -239,7 +246,7 @@ class ProcessMesh:
     def _share(self, mesh: DeviceMesh) -> None:
         """``mesh`` is this mesh for torch. It stays, whoever has it: the groups are torch's."""
         self._device_mesh = mesh
-        runtime.current().shared.append(self)
+        current_runtime().shared.append(self)
 
     def __repr__(self) -> str:
         if self._root is not None:
@@ -268,7 +275,7 @@ def _interned(
     root_axes: tuple[int, ...] = (),
 ) -> ProcessMesh:
     """The one mesh of these ranks, a sub-mesh of ``root`` if there is one."""
-    meshes = runtime.current().meshes
+    meshes = current_runtime().meshes
     ranks = tuple(int(r) for r in array.reshape(-1))
     key = (array.shape, ranks, names, device_type, root and (root, root_axes))
     known: ProcessMesh | None = meshes.get(key)
@@ -296,9 +303,9 @@ def _array(ranks: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(ranks)
     except ValueError:  # of different lengths
-        raise arguments.wrong("ProcessMesh: mesh", ranks, expected) from None
+        raise argument_error("ProcessMesh: mesh", ranks, expected) from None
     if array.size and array.dtype.kind not in "iu":
-        raise arguments.wrong("ProcessMesh: mesh", ranks, expected)
+        raise argument_error("ProcessMesh: mesh", ranks, expected)
     return np.atleast_1d(array).astype(np.int64)
 
 
@@ -307,9 +314,9 @@ def _names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
     if names is None:
         return tuple(f"d{i}" for i in range(ndim))
     expected = f"a sequence of {ndim} different names"
-    names = arguments.listed(f"{who}: dim_names", names, expected)
+    names = check_sequence(f"{who}: dim_names", names, expected)
     if not all(isinstance(name, str) for name in names):
-        raise arguments.wrong(f"{who}: dim_names", names, expected)
+        raise argument_error(f"{who}: dim_names", names, expected)
     if len(names) != ndim or len(set(names)) != ndim:
         raise ValueError(f"{who}: dim_names: {ndim} axes need as many different names, got {names}")
     return names
@@ -317,18 +324,18 @@ def _names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
 
 def check_device_type(who: str, device_type: Any) -> None:
     expected = 'a type of device that torch has, as "cpu" or "cuda",'
-    arguments.of_type(f"{who}: device_type", device_type, (str, type(None)), expected)
+    check_type(f"{who}: device_type", device_type, (str, type(None)), expected)
     try:
         known = device_type is None or torch.device(device_type).type == device_type
     except RuntimeError:
         known = False
     if not known:
-        raise arguments.wrong(f"{who}: device_type", device_type, expected, ValueError)
+        raise argument_error(f"{who}: device_type", device_type, expected, ValueError)
 
 
 def a_mesh(who: str, value: object) -> None:
     """Raise TypeError for what is no ProcessMesh."""
-    arguments.of_type(
+    check_type(
         who, value, ProcessMesh, "a ProcessMesh (of dt.init_mesh, or ProcessMesh.from_device_mesh)"
     )
 
@@ -354,12 +361,12 @@ def init_mesh(
     >>> dt.init_mesh((1, 1), ("dp", "tp"))
     ProcessMesh(dp=1, tp=1)
     """
-    shape = arguments.sizes("init_mesh: shape", shape, 1)
+    shape = check_shape("init_mesh: shape", shape, 1)
     _names("init_mesh", dim_names, max(1, len(shape)))
     check_device_type("init_mesh", device_type)
-    arguments.of_type("init_mesh: backend", backend, (str, type(None)), "a name, as 'gloo',")
+    check_type("init_mesh: backend", backend, (str, type(None)), "a name, as 'gloo',")
     if timeout is not None:
-        arguments.positive("init_mesh: timeout", timeout, "a positive number of seconds")
+        check_positive("init_mesh: timeout", timeout, "a positive number of seconds")
     join_world(device_type, backend, timeout)
     failures.watch()
     size = world()[1]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor import arguments
 from disttensor.autograd.tie import tied
-from disttensor.spec import DistSpec
+from disttensor.checks import check_callable, check_int, check_type
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
 from ops.nn.experts import run_experts
 
@@ -40,9 +40,9 @@ class DispatchedTokens:
         expert, a plain tensor; counts, a list of how many each has; the parameters [experts, ...]
         of these experts alone, plain. Gives [n, d]. A rank to which no token comes does not call
         it. Returns self."""
-        arguments.function("DispatchedTokens.apply: fn", fn)
+        check_callable("DispatchedTokens.apply: fn", fn)
         for i, p in enumerate(parameters):
-            arguments.of_type(f"DispatchedTokens.apply: parameter {i}", p, Tensor, "a tensor")
+            check_type(f"DispatchedTokens.apply: parameter {i}", p, Tensor, "a tensor")
             if not p.ndim or p.shape[0] != self.num_experts:
                 raise ValueError(
                     f"DispatchedTokens.apply: parameter {i} has shape {list(p.shape)}: a slice for "
@@ -111,9 +111,9 @@ def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTo
     >>> y.shape, y[0].tolist()
     (torch.Size([6, 4]), [4.0, 4.0, 4.0, 4.0])
     """
-    arguments.of_type("dispatch_tokens: tokens", tokens, Tensor, "a tensor")
-    arguments.of_type("dispatch_tokens: indices", indices, Tensor, "a tensor")
-    arguments.whole("dispatch_tokens: num_experts", num_experts, 1)
+    check_type("dispatch_tokens: tokens", tokens, Tensor, "a tensor")
+    check_type("dispatch_tokens: indices", indices, Tensor, "a tensor")
+    check_int("dispatch_tokens: num_experts", num_experts, 1)
     if tokens.ndim < 2 or indices.shape[:-1] != tokens.shape[:-1]:
         raise ValueError(
             f"dispatch_tokens: tokens {list(tokens.shape)} and indices {list(indices.shape)}: "
@@ -137,8 +137,8 @@ def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
     tensor([10.,  5.])
     """
     who = "a DispatchedTokens, as dispatch_tokens gives,"
-    arguments.of_type("combine_tokens: dispatched", dispatched, DispatchedTokens, who)
-    arguments.of_type("combine_tokens: weights", weights, Tensor, "a tensor")
+    check_type("combine_tokens: dispatched", dispatched, DispatchedTokens, who)
+    check_type("combine_tokens: weights", weights, Tensor, "a tensor")
     tokens, indices = dispatched.tokens, dispatched.indices
     if tokens is None:
         raise ValueError("combine_tokens: these tokens came back already: dispatch them again")

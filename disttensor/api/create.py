@@ -8,20 +8,29 @@ from typing import Any
 
 import torch
 
-import reshard as reshard_package
-from disttensor import arguments
 from disttensor.autograd.grad_types import whole_grad
+from disttensor.checks import (
+    argument_error,
+    check_bool,
+    check_callable,
+    check_dense,
+    check_differentiable,
+    check_dtype,
+    check_int,
+    check_shape,
+)
 from disttensor.comm import collectives, objects, program
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Placement
+from disttensor.core.spec import spec_of
 from disttensor.dispatch import native
-from disttensor.mesh import ProcessMesh, a_mesh
 from disttensor.meta import execute, infer
-from disttensor.placement import Placement
 from disttensor.random import state
 from disttensor.random.factories import make_local
-from disttensor.spec import spec_of
 from disttensor.tensor.awaited import started
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded, target
+from reshard import cross_mesh
 
 Tensor = torch.Tensor
 
@@ -47,15 +56,15 @@ def shard_tensor(
     (ProcessMesh(dp=1, tp=1), [0, 1])
     """
     a_mesh("shard_tensor: mesh", mesh)
-    arguments.a_dtype("shard_tensor: dtype", dtype)
-    arguments.flag("shard_tensor: check", check)
+    check_dtype("shard_tensor: dtype", dtype)
+    check_bool("shard_tensor: check", check)
     if src_rank is not None:
-        arguments.whole("shard_tensor: src_rank", src_rank)
+        check_int("shard_tensor: src_rank", src_rank)
     how = placements, dims_mapping, partial_status
     if isinstance(data, DistTensor):
         return _sharded_again(data, mesh, how, dtype, requires_grad, src_rank)
     value = _values(data, meta=src_rank is None and not check)
-    arguments.differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
+    check_differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
     if mesh.coordinate is not None:
         value = value.to(device="meta" if value.is_meta else mesh.device, dtype=spec.dtype)
@@ -83,7 +92,7 @@ def shard_tensor(
         value = collectives.broadcast(value.detach(), group.ranks.index(src_rank), group)
     elif in_graph and requires_grad:
         return resharded(wrap(value, full), spec)
-    local = reshard_package.run(value.detach(), full, spec)
+    local = cross_mesh.run(value.detach(), full, spec)
     if not value.is_meta and (
         local.untyped_storage().nbytes() > local.nbytes
         or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -99,8 +108,8 @@ def _values(data: Any, meta: bool) -> Tensor:
             return torch.as_tensor(data)
         except (TypeError, ValueError, RuntimeError) as error:
             expected = "a tensor, an array, or numbers in lists of one length"
-            raise arguments.wrong("shard_tensor: data", data, expected, type(error)) from None
-    arguments.plain_tensor("shard_tensor: data", data, meta)
+            raise argument_error("shard_tensor: data", data, expected, type(error)) from None
+    check_dense("shard_tensor: data", data, meta)
     return data
 
 
@@ -119,7 +128,7 @@ def _sharded_again(
     out = out if dtype is None else out.to(dtype)
     if requires_grad is None or requires_grad == out.requires_grad:
         return out
-    arguments.differentiable("shard_tensor", requires_grad, out.dtype)
+    check_differentiable("shard_tensor", requires_grad, out.dtype)
     return out.detach().requires_grad_(requires_grad)
 
 
@@ -196,10 +205,10 @@ def from_fn(
     36.0
     """
     who = getattr(fn, "__name__", "from_fn")  # a partial has no name
-    arguments.function("from_fn: fn", fn, "a factory, as torch.zeros,")
+    check_callable("from_fn: fn", fn, "a factory, as torch.zeros,")
     a_mesh(f"{who}: mesh", mesh)
-    arguments.a_dtype(f"{who}: dtype", dtype)
-    size = arguments.sizes(f"{who}: size", shape if isinstance(shape, Sequence) else (shape,))
+    check_dtype(f"{who}: dtype", dtype)
+    size = check_shape(f"{who}: size", shape if isinstance(shape, Sequence) else (shape,))
     if fn is torch.randperm and len(size) != 1:
         raise ValueError(f"randperm: size={size}: one whole number is expected")
     for key, only in (("device", mesh.device), ("layout", torch.strided)):
@@ -212,7 +221,7 @@ def from_fn(
         )
     if requires_grad is not False:
         kind = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
-        arguments.differentiable(who, requires_grad, kind)
+        check_differentiable(who, requires_grad, kind)
     if spec.layout.own:  # where such a piece lies in the whole, its reshard knows
         bare = spec.with_layout(spec.layout.without_own()).placements
         whole = from_fn(fn, mesh, bare, shape, *args, dtype=dtype, **kwargs)
@@ -229,7 +238,7 @@ def from_fn(
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)
-    arguments.plain_tensor("from_fn: what fn gave", local)
+    check_dense("from_fn: what fn gave", local)
     if tuple(local.shape) != spec.local_shape:
         raise ValueError(
             f"from_fn: fn gave {list(local.shape)}, asked for {list(spec.local_shape)}, this "
@@ -282,7 +291,7 @@ def full(
     [[3, 3], [3, 3]]
     """
     if not isinstance(fill_value, (Number, torch.Tensor)) or isinstance(fill_value, DistTensor):
-        raise arguments.wrong("full: fill_value", fill_value, "a number")
+        raise argument_error("full: fill_value", fill_value, "a number")
     return from_fn(
         torch.full,
         mesh,

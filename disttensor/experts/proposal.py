@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from disttensor.placement import Placement
+from disttensor.core.placement import Placement
 
 
 class Proposal(dict[str, Sequence[Placement]]):

@@ -15,77 +15,81 @@ from typing import Any
 import torch
 
 
-def wrong(who: str, value: object, expected: str, kind: type[Exception] = TypeError) -> Exception:
+def argument_error(
+    who: str, value: object, expected: str, kind: type[Exception] = TypeError
+) -> Exception:
     """The error that says so; of a long value it gives the type."""
     text = " ".join(repr(value).split())
     shown = text if len(text) <= 80 else f"({type(value).__name__})"
     return kind(f"{who}={shown}: {expected} is expected")
 
 
-def of_type(who: str, value: object, kinds: Any, expected: str) -> None:
+def check_type(who: str, value: object, kinds: Any, expected: str) -> None:
     if not isinstance(value, kinds):
-        raise wrong(who, value, expected)
+        raise argument_error(who, value, expected)
 
 
-def flag(who: str, value: object) -> None:
-    of_type(who, value, bool, "True or False")
+def check_bool(who: str, value: object) -> None:
+    check_type(who, value, bool, "True or False")
 
 
-def function(who: str, value: object, expected: str = "a function") -> None:
+def check_callable(who: str, value: object, expected: str = "a function") -> None:
     if not callable(value):
-        raise wrong(who, value, expected)
+        raise argument_error(who, value, expected)
 
 
-def listed(who: str, value: object, expected: str) -> tuple[Any, ...]:
+def check_sequence(who: str, value: object, expected: str) -> tuple[Any, ...]:
     """The entries of an iterable that is not text."""
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
-        raise wrong(who, value, expected)
+        raise argument_error(who, value, expected)
     return tuple(value)
 
 
-def is_whole(value: object) -> bool:
+def is_int(value: object) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def whole(who: str, value: Any, least: int | None = None, expected: str = "a whole number") -> int:
+def check_int(
+    who: str, value: Any, least: int | None = None, expected: str = "a whole number"
+) -> int:
     """``value``, a whole number, from ``least`` up."""
     if least is not None:
         expected += f" from {least} up"
-    if not is_whole(value):
-        raise wrong(who, value, expected)
+    if not is_int(value):
+        raise argument_error(who, value, expected)
     if least is not None and value < least:
-        raise wrong(who, value, expected, ValueError)
+        raise argument_error(who, value, expected, ValueError)
     return int(value)
 
 
-def number(who: str, value: Any) -> None:
+def check_number(who: str, value: Any) -> None:
     """What ``float`` takes."""
     try:
         float(value)
     except (TypeError, ValueError):
-        raise wrong(who, value, "a number") from None
+        raise argument_error(who, value, "a number") from None
 
 
-def positive(who: str, value: Any, expected: str) -> None:
+def check_positive(who: str, value: Any, expected: str) -> None:
     """A number above 0."""
     if not _real(who, value, expected) > 0:  # NaN is not
-        raise wrong(who, value, expected, ValueError)
+        raise argument_error(who, value, expected, ValueError)
 
 
-def duration(who: str, value: Any) -> None:
+def check_duration(who: str, value: Any) -> None:
     """A number from 0 up, finite."""
     expected = "a number of seconds from 0 up"
     if not 0 <= _real(who, value, expected) < math.inf:
-        raise wrong(who, value, expected, ValueError)
+        raise argument_error(who, value, expected, ValueError)
 
 
 def _real(who: str, value: Any, expected: str) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise wrong(who, value, expected)
+        raise argument_error(who, value, expected)
     return float(value)
 
 
-def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
+def check_shape(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
     """A shape as a tuple. A tensor of one whole number is a size, as in torch."""
     if type(shape) in (tuple, torch.Size):  # mostly it is right
         right = all(type(n) is int and n >= least for n in shape)
@@ -93,23 +97,23 @@ def sizes(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
             return tuple(shape)
     expected = f"a sequence of whole numbers from {least} up"
     if isinstance(shape, torch.Tensor):
-        raise wrong(who, shape, expected)
+        raise argument_error(who, shape, expected)
     out = []
-    for n in listed(who, shape, expected):
+    for n in check_sequence(who, shape, expected):
         if isinstance(n, torch.Tensor) and not n.ndim and not n.is_floating_point():
             n = n.item()
-        if not is_whole(n):
-            raise wrong(who, shape, expected)
+        if not is_int(n):
+            raise argument_error(who, shape, expected)
         out.append(int(n))
     if min(out, default=least) < least:
-        raise wrong(who, shape, expected, ValueError)
+        raise argument_error(who, shape, expected, ValueError)
     if math.prod(out) >= 2**63:
-        raise wrong(who, shape, "a tensor of less than 2**63 elements", ValueError)
+        raise argument_error(who, shape, "a tensor of less than 2**63 elements", ValueError)
     return tuple(out)
 
 
-def a_dtype(who: str, value: object) -> None:
-    of_type(who, value, (torch.dtype, type(None)), "a dtype of torch, as torch.float32,")
+def check_dtype(who: str, value: object) -> None:
+    check_type(who, value, (torch.dtype, type(None)), "a dtype of torch, as torch.float32,")
     if str(value).startswith(("torch.qint", "torch.quint")):
         raise TypeError(
             f"{who}={value}: a quantized tensor is no DistTensor. Keep its integers in one "
@@ -139,11 +143,11 @@ def has_own_operators(value: object) -> bool:
     return not str(kind.__module__).startswith(known) and _computes_itself(kind)
 
 
-def plain_tensor(who: str, value: Any, meta: bool = False) -> None:
+def check_dense(who: str, value: Any, meta: bool = False) -> None:
     """A dense tensor of torch that has values: no DTensor, nothing sparse, quantized or nested.
     ``meta``: also one on the meta device."""
     expected = "a dense tensor of torch that has values"
-    of_type(who, value, torch.Tensor, "a tensor of torch")
+    check_type(who, value, torch.Tensor, "a tensor of torch")
     kind = type(value).__name__
     if kind in ("DistTensor", "DTensor"):
         way = "its piece on this rank, x.local," if kind == "DistTensor" else "dt.from_dtensor(x)"
@@ -161,9 +165,9 @@ def plain_tensor(who: str, value: Any, meta: bool = False) -> None:
         raise TypeError(f"{who} is on the meta device: {expected} is expected")
 
 
-def differentiable(who: str, requires_grad: object, dtype: torch.dtype) -> None:
+def check_differentiable(who: str, requires_grad: object, dtype: torch.dtype) -> None:
     """torch's own error, on ranks outside the mesh too."""
-    flag(f"{who}: requires_grad", requires_grad)
+    check_bool(f"{who}: requires_grad", requires_grad)
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(
             f"{who}: only tensors of floating and complex dtypes can require gradients, and this "

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
-from disttensor.layout import (
+from disttensor.checks import check_sequence, check_shape, check_type
+from disttensor.core.layout import (
     Box,
     Layout,
     box_at,
@@ -18,8 +18,8 @@ from disttensor.layout import (
     layout_of,
     replicated,
 )
-from disttensor.mesh import ProcessMesh, a_mesh
-from disttensor.placement import Placement
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Placement
 from disttensor.torch_private import outside_modes, refuse_memory
 
 
@@ -186,9 +186,9 @@ class DistSpec:
 def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
     """Raise TypeError or ValueError for what makes no spec."""
     a_mesh("mesh", mesh)
-    arguments.of_type("dtype", dtype, torch.dtype, "a dtype of torch, as torch.float32,")
-    arguments.of_type("layout", layout, Layout, "a Layout")
-    arguments.sizes("shape", shape)
+    check_type("dtype", dtype, torch.dtype, "a dtype of torch, as torch.float32,")
+    check_type("layout", layout, Layout, "a Layout")
+    check_shape("shape", shape)
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"shape={tuple(shape)}: {len(layout.dims)} dims are expected, as the placements are "
@@ -215,7 +215,7 @@ def layout_from(
         return replicated(ndim)
     mapping: Sequence[Any] = [-1] * ndim
     if dims_mapping is not None:
-        mapping = arguments.listed(
+        mapping = check_sequence(
             "dims_mapping", dims_mapping, "a list of -1, an axis or a list of axes for each dim"
         )
     if len(mapping) != ndim:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from disttensor import arguments
-from disttensor.placement import Partial, Placement, Replicate, Shard, show
+from disttensor.checks import check_int, check_sequence, check_type
+from disttensor.core.placement import Partial, Placement, Replicate, Shard, show
 
 Axes = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -98,7 +98,7 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
     """
     if isinstance(placements, (Shard, Replicate, Partial)):
         placements = (placements,)
-    placements = arguments.listed(
+    placements = check_sequence(
         "placements", placements, "a list of Shard(dim), Replicate() or Partial(op)"
     )
     for p in placements:
@@ -146,11 +146,11 @@ def layout_from_mapping(
         axes: Any = entry if isinstance(entry, (list, tuple)) else (entry,)
         dims.append(tuple(a for a in axes if a != -1))
     who = "partial_status"
-    arguments.of_type(who, partial_status, (Mapping, type(None)), "a dict {axis: reduction}")
+    check_type(who, partial_status, (Mapping, type(None)), "a dict {axis: reduction}")
     partial = tuple((partial_status or {}).items())
     used = [a for axes in dims for a in axes] + [a for a, _ in partial]
     for axis in used:
-        arguments.whole("dims_mapping, partial_status: axis", axis)
+        check_int("dims_mapping, partial_status: axis", axis)
         if not 0 <= axis < mesh_ndim:
             raise ValueError(f"dims_mapping {list(dims_mapping)}: the mesh has no axis {axis}")
         if used.count(axis) > 1:

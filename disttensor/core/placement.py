@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
+from disttensor.checks import check_int
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
@@ -35,9 +35,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        arguments.whole(f"{name}: dim", self.dim)
+        check_int(f"{name}: dim", self.dim)
         if self.order is not None:
-            arguments.whole(f"{name}: order", self.order, 0)
+            check_int(f"{name}: order", self.order, 0)
 
     def __repr__(self) -> str:
         return (

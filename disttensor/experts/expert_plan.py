@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from disttensor import arguments
-from disttensor.mesh import ProcessMesh, a_mesh
-from disttensor.nn.proposal import Proposal
-from disttensor.placement import Replicate, Shard
+from disttensor.checks import check_int, check_sequence, check_type
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Replicate, Shard
+from disttensor.experts.proposal import Proposal
 
 
 def expert_tensors(model: nn.Module) -> dict[str, int]:
@@ -52,18 +52,18 @@ def experts(
     >>> print(dt.plans.experts(torch.nn.ModuleDict({"experts": Experts()}), "dp", mesh))
     experts.up  [S(0), R]  experts: by number
     """
-    arguments.of_type("plans.experts: model", model, nn.Module, "a module")
+    check_type("plans.experts: model", model, nn.Module, "a module")
     if mesh is not None:
         a_mesh("plans.experts: mesh", mesh)
     given = (mesh_axis,) if isinstance(mesh_axis, (int, str)) else mesh_axis
-    listed = arguments.listed("plans.experts: mesh_axis", given, "an axis, or a list of them,")
+    listed = check_sequence("plans.experts: mesh_axis", given, "an axis, or a list of them,")
     if mesh is None and any(isinstance(a, str) for a in listed):
         raise ValueError(
             f"plans.experts: mesh_axis: the axis is given by its name {mesh_axis!r}; which one "
             "of how many that is, the mesh says: experts(model, 'ep', mesh)"
         )
     axes = [
-        arguments.whole("plans.experts: mesh_axis", a, 0) if mesh is None else mesh.axis(a)
+        check_int("plans.experts: mesh_axis", a, 0) if mesh is None else mesh.axis(a)
         for a in listed
     ]
     found = expert_tensors(model)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disttensor import arguments
+from disttensor.checks import check_type
 from disttensor.comm import objects
-from disttensor.layout import Layout, box_at
-from disttensor.mesh import ProcessMesh
-from disttensor.nn.expert_modules import ExpertsForward
-from disttensor.nn.experts import DispatchedTokens
-from disttensor.spec import DistSpec
+from disttensor.core.layout import Layout, box_at
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
+from disttensor.experts.dispatch_tokens import DispatchedTokens
+from disttensor.experts.expert_modules import ExpertsForward
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 
@@ -68,7 +68,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     mixture  tokens of each expert  of each part  busiest / mean
     Mixture  1 0 3                  4             1.00
     """
-    arguments.of_type("expert_load: model", model, nn.Module, "a module")
+    check_type("expert_load: model", model, nn.Module, "a module")
     found = []
     for name, sent, mesh in _mixtures(model):
         if mesh is None:

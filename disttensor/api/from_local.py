@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from disttensor import arguments
+from disttensor.checks import check_dense, check_shape
 from disttensor.comm import desync, objects, program
-from disttensor.layout import Layout
-from disttensor.mesh import ProcessMesh, a_mesh
+from disttensor.core.layout import Layout
+from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.placement import Placement
+from disttensor.core.spec import DistSpec, checked, layout_from, spec_of
 from disttensor.meta import execute
-from disttensor.placement import Placement
-from disttensor.spec import DistSpec, checked, layout_from, spec_of
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.versions import hand_out
 
@@ -37,9 +37,9 @@ def from_local(
     torch.Size([4, 6])
     """
     a_mesh("from_local: mesh", mesh)
-    arguments.plain_tensor("from_local: local", local, meta=True)
+    check_dense("from_local: local", local, meta=True)
     if shape is not None:
-        shape = arguments.sizes("from_local: shape", shape)
+        shape = check_shape("from_local: shape", shape)
     how = placements, dims_mapping, partial_status
     if mesh.coordinate is None:
         told: Any = shape, local.dtype

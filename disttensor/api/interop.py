@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from disttensor.from_local import from_local
-from disttensor.mesh import ProcessMesh
-from disttensor.placement import Partial, Placement, Replicate, Shard
+from disttensor.api.from_local import from_local
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from disttensor.tensor.dist_tensor import DistTensor
 
 _TO = {"prod": "product"}

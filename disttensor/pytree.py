@@ -1,14 +1,14 @@
-"""What modules are given, and give: tensors in lists, tuples, dicts and dataclasses, and what a
-module gives also in attributes of other objects.
+"""Walks nested arguments and results: tensors in lists, tuples, dicts, dataclasses and objects.
 
-Calls of torch's functions have no more than lists, tuples and dicts (``disttensor.tree``), and many
-of them are made for each module.
+Arguments of torch's functions nest lists, tuples and dicts only (``collect``, ``substitute``), and
+a module makes many such calls. Inputs and outputs of modules nest dataclasses too, and outputs hold
+tensors in attributes of other objects (``find_tensors``, ``replace_tensors``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
@@ -17,14 +17,82 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.tree import rebuilt, refilled
-
 Tensor = torch.Tensor
+Path = tuple[Any, ...]  # the keys and numbers that lead to a part of a structure
+
+
+def collect(value: Any, out: list[Any], kind: type = Tensor) -> list[Any]:
+    """Appends the values of class ``kind`` to ``out``, in order of appearance, and returns it."""
+    if isinstance(value, kind):
+        out.append(value)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            if isinstance(v, kind):  # in a list of many no call for each
+                out.append(v)
+            elif isinstance(v, (list, tuple, dict)):
+                collect(v, out, kind)
+    elif isinstance(value, dict):
+        collect([*value.values()], out, kind)
+    return out
+
+
+def substitute(value: Any, f: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """Returns the same structure with f(v) for each v of class ``kind``."""
+    if isinstance(value, kind):
+        return f(value)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return rebuild(value, [substitute(v, f, kind) for v in value])
+    if isinstance(value, dict):
+        return refill(value, {k: substitute(v, f, kind) for k, v in value.items()})
+    return value
+
+
+def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """The same structure, its mappings as dicts, with ``leaf(x, path)`` for each x that is no
+    container."""
+    if isinstance(value, Mapping):
+        return {k: map_paths(v, leaf, (*path, k)) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return rebuild(value, [map_paths(v, leaf, (*path, i)) for i, v in enumerate(value)])
+    return leaf(value, path)
+
+
+def refill(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the class of ``like``, with these items in the place of its own."""
+    if type(like) is dict:
+        return items
+    other = copy.copy(like)
+    for k, v in items.items():
+        other[k] = v
+    return other
+
+
+def rebuild(like: Any, items: list[Any]) -> Any:
+    """Returns a list or tuple of the class of ``like`` with these items; a torch.Size as a tuple.
+
+    Classes of users are not called: a named tuple or a list may be made of other arguments.
+    """
+    kind = type(like)
+    if kind is list:
+        return items
+    if kind is tuple or kind is torch.Size:
+        return tuple(items)
+    if isinstance(like, list):
+        other = copy.copy(like)
+        other[:] = items
+        return other
+    if kind.__module__ == "torch.return_types":
+        return kind(items)
+    return tuple.__new__(kind, items)
+
+
+# Modules: inputs and outputs -----------------------------------------------------------------
+
 _SEQUENCE, _DICT, _DATACLASS, _OBJECT, _OTHER = range(5)
 _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
-def tensors_in(value: Any, attributes: bool = False) -> list[Tensor]:
+def find_tensors(value: Any, attributes: bool = False) -> list[Tensor]:
     """In order of appearance. ``attributes``: also those of objects that are no dataclass, as a
     distribution. Not of what a module is given: of a cache for all layers it reads its part."""
     out: list[Tensor] = []
@@ -51,7 +119,7 @@ def _collect(parts: Iterable[Any], attributes: bool, out: list[Tensor], seen: se
                 _collect(vars(value).values(), attributes, out, seen)
 
 
-def replaced_in(value: Any, f: Callable[[Tensor], Any], attributes: bool = False) -> Any:
+def replace_tensors(value: Any, f: Callable[[Tensor], Any], attributes: bool = False) -> Any:
     """The same with f(t) for each tensor t. Dataclasses are copied, where one of their tensors is
     another one; with ``attributes`` those of other objects are set."""
     return _replaced(value, f, attributes, {})
@@ -64,9 +132,9 @@ def _replaced(
         return f(value)
     kind = _kind(type(value))
     if kind == _SEQUENCE:
-        return rebuilt(value, [_replaced(v, f, attributes, made) for v in value])
+        return rebuild(value, [_replaced(v, f, attributes, made) for v in value])
     if kind == _DICT:
-        return refilled(value, {k: _replaced(v, f, attributes, made) for k, v in value.items()})
+        return refill(value, {k: _replaced(v, f, attributes, made) for k, v in value.items()})
     if kind == _OTHER or (kind == _OBJECT and not attributes):
         return value
     if id(value) not in made:

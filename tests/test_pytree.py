@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from disttensor.fsdp.mixed_precision import _CastInputs
-from disttensor.passed import replaced_in, tensors_in
+from disttensor.pytree import find_tensors, replace_tensors
 
 A, B = torch.ones(1), torch.zeros(2)
 
@@ -58,40 +58,46 @@ FOUND = {
 @pytest.mark.parametrize("kind", FOUND)
 def test_a_structure_is_rebuilt_with_other_tensors(kind: str) -> None:
     value = FOUND[kind]
-    assert [id(t) for t in tensors_in(value)] == [id(A)]
-    other = replaced_in(value, lambda t: B)
-    assert [id(t) for t in tensors_in(other)] == [id(B)] and type(other) is type(value)
-    assert [id(t) for t in tensors_in(value)] == [id(A)], "it is a copy"
+    assert [id(t) for t in find_tensors(value)] == [id(A)]
+    other = replace_tensors(value, lambda t: B)
+    assert [id(t) for t in find_tensors(other)] == [id(B)] and type(other) is type(value)
+    assert [id(t) for t in find_tensors(value)] == [id(A)], "it is a copy"
 
 
 def test_the_order_is_that_of_appearance() -> None:
-    assert [t.numel() for t in tensors_in([A, Fields(B, {"x": A}), Pair(B, A)])] == [1, 2, 1, 2, 1]
+    assert [t.numel() for t in find_tensors([A, Fields(B, {"x": A}), Pair(B, A)])] == [
+        1,
+        2,
+        1,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("value", [Fields(A), Frozen([A, {"x": (3, A)}], 2)], ids=["one", "nested"])
 def test_a_dataclass_whose_tensors_stay_is_itself(value: Any) -> None:
-    assert replaced_in(value, lambda t: t) is value
+    assert replace_tensors(value, lambda t: t) is value
 
 
 def test_a_dataclass_that_leads_to_itself() -> None:
     value = Fields(A)
     value.second = [value]
-    assert [id(t) for t in tensors_in(value)] == [id(A)]
+    assert [id(t) for t in find_tensors(value)] == [id(A)]
 
 
 def test_attributes_of_objects_are_looked_at_where_they_are_asked_for() -> None:
     value = {"x": Thing(A, [Thing(B, None)])}
-    assert tensors_in(value) == [] and replaced_in(value, lambda t: None)["x"].first is A
-    assert [t.numel() for t in tensors_in(value, attributes=True)] == [1, 2]
-    again = replaced_in(value, lambda t: t + 1, attributes=True)
+    assert find_tensors(value) == [] and replace_tensors(value, lambda t: None)["x"].first is A
+    assert [t.numel() for t in find_tensors(value, attributes=True)] == [1, 2]
+    again = replace_tensors(value, lambda t: t + 1, attributes=True)
     assert again["x"] is value["x"], "others may hold it, too"
-    assert [t.tolist() for t in tensors_in(again, attributes=True)] == [[2.0], [1.0, 1.0]]
+    assert [t.tolist() for t in find_tensors(again, attributes=True)] == [[2.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), Thing, torch, A.size(), len, "A"], ids=str)
 def test_what_is_no_structure(value: Any) -> None:
-    assert tensors_in([value], attributes=True) == []
-    assert replaced_in([value], lambda t: None, attributes=True)[0] == value
+    assert find_tensors([value], attributes=True) == []
+    assert replace_tensors([value], lambda t: None, attributes=True)[0] == value
 
 
 def test_arguments_in_a_dataclass_are_cast() -> None:

@@ -1,0 +1,1 @@
+"""Functions that make, convert and map DistTensors."""

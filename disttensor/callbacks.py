@@ -1,0 +1,42 @@
+"""Callbacks: functions that lower packages call and that higher packages register.
+
+Imports point down; a callback is the one way in which a package calls another one above it. All of
+them stand here, with the package that calls them and the packages that register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
+
+Contexts = Callable[[], AbstractContextManager[None]]
+
+# autograd -> fsdp. Called with a node before it runs, if a backward may start at it or enters the
+# graph of DistTensors there.
+before_start: list[Callable[[Any], None]] = []
+
+# tensor -> fsdp. Called after the outermost backward has raised an error.
+after_backward_error: list[Callable[[], None]] = []
+
+# tensor -> fsdp. Called with parameters before their gradients are read or reduced.
+before_grad_read: list[Callable[[list[Any]], None]] = []
+
+# patches -> fsdp, pipeline, simulate. Contexts to enter around the recomputation of a checkpointed
+# region: the entries that are registered when the forward of the region runs, by their owners.
+recompute_contexts: dict[Hashable, Contexts] = {}
+# The same (a ``Contexts`` or None), for one coroutine: the context that this code is in.
+recompute_context: ContextVar[Any] = ContextVar("recompute context", default=None)
+
+# comm -> pipeline. Called before this rank waits for metadata: a tensor that it does not hold.
+before_metadata_receive: ContextVar[Callable[[], None]] = ContextVar(
+    "before_metadata_receive", default=lambda: None
+)
+
+# comm.watcher -> comm. ``fn(watcher, text)`` is called once, in the watcher's thread, with what is
+# posted in the store under a key. If it returns False it is called again a second later.
+on_report: dict[str, Callable[[Any, str], bool]] = {}
+
+# comm.watcher -> comm. ``fn(watcher)`` is called every second in the watcher's thread.
+on_heartbeat: list[Callable[[Any], None]] = []

@@ -1,0 +1,1 @@
+"""Frozen values: placements, layouts, meshes and specs."""

@@ -1,0 +1,123 @@
+"""The budget of the packages: lines, mutable state of modules, callbacks, and names of classes.
+
+A change that needs more edits a number here, and says why in its commit.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_imports import FILES
+
+# Most lines of Python: of a package, or of the modules at the root ("root").
+LINES = {
+    "api": 780,
+    "autograd": 1_360,
+    "checkpoint": 1_660,
+    "comm": 3_140,
+    "core": 1_100,
+    "data": 460,
+    "dispatch": 2_460,
+    "experts": 600,
+    "fsdp": 3_120,
+    "meta": 1_360,
+    "nn": 700,
+    "ops": 9_000,
+    "optim": 480,
+    "parallel": 820,
+    "patches": 1_300,
+    "pipeline": 2_980,
+    "random": 860,
+    "replay": 1_840,
+    "reshard": 1_620,
+    "root": 1_480,
+    "simulate": 6_040,
+    "tensor": 2_740,
+}  # fmt: skip
+MUTABLE = 107  # objects of modules that change: dicts, lists, sets, caches, context variables
+CALLBACKS = 8  # in disttensor/callbacks.py
+SAME_NAME = 15  # names that several classes have
+CONTAINERS = {
+    "dict", "list", "set", "deque", "Cache", "ContextVar", "Counter", "OrderedDict", "defaultdict",
+    "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "cached", "lru_cache", "cache",
+}  # fmt: skip
+
+
+def trees(package: str) -> Iterator[tuple[str, ast.Module]]:
+    for module, file in FILES.items():
+        if package_of(module) == package:
+            yield module, ast.parse(file.read_text())
+
+
+def package_of(module: str) -> str:
+    first, *rest = module.split(".")
+    if first != "disttensor":
+        return first
+    is_root = not rest or FILES[module].parent.name == "disttensor"
+    return "root" if is_root and (not rest or FILES[module].stem != "__init__") else rest[0]
+
+
+def called(value: ast.expr | None) -> str:
+    """Returns the name of the function or class that an expression calls."""
+    if not isinstance(value, ast.Call):
+        return ""
+    function: ast.expr = value.func
+    while isinstance(function, (ast.Subscript, ast.Call)):
+        function = function.value if isinstance(function, ast.Subscript) else function.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def mutable_objects(tree: ast.Module) -> Iterator[str]:
+    """Yields the names of the objects of a module that other code may change."""
+    for node in tree.body:
+        value = getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            name = getattr(target, "id", "")
+            is_empty = isinstance(value, (ast.Dict, ast.List, ast.Set)) and not getattr(
+                value, "values", getattr(value, "elts", ())
+            )
+            if name != "__all__" and (is_empty or called(value) in CONTAINERS):
+                yield name
+        for decorator in getattr(node, "decorator_list", ()):
+            if called(decorator) in CONTAINERS or getattr(decorator, "id", "") in CONTAINERS:
+                yield node.name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("package", sorted({package_of(module) for module in FILES}))
+def test_a_package_keeps_its_lines(package: str) -> None:
+    files = [file for module, file in FILES.items() if package_of(module) == package]
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert lines <= LINES[package], f"{package} has {lines} lines, and {LINES[package]} are allowed"
+    assert lines > LINES[package] * 0.95 - 20, f"{package} has {lines} lines: lower its budget"
+
+
+def test_mutable_objects_of_modules() -> None:
+    found = [
+        f"{module}.{name}"
+        for package in LINES
+        for module, tree in trees(package)
+        for name in mutable_objects(tree)
+    ]
+    assert len(found) == MUTABLE, found
+
+
+def test_callbacks() -> None:
+    tree = ast.parse(FILES["disttensor.callbacks"].read_text())
+    assert len([node for node in tree.body if isinstance(node, ast.AnnAssign)]) == CALLBACKS
+
+
+def test_names_of_classes() -> None:
+    found = Counter(
+        node.name
+        for package in LINES
+        for _, tree in trees(package)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    twice = sorted(name for name, n in found.items() if n > 1)
+    assert len(twice) <= SAME_NAME, twice

@@ -1,0 +1,69 @@
+"""A setting holds in its own thread and context only, and snapshots contain it."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.settings import snapshot
+
+
+def in_a_thread(look: Callable[[], object]) -> object:
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(look()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_a_setting_nests_and_ends_with_its_block() -> None:
+    before = snapshot("cpu")
+    with pytest.raises(KeyError), dt.rng("fast"):
+        with dt.rng("invariant"):
+            assert dt.rng.current() == "invariant"
+        assert dt.rng.current() == "fast"
+        raise KeyError
+    assert snapshot("cpu") == before
+
+
+def test_other_threads_do_not_see_it_unless_they_take_the_context() -> None:
+    with dt.attention_policy("ring"):
+        context = contextvars.copy_context()
+        assert in_a_thread(dt.attention_policy.current) == "auto"
+        assert in_a_thread(lambda: context.run(dt.attention_policy.current)) == "ring"
+
+
+SET = [
+    lambda: dt.rng("fast"),
+    lambda: dt.attention_policy("heads"),
+    dt.strict,
+    dt.values_everywhere,
+    torch.no_grad,
+    torch.inference_mode,
+    lambda: torch.autocast("cpu", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("set_up", SET)
+def test_a_snapshot_has_each_setting(set_up: Callable[[], Any]) -> None:
+    before = snapshot("cpu")
+    with set_up():
+        assert snapshot("cpu") != before
+    assert snapshot("cpu") == before
+
+
+def test_strict_is_of_one_thread() -> None:
+    x = dt.ones(3, mesh=dt.ProcessMesh([0], ("dp",)))
+    with dt.strict():
+        with pytest.raises(dt.StrictError):
+            torch.histc(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", dt.FallbackWarning)
+            assert isinstance(in_a_thread(lambda: torch.histc(x, bins=3)), dt.DistTensor)
