@@ -185,11 +185,13 @@ def test_what_a_function_reads_besides(way):
     factor, FACTOR, SCALE["by"], held.factor, listed[0] = 3.0, 3.0, 3.0, 3.0, 3.0
     try:
         found += [f(x).full_tensor() for _ in range(2)]
+        factor, FACTOR, SCALE["by"], held.factor, listed[0] = map(float, "33333")  # others, and equal
+        found.append(f(x).full_tensor())
     finally:
         FACTOR, SCALE["by"] = 2.0, 2.0
     full = x.full_tensor()
-    wanted = [full * 2, full * 2, full * 3, full * 3]
-    assert all(map(torch.equal, found, wanted)) and f.replays == 2
+    wanted = [full * 2, full * 2, full * 3, full * 3, full * 3]
+    assert all(map(torch.equal, found, wanted)) and f.replays == 3
 
 
 @on_ranks(1)

@@ -311,6 +311,8 @@ def test_pictures_show_the_figures_of_the_report(tmp_path: Path) -> None:
     idle = [k.timeline for k in report.kinds]
     idle = [t.total("wait for ranks") + t.total("wait for a stage") for t in idle]
     assert share == pytest.approx(sum(idle) / len(idle) / report.step_time, rel=0.02) and share
+    (axis,) = [t for t in attributes(drawn, "text") if t.text.startswith("time, ")]
+    assert float(axis.get("x")) == pictures.LEFT + width and axis.get("text-anchor") == "end"
 
     drawn = report.to_svg(tmp_path / "m.svg", "memory").read_text()
     areas = {p[0].text.partition(":")[0]: p.get("points") for p in attributes(drawn, "polygon")}

@@ -123,6 +123,10 @@ def test_what_a_program_cannot_do_is_said_once():
         "4 rows over 8 ranks",
     }  # fmt: skip
     assert "stages of which layers? apply(..., layers=[...])" in found(4, Program())[1]
+    ways, _ = found(4, Program(layers=LAYERS))  # rows are not known
+    assert {(s.pp or 1, s.accumulate_steps) for s in ways} == {
+        (1, 1), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16),
+    }  # fmt: skip
     kept = found(2, PROGRAM, dt.Strategy(amp="bf16", recompute=["x"]))[0]
     assert all(s.amp == "bf16" and s.recompute[0] == "x" for s in kept)
 
