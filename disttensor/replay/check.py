@@ -70,9 +70,7 @@ def _described(result: Any, written: Sequence[Any]) -> list[tuple[str, bool, Ten
         (
             repr(x.spec) if isinstance(x, DistTensor) else f"{x.dtype}{list(x.shape)}",
             _local(x).requires_grad,
-            _local(x).detach().contiguous().view(-1).clone().view(torch.uint8)
-            if _local(x).numel()
-            else torch.empty(0, dtype=torch.uint8),
+            _local(x).detach().contiguous().view(-1).clone().view(torch.uint8),
         )
         for x in (*collect(result, []), *written)
     ]

@@ -83,6 +83,8 @@ def test_what_is_no_cost_and_no_memory():
         (lambda: Costs([1, 2], 1, 1).check(3), "2 numbers, and there are 3 virtual stages"),
         (lambda: pipeline.search(Costs(1, 1, 1), 1, stages=2, micro_batches=2, chunks=2),
          "visits a stage 2 times before"),
+        (lambda: pipeline.search(Costs(1, 1, 1), [3, 1], stages=2, micro_batches=2, chunks=2),
+         "visits a stage 2 times before"),
         (lambda: pipeline.search(Costs(1, 1, 1), [1], stages=2, micro_batches=2),
          "one number for each of 2 stages"),
         (lambda: pipeline.search(Costs(1, 1, 1), stages=2, micro_batches=2, shape="u"),

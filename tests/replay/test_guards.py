@@ -185,8 +185,8 @@ def test_what_a_function_reads_besides(way):
     factor, FACTOR, SCALE["by"], held.factor, listed[0] = 3.0, 3.0, 3.0, 3.0, 3.0
     try:
         found += [f(x).full_tensor() for _ in range(2)]
-        factor, FACTOR, SCALE["by"], held.factor, listed[0] = map(float, "33333")  # others, and equal
-        found.append(f(x).full_tensor())
+        factor, FACTOR, SCALE["by"], held.factor, listed[0] = map(float, "33333")
+        found.append(f(x).full_tensor())  # other objects, of equal values
     finally:
         FACTOR, SCALE["by"] = 2.0, 2.0
     full = x.full_tensor()
@@ -220,6 +220,13 @@ def test_a_captured_tensor_may_be_replaced_or_written_to():
     assert f(x).sum().item() == (x * w).sum().item() and f.replays == 2
     w = dt.zeros(6, mesh=mesh)
     assert f(x).sum().item() == 0.0 and f.replays == 2
+
+
+class Loud(torch.Tensor):
+    pass
+
+
+LOUD = torch.ones(6).as_subclass(Loud)
 
 
 def _rolled(x):
@@ -270,6 +277,7 @@ REFUSED = {
     "checkpoint inside": (lambda x: _checkpointed(x), "checkpointing"),
     "writes to parts": (lambda x: (x.detach().t_(), x * 2)[1], ""),
     "returns another": (lambda x: (x * 2, object), "it gives a type"),
+    "another class": (lambda x: (LOUD.shape, x * 2)[1], "a tensor of another class"),
 }  # fmt: skip
 
 
@@ -309,6 +317,26 @@ def test_a_pending_sum_from_outside_is_not_recorded():
     f = dt.replay(lambda t: t.relu() + 1)
     assert [f(x).item() for _ in range(3)] == [5.0] * 3 and f.replays == 0
     assert "pending sum" in f.why()[0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", [lambda z: z.mul_(2), lambda z: z.bernoulli_(0.5)])
+def test_a_view_of_what_is_written_to_later_is_not_recorded(write):
+    (x,) = fed(mesh_of(2), 6, 6, at=(R, S0))()
+
+    def f(x):
+        made = x * 2
+        view = made[:, 1:].t()
+        write(made)
+        return view
+
+    fast = dt.replay(f)
+    for _ in range(3):
+        dt.manual_seed(0)
+        found = fast(x)
+        dt.manual_seed(0)
+        assert torch.equal(found.full_tensor(), f(x).full_tensor())
+    assert fast.replays == 0 and "the program writes to tensors" in fast.why()[0]
 
 
 @on_ranks(1)
@@ -359,6 +387,10 @@ def test_the_first_replay_in_debug_is_compared_with_the_calls():
         for _ in range(3):
             net(x).sum().backward()
     assert net.forward.replays == 2
+    empty = dt.replay(lambda t: t[:0] * 2)
+    with dt.debug():
+        assert [tuple(empty(x).shape) for _ in range(3)] == [(0, 6)] * 3
+    assert empty.replays == 2
     hidden = {"by": [2.0]}
 
     class Secret:

@@ -190,6 +190,7 @@ SHORTER = {
     "a body in Python": (lambda x: F.layer_norm(F.silu(x), (6,)), ["silu", "layer_norm"]),
     "one that stays": (lambda x: F.pad(F.relu(x), (1, 1)), ["relu", "F.pad"]),
     "a cast to its own dtype": (lambda x: x.relu().float().to(torch.float32), ["relu"]),
+    "a permutation of one dim": (lambda x: x[0].permute(0) * 2, ["__getitem__", "permute", "mul"]),
     "two transposes": (lambda x: x[:, None].transpose(0, 1).permute(1, 2, 0) * 2,
                        ["__getitem__", "permute", "mul"]),
     "three": (lambda x: x.exp().t().transpose(0, 1).transpose(1, 0).transpose(0, 1) * 2,

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import disttensor as dt
+from disttensor.simulate import equal_stages
+from disttensor.simulate.events import Gradient
+from disttensor.simulate.rank_run import RankRun
 from tests.simulate.gpt_training import build as build_gpt
 
 kinds = importlib.import_module("disttensor.simulate.kinds")
@@ -116,6 +119,14 @@ def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
     assert 2 not in ran and 3 not in ran
     with pytest.raises(ValueError, match="3 stages later"):
         kinds.followed.__globals__["Follower"](2, 2, 1, 4, (1, 4)).at(5, 7)
+
+
+def test_runs_whose_gradients_come_on_other_lines_are_not_the_same() -> None:
+    one, same, other = [
+        RankRun(rank, [Gradient(line)], [], {}, [], [], (), [])
+        for rank, line in ((0, "a.py:1"), (1, "a.py:1"), (1, "a.py:2"))
+    ]
+    assert equal_stages._same(one, same) and not equal_stages._same(one, other)
 
 
 def test_layers_in_other_modules_have_their_own_names(ran, monkeypatch) -> None:

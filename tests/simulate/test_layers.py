@@ -165,3 +165,5 @@ def test_a_layer_of_another_stage_has_its_name() -> None:
     assert renamed("layers.3.mlp.up", names) == "layers.5.mlp.up"
     assert renamed("layers.2", names) == "layers.4"
     assert renamed("layers.20.mlp", names) == "layers.20.mlp" and renamed("", names) == ""
+    with pytest.raises(ValueError, match="longer"):
+        counterparts(["layers.2"], ["layers.4", "layers.5"])

@@ -13,7 +13,7 @@ from torch import nn
 import disttensor as dt
 from disttensor.simulate.candidates import Program, strategies
 from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.estimate import Estimator
+from disttensor.simulate.estimate import Estimate, Estimator
 from disttensor.simulate.strategy_search import Search
 from disttensor.simulate.strategy_table import Candidate, StrategyTable
 
@@ -248,6 +248,10 @@ def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
         for way in ways
     ]
     assert staged[1] < 1.2 * staged[0] and replicas[1] > 1.3 * replicas[0]
+    search = Search(build_gpt, WORLD, both, NETWORK, 0.0, None, dt.Strategy(), 8, print)
+    estimator = Estimator(search._probe(dt.Strategy(tp=1)), WORLD, both, NETWORK)
+    for way, simulated in zip(ways, (staged[1], replicas[1]), strict=True):
+        assert 0.67 < estimator(way, frozenset()).seconds / simulated < 1.5, way
 
 
 def test_of_times_that_are_alike_the_default_schedule_is_chosen() -> None:
@@ -266,3 +270,14 @@ def test_of_times_that_are_alike_the_default_schedule_is_chosen() -> None:
             c.step_time for c in tried if c.strategy.schedule != chosen
         )
         assert (found.candidates[1].reason == "as fast, by another schedule") is (chosen == "1f1b")
+
+
+def test_what_was_neither_simulated_nor_estimated_says_so() -> None:
+    report: Any = SimpleNamespace(
+        world=1, kinds=[SimpleNamespace(ranks=(0,))], step_time=1.0, exposed_communication=0.0,
+        bubble=0.0,
+    )  # fmt: skip
+    best = Candidate(dt.Strategy(), report, "", fits=True, estimate=Estimate({"computes": 1.0}, 1))
+    other = Candidate(dt.Strategy(tp=2), None, "", fits=True)
+    found = StrategyTable.of(1, [other, best])
+    assert [c.reason for c in found.candidates] == ["", "not simulated"]

@@ -69,6 +69,8 @@ def test_some_ranks_only():
         report.kind_of(0)
     with pytest.raises(ValueError, match="entry=8: a list of ranks from 0 to 7"):
         dt.simulate(training(data_parallel(8)), world=8, ranks=[8])
+    with pytest.raises(ValueError, match=r"simulate: ranks=\(\): a list of ranks from 0 to 7"):
+        dt.simulate(training(data_parallel(8)), world=8, ranks=[])
 
 
 def test_the_bytes_of_a_large_world_follow_from_its_size():
