@@ -6,9 +6,10 @@
     ranks = run_on_ranks(2, dist.get_rank)       # results by rank: [0, 1]
 
 The workers of a world (tests/support/pool_worker.py) start at first use and are kept: most tests
-pay for the call only. After anything but success they are ended, and the next test gets new ones,
-because ranks that failed may be out of step. Every call ends: ranks that do not answer within
-``timeout`` seconds are named, with the Python stack that they hang in.
+pay for the call only. They are forked from processes that have imported PyTorch and disttensor.
+After anything but success they are ended, and the next test gets new ones, because ranks that
+failed may be out of step. Every call ends: ranks that do not answer within ``timeout`` seconds are
+named, with the Python stack that they hang in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,11 +36,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from disttensor.comm import program
-from tests.support import pickling
+from tests.support import fork_server, pickling
 
 START_LIMIT = 120.0  # seconds for the workers of a world to start
 GRACE = 3.0  # seconds for the other ranks to fail too, once one has failed
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = fork_server.ROOT
 
 warning_filters: list[str] = ["error"]  # as in pyproject.toml; tests/conftest.py sets them
 _pools: dict[int, Pool] = {}
@@ -143,10 +143,10 @@ class Pool:
         # This process holds the store, on a port that the system chose: nothing to race for.
         self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[fork_server.Worker] = []
         try:
-            for rank in range(world):
-                self._start(rank)
+            for rank, server in enumerate(fork_server.servers(world)):
+                self._start(rank, server)
             started = self._collect(START_LIMIT)
             if any(kind != "ok" for kind, _ in started):
                 raise RanksFailed(f"{world} workers do not start\n{_report(started)}")
@@ -154,19 +154,13 @@ class Pool:
             self.stop()
             raise
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, server: fork_server.ForkServer) -> None:
         here, there = multiprocessing.Pipe()
-        config = (rank, self.world, self.store.port, there.fileno(), str(self._stack_file(rank)))
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        # large blocks go back to the system when they are freed, whatever ran before: tests measure
-        env.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if Path("/sys/class/net/lo").exists():  # gloo: do not look the host's name up
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        command = [sys.executable, "-m", "tests.support.pool_worker", *map(str, config)]
-        self.processes.append(
-            subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()])
-        )
+        config = (rank, self.world, self.store.port, str(self._stack_file(rank)))
+        self.processes.append(server.start(env, there.fileno(), *config))
         self.connections.append(here)
         there.close()  # only the worker has it now: when the worker ends, ``here`` is at its end
 

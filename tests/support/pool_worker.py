@@ -1,8 +1,5 @@
 """One rank of tests/support/pool.py: joins the process group, then runs what the pool sends, until
-it ends.
-
-Started as ``python -m tests.support.pool_worker RANK WORLD PORT FD STACK_FILE``.
-"""
+it ends. tests/support/fork_server.py starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import pickle
 import pkgutil
 import queue
 import signal
-import sys
 import threading
 import traceback
 import warnings
@@ -26,7 +22,7 @@ import torch.distributed as dist
 from tests.support import pickling, pool
 
 
-def main(rank: int, world: int, port: int, fd: int, stack_file: str) -> None:
+def main(rank: int, world: int, port: int, stack_file: str, fd: int) -> None:
     os.set_inheritable(fd, False)
     connection = Connection(fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -87,7 +83,3 @@ def _text(error: BaseException) -> str:
     while top is not None and top.tb_frame.f_code.co_filename in (__file__, pool.__file__):
         top = top.tb_next
     return "".join(traceback.format_exception(type(error), error, top))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]), sys.argv[5])
