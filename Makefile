@@ -1,5 +1,7 @@
 # make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
-# make test    set up .venv and run all tests
+# make test    set up .venv and run the quick tests: some of each file, in a few minutes; says which area runs and how far it is
+# make test-all   all tests, which is what CI runs
+# make seconds    all tests; writes tests/support/seconds.txt, from which the quick ones are chosen
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
 #              timeline of its collectives, what a rank, a tensor and a plan hold, checkpoints against DCP on FSDP2, torch.compile; writes
 #              docs/performance.md, docs/overlap.svg and
@@ -26,18 +28,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test bench square coverage operators zoo strangers mutants matrix newest native python asan leaks lint clean
+.PHONY: train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest native python asan leaks lint clean
 
 train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
 
 test: .venv/.native
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(TEST) -m quick $(ARGS)
+
+test-all: .venv/.native
+	$(TEST) $(ARGS)
+
+seconds: .venv/.native
+	$(TEST) --junitxml out/seconds.xml $(ARGS)
+	$(BIN)/python -m tests.support.quick out/seconds.xml
 
 bench: .venv/.native
 	$(BIN)/python benchmarks/overhead.py --markdown docs/performance.md $(ARGS)
@@ -80,7 +90,7 @@ newest:
 native: .venv/.native
 
 python: .venv/.installed
-	DISTTENSOR_PYTHON=1 $(BIN)/python -m pytest -n 2 $$($(BIN)/python -m tests.support.part 32) $(ARGS)
+	DISTTENSOR_PYTHON=1 $(TEST) $$($(BIN)/python -m tests.support.part 32) $(ARGS)
 
 # Both libraries come before Python's own, or exceptions of C++ are not seen.
 ASAN = -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1

@@ -1,4 +1,5 @@
-"""Every test ends: a time limit for each, warnings as errors in worker processes too.
+"""Every test ends: a time limit for each, warnings as errors in worker processes too. Which tests
+``make test`` runs, and what it prints, is in tests/support/quick.py and progress.py.
 
 A test that runs longer than its limit fails with the stack it was in (SIGALRM). One that is stuck
 in C, where Python cannot interrupt it, ends the pytest process with all stacks half a minute later.
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from tests.support import pool
+from tests.support.progress import Progress
+from tests.support.quick import mark_quick
 
 LIMIT = 120.0  # seconds for a test, on top of what @on_ranks allows its ranks
 STUCK = 30.0  # seconds after the limit until the whole process is ended
@@ -26,6 +29,18 @@ _stderr: list[int] = []  # the real one: inside a test, pytest has its own in pl
 def pytest_configure() -> None:
     torch.set_num_threads(1)
     _stderr.append(os.dup(2))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    reporter = plugins.get_plugin("terminalreporter")
+    if reporter is not None:  # only the process that prints has one
+        plugins.register(Progress(reporter))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_quick(items)
 
 
 def pytest_sessionfinish() -> None:

@@ -17,6 +17,7 @@ from tests.support.pool import fake_world, on_ranks
 # shard_tensor -------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("Making them")
 @everywhere
 def test_shard_tensor_takes_what_torch_takes():
     mesh = grid()

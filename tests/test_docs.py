@@ -65,6 +65,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str
     return {n: json.loads((folder / str(n)).read_text()) for n in (1, 4)}
 
 
+@pytest.mark.feature("Extending")
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_a_page_prints_on_four_ranks_what_it_shows(

@@ -69,6 +69,7 @@ def test_negative_dims_and_lone_placements():
     assert replicated(3) == layout_of([R, R], 3, 2) == Layout(((), (), ()))
 
 
+@pytest.mark.feature("Layouts")
 @pytest.mark.parametrize("shape", [(5, 3), (8, 4), (1, 7), (0, 3), (13,), ()], ids=str)
 @pytest.mark.parametrize("mesh", [(4,), (2, 3), (2, 2, 2), (1, 3)], ids=str)
 def test_boxes_tile_the_tensor(shape, mesh):

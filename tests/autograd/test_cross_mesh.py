@@ -66,6 +66,7 @@ def three_times(on: Stages, stages: int):
 PROGRAMS = [of_input, penalty_alone, of_weights, of_the_last_weight, three_times]
 
 
+@pytest.mark.feature("Stages")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(2)

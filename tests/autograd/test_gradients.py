@@ -259,6 +259,7 @@ def test_a_parameter_that_only_one_rank_reads_is_no_hang():
 # The whole model ----------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("Gradients")
 @on_ranks(4)
 def test_model_equals_one_process():
     for options in ({"tied": True}, {"tied": False}):
@@ -378,6 +379,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 FUSED = ("SGD", "SGD momentum", "Adam", "Adam amsgrad", "AdamW", "Adagrad")
 
 
+@pytest.mark.feature("Optimizers")
 @on_ranks(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("form", ["for-loop", "foreach", "fused"])

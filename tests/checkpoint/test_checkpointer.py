@@ -86,6 +86,7 @@ def fails(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
     assert set(seen) == {words}
 
 
+@pytest.mark.feature("Checkpoints")
 @on_ranks(2)
 def test_what_is_kept_and_given_back(tmp_path: Path) -> None:
     model, optimizer = small()

@@ -157,6 +157,7 @@ def test_a_group_of_one_needs_no_backend():
     assert len(log) == 0
 
 
+@pytest.mark.feature("Looking inside")
 @on_ranks(4)
 def test_what_is_recorded():
     mesh = ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))

@@ -66,6 +66,7 @@ def equal(got: Any, want: Any) -> None:
             same(got, want)
 
 
+@pytest.mark.feature("Data")
 @everywhere
 def test_batches_and_their_order_are_those_of_one_process():
     mesh = grid()

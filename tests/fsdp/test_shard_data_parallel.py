@@ -48,6 +48,7 @@ FOUR = {
 }
 
 
+@pytest.mark.feature("Sharded state")
 @stages
 @pytest.mark.parametrize("kind", FOUR)
 @on_ranks(4)

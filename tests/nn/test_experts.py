@@ -128,6 +128,7 @@ def compare(args: list[Any], mesh: Any, layouts: Any, run: Any = mixture) -> dt.
     return log
 
 
+@pytest.mark.feature("Experts")
 @on_ranks(2)
 def test_on_two_ranks():
     for name, layouts in itertools.product(CHOICES, (EP, LAYOUTS["whole tokens"][1])):

@@ -62,6 +62,7 @@ def function_plan(name: str, module: nn.Module, mesh: dt.ProcessMesh) -> None:
         module.bias = dt.shard_tensor(module.bias, mesh, (R, S0))
 
 
+@pytest.mark.feature("Modules")
 @everywhere
 @pytest.mark.parametrize("plan", [*PLANS, "function"])
 def test_plans(plan):

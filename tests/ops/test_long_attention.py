@@ -85,6 +85,7 @@ def test_values_and_gradients(case: str, way: str) -> None:
             assert check_rule(attention, *args, layouts=layouts, mesh_shape=mesh, **words)
 
 
+@pytest.mark.feature("Long context")
 @on_ranks(2)
 def test_on_ranks():
     for way in WAYS:

@@ -143,6 +143,7 @@ def test_the_rule_says_that_it_does_not_cover(row: tuple[Any, ...]) -> None:
         plan(func, args, words, [[Replicate()]] * len(tensors_in((args, words))), (2,))
 
 
+@pytest.mark.feature("No rule")
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_what_no_rule_covers_is_what_one_process_gives():

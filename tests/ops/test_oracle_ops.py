@@ -468,6 +468,7 @@ PARTS = {
 }
 
 
+@pytest.mark.feature("Rules")
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("name", PARTS)
 def test_on_2_ranks(name):

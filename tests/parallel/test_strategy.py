@@ -473,6 +473,7 @@ def test_combinations_train_like_one_process(fields):
     check_trains(Strategy(**fields))
 
 
+@pytest.mark.feature("Strategies")
 @pytest.mark.parametrize(
     "fields", [{"dp": 2}, {"sharding": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str
 )

@@ -70,6 +70,7 @@ def check(program, meshes, seed, count, schedule, stages=None):
     check_stages(whole, meshes, seed, backward, same_flags=False)
 
 
+@pytest.mark.feature("Pipelines")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("how", [{}, {"skip": True}, {"tie": True}], ids=str)

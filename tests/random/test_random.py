@@ -160,6 +160,7 @@ def fast(case: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.feature("Random numbers")
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
 def test_fills_draw_the_bits_of_one_process(placements: Placements) -> None:
     as_on_one_process(FILLS, placements)

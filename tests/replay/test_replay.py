@@ -97,6 +97,7 @@ def test_on_a_mesh_of_one(make):
     agree(lambda: dt.shard_module(make(), mesh, {}), batch, batch, batch)
 
 
+@pytest.mark.feature("Replay")
 @on_ranks(2)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_transformer_block_of_two_ranks(p):

@@ -53,6 +53,7 @@ def check_pairs(
         check_pair(spec(mesh, a, shape, dtype), spec(mesh, b, shape, dtype), whole, found)
 
 
+@pytest.mark.feature("Reshard")
 @pytest.mark.parametrize("shape", [(5, 3), (8, 4), (1, 3), (0, 3)], ids=str)
 @on_ranks(4)
 def test_every_pair_on_one_axis(shape):

@@ -73,6 +73,7 @@ def test_some_ranks_only():
         dt.simulate(training(data_parallel(8)), world=8, ranks=[])
 
 
+@pytest.mark.feature("Simulating")
 def test_the_bytes_of_a_large_world_follow_from_its_size():
     """A ring all-reduce of 75 float32 sends 2 (n - 1) / n of them."""
     world = 1024

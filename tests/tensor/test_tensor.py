@@ -131,6 +131,7 @@ def test_metadata(layout):
     compare_expressions(questions(METADATA), dt.shard_tensor(plain, grid(), layout), plain, nn=nn)
 
 
+@pytest.mark.feature("As a torch.Tensor")
 @pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

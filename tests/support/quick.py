@@ -1,0 +1,95 @@
+"""Chooses the tests that ``make test`` runs: the mark ``quick``. ``make test-all`` runs all tests.
+
+The choice is made by rule, for each test function:
+
+- A function is left out if a case of it takes more than ``LONG`` seconds.
+- Each file keeps its shortest function, whatever it takes.
+- A test with the mark ``feature`` is kept: the main test of a feature that the README names.
+- Of a function with many cases, the first and the last are kept.
+
+``seconds.txt`` holds the seconds of functions of which a case takes one or more. ``make seconds``
+runs all tests and writes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("seconds.txt")
+LONG = 3.0  # seconds of a case
+BRIEF = 0.2  # seconds of all quick cases of a function that is not in the table, on average
+HEAD = (
+    "# Seconds of a case, on one of two quiet cores, where it takes one or more. From: make seconds"
+)
+
+
+@functools.cache
+def recorded() -> dict[str, float]:
+    """The seconds of a case, by "tests/file.py::function"."""
+    lines = [line.split() for line in TABLE.read_text().splitlines() if line[:1] != "#"]
+    return {name: float(seconds) for seconds, name in lines}
+
+
+def quick_functions(functions: Iterable[str], features: Iterable[str]) -> set[str]:
+    """The functions of all files, "tests/file.py::function", of which cases are quick."""
+    files = defaultdict(list)
+    for name in functions:
+        files[name.partition("::")[0]].append(name)
+    kept = set(features)
+    for names in files.values():
+        seconds = {name: recorded().get(name, 0.0) for name in names}
+        kept |= {min(names, key=seconds.__getitem__)}
+        kept |= {name for name in names if seconds[name] <= LONG}
+    return kept
+
+
+def mark_quick(items: Iterable[pytest.Item]) -> None:
+    """Gives the mark ``quick`` to those of the items that ``make test`` runs."""
+    cases = defaultdict(list)
+    features = set()
+    for item in items:
+        name = f"{item.location[0]}::{getattr(item, 'originalname', item.name)}"
+        cases[name].append(item)
+        if item.get_closest_marker("feature"):
+            features.add(name)
+    for name in quick_functions(cases, features):
+        for item in {cases[name][0], cases[name][-1]}:
+            item.add_marker("quick")
+
+
+def functions_of(file: Path) -> dict[str, str]:
+    """The test functions of a file as "tests/file.py::function": the feature that each tests."""
+    found = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = [d for d in node.decorator_list if isinstance(d, ast.Call)]
+            names = [ast.literal_eval(m.args[0]) for m in marks if "feature" in ast.unparse(m.func)]
+            found[f"{file.relative_to(ROOT)}::{node.name}"] = names[0] if names else ""
+    return found
+
+
+def table_of(report: Path) -> str:
+    """The table, from pytest's report in XML. The median of the cases counts: the first may have
+    started the ranks of others too."""
+    seconds = defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/") + ".py"
+        function = case.attrib["name"].partition("[")[0]
+        seconds[f"{file}::{function}"].append(float(case.attrib["time"]))
+    medians = {name: statistics.median(cases) for name, cases in seconds.items()}
+    lines = [f"{s:5.1f} {name}" for name, s in sorted(medians.items()) if s >= 1]
+    return "\n".join([HEAD, *lines, ""])
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table_of(Path(sys.argv[1])))
