@@ -1,7 +1,8 @@
 """Starts the workers of tests/support/pool.py as forks of a process that has imported PyTorch.
 
-Importing PyTorch and disttensor takes four CPU seconds, a fork some milliseconds. Each rank number
-has a server of its own: processes that are forked from one have the same hash seed, and ranks that
+Importing PyTorch and disttensor takes four CPU seconds; torch._dynamo, which PyTorch imports at the
+first step of an optimizer, takes two more; a fork takes some milliseconds. Each rank number has a
+server of its own: processes that are forked from one have the same hash seed, and ranks that
 iterate over a set of strings shall differ, as they do under torchrun.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -113,6 +115,7 @@ def stop() -> None:
 def serve(channel: Connection, main: Callable[..., None]) -> None:
     """Answers until the other end of ``channel`` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: pytest ends, and with it this process
+    started = 0
     while True:
         try:
             kind, *rest = channel.recv()
@@ -122,6 +125,9 @@ def serve(channel: Connection, main: Callable[..., None]) -> None:
             channel.send(os.waitpid(rest[0], os.WNOHANG))
             continue
         handles = [reduction.recv_handle(channel) for _ in range(1 + len(STANDARD))]
+        if started == 1:  # the first worker starts as soon as it can
+            importlib.import_module("torch._dynamo")
+        started += 1
         pid = os.fork()
         if pid == 0:
             channel.close()
