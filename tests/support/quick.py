@@ -2,7 +2,8 @@
 
 The choice is made by rule, for each test function:
 
-- A function is left out if a case of it takes more than ``LONG`` seconds.
+- A function is left out if a case of it takes more than ``LONG`` seconds, or if it has the mark
+  ``slow`` and no record.
 - Each file keeps its shortest function, whatever it takes.
 - A test with the mark ``feature`` is kept: the main test of a feature that the README names.
 - Of a function with many cases, the first and the last are kept.
@@ -18,7 +19,7 @@ import functools
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,14 +41,16 @@ def recorded() -> dict[str, float]:
     return {name: float(seconds) for seconds, name in lines}
 
 
-def quick_functions(functions: Iterable[str], features: Iterable[str]) -> set[str]:
+def quick_functions(
+    functions: Iterable[str], features: Iterable[str], slow: Collection[str] = ()
+) -> set[str]:
     """The functions of all files, "tests/file.py::function", of which cases are quick."""
     files = defaultdict(list)
     for name in functions:
         files[name.partition("::")[0]].append(name)
     kept = set(features)
     for names in files.values():
-        seconds = {name: recorded().get(name, 0.0) for name in names}
+        seconds = {name: recorded().get(name, 10.0 if name in slow else 0.0) for name in names}
         kept |= {min(names, key=seconds.__getitem__)}
         kept |= {name for name in names if seconds[name] <= LONG}
     return kept
@@ -56,13 +59,15 @@ def quick_functions(functions: Iterable[str], features: Iterable[str]) -> set[st
 def mark_quick(items: Iterable[pytest.Item]) -> None:
     """Gives the mark ``quick`` to those of the items that ``make test`` runs."""
     cases = defaultdict(list)
-    features = set()
+    features, slow = set(), set()
     for item in items:
         name = f"{item.location[0]}::{getattr(item, 'originalname', item.name)}"
         cases[name].append(item)
         if item.get_closest_marker("feature"):
             features.add(name)
-    for name in quick_functions(cases, features):
+        if item.get_closest_marker("slow"):
+            slow.add(name)
+    for name in quick_functions(cases, features, slow):
         for item in {cases[name][0], cases[name][-1]}:
             item.add_marker("quick")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,38 +19,49 @@ from tests.support.quick import (
 
 BUDGET = 480.0  # seconds of one worker; two share them
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
-FUNCTIONS = {name: feature for file in FILES for name, feature in functions_of(file).items()}
-QUICK = quick_functions(FUNCTIONS, [name for name, feature in FUNCTIONS.items() if feature])
+
+
+@functools.cache
+def functions() -> dict[str, str]:
+    """The feature that each test function of all files tests, "" for most."""
+    return {name: feature for file in FILES for name, feature in functions_of(file).items()}
+
+
+def quick() -> set[str]:
+    names = functions()
+    return quick_functions(names, [name for name in names if names[name]])
 
 
 def test_each_file_has_a_quick_test() -> None:
     files = {str(file.relative_to(ROOT)) for file in FILES}
-    assert {name.partition("::")[0] for name in QUICK} == files
+    assert {name.partition("::")[0] for name in quick()} == files
 
 
 def test_each_feature_that_the_readme_names_has_one_main_test() -> None:
     text = (ROOT / "README.md").read_text()
     table = text[text.index("## What works today") : text.index("## What does not, yet")]
     rows = re.findall(r"^\| \*\*(.*?)\*\*", table, flags=re.MULTILINE)
-    assert sorted(filter(None, FUNCTIONS.values())) == sorted(rows)
+    assert sorted(filter(None, functions().values())) == sorted(rows)
 
 
 def test_quick_tests_keep_the_budget() -> None:
-    assert sum(recorded().get(name, BRIEF) for name in QUICK) < BUDGET
+    assert sum(recorded().get(name, BRIEF) for name in quick()) < BUDGET
 
 
 def test_recorded_functions_exist() -> None:
-    gone = recorded().keys() - FUNCTIONS.keys()
+    gone = recorded().keys() - functions().keys()
     assert not gone, f"rename or delete these lines of tests/support/seconds.txt: {sorted(gone)}"
 
 
 def test_long_functions_are_left_out_unless_a_file_or_a_feature_needs_them() -> None:
     names = [name for name, seconds in recorded().items() if seconds > LONG]
-    short = next(name for name in FUNCTIONS if name not in recorded())
-    long = next(name for name in names if not FUNCTIONS[name])
+    short = next(name for name in functions() if name not in recorded())
+    long = next(name for name in names if not functions()[name])
     file = long.partition("::")[0]
     assert quick_functions([long, f"{file}::test_short"], []) == {f"{file}::test_short"}
     assert quick_functions([long], []) == {long}
+    new, other = f"{file}::test_new", f"{file}::test_other"
+    assert quick_functions([new, other], [], slow=[new]) == {other}
     assert quick_functions([long, f"{file}::test_short", short], [long]) >= {long, short}
 
 
