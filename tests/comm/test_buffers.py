@@ -52,6 +52,11 @@ def test_little_more_is_kept_than_was_in_use_at_once() -> None:
     assert sizes(some) == [900] and some.most == 900
     some.take(200)
     assert sizes(some) == [900, 200]
+    some = Buffers()
+    held = some.take(100)
+    for nbytes in (300, 110):  # behind what is in use
+        some.take(nbytes)
+    assert sizes(some) == [held.nbytes(), 110] and some.most == 400
 
 
 def test_a_storage_keeps_its_place_while_its_memory_goes() -> None:

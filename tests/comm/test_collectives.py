@@ -61,6 +61,9 @@ def test_all_to_all_of_uneven_pieces(ranks):
         got = collectives.all_to_all(pieces, [i * j for j in range(4)], group)
         for j, piece in enumerate(got):
             assert equal(piece, torch.full((i * j,), 10 * j + i).to(dtype))
+    pieces = [torch.full((j % 2,), 10 * i + j) for j in range(4)]  # two of them are empty
+    got = collectives.all_to_all(pieces, [i % 2] * 4, group)
+    assert [p.tolist() for p in got] == [[10 * j + i] * (i % 2) for j in range(4)]
 
 
 @pytest.mark.parametrize("ranks", ORDERS, ids=str)

@@ -210,6 +210,7 @@ def test_what_cannot_be_run():
             (stuck, meshes, "never"),
             (pipeline.gpipe(2, 3), meshes, "3 micro-batches"),
             ("1f1b", [meshes[0], meshes[1], meshes[0]], "as often as the others"),
+            ("zbv", meshes * 2, "is not the way that the schedule takes"),
             (pipeline.Schedule(["F1 F0 B0 B1", "F1 F0 B0 B1"]), None, "give stages="),
         ):
             with pytest.raises(ValueError, match=words):

@@ -55,6 +55,12 @@ def test_more_memory_fills_more_of_the_bubble():
     )
 
 
+def test_what_is_found_starts_actions_when_their_transfers_have_come():
+    costs = Costs(1, 1, 1, transfer=2)
+    found = pipeline.search(costs, stages=2, micro_batches=5, chunks=2)
+    assert costs.span(found) <= 54
+
+
 def test_span_by_hand():
     made = pipeline.Schedule(["F0 F1 B0 I1 W1", "F0 B0 F1 I1 W1"])
     # last stage: F 1.5 to 4.5, B to 8.5, F to 11.5, I to 14.5; then first: I 15 to 16, W to 18

@@ -42,6 +42,14 @@ def _name():
     return SETTINGS
 
 
+def _noting(method):
+    @functools.wraps(method)
+    def noted(*args):
+        return method(*args)
+
+    return noted
+
+
 class Net(nn.Module):
     """Reads ``way`` of its scale."""
 
@@ -57,6 +65,10 @@ class Net(nn.Module):
 
     def scaled(self, x):
         return x * 2.0
+
+    @_noting
+    def decorated(self, x):
+        return x * self.by
 
     def forward(self, x):
         way = self.way
@@ -76,6 +88,8 @@ class Net(nn.Module):
             return x * SETTINGS.scale
         if way == "method":
             return self.scaled(x)
+        if way == "decorated":
+            return self.decorated(x)
         if way == "mask":
             return x * self.mask.sum().to(torch.float32) + (self.mask.dtype == torch.float64)
         for layer in [*self.layers, *self.named.values()]:
@@ -248,6 +262,7 @@ CASES = {
     "module: method": of_module("method", _other),
     "module: method of class": of_module(
         "method", lambda m: setattr(Net, "scaled", lambda self, x: x * 3.0)),
+    "module: decorated": of_module("decorated", lambda m: setattr(Net, "by", 3.0)),
     "module: code": of_module("method", lambda m: _code(lambda self, x: x * 3.0)()),
     "module: buffer by data": of_module(
         "mask", lambda m: setattr(m.mask, "data", m.mask.data.double())),
@@ -354,3 +369,7 @@ def test_constants_that_are_equal_are_told_apart():
     for by in (0.0, 0.0, -0.0, 0, False, 0j, -0.0):
         assert bits(f(x, by)) == bits(x * by)
     assert f.replays == 2
+    listed = dt.replay(lambda xs, by: xs[0] * by)
+    for _ in range(3):
+        assert bits(listed([x], by=2)) == bits(x * 2)
+    assert listed.replays == 2
