@@ -18,6 +18,7 @@ import disttensor as dt
 from disttensor import cache, runtime
 from disttensor.comm import p2p
 from disttensor.dispatch import dispatch
+from disttensor.dispatch.call_plan import CallPlan
 from tests.support.pool import fake_world
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ def use(mesh: dt.ProcessMesh) -> list[Any]:
     corner = dt.ProcessMesh([0], ("one",))
     dt.reshard(x.detach(), corner)
     p2p.next_tag()
-    plan = next(run for run in dispatch.PLANS.values() if isinstance(run, type(use)))
+    plan = next(plan for plan in dispatch.PLANS.values() if isinstance(plan, CallPlan))
     return [mesh, x.spec, y.spec, corner, plan, mesh.group((0,)), runtime.current_runtime()]
 
 

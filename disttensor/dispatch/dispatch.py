@@ -1,18 +1,20 @@
 """The path of one call, from the user's function to the local one and back.
 
-Warm: a key, one look-up, and the runner that was chosen when the plan was made. Cold: ``start``
-has the call resolved, and keeps a runner for calls like it.
+Warm: a key, one look-up, and ``run`` of the plan that was made for the first call of this key.
+Cold: ``start`` plans the call, and keeps the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from disttensor.cache import Cache
 from disttensor.comm.program import Call, note
-from disttensor.dispatch import execute, fallback, foreach
+from disttensor.dispatch import fallback, foreach
+from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
 from disttensor.dispatch.key import (
     Uncacheable,
     depends_on_floats,
@@ -20,16 +22,18 @@ from disttensor.dispatch.key import (
     meshes_in,
     words_of,
 )
+from disttensor.dispatch.outputs import checked
+from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
+from disttensor.dispatch.run import carry_out, run
 from disttensor.pytree import collect
-from disttensor.recipe import Runner
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from ops.registry import RULES
 from ops.signatures import restated
 
 Function = Callable[..., Any]
 
-PLANS: Cache[Any, Runner] = Cache(16384)
+PLANS: Cache[Any, Planned] = Cache(16384)
 _known = PLANS.get
 
 
@@ -68,46 +72,55 @@ def dispatch(
         for t in collect((args, kwargs or {}), []):
             if isinstance(t, DistTensor):
                 arrived(t)
-        return runner_of(func, args, kwargs or {}, None)(args, kwargs or {})
-    run = _known(key)
-    if run is None:
-        run = start(func, args, kwargs, key)
+        return carry_out(plan_of(func, args, kwargs or {}), args, kwargs or {}, checked)
+    planned = _known(key)
+    if planned is None:
+        planned = start(func, args, kwargs, key)
     else:
-        note(run)
-    return run(args, kwargs)
+        note(planned)
+    if type(planned) is CallPlan and planned.is_checked:
+        return run(planned, args, kwargs or {})
+    return carry_out(planned, args, kwargs, partial(_check, key))
 
 
-def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Runner:
-    """The runner of the first call of a key, which is noted."""
-    call = _call(func, key)
-    keep = partial(_keep, key, call)
-    run = keep(runner_of(func, args, kwargs or {}, keep, key))
-    note(call)  # this runner holds on to the arguments
-    return run
+def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Planned:
+    """Plans the first call of a key, and notes it."""
+    planned = _keep(key, plan_of(func, args, kwargs or {}, key), _call(func, key))
+    note(planned)
+    return planned
 
 
-def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, Runner | None]:
-    """A call of a kind that the C code does not know: its result, and what carries out the next
-    ones; None where nothing was kept."""
+def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, Planned | None]:
+    """A call of a kind that the C code does not know: its result, and the plan of the next ones;
+    None where nothing was kept, or a result was not seen yet."""
     try:
         key: Any = (func, *[key_of(a) for a in args])
         if kwargs:
             key = (key, *kwargs, *[key_of(v) for v in kwargs.values()])
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
-    run = _known(key)
-    if run is None:
-        run = start(func, args, kwargs, key)
+    planned = _known(key)
+    if planned is None:
+        planned = start(func, args, kwargs, key)
     else:
-        note(run)
-    return run(args, kwargs), _known(key)
+        note(planned)
+    result = carry_out(planned, args, kwargs, partial(_check, key))
+    planned = _known(key)
+    if type(planned) is CallPlan and not (planned.is_checked or planned.reduce_first):
+        return result, None
+    return result, planned
 
 
-def _keep(key: Any, call: Call | None, run: Any) -> Runner:
-    """``run`` carries out calls of this key, from now on. ``call``: what it is to other ranks."""
-    run.call = call
-    PLANS[key] = run
-    return run
+def _keep(key: Any, planned: Planned, call: Call | None) -> Planned:
+    """Keeps a plan for calls of this key. ``call``: what other ranks compare."""
+    planned = PLANS[key] = replace(planned, call=call)
+    return planned
+
+
+def _check(key: Any, plan: CallPlan, out: Any) -> CallPlan:
+    """Keeps the plan with the dtypes of the first results."""
+    plan = PLANS[key] = checked(plan, out)
+    return plan
 
 
 def _call(func: Function, key: Any) -> Call:
@@ -120,15 +133,15 @@ def _call(func: Function, key: Any) -> Call:
     return Call(lambda: words_of(func, key), mesh, fallback.writes(func))
 
 
-def runner_of(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any],
-    keep: Callable[[Runner], Any] | None, key: Any = None, valued: bool = False,
-) -> Runner:  # fmt: skip
-    """What carries out calls like this one. ``keep``: takes a faster one after the first call;
-    ``key``: its own, if it has one; ``valued``: it may depend on the values of floats."""
+def plan_of(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None,
+    valued: bool = False,
+) -> Planned:  # fmt: skip
+    """Plans calls like this one. ``key``: its own, if it has one; ``valued``: the plan may depend
+    on the values of floats."""
     rule = RULES.get(func)
     if rule is not None and restated(func, args, kwargs):
-        return partial(again, func)
+        return PythonCall(partial(again, func))
     if rule is not None and not valued:
         floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
         setting = None
@@ -136,24 +149,24 @@ def runner_of(
             tensors = [t for t in collect((args, kwargs), []) if type(t) is DistTensor]
             setting = rule.setting([t.spec.layout for t in tensors])
         if floats or setting is not None:
-            return partial(by_value, func, setting)
+            return PythonCall(partial(by_value, func, setting))
     found = resolve(func, args, kwargs, key)
     if found.plan is not None:
-        return execute.runner_of(found.plan, args, kwargs, keep)
+        return plan_call(found.plan, args, kwargs)
     if found.way == "handler":
         answer = HANDLERS[func]
         if func in OF_KEY:
-            return execute.answering(answer(*args, **kwargs))
-        return lambda args, kwargs: answer(*args, **(kwargs or {}))
+            return Answer(answer(*args, **kwargs))
+        return PythonCall(lambda args, kwargs: answer(*args, **(kwargs or {})))
     if found.way == "out" and kwargs["out"] is not None:
-        return lambda args, kwargs: fallback.into_out(func, args, kwargs)
+        return PythonCall(partial(fallback.into_out, func))
     if found.way == "out":
-        return partial(without_out, func)
+        return PythonCall(partial(without_out, func))
     if found.way == "each_mesh":
-        return foreach.each_mesh(func)
+        return PythonCall(foreach.each_mesh(func))
     if found.way == "gather":
-        return fallback.run_replicated(func, found.why, found.expected)
-    return fallback.decompose_or_gather(func, found.why)
+        return PythonCall(fallback.run_replicated(func, found.why, found.expected))
+    return PythonCall(fallback.decompose_or_gather(func, found.why))
 
 
 def again(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
@@ -172,17 +185,16 @@ def by_value(
     try:
         key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
     except Uncacheable:
-        return runner_of(func, args, kwargs, None, valued=True)(args, kwargs)
+        return carry_out(plan_of(func, args, kwargs, valued=True), args, kwargs, checked)
     if setting is not None:
         key = (*key, setting())
-    run: Any = PLANS.get(key)
-    if run is None:  # the call without values was noted
+    planned = PLANS.get(key)
+    if planned is None:  # the call without values was noted
         call = None if setting is None else _call(func, key)
-        keep = partial(_keep, key, call)
-        run = keep(runner_of(func, args, kwargs, keep, valued=True))
-    if run.call is not None:
-        note(run)
-    return run(args, kwargs)
+        planned = _keep(key, plan_of(func, args, kwargs, valued=True), call)
+    if planned.call is not None:
+        note(planned)
+    return carry_out(planned, args, kwargs, partial(_check, key))
 
 
 def without_out(func: Function, args: Sequence[Any], kwargs: Any) -> Any:

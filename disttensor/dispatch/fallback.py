@@ -12,10 +12,13 @@ import torch
 from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
+from disttensor.dispatch.call_plan import CallPlan
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.general import reduce_pending
 from disttensor.dispatch.key import Uncacheable, key_of
+from disttensor.dispatch.pending_grads import reduce_pending
+from disttensor.dispatch.plan_call import plan_off_mesh
 from disttensor.dispatch.resolve import one_mesh, plain_spec
+from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import written
 from disttensor.errors import name_of, refuse_collectives
 from disttensor.meta import execute, infer
@@ -95,19 +98,19 @@ def run_replicated(
     collective of torch.distributed."""
     refuse_collectives(func)
     writing = writes(func)
-    runners: Cache[Any, Callable[..., Any]] = Cache(256)  # outside the mesh, by kind of call
+    plans: Cache[Any, CallPlan] = Cache(256)  # off the mesh, by kind of call
 
     def outside(mesh: Any, args: Sequence[Any], kwargs: Any) -> Any:
         try:
             key = key_of((tuple(args), kwargs), floats=True)
         except Uncacheable:
             key = None
-        run = runners.get(key) if key is not None else None
-        if run is None:
-            run = execute.runner_of(func, mesh, None, args, kwargs, writing)
+        plan = plans.get(key) if key is not None else None
+        if plan is None:
+            plan = plan_off_mesh(func, mesh, None, args, kwargs, writing)
             if key is not None:
-                runners[key] = run
-        result = run(args, kwargs)
+                plans[key] = plan
+        result = run_off_mesh(plan, args, kwargs)
         changed = [] if writing else written_by(func, args, kwargs)
         if changed:
             execute.written(func, changed, collect((args, kwargs), []), mesh)

@@ -1,15 +1,15 @@
 /* The warm path of disttensor.dispatch in C: key, table, runners, wrappers.
  *
  * A call of a torch function on DistTensors is turned into words of 64 bits (its key), which are
- * looked up in a table. An entry of it holds the runner that Python has chosen, and most often a
- * Recipe (disttensor/recipe.py), which says what the runner does: read the locals, call the torch
- * function on them, wrap the result. That is done here. All else is done by Python as before:
+ * looked up in a table. An entry of it holds the CallPlan (disttensor/dispatch/call_plan.py) that
+ * Python has made, and most often does here what run.py does: read the locals, call the local
+ * function on them, wrap the results. All else is done by Python:
  *
  *     a call that has no sure key      disttensor.dispatch.dispatch.dispatch
- *     the first call of a kind         dispatch.first_call, which also says what to enter here
- *     a runner without a recipe        the runner
- *     an argument that the recipe does
- *     not take for granted             the runner, before anything has been run
+ *     the first call of a kind         dispatch.first_call, which also gives the plan
+ *     a plan that is not native        run.carry_out
+ *     an argument that the plan does
+ *     not take for granted             run.carry_out, before anything has been run
  *
  * Methods and operators that calls are often made of come here without torch's parser of arguments
  * between, if a call of the same words is known (METHODS). A wrapper that dies is the next result
@@ -61,7 +61,8 @@
     X(top_saved_tensors_hooks) \
     X(use_count) X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
-    X(remember) X(strict_depth) \
+    X(remember) X(strict_depth) X(carry_out) X(derive) X(nothing) X(orphan) \
+    X(CallPlan) X(Answer) X(Out) X(no_origin) /* classes, and a value of one */ \
     X(UNCOUNTED) /* a list with one number */ \
     X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */ \
     X(ProcessMesh) X(Replicate) X(Shard) X(Partial) /* classes */ \
@@ -70,7 +71,9 @@
 
 /* Names of attributes. */
 #define NAMES(X) \
-    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(recipe) \
+    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(device) X(value) \
+    X(local) X(reads) X(keywords) X(results) X(template) X(is_view) X(writes) X(untracked_writes) \
+    X(may_reuse) X(reduce_first) X(transfers) X(native) X(dtype) X(meta_tensor) \
     X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) X(dim) X(order) \
     X(reduce_op) X(_once) X(spec) X(layout) X(partial)
 
@@ -105,7 +108,8 @@ typedef struct {
 } Method;
 
 typedef struct {
-    PyObject *spec, *dtype, *making; /* of one result; borrowed of the recipe */
+    PyObject *spec, *dtype; /* of one result; borrowed of the plan */
+    PyObject *making; /* owned: what make_subclass takes */
     PyObject *idle; /* owned: the spec's list of wrappers that wait for another use */
 } Output;
 
@@ -113,7 +117,7 @@ typedef enum { CONSTANT, LOCAL, VARYING, NESTED } How;
 
 typedef struct {
     How how;
-    PyObject *axes; /* borrowed of the recipe */
+    PyObject *axes; /* borrowed of the plan */
 } Use;
 
 typedef struct {
@@ -122,14 +126,15 @@ typedef struct {
     Py_ssize_t length;
     uint64_t *words;
     PyObject *kept;   /* a list: the objects whose addresses are among the words */
-    PyObject *run;    /* Python's runner */
+    PyObject *plan;   /* what Python has planned: carry_out runs it */
     int noted;        /* is there a rank to compare the program with? */
-    PyObject *recipe; /* NULL: there is none. All below is borrowed of it */
-    PyObject *local_fn, *names, *after, *nothing, *orphan, *kind, *answer;
-    PyObject *wholes; /* a tuple, or NULL: the call reduces nothing */
-    PyObject *specs; /* owned: of the results, for wrap_outputs */
+    enum { PYTHON, DIRECT, OFF_MESH, REDUCE, ANSWER } how; /* PYTHON: carry_out. All below is borrowed */
+    PyObject *local_fn, *names, *kind, *answer; /* kind: of several results off the mesh, or None */
+    PyObject *wholes; /* a tuple: what each tensor is reduced to first */
+    PyObject *specs;  /* of the results, for wrap_outputs */
+    PyObject *nothing, *orphan; /* owned */
     Py_ssize_t nargs, nuses, noutputs, ntargets, nsources;
-    int itself, views, pending, writes, outside, uncounted, no_graph, passes;
+    int views, pending, writes, uncounted, no_graph, passes, derives;
     Use *uses;
     Output *outputs;
     Py_ssize_t *targets, *sources, *shared; /* shared[i] < 0: no view */
@@ -147,7 +152,7 @@ typedef struct {
     Entry **table; /* open addressing; its size is a power of two */
     size_t mask, used;
     int nested; /* how many calls run, on all threads */
-    long long hits, recipes, unsure, misses, past, reused; /* so far: for tests and for people */
+    long long hits, in_c, unsure, misses, past, reused; /* so far: for tests and for people */
 } State;
 
 /* Methods and destructors are given no module: that of the one that is configured. */
@@ -210,14 +215,15 @@ release(Entry *entry)
     PyMem_Free(entry->uses);
     for (Py_ssize_t i = 0; entry->outputs && i < entry->noutputs; i++) {
         Py_XDECREF(entry->outputs[i].idle);
+        Py_XDECREF(entry->outputs[i].making);
     }
     PyMem_Free(entry->outputs);
     PyMem_Free(entry->targets);
     PyMem_Free(entry->sources);
     PyMem_Free(entry->shared);
-    Py_XDECREF(entry->specs);
-    Py_XDECREF(entry->recipe);
-    Py_XDECREF(entry->run);
+    Py_XDECREF(entry->nothing);
+    Py_XDECREF(entry->orphan);
+    Py_XDECREF(entry->plan);
     Py_XDECREF(entry->kept);
     PyMem_Free(entry);
 }
@@ -342,42 +348,156 @@ idle_of(State *state, PyObject *spec)
     return idle;
 }
 
-/* Take a Recipe in. 0: it is not as expected, and the runner is called instead. */
-static int
-follow(State *state, Entry *entry, PyObject *recipe)
+/* A field of a plan, which keeps it. NULL: an error. */
+static PyObject *
+field(PyObject *plan, PyObject *name)
 {
-    PyObject *uses, *outputs, *targets, *sources, *shared;
-    Py_ssize_t nshared;
-    if (!PyTuple_Check(recipe)
-        || !PyArg_ParseTuple(
-            recipe, "OO!O!O!ppOOpOOOO!OppOpO", &entry->local_fn, &PyTuple_Type, &uses, &PyTuple_Type,
-            &entry->names, &PyTuple_Type, &outputs, &entry->itself, &entry->views, &targets,
-            &entry->after, &entry->pending, &sources, &entry->nothing, &entry->orphan,
-            &PyTuple_Type, &shared, &entry->kind, &entry->uncounted,
-            &entry->no_graph, &entry->answer, &entry->passes, &entry->wholes)) {
+    PyObject *value = PyObject_GetAttr(plan, name);
+    Py_XDECREF(value);
+    return value;
+}
+
+/* The same of a field of this class. */
+static PyObject *
+field_of(PyObject *plan, PyObject *name, PyTypeObject *type)
+{
+    PyObject *value = field(plan, name);
+    if (value && Py_TYPE(value) != type) {
+        PyErr_Format(PyExc_TypeError, "a field of a CallPlan has another class: %S", name);
+        return NULL;
+    }
+    return value;
+}
+
+/* Is a field True? -1: an error. */
+static int
+says(PyObject *plan, PyObject *name)
+{
+    PyObject *value = field(plan, name);
+    return value ? value == Py_True : -1;
+}
+
+/* Take in how the arguments are read (call_plan.Read). 0: in another way than is done here. */
+static int
+follow_reads(Entry *entry, PyObject *reads)
+{
+    for (Py_ssize_t i = 0; i < entry->nuses; i++) {
+        PyObject *read = PyTuple_GET_ITEM(reads, i), *spec, *axes, *regular, *elements;
+        Use *use = &entry->uses[i];
+        int kind;
+        if (!PyTuple_Check(read)
+            || !PyArg_ParseTuple(read, "iOO!OO!", &kind, &spec, &PyTuple_Type, &axes, &regular,
+                                 &PyTuple_Type, &elements)
+            || spec != Py_None || regular != Py_None || kind < 0 || kind > 2) {
+            return 0;
+        }
+        use->axes = axes;
+        use->how = kind == 0 ? CONSTANT : kind == 2 ? NESTED : PyTuple_GET_SIZE(axes) ? VARYING : LOCAL;
+        entry->no_graph = entry->no_graph || PyTuple_GET_SIZE(elements);
+    }
+    return 1;
+}
+
+/* Where the tensor of this number stands among the arguments; -1: nowhere. */
+static Py_ssize_t
+place_of(const Entry *entry, PyObject *number)
+{
+    Py_ssize_t wanted = PyLong_Check(number) ? PyLong_AsSsize_t(number) : -1;
+    for (Py_ssize_t i = 0; wanted >= 0 && i < entry->nuses; i++) {
+        if (entry->uses[i].how == LOCAL && wanted-- == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* Take in what is given off the mesh (infer.Out): on which arguments all of it depends, and of which
+ * each result is a view. 0: it is not as expected. */
+static int
+follow_template(State *state, Entry *entry, PyObject *template)
+{
+    int several = Py_TYPE(template) != (PyTypeObject *)state->Out;
+    entry->kind = several ? (PyObject *)Py_TYPE(template) : Py_None;
+    if (several && !PyTuple_CheckExact(template) && !PyList_CheckExact(template)) {
         return 0;
     }
-    if (entry->wholes == Py_None) {
-        entry->wholes = NULL;
-    }
-    else if (!PyTuple_CheckExact(entry->wholes)) {
+    Py_ssize_t n = several ? PySequence_Fast_GET_SIZE(template) : 1;
+    entry->shared = PyMem_Calloc((size_t)n + 1, sizeof(Py_ssize_t));
+    if (n < 1 || n != entry->noutputs || !entry->shared) {
         return 0;
     }
-    entry->nuses = PyTuple_GET_SIZE(uses);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *out = several ? PySequence_Fast_GET_ITEM(template, i) : template;
+        PyObject *number, *shape, *dtype, *sources, *same, *viewed;
+        if (!PyTuple_Check(out)
+            || !PyArg_ParseTuple(out, "OOOO!OO", &number, &shape, &dtype, &PyTuple_Type, &sources,
+                                 &same, &viewed)) {
+            return 0;
+        }
+        entry->shared[i] = viewed == Py_None ? -1 : place_of(entry, viewed);
+        if (i == 0) {
+            entry->nsources = PyTuple_GET_SIZE(sources);
+            entry->sources = PyMem_Calloc((size_t)entry->nsources + 1, sizeof(Py_ssize_t));
+        }
+        for (Py_ssize_t k = 0; i == 0 && entry->sources && k < entry->nsources; k++) {
+            entry->sources[k] = place_of(entry, PyTuple_GET_ITEM(sources, k));
+            if (entry->sources[k] < 0) {
+                return 0;
+            }
+        }
+        if (!entry->sources || (viewed != Py_None && entry->shared[i] < 0)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Take a plan in. 0: Python carries it out. */
+static int
+follow(State *state, Entry *entry)
+{
+    PyObject *plan = entry->plan;
+    if (Py_TYPE(plan) == (PyTypeObject *)state->Answer) {
+        entry->answer = field(plan, state->str.value);
+        entry->how = ANSWER;
+        return entry->answer != NULL;
+    }
+    if (Py_TYPE(plan) != (PyTypeObject *)state->CallPlan) {
+        return 0;
+    }
+    entry->local_fn = field(plan, state->str.local);
+    entry->wholes = field_of(plan, state->str.reduce_first, &PyTuple_Type);
+    if (!entry->local_fn || !entry->wholes) {
+        return 0;
+    }
+    if (PyTuple_GET_SIZE(entry->wholes)) {
+        entry->how = REDUCE;
+        return entry->local_fn != Py_None;
+    }
+    PyObject *reads = field_of(plan, state->str.reads, &PyTuple_Type), *device;
+    PyObject *writes = field(plan, state->str.writes), *origin = field(plan, state->str.origin);
+    PyObject *reuse = field_of(plan, state->str.may_reuse, &PyTuple_Type);
+    entry->names = field_of(plan, state->str.keywords, &PyTuple_Type);
+    entry->specs = field_of(plan, state->str.results, &PyTuple_Type);
+    if (!reads || !writes || !origin || !reuse || !entry->names || !entry->specs
+        || says(plan, state->str.native) <= 0) {
+        return 0;
+    }
+    entry->nuses = PyTuple_GET_SIZE(reads);
     entry->nargs = entry->nuses - PyTuple_GET_SIZE(entry->names);
-    entry->noutputs = PyTuple_GET_SIZE(outputs);
-    entry->writes = targets != Py_None;
-    entry->outside = sources != Py_None;
-    entry->targets = numbers_of(targets, &entry->ntargets);
-    entry->sources = numbers_of(sources, &entry->nsources);
-    entry->shared = numbers_of(shared, &nshared);
+    entry->noutputs = PyTuple_GET_SIZE(entry->specs);
+    entry->pending = PyTuple_GET_SIZE(reuse) > 0;
+    entry->derives = origin != state->no_origin;
+    entry->views = says(plan, state->str.is_view);
+    entry->uncounted = says(plan, state->str.untracked_writes);
+    entry->passes = says(plan, state->str.transfers);
+    entry->writes = writes != Py_None;
+    entry->targets = numbers_of(writes, &entry->ntargets);
     entry->uses = PyMem_Calloc((size_t)entry->nuses + 1, sizeof(Use));
     entry->outputs = PyMem_Calloc((size_t)entry->noutputs + 1, sizeof(Output));
-    entry->specs = PyTuple_New(entry->noutputs);
     if (entry->nuses > MOST_ARGUMENTS || entry->nargs < 0 || entry->ntargets < 0
-        || entry->nsources < 0 || (entry->writes && entry->nargs < 1)
-        || (entry->outside && nshared != entry->noutputs) || !entry->uses || !entry->outputs
-        || !entry->specs) {
+        || (entry->writes && entry->nargs < 1) || !entry->uses || !entry->outputs
+        || !follow_reads(entry, reads)) {
         return 0;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entry->names); i++) {
@@ -390,42 +510,36 @@ follow(State *state, Entry *entry, PyObject *recipe)
             return 0; /* search_in goes once over the tensors */
         }
     }
-    for (Py_ssize_t i = 0; i < entry->nsources; i++) {
-        if (entry->sources[i] < 0 || entry->sources[i] >= entry->nuses) {
-            return 0;
-        }
-    }
-    for (Py_ssize_t i = 0; entry->outside && i < nshared; i++) {
-        if (entry->shared[i] >= entry->nuses) {
-            return 0;
-        }
-    }
-    for (Py_ssize_t i = 0; i < entry->nuses; i++) {
-        PyObject *use = PyTuple_GET_ITEM(uses, i);
-        entry->uses[i].axes = use;
-        entry->uses[i].how = use == Py_None               ? CONSTANT
-                             : !PyTuple_CheckExact(use)   ? NESTED
-                             : PyTuple_GET_SIZE(use) == 0 ? LOCAL
-                                                          : VARYING;
-    }
     for (Py_ssize_t i = 0; i < entry->noutputs; i++) {
         Output *output = &entry->outputs[i];
-        PyObject *given = PyTuple_GET_ITEM(outputs, i);
-        if (!PyTuple_CheckExact(given)
-            || !PyArg_ParseTuple(given, "OOO!", &output->spec, &output->dtype, &PyTuple_Type,
-                                 &output->making)
-            || !(output->idle = idle_of(state, output->spec))) {
+        output->spec = PyTuple_GET_ITEM(entry->specs, i);
+        output->dtype = field(output->spec, state->str.dtype);
+        PyObject *meta_tensor = get(state->meta_tensor, output->spec);
+        output->making = meta_tensor ? PyTuple_Pack(2, state->DistTensor, meta_tensor) : NULL;
+        Py_XDECREF(meta_tensor);
+        if (!output->dtype || !output->making || !(output->idle = idle_of(state, output->spec))) {
             return 0;
         }
-        PyTuple_SET_ITEM(entry->specs, i, Py_NewRef(output->spec));
     }
-    return 1;
+    if (entry->local_fn != Py_None) {
+        entry->how = DIRECT;
+        return 1;
+    }
+    PyObject *template = field(plan, state->str.template), *mesh = field(plan, state->str.mesh);
+    if (!template || !mesh || !(device = PyObject_GetAttr(mesh, state->str.device))) {
+        return 0;
+    }
+    entry->nothing = PyObject_CallOneArg(state->nothing, device);
+    entry->orphan = entry->nothing ? PyObject_CallOneArg(state->orphan, device) : NULL;
+    Py_DECREF(device);
+    entry->how = OFF_MESH;
+    return entry->orphan && follow_template(state, entry, template);
 }
 
-/* An entry for calls of these words, which run carries out. NULL, without an error: there is no
- * memory for it, or run is none of dispatch's. Steals nothing. */
+/* An entry for calls of these words, which are planned so. NULL, without an error: there is no
+ * memory for it, or the plan is none of dispatch's. Steals nothing. */
 static Entry *
-new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObject *run)
+new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObject *plan)
 {
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (!entry) {
@@ -435,9 +549,9 @@ new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObj
     entry->hash = hash;
     entry->length = words->length;
     entry->kept = Py_NewRef(kept);
-    entry->run = Py_NewRef(run);
+    entry->plan = Py_NewRef(plan);
     entry->words = PyMem_Malloc((size_t)words->length * sizeof(uint64_t));
-    PyObject *call = PyObject_GetAttr(run, state->str.call);
+    PyObject *call = PyObject_GetAttr(plan, state->str.call);
     PyObject *mesh = call ? PyObject_GetAttr(call, state->str.mesh) : NULL;
     int good = entry->words && mesh;
     entry->noted = mesh && mesh != Py_None;
@@ -449,17 +563,9 @@ new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObj
         return NULL;
     }
     memcpy(entry->words, words->at, (size_t)words->length * sizeof(uint64_t));
-    PyObject *recipe = PyObject_GetAttr(run, state->str.recipe);
-    if (recipe && recipe != Py_None) {
-        entry->recipe = recipe;
-        if (!follow(state, entry, recipe)) {
-            PyErr_Clear();
-            Py_CLEAR(entry->recipe);
-        }
-    }
-    else {
-        PyErr_Clear(); /* most runners have no such attribute */
-        Py_XDECREF(recipe);
+    if (!follow(state, entry)) {
+        PyErr_Clear();
+        entry->how = PYTHON;
     }
     return entry;
 }
@@ -757,7 +863,7 @@ drop_idle(State *state)
 {
     for (size_t i = 0; state->table && i <= state->mask; i++) {
         Entry *entry = state->table[i];
-        for (Py_ssize_t k = 0; entry && entry->recipe && k < entry->noutputs; k++) {
+        for (Py_ssize_t k = 0; entry && entry->how != PYTHON && k < entry->noutputs; k++) {
             PyObject *idle = entry->outputs[k].idle;
             if (PyList_SetSlice(idle, 0, PyList_GET_SIZE(idle), NULL) < 0) {
                 PyErr_Clear();
@@ -947,13 +1053,13 @@ wrap_outputs(State *state, Entry *entry, PyObject *out)
 /* Runners ------------------------------------------------------------------------------------- */
 
 static PyObject *
-call_runner(Entry *entry, Call *call)
+call_runner(State *state, Entry *entry, Call *call)
 {
     if (!as_python(call)) {
         return NULL;
     }
-    PyObject *args[] = {call->args, call->kwargs ? call->kwargs : Py_None};
-    return PyObject_Vectorcall(entry->run, args, 2, NULL);
+    PyObject *args[] = {entry->plan, call->args, call->kwargs ? call->kwargs : Py_None};
+    return PyObject_Vectorcall(state->carry_out, args, 3, NULL);
 }
 
 /* Does what is made of a local, or the local itself that comes out, belong to a graph now? -1: an
@@ -1127,7 +1233,7 @@ targets(State *state, Entry *entry, const Call *call, PyObject *plain)
         failed = search_in(state, &search, argument(call, i));
     }
     if (!failed && search.next < entry->ntargets) {
-        PyErr_SetString(PyExc_SystemError, "a recipe writes to a tensor that is not there");
+        PyErr_SetString(PyExc_SystemError, "a plan writes to a tensor that is not there");
         failed = 1;
     }
     if (failed) {
@@ -1236,7 +1342,7 @@ written_all(State *state, Entry *entry, const Call *call, PyObject *aims, PyObje
     return failed ? NULL : nothing ? Py_NewRef(Py_None) : Py_NewRef(argument(call, 0));
 }
 
-/* Are the arguments as a recipe takes for granted? 0: Python carries the call out. -1: an error. */
+/* Are the arguments as a plan takes for granted? 0: Python carries the call out. -1: an error. */
 static int
 fits(State *state, Entry *entry, const Call *call, PyObject *aims)
 {
@@ -1301,9 +1407,9 @@ direct(State *state, Entry *entry, Call *call)
     if (fine <= 0) {
         Py_XDECREF(plain);
         Py_XDECREF(aims);
-        return fine < 0 ? NULL : call_runner(entry, call);
+        return fine < 0 ? NULL : call_runner(state, entry, call);
     }
-    state->recipes++;
+    state->in_c++;
     for (; n < entry->nuses; n++) {
         PyObject *value = argument(call, n);
         const Use *use = &entry->uses[n];
@@ -1325,7 +1431,7 @@ direct(State *state, Entry *entry, Call *call)
         result = written_all(state, entry, call, aims, plain, out);
         goto end;
     }
-    if (entry->itself && entry->nargs && entry->uses[0].how != CONSTANT
+    if (entry->nargs && entry->uses[0].how != CONSTANT
         && Py_TYPE(argument(call, 0)) == (PyTypeObject *)state->DistTensor) {
         PyObject *local = get(state->local, argument(call, 0));
         if (local == out) {
@@ -1338,7 +1444,7 @@ direct(State *state, Entry *entry, Call *call)
         }
     }
     int graph = 0;
-    if (entry->after != Py_None && PyObject_TypeCheck(out, (PyTypeObject *)state->Tensor)) {
+    if (entry->derives && PyObject_TypeCheck(out, (PyTypeObject *)state->Tensor)) {
         graph = in_graph(state, out);
         if (graph < 0) {
             Py_DECREF(out);
@@ -1348,8 +1454,8 @@ direct(State *state, Entry *entry, Call *call)
     result = wrap_outputs(state, entry, out);
     if (result && graph) {
         int made = as_python(call);
-        PyObject *args[] = {call->args, call->kwargs ? call->kwargs : Py_None, result};
-        PyObject *done = made ? PyObject_Vectorcall(entry->after, args, 3, NULL) : NULL;
+        PyObject *args[] = {entry->plan, call->args, call->kwargs ? call->kwargs : Py_None, result};
+        PyObject *done = made ? PyObject_Vectorcall(state->derive, args, 4, NULL) : NULL;
         if (!done) {
             Py_CLEAR(result);
         }
@@ -1470,18 +1576,18 @@ quick(State *state, Entry *entry, Call *call)
     }
     if (entry->nuses != call->nargs + call->nnamed || apart || !entry->noutputs
         || (entry->kind == Py_None && entry->noutputs != 1)) {
-        return call_runner(entry, call);
+        return call_runner(state, entry, call);
     }
     int fine = entry->pending ? fits(state, entry, call, NULL) : 1;
     PyObject *joined = fine > 0 ? join(state, entry, call) : NULL;
     if (!joined) {
-        return PyErr_Occurred() ? NULL : call_runner(entry, call);
+        return PyErr_Occurred() ? NULL : call_runner(state, entry, call);
     }
     if (entry->passes && !count_transfer(state)) {
         Py_DECREF(joined);
         return NULL;
     }
-    state->recipes++;
+    state->in_c++;
     if (entry->kind == Py_None && entry->shared[0] < 0) {
         return wrap(state, entry->outputs, joined);
     }
@@ -1591,7 +1697,7 @@ reduce(State *state, Entry *entry, Call *call)
     PyObject *wholes[MOST_ARGUMENTS], *result = NULL, *args;
     int fine = find_wholes(state, entry, call, wholes);
     if (fine <= 0) {
-        return fine < 0 ? NULL : call_runner(entry, call);
+        return fine < 0 ? NULL : call_runner(state, entry, call);
     }
     args = PyTuple_New(n);
     for (Py_ssize_t i = 0; args && i < n; i++) { /* each once, and the others as they are */
@@ -1623,7 +1729,7 @@ reduce(State *state, Entry *entry, Call *call)
     again.nargs = n;
     again.nnamed = 0;
     again.reshards = 0;
-    state->recipes++;
+    state->in_c++;
     state->nested++;
     result = carry_out(state, &again);
     state->nested--;
@@ -1641,7 +1747,7 @@ reduce(State *state, Entry *entry, Call *call)
 static PyObject *
 answer(State *state, Entry *entry)
 {
-    state->recipes++;
+    state->in_c++;
     return Py_NewRef(entry->answer);
 }
 
@@ -1880,14 +1986,14 @@ first_call(State *state, Call *call, uint64_t hash, const Words *words, PyObject
         return NULL;
     }
     if (!PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) {
-        PyErr_SetString(PyExc_SystemError, "first_call gives (result, runner)");
+        PyErr_SetString(PyExc_SystemError, "first_call gives (result, plan)");
         Py_DECREF(found);
         return NULL;
     }
-    PyObject *result = Py_NewRef(PyTuple_GET_ITEM(found, 0)), *run = PyTuple_GET_ITEM(found, 1);
+    PyObject *result = Py_NewRef(PyTuple_GET_ITEM(found, 0)), *plan = PyTuple_GET_ITEM(found, 1);
     /* it may have been entered meanwhile, by a call inside of this one */
-    if (run != Py_None && state->first_call && !known(state, words, hash)) {
-        Entry *entry = new_entry(state, words, hash, kept, run);
+    if (plan != Py_None && state->first_call && !known(state, words, hash)) {
+        Entry *entry = new_entry(state, words, hash, kept, plan);
         if (entry && !enter(state, entry)) {
             release(entry);
         }
@@ -1916,13 +2022,13 @@ run(State *state, Entry *entry, Call *call)
     PyObject *result = NULL;
     entry->references++;
     state->hits++;
-    PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->run) : NULL;
+    PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->plan) : NULL;
     if (done || !entry->noted) {
-        result = !entry->recipe               ? call_runner(entry, call)
-                 : entry->local_fn != Py_None ? direct(state, entry, call)
-                 : entry->wholes              ? reduce(state, entry, call)
-                 : entry->outside             ? quick(state, entry, call)
-                                              : answer(state, entry);
+        result = entry->how == DIRECT     ? direct(state, entry, call)
+                 : entry->how == OFF_MESH ? quick(state, entry, call)
+                 : entry->how == REDUCE   ? reduce(state, entry, call)
+                 : entry->how == ANSWER   ? answer(state, entry)
+                                          : call_runner(state, entry, call);
     }
     Py_XDECREF(done);
     release(entry);
@@ -2300,7 +2406,7 @@ counts(PyObject *module, PyObject *Py_UNUSED(none))
 {
     State *state = PyModule_GetState(module);
     return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:n}", "known", state->hits, "in_c",
-                         state->recipes, "first", state->misses, "unsure", state->unsure, "past",
+                         state->in_c, "first", state->misses, "unsure", state->unsure, "past",
                          state->past, "reused", state->reused, "kinds", (Py_ssize_t)state->used);
 }
 
@@ -2338,9 +2444,9 @@ traverse(PyObject *module, visitproc visit, void *arg)
         Entry *entry = state->table[i];
         if (entry && entry->references == 1) { /* else a call holds it, too */
             Py_VISIT(entry->kept);
-            Py_VISIT(entry->run);
-            Py_VISIT(entry->recipe);
-            Py_VISIT(entry->specs);
+            Py_VISIT(entry->plan);
+            Py_VISIT(entry->nothing);
+            Py_VISIT(entry->orphan);
         }
     }
     return 0;

@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd import activation_checkpoint
+from disttensor.autograd import activation_checkpoint, token
 from disttensor.cache import call_when_cleared
 from disttensor.comm import p2p, program
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
-from disttensor.dispatch import dispatch, outputs, reduction_cache, reshards, strict, writes
+from disttensor.dispatch import dispatch, outputs, reduction_cache, reshards, run, strict, writes
+from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
+from disttensor.meta.infer import Out
 from disttensor.runtime import current_runtime
 from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.base import GradState
@@ -80,6 +82,8 @@ def _configure(module: Any) -> None:
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
         wrap_outputs=outputs.wrap_outputs, written=writes.written, share=views.share,
+        CallPlan=CallPlan, Answer=Answer, Out=Out, carry_out=run.carry_out, derive=run.derive,
+        no_origin=Origin.NONE, nothing=token.detached, orphan=token.orphan,
         remember=reduction_cache.remember, strict_depth=strict.strict.current,
         UNCOUNTED=versions.UNCOUNTED,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from disttensor.core.spec import DistSpec
-from disttensor.dispatch.resolve import Plan
+from disttensor.dispatch.call_plan import CallPlan
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import wrap
+from ops.registry import RULES
 
 Tensor = torch.Tensor
 
 
-def check_outputs(plan: Plan, out: Any) -> None:
-    """Check the rule's local shapes against the first result, and note its dtypes."""
-    for i, (t, spec) in enumerate(zip(collect(out, []), plan.output_specs, strict=False)):
+def checked(plan: CallPlan, out: Any) -> CallPlan:
+    """The plan with the dtypes of the first results. Raises RuntimeError if their shapes are not
+    those that the rule says."""
+    results = list(plan.results)
+    for i, (t, spec) in enumerate(zip(collect(out, []), results, strict=False)):
         if tuple(t.shape) != tuple(spec.local_shape):
             raise RuntimeError(
-                f"the rule {plan.rule.name} says that this rank's piece of {spec!r} is "
+                f"the rule {RULES[plan.func].name} says that this rank's piece of {spec!r} is "
                 f"{list(spec.local_shape)}, but the local function gave {list(t.shape)}: the rule "
                 "is wrong"
             )
-        plan.output_specs[i] = spec.with_dtype(t.dtype)
+        results[i] = spec.with_dtype(t.dtype)
+    return replace(plan, results=tuple(results), is_checked=True)
 
 
 def wrap_outputs(out: Any, specs: Sequence[DistSpec]) -> Any:

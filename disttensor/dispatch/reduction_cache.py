@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
-from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import strict
-from disttensor.dispatch.resolve import Plan
+from disttensor.dispatch.call_plan import CallPlan
 from disttensor.pytree import collect, substitute
-from disttensor.recipe import Runner, recipe_of, reducing, with_recipe
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
 from disttensor.tensor.reshard import moved_for, resharded
@@ -74,65 +72,42 @@ def known(x: DistTensor) -> DistTensor | None:
     return value
 
 
-def reusing(plan: Plan, run: Runner) -> Runner:
-    """``run``, such that pending arguments are reduced once; ``run`` itself where none is
-    pending."""
-    if not any(s.layout.partial for s in plan.specs):
-        return run
-    reuses, func = plan.reuses, plan.func
-    if not any(reuses):
-        return run
-    wholes = [  # of what the call reduces: the spec then
-        s.with_layout(Layout(s.layout.dims)) if now else None
-        for s, now in zip(plan.specs, plan.reduces, strict=True)
-    ]
-    reduces = any(whole is not None for whole in wholes)
+def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, DistTensor]:
+    """What stands for pending arguments of this call, by their ids: earlier reductions, and those
+    that the call needs. Empty: the call is carried out as it is."""
+    wholes = plan.reduce_first
+    tensors = collect((args, kwargs), [])
+    if not wholes and not any(type(t) is DistTensor and t._reduced is not None for t in tensors):
+        return {}
+    found: dict[int, DistTensor] = {}
+    left = False  # adding pending values is free; with one of them reduced it would not be
+    for i, (t, reuse) in enumerate(zip(tensors, plan.may_reuse, strict=True)):
+        if not reuse or type(t) is not DistTensor or id(t) in found:
+            continue
+        if is_gradient(t):
+            left = True
+            continue
+        value = None if t._reduced is None else known(t)
+        whole = wholes[i] if wholes else None
+        if value is None and whole is not None and not strict.strict.current():
+            value = remember(t, whole)
+        if value is not None:
+            found[id(t)] = value
+        left = left or value is None
+    return {} if left and not wholes else found
 
-    def call(args: Sequence[Any], kwargs: Any) -> Any:
-        few = not kwargs and len(args) < 3  # most calls, quickly
-        for a in args if few else ():
-            few = few and not isinstance(a, (list, tuple, dict))
-        if few and not reduces:
-            for a in args:
-                if type(a) is DistTensor and a._reduced is not None:
-                    break
-            else:
-                return run(args, kwargs)
-        tensors = (
-            [a for a in args if isinstance(a, Tensor)] if few else collect((args, kwargs or {}), [])
-        )
-        found: dict[int, DistTensor] = {}
-        left = False  # adding pending values is free; with one of them reduced it would not be
-        for t, reuse, whole in zip(tensors, reuses, wholes, strict=True):
-            if not reuse or type(t) is not DistTensor or id(t) in found:
-                continue
-            if is_gradient(t):
-                left = True
-                continue
-            value = None if t._reduced is None else known(t)
-            if value is None and whole is not None and not strict.strict.current():
-                value = remember(t, whole)
-            if value is not None:
-                found[id(t)] = value
-            left = left or value is None
-        if not found or (left and not reduces):
-            return run(args, kwargs)
 
-        def put(t: Tensor) -> Tensor:
-            return found.get(id(t), t)
+def call_with(
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], found: dict[int, DistTensor]
+) -> Any:
+    """The call with the reduced values in the place of pending ones."""
 
-        if few:
-            out = func(*[found.get(id(a), a) for a in args])
-        else:
-            out = func(*substitute(tuple(args), put), **substitute(kwargs or {}, put))
-        for t in tensors:
-            # outside the mesh it stands for a new tensor
-            if found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized:
-                return t
-        return out
+    def put(t: Tensor) -> Tensor:
+        return found.get(id(t), t)
 
-    if reduces:
-        inside = plan.mesh.coordinate is not None
-        return with_recipe(call, reducing(wholes) if inside else None)
-    recipe = recipe_of(run)
-    return with_recipe(call, recipe._replace(pending=True) if recipe else None)
+    out = plan.func(*substitute(tuple(args), put), **substitute(kwargs, put))
+    for t in collect((args, kwargs), []):
+        # off the mesh it stands for a new tensor
+        if found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized:
+            return t
+    return out

@@ -4,7 +4,6 @@ of axes over which uses of it vary has a value of its own in the graph."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,42 +11,14 @@ import torch
 from disttensor.autograd.grad_types import Typed, move
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
-from disttensor.recipe import Runner, recipe_of, with_recipe
-from disttensor.tensor.base import origin_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.versions import version
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-_grad: Callable[[], bool] = torch.is_grad_enabled
 
-
-def rematerializing(local_fn: Function, run: Runner) -> Runner:
-    """``run``, whose result is computed once more for each set of axes over which uses of it vary;
-    unless somebody has written to it, or to what it was made of, by then."""
-
-    def call(args: Sequence[Any], kwargs: Any) -> Any:
-        out = run(args, kwargs)
-        if out.local.requires_grad and _grad():
-            after(args, kwargs, out)
-        return out
-
-    def after(args: Sequence[Any], kwargs: Any, out: Any) -> None:
-        if origin_of(out) is not None:
-            return
-        words = kwargs or {}
-        made = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
-        value = out.local
-        parts = local_fn, tuple(args), words, made, value, version(value), out.spec
-        set_origin(out, partial(once_more, *parts))
-
-    recipe = recipe_of(run)
-    single = recipe is not None and len(recipe.outputs) == 1 and recipe.after is None
-    return with_recipe(call, recipe._replace(after=after) if recipe and single else None)
-
-
-def once_more(
+def repeat(
     local_fn: Function, args: Sequence[Any], words: dict[str, Any], made: list[int],
     value: Tensor, made_at: int, spec: DistSpec, axes: Axes,
 ) -> Tensor:  # fmt: skip
@@ -58,8 +29,8 @@ def once_more(
         out: Tensor = move(value, Typed(spec), Typed(spec, axes), None)
         return out
     varying = [_varying(a, axes) for a in args]
-    again: Tensor = local_fn(*varying, **{k: _varying(v, axes) for k, v in words.items()})
-    return again
+    repeated: Tensor = local_fn(*varying, **{k: _varying(v, axes) for k, v in words.items()})
+    return repeated
 
 
 def _varying(a: Any, axes: Axes) -> Any:

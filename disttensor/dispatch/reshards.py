@@ -5,15 +5,13 @@ Not here: what a reshard does (``disttensor.tensor.reshard``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from disttensor.autograd import token
 from disttensor.comm.program import Call
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Placement
-from disttensor.core.spec import DistSpec
-from disttensor.recipe import Recipe, outputs_of, with_recipe
+from disttensor.dispatch.call_plan import CONSTANT, CallPlan, Planned, PythonCall, Read, ReadKind
+from disttensor.meta.infer import Out
 from disttensor.tensor.awaited import started
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import target
@@ -30,23 +28,16 @@ def reshard(
 
 def first_reshard(
     x: DistTensor, mesh: ProcessMesh | None, placements: Sequence[Placement] | None
-) -> tuple[DistTensor, Callable[..., Any]]:
-    """The same, and what carries out the next ones of this kind: for the C code."""
-    dst = target(x.spec, mesh or x.spec.mesh, placements, None, None)
-    return started(x, dst), _runner_of(x.spec, dst)
-
-
-def _runner_of(src: DistSpec, dst: DistSpec) -> Callable[..., Any]:
-    def run(args: Sequence[Any], kwargs: Any) -> DistTensor:
-        return started(args[0], dst)
-
-    runner: Any = run
-    runner.call = _UNNOTED
-    if src.mesh is dst.mesh or src.mesh.coordinate is not None or dst.mesh.coordinate is not None:
-        return run
-    device = dst.mesh.device
-    recipe = Recipe(
-        None, ((), None, None), (), outputs_of([dst]), sources=(0,),
-        nothing=token.detached(device), orphan=token.orphan(device), shared=(None,), passes=True,
+) -> tuple[DistTensor, Planned]:
+    """The same, and the plan of the next ones of this kind: for the C code."""
+    src, dst = x.spec, target(x.spec, mesh or x.spec.mesh, placements, None, None)
+    result, on = started(x, dst), (src.mesh.coordinate, dst.mesh.coordinate)
+    if src.mesh is dst.mesh or on != (None, None):
+        return result, PythonCall(lambda args, kwargs: started(args[0], dst), _UNNOTED)
+    out = Out(0, dst.shape, dst.dtype, (0,), None, None)
+    reads = Read(ReadKind.TENSOR), CONSTANT, CONSTANT
+    plan = CallPlan(
+        reshard, dst.mesh, None, (src,), reads, (), (dst,), template=out, transfers=True,
+        native=True, call=_UNNOTED,
     )  # fmt: skip
-    return with_recipe(run, recipe)
+    return result, plan

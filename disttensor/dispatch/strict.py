@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from disttensor.core.spec import DistSpec
@@ -25,7 +26,7 @@ class strict(Setting, default=False):
         super().__init__(True)
 
 
-def check_moves(func: Any, sources: list[DistSpec], wants: list[DistSpec | None]) -> None:
+def check_moves(func: Any, sources: Sequence[DistSpec], wants: Sequence[DistSpec | None]) -> None:
     """Inside strict(): raise if following the plan communicates."""
     for i, (src, dst) in enumerate(zip(sources, wants, strict=True)):
         if dst is None:

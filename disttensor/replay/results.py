@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
-from disttensor.dispatch import direct, rematerialize
+from disttensor.dispatch import rematerialize, run
 from disttensor.dispatch.reduction_cache import Reduced
 from disttensor.meta.trace import Unfit
 from disttensor.replay.tape import Tape, is_constant, spelled
@@ -160,7 +160,7 @@ def _of_cheap(x: Any, origin: Any) -> list[Any]:
 
 # of each kind of origin: the parts that a new one is made of
 _ORIGINS: dict[Any, Callable[[Any, Any], list[Any]]] = {
-    direct.replay: _of_view,
+    run.view_of_use: _of_view,
     tensor_reshard.again: _of_reshard,
-    rematerialize.once_more: _of_cheap,
+    rematerialize.repeat: _of_cheap,
 }

@@ -17,7 +17,7 @@ import torch
 from disttensor.cache import Cache
 from disttensor.comm import log, objects
 from disttensor.core.spec import DistSpec
-from disttensor.dispatch import direct, dispatch, fallback, general, rematerialize, writes
+from disttensor.dispatch import dispatch, fallback, rematerialize, run, writes
 from disttensor.dispatch.resolve import Plan
 from disttensor.errors import name_of
 from disttensor.tensor import awaited, base, views
@@ -41,7 +41,7 @@ def recording(recorder: Any) -> bool:
 def taps(recorder: Any) -> Iterator[None]:
     """They stand while the block runs. One recorder of the process at a time."""
     modules: dict[str, Any] = {
-        "base": base, "dispatch": dispatch, "direct": direct, "general": general,
+        "base": base, "dispatch": dispatch, "run": run,
         "fallback": fallback, "rematerialize": rematerialize,
         "tensor_reshard": tensor_reshard, "awaited": awaited,
     }  # fmt: skip
@@ -50,7 +50,7 @@ def taps(recorder: Any) -> Iterator[None]:
         (dispatch, "PLANS", lambda recorder, original: plans),
         (dispatch, "_known", lambda recorder, original: plans.get),
         (dispatch, "note", _noting),
-        (dispatch, "runner_of", _quiet),
+        (dispatch, "plan_of", _quiet),
         (DistSpec, "__new__", _quiet),
         (Plan, "local_fn", _local_fn),
         (MeshTensor, "local_for", _local_for),
@@ -62,7 +62,7 @@ def taps(recorder: Any) -> Iterator[None]:
         ("base", "along", _one_line), ("rematerialize", "move", _one_line),
         ("awaited", "beginning", _at_once),
         ("tensor_reshard", "along", _one_line), ("tensor_reshard", "through", _through),
-        ("direct", "written", _written), ("general", "written", _written),
+        ("run", "written", _written),
         ("fallback", "written", _written),
         ("fallback", "forked", _forked), ("fallback", "count", _uncounted),
     )  # fmt: skip
@@ -130,7 +130,7 @@ def _local_fn(recorder: Any, original: Function) -> Function:
         func: Function = original(plan)
         if not recording(recorder):
             return func
-        if plan.rule.inplace and writes.uncounted(plan.func):
+        if plan.rule.inplace and writes.is_untracked(plan.func):
             recorder.refuse(f"{name_of(plan.func)} writes in a way that autograd does not count")
         opened: Function = recorder.opened(func)
         return opened

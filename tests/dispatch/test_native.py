@@ -11,7 +11,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import machinery, util
 from pathlib import Path
@@ -24,11 +25,13 @@ from torch import Tensor, nn
 
 import disttensor as dt
 import ops
-from disttensor import cache, recipe, runtime
+from disttensor import cache, runtime
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.comm import p2p, program
 from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
+from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall, Read, ReadKind
+from disttensor.meta.infer import Out
 from disttensor.patches import tracers
 from disttensor.pipeline.tape import Tape
 from disttensor.random import counter
@@ -603,14 +606,13 @@ VALUES = [
 def test_calls_of_one_key_in_c_have_one_in_python(
     mesh: dt.ProcessMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def runner_of(*call: Any) -> Any:
-        token = object()  # of this kind of call
-        return lambda args, kwargs: token
+    def plan_of(*call: Any) -> Any:
+        return Answer(object())  # of this kind of call
 
     def asked() -> None:
         """A function that nothing else knows."""
 
-    monkeypatch.setattr(dispatch, "runner_of", runner_of)
+    monkeypatch.setattr(dispatch, "plan_of", plan_of)
     x = tensor(mesh)
     kinds: list[Any] = [((x, v), {}) for v in VALUES]
     kinds += [((v, x, w), {}) for v in VALUES for w in VALUES[::3]]
@@ -620,7 +622,7 @@ def test_calls_of_one_key_in_c_have_one_in_python(
         in_c = native.module.dispatch(asked, (), args, kwargs)
         known = dispatch.first_call(asked, args, kwargs)[1]  # None: it has no key in Python
         same += known is not None
-        assert known is None or in_c is known(args, kwargs), (args, kwargs)
+        assert known is None or in_c is known.value, (args, kwargs)
     assert same > len(kinds)
     cache.clear_caches()
 
@@ -648,7 +650,8 @@ def test_no_object_is_taken_for_one_that_was_there_before(
 
         seen.add(id(asked))
         runner: Any = lambda args, kwargs, number=number: number  # noqa: E731
-        monkeypatch.setattr(dispatch, "runner_of", lambda *call, runner=runner: runner)
+        planned = PythonCall(runner)
+        monkeypatch.setattr(dispatch, "plan_of", lambda *call, planned=planned: planned)
         assert [native.module.dispatch(asked, (), (x,)) for _ in range(3)] == [number] * 3
         dispatch.PLANS.clear()
         program.NOTED.clear()
@@ -708,11 +711,12 @@ def test_a_list_that_comes_to_hold_itself(
     def asked() -> None:
         """A function that nothing else knows."""
 
-    def run(args: Any, kwargs: Any) -> str:
-        return "python"
-
-    made = recipe.Recipe(lambda given, plain: given, (recipe.NESTED, None), (), (), targets=targets)
-    monkeypatch.setattr(dispatch, "runner_of", lambda *call: recipe.with_recipe(run, made))
+    reads = Read(ReadKind.LIST), CONSTANT
+    plan = CallPlan(
+        asked, mesh, lambda given, plain: given, (), reads, (), (), writes=targets, native=True
+    )
+    monkeypatch.setattr(dispatch, "plan_of", lambda *call: plan)
+    monkeypatch.setattr(dispatch, "carry_out", lambda *call: "python")
     assert native.module.dispatch(asked, (), (given, plain)) == "python"
     with Turning(), pytest.raises(RecursionError):
         native.module.dispatch(asked, (), (given, plain))
@@ -1136,8 +1140,8 @@ def test_what_is_known_is_seen_by_the_collector(mesh: dt.ProcessMesh) -> None:
     before = len(gc.get_referents(native.module))
     x + x
     referents = gc.get_referents(native.module)
-    run = dispatch.first_call(Tensor.add, (x, x), None)[1]
-    assert run in referents and run.recipe in referents and len(referents) == before + 4
+    plan = dispatch.first_call(Tensor.add, (x, x), None)[1]
+    assert plan in referents and len(referents) == before + 2
 
 
 def test_without_torch_functions_the_net_below_catches_it(mesh: dt.ProcessMesh) -> None:
@@ -1213,34 +1217,45 @@ def test_errors_are_those_of_python(mesh: dt.ProcessMesh) -> None:
         assert errors[0] == errors[1] == errors[2], errors
 
 
-def test_a_recipe_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
+def test_a_plan_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
     x = tensor(mesh)
-    good = recipe.Recipe(torch.relu, ((),), (), recipe.outputs_of([x.spec]))
+    one = Read(ReadKind.TENSOR)
+    good = CallPlan(
+        torch.relu, mesh, torch.relu, (x.spec,), (one,), (), (x.spec,), native=True
+    )  # fmt: skip
+    out = Out(0, x.spec.shape, x.spec.dtype, (0,), None, None)
+    off_mesh = replace(good, local=None, template=out)
     wrong: list[Any] = [
-        good._replace(uses=((),) * 30), good._replace(names=("a", "b")), (1, 2), "recipe",
-        good._replace(outputs=(1,)), good._replace(targets=("a",)), good._replace(uses=None),
-        good._replace(sources=(7,)), good._replace(targets=(-3,)),
-        good._replace(targets=(0, 0)), good._replace(targets=(1, 0)),
-        good._replace(sources=(0,), shared=(5,)), good._replace(sources=(0,)),
+        replace(good, native=False), replace(good, reads=(one,) * 30), replace(good, reads=None),
+        replace(good, keywords=("a", "b")), replace(good, reads=(one._replace(spec=x.spec),)),
+        replace(good, reads=(one._replace(kind=ReadKind.TREE),)), replace(good, reads=(3,)),
+        replace(good, results=(1,)), replace(good, writes=("a",)), replace(good, writes=(-3,)),
+        replace(good, writes=(0, 0)), replace(good, writes=(1, 0)), replace(good, may_reuse=1),
+        replace(off_mesh, template=out._replace(sources=(7,))), replace(off_mesh, template=(3,)),
+        replace(off_mesh, template=out._replace(viewed=5)), replace(off_mesh, template=3),
+        replace(off_mesh, template=(out, out)), PythonCall(lambda args, kwargs: x),
     ]  # fmt: skip
-    named = good._replace(names=("input",))
-    calls = [((torch.relu, x.spec), (x,), {}, one) for one in (good, *wrong)]
+    named = replace(good, keywords=("input",))
+    calls = [((torch.relu, x.spec), (x,), {}, plan) for plan in (good, off_mesh, *wrong)]
     calls += [
-        (((torch.relu,), "input", x.spec), (), {"input": x}, one)
-        for one in (named, named._replace(names=(1,)))
+        (((torch.relu,), "input", x.spec), (), {"input": x}, plan)
+        for plan in (named, replace(named, keywords=(1,)))
     ]
-    for key, args, kwargs, one in calls:
+    for key, args, kwargs, plan in calls:
         native.module.clear()
+        call = dispatch._call(torch.relu, key)
 
-        def run(args: Any, kwargs: Any) -> str:
-            return "python"
+        def first(args: Any, kwargs: Any) -> str:
+            dispatch.PLANS[key] = replace(plan, call=call)
+            return "first"
 
-        run.call = dispatch._call(torch.relu, key)  # type: ignore[attr-defined]
-        dispatch.PLANS[key] = recipe.with_recipe(run, one)
-        torch.relu(*args, **kwargs)
-        got = torch.relu(*args, **kwargs)
-        in_c = one is good or one is named
-        assert type(got) is dt.DistTensor if in_c else got == "python", one
+        dispatch.PLANS[key] = PythonCall(first, call)
+        assert torch.relu(*args, **kwargs) == "first"
+        before = native.module.counts()["in_c"]
+        with suppress(Exception):  # Python cannot carry it out either
+            torch.relu(*args, **kwargs)
+        in_c = any(plan is p for p in (good, off_mesh, named))
+        assert native.module.counts()["in_c"] == before + in_c, plan
     cache.clear_caches()
 
 

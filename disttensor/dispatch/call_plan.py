@@ -1,0 +1,130 @@
+"""CallPlan: what calls of one kind do on this rank. Data; nothing here runs.
+
+``plan_call`` makes a plan for the first call of a key, and ``run`` (or ``native.c``, which reads
+the same fields by name) carries out this call and all later ones. Tensor arguments are counted in
+order of appearance, through lists and keywords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor.comm.program import Call
+from disttensor.core.layout import Axes, Layout
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
+
+Function = Callable[..., Any]
+
+
+class ReadKind(IntEnum):
+    CONSTANT = 0  # passed as it is
+    TENSOR = 1
+    LIST = 2  # a container of tensors, which are read as they are where no graph is made
+    TREE = 3  # a container; some of its tensors are resharded
+
+
+class Read(NamedTuple):
+    """How the local function receives one argument.
+
+    spec      reshard to this first; None: the tensor stays as it is
+    varying   axes over which this use varies: what its gradient means
+    regular   the spec that stands for a regular tensor, which becomes a DistTensor first
+    elements  of a container: one Read for each tensor in it; () where all are read as they are
+    """
+
+    kind: ReadKind
+    spec: DistSpec | None = None
+    varying: Axes = ()
+    regular: DistSpec | None = None
+    elements: tuple[Read, ...] = ()
+
+
+CONSTANT = Read(ReadKind.CONSTANT)
+
+
+class Origin(Enum):
+    """How a use of the result that varies over other axes is made."""
+
+    NONE = 0
+    VIEW = 1  # the same view of a use of the first argument
+    REPEAT = 2  # the call again, which is cheaper than communication
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class CallPlan:
+    """What calls of one key do.
+
+    func              what the user called: for errors, and to dispatch again
+    local             runs on locals; None: this rank is off the mesh, and no kernel runs
+    specs             of the tensor arguments (a regular tensor counts as replicated)
+    input_specs       for each the spec that it is resharded to, or None; () where all stay
+    reads             of the positional arguments, then of those named in ``keywords``
+    results           specs of the results in order. Their dtypes hold if ``is_checked``
+    template          off the mesh: the return value, with an ``infer.Out`` for each tensor
+    is_view           the results are views of the first argument
+    is_copy           ... whose data had to be moved (see tensor/views.py)
+    writes            numbers of the tensors that are written; None: no in-place call
+    untracked_writes  autograd does not count these writes: fused kernels, custom operators
+    may_reuse         for each tensor: is it pending, so that an earlier reduction is read instead?
+    reduce_first      for each tensor the spec to reduce it to before the call is dispatched again
+    draws             off the mesh: the call draws random numbers. A function of the arguments
+                      returns True where such a call draws none
+    broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh
+    transfers         off both meshes of a reshard: it counts as a transfer
+    is_simple         each tensor is read as it is, and the result is new
+    native            C may carry it out
+    layouts           off the mesh: of the results, by the rule; None: they are replicated
+    autocast          off the mesh: the plans of the same calls under autocast, by its dtype
+    call              what other ranks compare
+    """
+
+    func: Function
+    mesh: ProcessMesh
+    local: Function | None
+    specs: tuple[DistSpec, ...]
+    reads: tuple[Read, ...]
+    keywords: tuple[str, ...]
+    results: tuple[DistSpec, ...]
+    input_specs: tuple[DistSpec | None, ...] = ()
+    template: Any = None
+    is_view: bool = False
+    is_copy: bool = False
+    origin: Origin = Origin.NONE
+    writes: tuple[int, ...] | None = None
+    untracked_writes: bool = False
+    may_reuse: tuple[bool, ...] = ()
+    reduce_first: tuple[DistSpec | None, ...] = ()
+    draws: bool | Callable[..., bool] = False
+    broadcasts_shape: bool = False
+    transfers: bool = False
+    is_simple: bool = False
+    native: bool = False
+    is_checked: bool = True
+    layouts: tuple[Layout, ...] | None = None
+    autocast: dict[torch.dtype | None, CallPlan] = field(default_factory=dict, compare=False)
+    call: Call | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question that the key of the call answers, as ``x.is_complex()``."""
+
+    value: Any
+    call: Call | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCall:
+    """A call that a Python function carries out: ``run(args, kwargs)``."""
+
+    run: Callable[[Any, Any], Any]
+    call: Call | None = field(default=None, compare=False)
+
+
+Planned = CallPlan | Answer | PythonCall

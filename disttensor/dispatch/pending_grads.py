@@ -1,0 +1,40 @@
+"""Pending gradients that a call needs reduced: reduced for good, as an optimizer step would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from disttensor.core.spec import DistSpec
+from disttensor.pytree import collect
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad import is_gradient, owner_of
+from disttensor.tensor.grad_sync import sync_gradients
+
+
+def reduced_by(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> list[bool]:
+    """For each tensor argument: is it pending, and wanted reduced?"""
+    return [
+        w is not None and bool(s.layout.partial) and not w.layout.partial
+        for s, w in zip(specs, wanted, strict=True)
+    ]
+
+
+def reduce_pending(args: Sequence[Any], kwargs: Any, reduced: Sequence[bool]) -> bool:
+    """Where pending gradients of parameters are needed whole, reduce them for good, as an optimizer
+    step would. Was there one?"""
+    if not kwargs and not any(
+        isinstance(a, (list, tuple, dict)) or (type(a) is DistTensor and is_gradient(a))
+        for a in args
+    ):
+        return False
+    tensors = collect((args, kwargs), [])
+    owners = [
+        owner_of(t)
+        for t, now in zip(tensors, reduced, strict=True)
+        if now and type(t) is DistTensor
+    ]
+    found = [p for p in owners if p is not None]
+    if found:
+        sync_gradients(found)
+    return bool(found)

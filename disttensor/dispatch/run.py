@@ -1,0 +1,240 @@
+"""run: carries out a CallPlan. The one interpreter in Python; ``native.c`` is the fast path.
+
+In the mesh: read the locals, call the local function, wrap its results. Off the mesh: metadata and
+tokens only, no memory and no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from disttensor.comm import objects
+from disttensor.dispatch import reduction_cache, strict
+from disttensor.dispatch.call_plan import Answer, CallPlan, Origin, Planned, Read, ReadKind
+from disttensor.dispatch.outputs import wrap_outputs
+from disttensor.dispatch.pending_grads import reduce_pending, reduced_by
+from disttensor.dispatch.plan_call import now_off_mesh
+from disttensor.dispatch.rematerialize import repeat, versions_of
+from disttensor.dispatch.writes import written
+from disttensor.meta import execute as off_mesh
+from disttensor.pytree import collect, substitute
+from disttensor.random import state
+from disttensor.tensor import views
+from disttensor.tensor.awaited import started
+from disttensor.tensor.base import origin_of, set_origin
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.reshard import moved_for
+from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.versions import count, version
+from disttensor.torch_private import make_subclass
+
+Tensor = torch.Tensor
+Check = Callable[[CallPlan, Any], CallPlan]  # of the first results: the plan with their dtypes
+_CONSTANT, _TENSOR, _LIST, _ = ReadKind
+
+_setitem: Callable[..., Any] = Tensor.__setitem__
+_grad: Callable[[], bool] = torch.is_grad_enabled
+
+
+def carry_out(
+    planned: Planned, args: Sequence[Any], kwargs: Any, check: Check | None = None
+) -> Any:
+    """Runs a call as it is planned. ``check``: called with the results of a plan that is not
+    checked yet."""
+    if type(planned) is CallPlan:
+        return run(planned, args, kwargs or {}, None if planned.is_checked else check)
+    if type(planned) is Answer:
+        return planned.value
+    return planned.run(args, kwargs)  # type: ignore[union-attr]
+
+
+def run(
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None = None
+) -> Any:
+    """Runs a call. ``check``: see ``carry_out``."""
+    if plan.is_simple and check is None:  # most calls, spelled out
+        local, first = plan.local, args[0] if args else None
+        if len(args) == 2 and not kwargs:
+            a, b = args
+            out = local(
+                a.local if type(a) is DistTensor else a, b.local if type(b) is DistTensor else b
+            )  # type: ignore[misc]
+        else:
+            given = [a.local if type(a) is DistTensor else a for a in args]
+            named = {k: a.local if type(a) is DistTensor else a for k, a in kwargs.items()}
+            out = local(*given, **named)  # type: ignore[misc]
+        if type(first) is DistTensor and out is first.local:
+            return first
+        spec = plan.results[0]
+        if type(out) is not Tensor or out.dtype is not spec.dtype:
+            return wrap_outputs(out, plan.results)
+        new = make_subclass(DistTensor, spec.meta_tensor)
+        new.local, new.spec = out, spec
+        return new
+    if plan.may_reuse:
+        reduced = reduction_cache.find(plan, args, kwargs)
+        if reduced:
+            return reduction_cache.call_with(plan, args, kwargs, reduced)
+    if plan.local is None:
+        return run_off_mesh(plan, args, kwargs)
+    if plan.input_specs:
+        if strict.strict.current():
+            strict.check_moves(plan.func, plan.specs, plan.input_specs)
+        elif reduce_pending(args, kwargs, reduced_by(plan.specs, plan.input_specs)):
+            return plan.func(*args, **kwargs)
+    if plan.writes is not None:
+        return _write(plan, args, kwargs)
+    given, named = _read_all(plan, args, kwargs)
+    out = plan.local(*given, **named)
+    x: Any = args[0] if args and type(args[0]) is DistTensor else None
+    is_first = x is not None and out is x.local
+    if check is not None:
+        plan = check(plan, out)
+    result = x if is_first else wrap_outputs(out, plan.results)
+    if not is_first and x is not None and plan.is_view:
+        _relate(plan, x, args, given, named, result)
+    elif plan.origin is Origin.REPEAT:
+        derive(plan, args, kwargs, result)
+    if plan.broadcasts_shape:
+        mesh = plan.mesh
+        objects.send_object(described(result), mesh.root.ranks, mesh.device)
+    return result
+
+
+# Reading --------------------------------------------------------------------------------------
+
+
+def _read_all(
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the local function."""
+    reads = plan.reads
+    given = [
+        # spelled out: a call for each argument costs in the warm path
+        a if r[0] is _CONSTANT
+        else a.local if r[0] is _TENSOR and not r[1] and not r[2] and type(a) is DistTensor
+        else read(r, a)
+        for r, a in zip(reads, args)  # noqa: B905
+    ]  # fmt: skip
+    if not kwargs:
+        return given, kwargs
+    rest = zip(plan.keywords, reads[len(given) :], strict=True)
+    return given, {k: read(r, kwargs[k]) for k, r in rest}
+
+
+def read(r: Read, value: Any) -> Any:
+    """One argument of the local function."""
+    kind, spec, varying, regular, elements = r
+    if kind is _CONSTANT:
+        return value
+    if kind is _TENSOR:
+        x = value if type(value) is DistTensor else _replicated(value, regular)
+        if spec is None:
+            return x.local_for(varying) if varying else x.local
+        return moved_for(x, spec, varying)
+    if elements and (kind is not _LIST or _grad()):
+        each = iter(elements)
+        return substitute(value, lambda t: read(next(each), t))
+    return locals_of(value)
+
+
+def _replicated(x: Tensor, spec: Any) -> DistTensor:
+    """A regular tensor as a DistTensor. Not x itself: the alias of a leaf would collect a gradient
+    that never reaches x."""
+    return wrap(x.view_as(x) if x.requires_grad and _grad() else x, spec)
+
+
+def locals_of(value: Any) -> Any:
+    """A container with the locals of the DistTensors in it."""
+    if type(value) is list or type(value) is tuple:  # mostly, of DistTensors alone
+        try:
+            found = [t.local for t in value]
+            return found if type(value) is list else tuple(found)  # x[i, j] is not x[[i, j]]
+        except AttributeError:
+            pass
+    return substitute(value, lambda t: t.local if type(t) is DistTensor else t)
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A call in place: the result is its first argument."""
+    tensors = collect((args, kwargs), [])
+    # regular tensors may take DistTensors in
+    targets = [tensors[i] for i in plan.writes or () if type(tensors[i]) is DistTensor]
+    for x in targets:
+        views.refuse_copy(x, plan.func)
+    given, named = _read_all(plan, args, kwargs)
+    out = plan.local(*given, **named)  # type: ignore[misc]
+    if plan.untracked_writes:
+        locals_ = collect((given, named), [])
+        count(*[locals_[i] for i in plan.writes or ()])
+    for x in targets:
+        written(x)
+    return None if out is None else args[0] if args else targets[0]
+
+
+# Views, and results that a use makes anew -------------------------------------------------------
+
+
+def _relate(
+    plan: CallPlan, x: DistTensor, args: Sequence[Any], given: list[Any], named: Any, result: Any
+) -> None:
+    """Relates the results of a view to the first argument."""
+    if plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
+        set_origin(result, partial(view_of_use, plan.local, x, tuple(given[1:]), named))
+    if plan.is_copy:
+        back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
+        for r in collect(result, []):
+            views.enter(r, x, plan.func, back)
+    elif x._view_state is not None:
+        for r in collect(result, []):
+            views.inherit(r, x)
+
+
+def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
+    """The origin of a view: a varying use of the view is the view of a varying use."""
+    out: Tensor = local(x.local_for(axes), *rest, **named)
+    return out
+
+
+def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> None:
+    """Sets how other uses of a result are made. C calls it for each result in a graph."""
+    kwargs = kwargs or {}
+    if plan.origin is Origin.VIEW:
+        given, named = _read_all(plan, args, kwargs)
+        set_origin(result, partial(view_of_use, plan.local, args[0], tuple(given[1:]), named))
+    elif result.local.requires_grad and _grad() and origin_of(result) is None:
+        made = versions_of([t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)])
+        value = result.local
+        local: Any = plan.local
+        parts = local, tuple(args), kwargs, made, value, version(value), result.spec
+        set_origin(result, partial(repeat, *parts))
+
+
+# Off the mesh ---------------------------------------------------------------------------------
+
+
+def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A call on a rank outside the mesh."""
+    mesh = plan.mesh
+    if plan.transfers:
+        return started(args[0], plan.results[0])
+    plan = now_off_mesh(plan, args, kwargs)
+    if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
+        state.draw(mesh, "fast", state.generator_in(args, kwargs))
+    if plan.broadcasts_shape:
+        told = objects.recv_object(mesh.root.ranks, mesh.device)
+        return off_mesh.wrap_told(told, mesh, args, kwargs)
+    tensors: list[Any] = collect((args, kwargs), [])
+    off_mesh.refuse_plain(plan.func, mesh, tensors)
+    if plan.writes is not None:
+        target = args[0] if args else next(iter(kwargs.values()))
+        off_mesh.written(plan.func, target, tensors, mesh)
+        return None if plan.template is None else target
+    return off_mesh.filled(plan.template, plan.results, tensors, mesh.device)
