@@ -24,6 +24,13 @@ def area_of(nodeid: str) -> str:
     return folders[0] if folders else "general"
 
 
+def reason(report: pytest.TestReport) -> str:
+    """A line that says what went wrong; of ranks that failed, the first of them and its error."""
+    text = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
+    lines = (text or str(report.longrepr)).strip().splitlines() or [""]
+    return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
+
+
 class Progress:
     """A pytest plugin. A run of one area, or with ``-v``, keeps pytest's own output."""
 
@@ -61,9 +68,7 @@ class Progress:
         results = self.results.setdefault(area, Counter())
         if report.failed:
             results["failed"] += 1
-            text = getattr(getattr(report.longrepr, "reprcrash", None), "message", None)
-            first = str(text or report.longrepr).partition("\n")[0]
-            self.reporter.write_line(f"FAILED {report.nodeid} ({report.when}): {first}")
+            self.reporter.write_line(f"FAILED {report.nodeid} ({report.when}): {reason(report)}")
         elif report.skipped:
             results["skipped"] += 1
         if report.when != "teardown":

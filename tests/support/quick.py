@@ -6,7 +6,8 @@ The choice is made by rule, for each test function:
   ``slow`` and no record.
 - Each file keeps its shortest function, whatever it takes.
 - A test with the mark ``feature`` is kept: the main test of a feature that the README names.
-- Of a function with many cases, the first and the last are kept.
+- Of a function with many cases, the first and the last are kept; the first alone if it is in
+  ``seconds.txt``.
 
 ``seconds.txt`` holds the seconds of functions of which a case takes one or more. ``make seconds``
 runs all tests and writes it.
@@ -28,7 +29,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("seconds.txt")
 LONG = 3.0  # seconds of a case
-BRIEF = 0.2  # seconds of all quick cases of a function that is not in the table, on average
+BRIEF = 0.2  # seconds of the quick cases of a function that is not in the table, on average
 HEAD = (
     "# Seconds of a case, on one of two quiet cores, where it takes one or more. From: make seconds"
 )
@@ -68,7 +69,8 @@ def mark_quick(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             slow.add(name)
     for name in quick_functions(cases, features, slow):
-        for item in {cases[name][0], cases[name][-1]}:
+        first, last = cases[name][0], cases[name][-1]
+        for item in {first} if name in recorded() else {first, last}:
             item.add_marker("quick")
 
 
