@@ -18,7 +18,7 @@ import torch
 
 from tests.support import pool
 from tests.support.progress import Progress
-from tests.support.quick import mark_quick
+from tests.support.quick import longest_first, mark_quick
 
 LIMIT = 120.0  # seconds for a test, on top of what @on_ranks allows its ranks
 STUCK = 30.0  # seconds after the limit until the whole process is ended
@@ -41,6 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_quick(items)
+    longest_first(items)
 
 
 def pytest_sessionfinish() -> None:

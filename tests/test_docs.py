@@ -57,11 +57,21 @@ def same_lines(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """What each page prints in one process and on rank 0 of four: two starts for all pages."""
+def printed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, str]]:
+    """What the pages that this session tests, and README, print in one process and on rank 0 of
+    four: two starts for all pages."""
     folder = tmp_path_factory.mktemp("printed")
+    calls = [getattr(i, "callspec", None) for i in request.session.items if i.path == request.path]
+    tested = {"README.md", *(call.params.get("page") for call in calls if call)}
     for processes, command in ((1, []), (4, LAUNCH)):
-        run(*command, RUN_PAGES, str(folder / str(processes)), *PROGRAMS)
+        run(
+            *command,
+            RUN_PAGES,
+            str(folder / str(processes)),
+            *filter(tested.__contains__, PROGRAMS),
+        )
     return {n: json.loads((folder / str(n)).read_text()) for n in (1, 4)}
 
 

@@ -28,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("seconds.txt")
-LONG = 3.0  # seconds of a case
+LONG = 2.0  # seconds of a case
 BRIEF = 0.2  # seconds of the quick cases of a function that is not in the table, on average
 HEAD = (
     "# Seconds of a case, on one of two quiet cores, where it takes one or more. From: make seconds"
@@ -72,6 +72,12 @@ def mark_quick(items: Iterable[pytest.Item]) -> None:
         first, last = cases[name][0], cases[name][-1]
         for item in {first} if name in recorded() else {first, last}:
             item.add_marker("quick")
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Moves files with a very long test to the front: one worker would wait for it at the end."""
+    files = {name.partition("::")[0] for name, seconds in recorded().items() if seconds > 10}
+    items.sort(key=lambda item: item.location[0] not in files)
 
 
 def functions_of(file: Path) -> dict[str, str]:
