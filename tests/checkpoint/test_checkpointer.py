@@ -98,7 +98,7 @@ def test_what_is_kept_and_given_back(tmp_path: Path) -> None:
     dt.rand(2, mesh=mesh_of_all())
     for step in (1, 2, 3):
         checkpoints.save(step, model=model, optimizer=optimizer, notes=notes, big=torch.ones(99))
-    drawn = dt.rand(2, mesh=mesh_of_all()).tolist()
+    drawn, plain_drawn = dt.rand(2, mesh=mesh_of_all()).tolist(), torch.rand(2).tolist()
     assert checkpoints.steps() == [2, 3]
     other, its = small()
     for p in other.parameters():
@@ -111,6 +111,7 @@ def test_what_is_kept_and_given_back(tmp_path: Path) -> None:
     assert filled["best"] == 0.5 and filled["list"][1] == (2, None)
     assert filled["table"].tolist() == table.tolist() and big.sum() == 99
     assert dt.rand(2, mesh=mesh_of_all()).tolist() == drawn
+    assert torch.rand(2).tolist() == plain_drawn
     assert checkpoints.load(2, model=other) == 2  # a part
     plain, its = small(split=False)  # each rank by itself
     assert checkpoints.load(model=plain, optimizer=its) == 3
@@ -127,6 +128,12 @@ def test_what_is_kept_and_given_back(tmp_path: Path) -> None:
     assert again[3].weight is again[2].weight and bits(again) == bits(tied)
     fails(ValueError, "model.3.weight shares its memory", lambda: checkpoints.load(model=model))
     fails(ValueError, "in this model, and the", lambda: checkpoints.load(3, model=tied))
+
+
+def test_an_error_in_a_world_of_one_names_no_rank(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"random= is a name that") as caught:
+        dt.Checkpointer(tmp_path).save(1, random=1)
+    assert "(rank" not in str(caught.value)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import disttensor as dt
 from disttensor import ProcessMesh, Shard
+from disttensor.checkpoint.save_pretrained import _size
 from tests.checkpoint.test_dcp import peak_while
 from tests.checkpoint.test_models import App
 from tests.support.layouts import S0, S1, R, counted, grid
@@ -38,6 +39,11 @@ def same_bits(got: Any, want: nn.Module) -> None:
     for name, x in state.items():
         value = x.full_tensor() if isinstance(x, dt.DistTensor) else x
         assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+
+
+def test_sizes_of_files_in_words() -> None:
+    words = ["3KB", "1.5 MB", "2gb", "1TB", 7]
+    assert [_size(word) for word in words] == [3000, 1_500_000, 2 * 10**9, 10**12, 7]
 
 
 @pytest.mark.parametrize(("tied", "size"), [(True, "5GB"), (False, 4000)])

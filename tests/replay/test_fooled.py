@@ -53,7 +53,7 @@ def _noting(method):
 class Net(nn.Module):
     """Reads ``way`` of its scale."""
 
-    by = 2.0
+    by = only_there = 2.0
 
     def __init__(self, way=""):
         super().__init__()
@@ -68,7 +68,7 @@ class Net(nn.Module):
 
     @_noting
     def decorated(self, x):
-        return x * self.by
+        return x * self.only_there
 
     def forward(self, x):
         way = self.way
@@ -262,7 +262,7 @@ CASES = {
     "module: method": of_module("method", _other),
     "module: method of class": of_module(
         "method", lambda m: setattr(Net, "scaled", lambda self, x: x * 3.0)),
-    "module: decorated": of_module("decorated", lambda m: setattr(Net, "by", 3.0)),
+    "module: decorated": of_module("decorated", lambda m: setattr(Net, "only_there", 3.0)),
     "module: code": of_module("method", lambda m: _code(lambda self, x: x * 3.0)()),
     "module: buffer by data": of_module(
         "mask", lambda m: setattr(m.mask, "data", m.mask.data.double())),
@@ -281,7 +281,7 @@ def restored():
     def restore():
         here.SCALE, Net.scaled = 2.0, kept[0]
         kept[0].__code__ = kept[1]
-        Net.by = Config.scale = SETTINGS.scale = SCALES["by"] = 2.0
+        Net.by = Net.only_there = Config.scale = SETTINGS.scale = SCALES["by"] = 2.0
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
 
