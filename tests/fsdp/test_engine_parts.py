@@ -70,7 +70,11 @@ def test_what_was_gathered_before_a_write_is_gathered_again() -> None:
         for p in segment.params:
             want = p.sharded_param.full_tensor()
             torch.testing.assert_close(p.unsharded_param.local, want, rtol=0, atol=0)
+        memory = segment.params[0].unsharded_param.local.detach()
+        saved = (memory * torch.ones_like(memory, requires_grad=True)).sum()
         segment.free()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
 
 
 @on_ranks(4)
