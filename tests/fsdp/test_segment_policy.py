@@ -190,6 +190,11 @@ def test_segments_are_as_full_as_they_can_be(count):
     assert sizes == [count] * (7 // count) + [7 % count] * (7 % count > 0)
 
 
+def test_small_modules_around_a_large_one_do_not_share_a_segment():
+    net = nn.Sequential(*[nn.Linear(16, n, bias=False) for n in (16, 64, 16)])  # 1, 4 and 1 KiB
+    assert titles(net, SegmentBySize(3 * KIB)) == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize(
     ("kib", "expected"),
     [
