@@ -32,7 +32,6 @@ ROOMS = (
     "autograd",
     "random",
     "tensor",
-    "recipe",
     "meta",
     "dispatch",
     "optim",
