@@ -77,7 +77,7 @@ class CallPlan:
                       returns True where such a call draws none
     broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh
     transfers         off both meshes of a reshard: it counts as a transfer
-    is_simple         each tensor is read as it is, and the result is new
+    is_simple         no tensor is resharded, written or viewed, and there is one result
     native            C may carry it out
     layouts           off the mesh: of the results, by the rule; None: they are replicated
     autocast          off the mesh: the plans of the same calls under autocast, by its dtype

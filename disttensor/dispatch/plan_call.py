@@ -71,7 +71,7 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
             or any(r.regular for r in reads)
         ),
         is_simple=(
-            stays and is_one and origin is Origin.NONE
+            is_flat and is_one and not plan.redistributes and origin is Origin.NONE
             and not (inplace or is_view or sends_shape or any(reuses))
             and not any(r.regular for r in reads)
         ),

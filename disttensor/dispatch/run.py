@@ -57,16 +57,20 @@ def run(
 ) -> Any:
     """Runs a call. ``check``: see ``carry_out``."""
     if plan.is_simple and check is None:  # most calls, spelled out
-        local, first = plan.local, args[0] if args else None
+        first: Any = args[0] if args else None
         if len(args) == 2 and not kwargs:
-            a, b = args
-            out = local(
-                a.local if type(a) is DistTensor else a, b.local if type(b) is DistTensor else b
-            )  # type: ignore[misc]
+            (a, b), (p, q) = args, plan.reads
+            out = plan.local(  # type: ignore[misc]
+                a if p[0] is _CONSTANT else a.local_for(p[2]) if p[2] else a.local,
+                b if q[0] is _CONSTANT else b.local_for(q[2]) if q[2] else b.local,
+            )
         else:
-            given = [a.local if type(a) is DistTensor else a for a in args]
-            named = {k: a.local if type(a) is DistTensor else a for k, a in kwargs.items()}
-            out = local(*given, **named)  # type: ignore[misc]
+            given = [
+                a if r[0] is _CONSTANT else a.local_for(r[2]) if r[2] else a.local
+                for r, a in zip(plan.reads, args)  # noqa: B905
+            ]
+            named = _named(plan, kwargs, len(given)) if kwargs else kwargs
+            out = plan.local(*given, **named)  # type: ignore[misc]
         if type(first) is DistTensor and out is first.local:
             return first
         spec = plan.results[0]
@@ -86,22 +90,30 @@ def run(
             strict.check_moves(plan.func, plan.specs, plan.input_specs)
         elif reduce_pending(args, kwargs, reduced_by(plan.specs, plan.input_specs)):
             return plan.func(*args, **kwargs)
-    if plan.writes is not None:
-        return _write(plan, args, kwargs)
-    given, named = _read_all(plan, args, kwargs)
-    out = plan.local(*given, **named)
-    x: Any = args[0] if args and type(args[0]) is DistTensor else None
-    is_first = x is not None and out is x.local
-    if check is not None:
-        plan = check(plan, out)
-    result = x if is_first else wrap_outputs(out, plan.results)
-    if not is_first and x is not None and plan.is_view:
-        _relate(plan, x, args, given, named, result)
-    elif plan.origin is Origin.REPEAT:
-        derive(plan, args, kwargs, result)
+    write = plan.writes is not None
+    result = _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
     if plan.broadcasts_shape:
         mesh = plan.mesh
         objects.send_object(described(result), mesh.root.ranks, mesh.device)
+    return result
+
+
+def _compute(
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None
+) -> Any:
+    """A call with results."""
+    given, named = _read_all(plan, args, kwargs)
+    out = plan.local(*given, **named)  # type: ignore[misc]
+    x: Any = args[0] if args and type(args[0]) is DistTensor else None
+    if check is not None:
+        plan = check(plan, out)
+    if x is not None and out is x.local:
+        return x
+    result = wrap_outputs(out, plan.results)
+    if x is not None and plan.is_view:
+        _relate(plan, x, args, given, named, result)
+    elif plan.origin is Origin.REPEAT:
+        derive(plan, args, kwargs, result)
     return result
 
 
@@ -112,18 +124,14 @@ def _read_all(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of the local function."""
-    reads = plan.reads
-    given = [
-        # spelled out: a call for each argument costs in the warm path
-        a if r[0] is _CONSTANT
-        else a.local if r[0] is _TENSOR and not r[1] and not r[2] and type(a) is DistTensor
-        else read(r, a)
-        for r, a in zip(reads, args)  # noqa: B905
-    ]  # fmt: skip
-    if not kwargs:
-        return given, kwargs
-    rest = zip(plan.keywords, reads[len(given) :], strict=True)
-    return given, {k: read(r, kwargs[k]) for k, r in rest}
+    given = [read(r, a) for r, a in zip(plan.reads, args)]  # noqa: B905
+    return given, _named(plan, kwargs, len(given)) if kwargs else kwargs
+
+
+def _named(plan: CallPlan, kwargs: dict[str, Any], n: int) -> dict[str, Any]:
+    """The keyword arguments, after ``n`` positional ones."""
+    rest = zip(plan.keywords, plan.reads[n:], strict=True)
+    return {k: read(r, kwargs[k]) for k, r in rest}
 
 
 def read(r: Read, value: Any) -> Any:
@@ -186,7 +194,8 @@ def _relate(
     plan: CallPlan, x: DistTensor, args: Sequence[Any], given: list[Any], named: Any, result: Any
 ) -> None:
     """Relates the results of a view to the first argument."""
-    if plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
+    is_one = type(result) is DistTensor  # not a tuple, as of a split into one piece
+    if is_one and plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
         set_origin(result, partial(view_of_use, plan.local, x, tuple(given[1:]), named))
     if plan.is_copy:
         back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None

@@ -172,3 +172,20 @@ def test_a_runner_holds_no_tensor_of_its_first_call(mesh: dt.ProcessMesh) -> Non
     program.NOTED.clear()
     del x
     assert held() is None
+
+
+def test_a_tuple_of_one_view_has_its_gradient(mesh: dt.ProcessMesh) -> None:
+    """Views of leaves and of results, for each function that gives a tuple of views."""
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: x.unbind(0), lambda x: x.split(1), lambda x: x.chunk(1),
+        lambda x: x.tensor_split(1),
+    ]  # fmt: skip
+    for call in calls:
+        for made in (lambda x: x, torch.sin):
+            plain = torch.ones(1, 4, requires_grad=True)
+            x = dt.shard_tensor(plain.detach(), mesh, requires_grad=True)
+            for leaf in (plain, x):
+                (view,) = call(made(leaf))
+                (view * 3).sum().backward()
+            assert x.grad is not None and plain.grad is not None
+            torch.testing.assert_close(x.grad.to_local(), plain.grad)
