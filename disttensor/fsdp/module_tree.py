@@ -52,7 +52,7 @@ class ModuleNode:
         self.index, self.end = index, index + 1  # of its subtree
         self.params: list[Tensor] = []
         self.total = self.nbytes = 0  # of its subtree; the bytes of a tied one at its first node
-        self.is_leaf = False  # nothing below holds parameters
+        self.is_leaf = True  # nothing below holds parameters
         self.own_segment = SegmentId(index, self.title)  # of what is in no smaller one
         forward = getattr(module.forward, "__func__", module.forward)
         self.is_read: bool = parent is not None and (
