@@ -27,7 +27,7 @@ def area_of(nodeid: str) -> str:
 def reason(report: pytest.TestReport) -> str:
     """A line that says what went wrong; of ranks that failed, the first of them and its error."""
     text = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
-    lines = (text or str(report.longrepr)).strip().splitlines() or [""]
+    lines = [x.strip() for x in (text or str(report.longrepr)).strip().splitlines()] or [""]
     return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
 
 
