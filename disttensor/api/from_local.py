@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,18 +46,13 @@ def from_local(
         told: Any = shape, local.dtype
         if shape is None:
             told = objects.recv_object(mesh.root.ranks, mesh.device)
-            if isinstance(told, Exception):
-                raise told
         size, dtype = told
         return execute.stand_in(spec_of(mesh, size, dtype, *how), local.requires_grad)
-    try:
+    asked = shape is None
+    with objects.sends_error(mesh.root.ranks, mesh.device) if asked else nullcontext():
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
-    except (TypeError, ValueError) as error:
-        if shape is None:
-            objects.send_object(error, mesh.root.ranks, mesh.device)
-        raise
     program.enters("from_local", x.spec)
-    if shape is None:
+    if asked:
         objects.send_object((tuple(x.shape), x.dtype), mesh.root.ranks, mesh.device)
     return x
 

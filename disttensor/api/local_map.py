@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from disttensor.checks import (
     check_sequence,
     check_shape,
 )
-from disttensor.comm import objects
+from disttensor.comm import objects, p2p
 from disttensor.core.layout import layout_of
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
@@ -46,7 +47,8 @@ def local_map(
     what it has. out_placements: placements of each result (one sequence for a single result), None
     for one that is passed on as it is; the global shape follows from the pieces (sizes are
     exchanged) or is given by ``out_shapes``. Ranks outside the mesh make the call too, and hear
-    what came out: in every call, or with ``out_shapes`` in the first of its kind.
+    what came out: in every call, or with ``out_shapes`` in the first of its kind (in a pipeline, of
+    each micro-batch).
     in_grad_placements: for each tensor argument what its local gradient means. By default that
     follows from the placements: S -> S, P -> R, and R -> Partial where some argument or result
     varies over the axis, else R.
@@ -79,7 +81,7 @@ def local_map(
             raise argument_error(who, out_shapes, "one for each of out_placements", ValueError)
 
     # What ranks outside the mesh have been told, by kind of call.
-    known: Cache[Any, Any] = Cache(256, told=True)
+    known: Cache[Any, Any] = Cache(1024, told=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = collect((args, kwargs), [])
@@ -111,42 +113,47 @@ def local_map(
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
             vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
-        key = _kind(args, kwargs, tensors) if out_shapes is not None else None
+        key = None if out_shapes is None else _kind(args, kwargs, tensors)
+        if key is not None:  # micro-batches come in another order on other ranks
+            key = p2p.CHANNEL.get(), key
         if mesh.coordinate is None:  # the ranks inside say what came out
             heard = key in known
             told = known[key] if heard else objects.recv_object(mesh.root.ranks, mesh.device)
             if key is not None:
                 known[key] = told
             return execute.wrap_told(told, mesh, args, kwargs)
-        given = [
-            _local_of(t if isinstance(t, DistTensor) else replicated_of(t, mesh), spec, vary, g)
-            for t, spec, g in zip(tensors, specs, grads, strict=True)
-        ]
-        left = iter(given)
-        call = substitute((args, kwargs), lambda _: next(left))
-        result = fn(*call[0], **call[1])
-        lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
-        pieces = [result] if lone else list(result)
-        if len(pieces) != len(outs):
-            raise ValueError(
-                f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}"
-            )
-        for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
-            if o is not None and not isinstance(p, torch.Tensor):
-                raise TypeError(
-                    f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has "
-                    f"placements {o}; give None for it"
+        tells = key not in known
+        with objects.sends_error(mesh.root.ranks, mesh.device) if tells else nullcontext():
+            given = [
+                _local_of(t if isinstance(t, DistTensor) else replicated_of(t, mesh), spec, vary, g)
+                for t, spec, g in zip(tensors, specs, grads, strict=True)
+            ]
+            left = iter(given)
+            call = substitute((args, kwargs), lambda _: next(left))
+            result = fn(*call[0], **call[1])
+            lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
+            pieces = [result] if lone else list(result)
+            if len(pieces) != len(outs):
+                raise ValueError(
+                    f"local_map: fn gave {len(pieces)} results, out_placements describes "
+                    f"{len(outs)}"
                 )
-            if o is not None:
-                check_dense(f"local_map: result {i} of fn", p)
-        if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
-            pieces = tied(pieces, given)
-        dressed = [
-            p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
-            for p, o, s in zip(pieces, outs, shapes, strict=True)
-        ]
-        result = dressed[0] if lone else rebuild(result, dressed)
-        if key not in known:
+            for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
+                if o is not None and not isinstance(p, torch.Tensor):
+                    raise TypeError(
+                        f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has "
+                        f"placements {o}; give None for it"
+                    )
+                if o is not None:
+                    check_dense(f"local_map: result {i} of fn", p)
+            if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
+                pieces = tied(pieces, given)
+            dressed = [
+                p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
+                for p, o, s in zip(pieces, outs, shapes, strict=True)
+            ]
+            result = dressed[0] if lone else rebuild(result, dressed)
+        if tells:
             objects.send_object(described(result), mesh.root.ranks, mesh.device)
         if key is not None:
             known[key] = True

@@ -6,9 +6,10 @@ rank takes part, as a sender or a receiver, so that the numbers of messages stay
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +68,22 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
         p2p.send(part, rest, tag + i, f"an object of ranks {list(ranks)}")
 
 
+@contextlib.contextmanager
+def sends_error(ranks: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Sends an error of the block, as ``send_object`` does: ``recv_object`` raises it on the other
+    ranks, which wait for the result of the block."""
+    try:
+        yield
+    except Exception as error:
+        sent: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # some classes cannot be pickled
+            sent = pickle.loads(pickle.dumps(error))
+        send_object(sent, ranks, device)
+        raise
+
+
 def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
-    """Called by all ranks but ``ranks``: what those send."""
+    """Called by all ranks but ``ranks``: what those send. Raises it if it is an error."""
     callbacks.before_metadata_receive.get()()
     tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
@@ -76,7 +91,10 @@ def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
         return p2p.receive((n,), dtype, device, ranks[0], tag + i, label).wait()
 
     size = int(part(0, 1, torch.int64))
-    return pickle.loads(part(1, size, torch.uint8).cpu().numpy().tobytes())
+    value = pickle.loads(part(1, size, torch.uint8).cpu().numpy().tobytes())
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 def broadcast_value(

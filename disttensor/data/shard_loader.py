@@ -94,30 +94,7 @@ class ShardedLoader:
         if self.resumed:  # what the script drew since then goes on as it was
             torch.set_rng_state(before)
         self.resumed = False
-        return self._batches(batches)
-
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for number in range(2**63):
-            found: Any = None
-            error: Exception | None = None
-            tensors: dict[Path, Tensor] = {}
-            count, first, stop, digest = 0, 0, 0, 0
-            try:
-                value = next(batches)
-                count, first, stop, digest = self.pieces.given.popleft()
-                if first < stop:
-                    found = map_paths(value, Form(self.places, tensors, stop - first))
-            except StopIteration:
-                pass
-            except Exception as caught:
-                error = caught
-            form = agreed(number, (count, digest), found, error)
-            if not count:
-                break
-            rows = Box((first,), (stop - first,))
-            self.samples += count
-            yield map_paths(form, Placed(self.places, tensors, count, rows))
-        self.samples, self.began = 0, None
+        return _Epoch(self, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: how many samples of this epoch were given, and what decides its order."""
@@ -137,6 +114,42 @@ class ShardedLoader:
             )
         self.samples, self.resumed = int(state["samples"]), True
         self.began = [g.clone() for g in state["generators"]]
+
+
+class _Epoch(Iterator[Any]):
+    """The batches of one epoch. As in torch, ``next`` goes on behind a batch that raised."""
+
+    def __init__(self, of: ShardedLoader, batches: Iterator[Any]) -> None:
+        self.of, self.batches, self.number, self.ended = of, batches, 0, False
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        of, given = self.of, self.of.pieces.given
+        value: Any = None
+        found: Any = None
+        error: Exception | None = None
+        tensors: dict[Path, Tensor] = {}
+        try:
+            value = next(self.batches)
+        except StopIteration:
+            self.ended = True
+        except Exception as caught:
+            error = caught
+        count, first, stop, digest = given.popleft() if given and not self.ended else (0, 0, 0, 0)
+        of.samples += count
+        self.number += 1
+        try:
+            if first < stop and error is None:
+                found = map_paths(value, Form(of.places, tensors, stop - first))
+        except Exception as caught:
+            error = caught
+        form = agreed(self.number - 1, (count, digest), found, error)
+        if not count:
+            self.ended, of.samples, of.began = True, 0, None
+            raise StopIteration
+        rows = Box((first,), (stop - first,))
+        return map_paths(form, Placed(of.places, tensors, count, rows))
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

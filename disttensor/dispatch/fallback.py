@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -149,8 +150,10 @@ def run_replicated(
             own = generator_for_one(mesh, generator)
             args = [own if a is generator else a for a in args]
             kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
+        tells = bool(objects.others(mesh.root.ranks)) and infer.dynamic(func, args, kwargs)
+        sending = objects.sends_error(mesh.root.ranks, mesh.device) if tells else nullcontext()
         try:
-            with forked(mesh):
+            with sending, forked(mesh):
                 out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
         finally:  # what is computed again for a backward may be stopped after it has written
             for x, full, before in taken:
@@ -169,7 +172,7 @@ def run_replicated(
             source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
             if source is not None:  # a view, in one process
                 views.enter(t, source, func)
-        if objects.others(mesh.root.ranks) and infer.dynamic(func, args, kwargs):
+        if tells:
             objects.send_object(described(result), mesh.root.ranks, mesh.device)
         return result
 

@@ -91,10 +91,12 @@ def run(
         elif reduce_pending(args, kwargs, reduced_by(plan.specs, plan.input_specs)):
             return plan.func(*args, **kwargs)
     write = plan.writes is not None
-    result = _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
-    if plan.broadcasts_shape:
-        mesh = plan.mesh
-        objects.send_object(described(result), mesh.root.ranks, mesh.device)
+    if not plan.broadcasts_shape:
+        return _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
+    ranks, device = plan.mesh.root.ranks, plan.mesh.device
+    with objects.sends_error(ranks, device):
+        result = _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
+    objects.send_object(described(result), ranks, device)
     return result
 
 

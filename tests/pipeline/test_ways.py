@@ -236,3 +236,28 @@ def test_costs_of_a_recorded_run_are_in_the_order_of_its_visits():
         assert found.span(schedule) == pytest.approx(line.span)
     with pytest.raises(ValueError, match="in a loop and in a V"):
         Costs.of(Timeline.of(pipeline.zbv(3, 7)) + Timeline.of(pipeline.interleaved_1f1b(3, 7, 2)))
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved_1f1b", "1f1b"])
+@on_ranks(2)
+def test_ranks_outside_a_local_map_of_given_shapes_hear_of_each_micro_batch(schedule):
+    """A rank may come to a later micro-batch before it hears of the first one."""
+    meshes = stage_meshes()
+    order = pipeline.visits(meshes, schedule)
+    given = [randn(3, 5, seed=i).float() for i in range(5)]
+    model, plain = layers(), layers()
+    pipeline.split(model, order)
+    double = dt.local_map(lambda x: x * 2, out_placements=[dt.Replicate()], out_shapes=[3, 5])
+    for layer, other in zip(model, plain, strict=True):
+        layer.register_forward_hook(lambda module, args, out: double(out))
+        other.register_forward_hook(lambda module, args, out: out * 2)
+
+    def step(batch):
+        return model(dt.shard_tensor(batch, meshes[0])).square().sum()
+
+    for _ in range(2):
+        pipeline.run(step, given, schedule, stages=order)
+        sum(plain(batch).square().sum() for batch in given).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        if p.is_initialized:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)

@@ -57,7 +57,7 @@ def armed(name: str, nth: int, error: type[BaseException]) -> Iterator[BaseExcep
 
 def leftovers() -> dict[str, Any]:
     variables = {
-        f"{module.__name__}.{name}": None if value.get(None) == "auto" else value.get(None)
+        f"{module.__name__}.{name}": None if value.get(None) in ("auto", ()) else value.get(None)
         for key, module in sys.modules.items()
         if key.split(".")[0] in ("disttensor", "ops", "reshard")
         for name, value in vars(module).items()
