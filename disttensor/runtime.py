@@ -38,6 +38,10 @@ class Runtime:
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come
     early: dict[Any, Any] = field(default_factory=dict)  # messages that were asked for ahead
     watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
+    raises: dict[Any, int] = field(default_factory=dict)  # disttensor.comm.lone_failure
+    raised: Any = None
+    posted: Any = None
+    is_given_up: bool = False
     steps: Any = None  # disttensor.comm.program
     buffers: Any = None  # disttensor.comm.buffers
     number: int = 0  # of the worlds of this process

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import buffers, desync, failures, log, wire
+from disttensor.comm import buffers, desync, failures, log, lone_failure, wire
 from disttensor.comm.groups import Group as Group
 from disttensor.comm.groups import world_group as world_group
 from disttensor.comm.process_group import backend_name
@@ -84,10 +84,17 @@ def run(
     try:
         work = fn(*args)
         if work is not None:
-            work.wait()
+            _wait(work, group, sent)
     except RuntimeError as error:
         raise _failed(kind, group, error) from error
     return finish()
+
+
+def _wait(work: Any, group: Group, sent: Tensor) -> None:
+    if sent.is_cpu:
+        lone_failure.wait(work, group.ranks)
+    else:  # on NCCL a wait with a time limit holds up the program
+        work.wait()
 
 
 def start(
@@ -107,7 +114,7 @@ def start(
         if entry is not None:
             log.waited_for(entry)
         try:
-            work.wait()
+            _wait(work, group, sent)
         except RuntimeError as error:
             raise _failed(kind, group, error) from error
         return finish()
@@ -180,7 +187,7 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     try:
         work = _allreduce(group.pg, [total], _options("AllreduceOptions", False, "sum"))
         if work is not None:
-            work.wait()
+            _wait(work, group, total)
     except RuntimeError as error:
         raise _failed("all_reduce", group, error) from error
     return total

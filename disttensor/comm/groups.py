@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import desync, failures, watcher
+from disttensor.comm import desync, failures, lone_failure, watcher
 from disttensor.comm.process_group import attempt, world
 from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
@@ -145,8 +145,9 @@ def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> Non
             late = time.monotonic() > end
             if late:
                 failures.post_unseen(beside)
-            if late or beside.failed or beside.gone(4, members) is not None:
-                raise RuntimeError("they are late" if late else "one of them is gone")
+            failed = beside.failed or lone_failure.find(beside, members)
+            if late or failed or beside.gone(4, members) is not None:
+                raise RuntimeError("they are late" if late else "one of them has failed")
         time.sleep(pause)
         pause = min(0.1, pause * 2)
 

@@ -4,7 +4,8 @@ Messages of two sizes have two tags (``letter.py``), so the receiver would wait 
 of the process group. One that has waited for some time asks the sender in the thread beside its
 program (``watcher.py``), by way of the store. A sender that holds a message of that transfer in
 another size alone says so, and sends what is waited for, marked as none: so the wait ends. Nothing
-of this is done while messages come.
+of this is done while messages come. Where a rank has failed (``lone_failure.py``), a sender that
+holds no message of that transfer ends the wait in the same way.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from disttensor import callbacks
-from disttensor.comm import watcher
+from disttensor.comm import lone_failure, watcher
 from disttensor.comm.letter import Letter, sized
 from disttensor.comm.outbox import OUTBOX
 from disttensor.errors import MismatchError, user_line
-from disttensor.runtime import current_runtime
+from disttensor.runtime import current_runtime, last_runtime
 
 PATIENCE = 1.0  # seconds
 
@@ -56,6 +57,8 @@ class Awaited:
         finally:
             _waiting.remove(self)
         if not self.letter.is_whole:
+            if self._is_given_up():
+                raise RuntimeError(f"given up after {time.monotonic() - self.since:.0f} s")
             raise MismatchError(
                 f"{self._what_was_sent()}, and {self.letter.nbytes} are expected at "
                 f"{user_line()}: these two ranks do not run the same program on the same shapes"
@@ -63,6 +66,12 @@ class Awaited:
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
+
+    def _is_given_up(self) -> bool:
+        beside = watcher.of(current_runtime())
+        if beside is None or beside.store.check([f"sent/{beside.rank}/{self.tag}"]):
+            return False
+        return beside.store.check([lone_failure.STOPPED])
 
     def _what_was_sent(self) -> str:
         beside = watcher.of(current_runtime())
@@ -78,7 +87,10 @@ _waiting: list[Awaited] = []
 def _ask(beside: watcher.Watcher) -> None:
     """Again and again, as long as this rank waits: a sender that has nothing yet forgets it."""
     for awaited in list(_waiting):
-        if time.monotonic() - awaited.since > PATIENCE:
+        seconds = time.monotonic() - awaited.since
+        if seconds > lone_failure.PATIENCE:
+            lone_failure.find(beside, [awaited.source])
+        if seconds > PATIENCE:
             asked = json.dumps([beside.rank, awaited.tag, awaited.letter.nbytes])
             beside.store.append(f"asked of/{awaited.source}", f"{asked}\n")
 
@@ -95,10 +107,11 @@ def _answer(beside: watcher.Watcher) -> None:
             for what in OUTBOX.held()
             if isinstance(what, Sending) and (what.peer, what.tag) == (peer, tag)
         }
-        if held and nbytes not in held:
-            what = next(iter(held.values()))
-            text = f"{what.nbytes} bytes were sent at {what.line}"
-            beside.store.set(f"sent/{peer}/{tag}", text)
+        if nbytes not in held and (held or last_runtime().is_given_up):
+            what = next(iter(held.values()), Sending(beside.rank, peer, "", tag, 0, ""))
+            if held:
+                text = f"{what.nbytes} bytes were sent at {what.line}"
+                beside.store.set(f"sent/{peer}/{tag}", text)
             wire, group = Letter.refusing(nbytes).wire, cast(Any, dist.group.WORLD)
             with contextlib.suppress(RuntimeError):  # it is gone, as others will say
                 work = group.send([wire], peer, sized(tag, nbytes))

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from disttensor.cache import Cache
+from disttensor.comm.lone_failure import note_error
 from disttensor.comm.program import Call, note
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
@@ -78,9 +79,13 @@ def dispatch(
         planned = start(func, args, kwargs, key)
     else:
         note(planned)
-    if type(planned) is CallPlan and planned.is_checked:
-        return run(planned, args, kwargs or {})
-    return carry_out(planned, args, kwargs, partial(_check, key))
+    try:
+        if type(planned) is CallPlan and planned.is_checked:
+            return run(planned, args, kwargs or {})
+        return carry_out(planned, args, kwargs, partial(_check, key))
+    except BaseException as error:
+        note_error(error, planned)
+        raise
 
 
 def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Planned:
@@ -104,7 +109,11 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
         planned = start(func, args, kwargs, key)
     else:
         note(planned)
-    result = carry_out(planned, args, kwargs, partial(_check, key))
+    try:
+        result = carry_out(planned, args, kwargs, partial(_check, key))
+    except BaseException as error:
+        note_error(error, planned)
+        raise
     planned = _known(key)
     if type(planned) is CallPlan and not (planned.is_checked or planned.reduce_first):
         return result, None

@@ -60,9 +60,9 @@
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(untyped_storage) /* of torch */ \
     X(top_saved_tensors_hooks) \
     X(use_count) X(functions_are_seen) X(modes_see_functions) \
-    X(dispatch) X(first_call) X(note) X(wrap_outputs) X(written) X(share) /* of disttensor */ \
-    X(remember) X(strict_depth) X(carry_out) X(derive) X(nothing) X(orphan) \
-    X(CallPlan) X(Answer) X(Out) X(no_origin) /* classes, and a value of one */ \
+    X(dispatch) X(first_call) X(note) X(note_error) X(wrap_outputs) X(written) \
+    X(share) X(remember) X(strict_depth) X(carry_out) X(derive) X(nothing) X(orphan) \
+    X(CallPlan) X(Answer) X(Out) X(no_origin) /* of disttensor */ \
     X(UNCOUNTED) /* a list with one number */ \
     X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */ \
     X(ProcessMesh) X(Replicate) X(Shard) X(Partial) /* classes */ \
@@ -2015,6 +2015,21 @@ call_python(State *state, Call *call)
                                         call->args, kwargs, NULL);
 }
 
+/* The call has raised, maybe on this rank alone. */
+static void
+note_error(State *state, PyObject *plan)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *done = PyObject_CallFunctionObjArgs(state->note_error, error, plan, NULL);
+    if (!done) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(done);
+    PyErr_Restore(type, error, trace);
+}
+
 /* A call that is known. */
 static PyObject *
 run(State *state, Entry *entry, Call *call)
@@ -2031,6 +2046,9 @@ run(State *state, Entry *entry, Call *call)
                                           : call_runner(state, entry, call);
     }
     Py_XDECREF(done);
+    if (!result && entry->noted) {
+        note_error(state, entry->plan);
+    }
     release(entry);
     return result;
 }

@@ -21,7 +21,7 @@ import torch
 
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.cache import call_when_cleared
-from disttensor.comm import p2p, program
+from disttensor.comm import lone_failure, p2p, program
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
@@ -81,6 +81,7 @@ def _configure(module: Any) -> None:
         top_saved_tensors_hooks=top_saved_tensors_hooks,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
+        note_error=lone_failure.note_error,
         wrap_outputs=outputs.wrap_outputs, written=writes.written, share=views.share,
         CallPlan=CallPlan, Answer=Answer, Out=Out, carry_out=run.carry_out, derive=run.derive,
         no_origin=Origin.NONE, nothing=token.detached, orphan=token.orphan,

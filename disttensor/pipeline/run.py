@@ -14,7 +14,7 @@ import torch
 
 from disttensor.autograd.accumulation import BackwardContext, backward_context
 from disttensor.checks import check_callable, check_sequence
-from disttensor.comm import collectives, p2p
+from disttensor.comm import collectives, lone_failure, p2p
 from disttensor.core.mesh import ProcessMesh, a_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.foresight import Foresight
@@ -84,8 +84,9 @@ def run(
     way = None if may_return and chunks == 1 else stages
     try:
         _carry_out(running, schedule, order, chunks, way, may_return=may_return)
-    except BaseException:
+    except BaseException as error:
         p2p.retire_channels(len(running))
+        lone_failure.note_failed_run(error)
         raise
     finally:
         for recorder in recorders():

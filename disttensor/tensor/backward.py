@@ -17,7 +17,7 @@ from disttensor.autograd.joined_backward import part_of_present
 from disttensor.autograd.starts import may_start
 from disttensor.autograd.tie import Tie
 from disttensor.cache import cached
-from disttensor.comm import program
+from disttensor.comm import lone_failure, program
 from disttensor.comm.collectives import world
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
@@ -96,9 +96,11 @@ def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any)
     try:
         with part_of_present():
             return engine(roots, *args, **kwargs)
-    except BaseException:
-        for run in callbacks.after_backward_error if current_backward() == -1 else ():
-            run()
+    except BaseException as error:
+        if current_backward() == -1:
+            lone_failure.note_failed_backward(error)
+            for run in callbacks.after_backward_error:
+                run()
         raise
 
 

@@ -1,0 +1,152 @@
+"""Ends the waits of other ranks for a rank whose call raised while its process lives.
+
+A rank whose call raised, and which makes no other call for some seconds, posts the error to the
+store; a failed ``pipeline.run`` is posted at once. A rank that has waited for some seconds reads
+the posts. If it waits for a rank that has raised more errors in the same calls than itself, it
+posts the failure for all ranks, and all waits end. Errors that all ranks raise
+alike end no wait, since each rank counts its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from disttensor import callbacks
+from disttensor.comm import failures, program, watcher
+from disttensor.comm.process_group import world
+from disttensor.errors import user_line
+from disttensor.runtime import Runtime, last_runtime
+
+QUIET = 6.0  # seconds without a call, after which a rank is taken to have stopped
+SLICE = timedelta(seconds=1)
+PATIENCE = 3  # slices of a wait before the posts are read
+STOPPED = "stopped"  # the key in the store
+
+
+class Raised(NamedTuple):
+    """The last error of this rank: the ``nth`` in calls of ``ranks`` since the optimizer step
+    ``step``. ``mark``: the calls until then; None: other calls do not matter."""
+
+    ranks: tuple[int, ...]
+    step: int
+    nth: int
+    words: str
+    mark: Any
+    due: float
+
+
+def note_error(error: BaseException, planned: Any) -> None:
+    """Notes that a call of the plan ``planned`` raised on this rank."""
+    call = planned.call
+    if call is not None and call.mesh is not None:
+        _note(error, call.mesh.ranks, _mark(), QUIET)
+
+
+def note_failed_backward(error: BaseException) -> None:
+    """Notes that a backward, which all ranks run, raised on this rank."""
+    _note(error, range(world()[1]), _mark(), QUIET)
+
+
+def note_failed_run(error: BaseException) -> None:
+    """Notes that ``pipeline.run`` raised on this rank: it sends no more messages of this run."""
+    _note(error, range(world()[1]), None, 0.0)
+
+
+def _note(error: BaseException, ranks: Sequence[int], mark: Any, seconds: float) -> None:
+    now = last_runtime()
+    if not now.watcher or len(ranks) < 2:
+        return
+    trace, text = error.__traceback__, type(error).__name__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    with contextlib.suppress(Exception):  # it may not have a text
+        text = f"{text}: {str(error).splitlines()[0][:400]}"
+    words = f"{text} ({user_line(None if trace is None else trace.tb_frame)})"
+    key = _, step = tuple(ranks), _step(now)
+    nth = now.raises.get(key, 0) + 1
+    now.raises = {k: n for k, n in now.raises.items() if k[1] == step} | {key: nth}
+    now.raised = Raised(*key, nth, words, mark, time.monotonic() + seconds)
+
+
+def _step(now: Runtime) -> int:
+    return 0 if now.steps is None else int(now.steps.count)
+
+
+def _mark() -> tuple[int, int]:
+    """Changes with each call."""
+    noted = program.NOTED
+    try:
+        return len(noted), id(noted[-1])
+    except IndexError:  # another thread may clear it meanwhile
+        return 0, 0
+
+
+def _post(beside: watcher.Watcher) -> None:
+    now = last_runtime()
+    raised: Raised | None = now.raised
+    if raised is None:
+        return
+    entry = None
+    if raised.mark is not None and raised.mark != _mark():  # the program goes on
+        now.raised = None
+        if now.posted is not raised:
+            return
+    elif now.posted is raised or time.monotonic() < raised.due:
+        return
+    else:
+        now.posted, entry = raised, raised[:4]
+    beside.store.append("raised", json.dumps([beside.rank, entry]) + "\n")
+
+
+def find(beside: watcher.Watcher, awaited: Sequence[int]) -> bool:
+    """Returns True if a rank has stopped while others wait. Posts so of one of the ranks
+    ``awaited``, for which this rank has waited for some seconds."""
+    now = last_runtime()
+    if not now.is_given_up and beside.store.check(["raised"]):
+        lines = beside.store.get("raised").decode().splitlines()
+        for rank, entry in dict(map(json.loads, lines)).items():
+            if entry is None or rank not in awaited:
+                continue
+            ranks, step, nth, words = entry
+            own = now.raises.get((tuple(ranks), step), 0)
+            if beside.rank in ranks and step == _step(now) and own < nth:
+                failures.post(
+                    f"rank {rank} raised {words} and other ranks did not; it has stopped, and its "
+                    "process lives. Start all processes again"
+                )
+                beside.store.set(STOPPED, "")
+                return _give_up(beside)
+    return now.is_given_up
+
+
+def _give_up(beside: watcher.Watcher, text: str = "") -> bool:
+    last_runtime().is_given_up = True
+    return True
+
+
+def wait(work: Any, ranks: Sequence[int]) -> None:
+    """``work.wait()`` for a collective of ``ranks`` that each ends when all have begun it. Raises
+    RuntimeError also where a rank has stopped and some seconds have passed."""
+    try:
+        work.wait(SLICE)
+        return
+    except RuntimeError:  # of the collective, or the slice has passed
+        beside = last_runtime().watcher
+    for slices in itertools.count(1):
+        if work.is_completed():
+            work.wait()
+            return
+        if slices >= PATIENCE and beside and not beside.lost and find(beside, ranks):
+            raise RuntimeError(f"given up after {slices} s")
+        with contextlib.suppress(RuntimeError):
+            work.wait(SLICE)
+
+
+callbacks.on_heartbeat.append(_post)
+callbacks.on_report[STOPPED] = _give_up

@@ -1,0 +1,198 @@
+"""Worlds in which a call raises on one rank whose process lives on: ``python -m
+tests.comm.survivors NAME-RANK ...`` prints, as JSON by name, the exit status, the seconds and the
+stderr of each rank. A rank that raises writes the error there, and lives until all have ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+import disttensor as dt
+from disttensor.comm import lone_failure, watcher
+from tests.comm.deaths import WORLD, forked
+
+AT_ONCE = 4  # worlds
+STAYS = 6.0  # seconds
+
+
+class Failure(Exception):
+    pass
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.fails:
+            raise Failure("out of cheese")
+        return g.clone(), None
+
+
+def matrices(bad):
+    """One for each rank; those of the ranks ``bad`` are not positive."""
+    x = torch.stack([torch.eye(3)] * WORLD)
+    x[bad] = -1
+    return dt.shard_tensor(x, dt.init_mesh((WORLD,), ("dp",)), [dt.Shard(0)])
+
+
+def cholesky(bad):
+    return torch.linalg.cholesky(matrices(bad)).sum().item()
+
+
+def call(rank, failing):
+    cholesky([failing])
+
+
+def known_call(rank, failing):
+    for _ in range(3):
+        cholesky([])
+    cholesky([failing])
+
+
+def in_the_background(rank, failing):
+    """Another rank waits for a collective that it has started."""
+    x, y = matrices([failing]), dt.reshard(matrices([]), placements=[dt.Replicate()])
+    (torch.linalg.cholesky(x).reshape(9, WORLD).sum(1) @ y.reshape(9, WORLD)).sum().item()
+
+
+def backward(rank, failing):
+    x = matrices([]).requires_grad_()
+    w = dt.ones(3, 3, mesh=x.process_mesh, requires_grad=True)
+    model = dt.local_map(lambda x: Fails.apply(x, rank == failing), out_placements=[dt.Shard(0)])
+    (model(x @ w)).sum().backward()
+    w.grad.sum().item()
+
+
+def schedule(rank, failing, name, where):
+    """Three stages; fails at the third micro-batch of a stage."""
+    dt.init_mesh((WORLD,), ("all",))
+    meshes = [dt.ProcessMesh([r], ("x",)) for r in range(WORLD)]
+    way = [*meshes, *reversed(meshes)] if name in ("zbv", "dualpipev") else meshes
+    w = [dt.ones(4, 4, mesh=mesh, requires_grad=True) for mesh in meshes]
+    count, now = iter(range(100)), [False]
+    kept = {"out_placements": [dt.Replicate()], "out_shapes": [2, 4]}
+    same = dt.local_map(lambda x: Fails.apply(x, now[0]), **kept)
+
+    def step(x):
+        for mesh in way:
+            number = mesh.ranks[0]
+            x = dt.reshard(x, mesh) @ w[number]
+            fails = number == rank == failing and next(count) == 2
+            if where == "forward" and fails:
+                raise Failure("out of cheese")
+            now[0] = fails and where == "backward"
+            x = same(x)
+        return x.sum()
+
+    batches = [dt.ones(2, 4, mesh=meshes[0]) for _ in range(6)]
+    dt.pipeline.run(step, batches, name, stages=way)
+
+
+def alike(rank, failing):
+    """All ranks raise; one of them stays away for some time."""
+    for _ in range(3):
+        for _ in range(2):
+            try:
+                cholesky(slice(None))
+            except RuntimeError:
+                time.sleep(STAYS / 3 * (rank == failing))
+            else:
+                raise AssertionError
+        assert cholesky([]) == 3 * WORLD
+
+
+def alike_in_a_run(rank, failing):
+    dt.init_mesh((WORLD,), ("all",))
+    meshes = [dt.ProcessMesh([r], ("x",)) for r in range(WORLD)]
+    w = [dt.ones(4, 4, mesh=mesh, requires_grad=True) for mesh in meshes]
+    for fails in (True, False):
+
+        def step(x, fails=fails):
+            for number, mesh in enumerate(meshes):
+                x = dt.reshard(x, mesh) @ w[number]
+            if fails:
+                raise Failure("out of cheese")
+            return x.sum()
+
+        batches = [dt.ones(2, 4, mesh=meshes[0]) for _ in range(4)]
+        try:
+            dt.pipeline.run(step, batches, "1f1b", stages=meshes)
+            assert not fails
+        except Failure:
+            assert fails
+            time.sleep(STAYS / 3 * (rank == failing))
+
+
+def goes_on(rank, failing):
+    """The rank that raised does without, and comes later."""
+    lone_failure.QUIET = 3.0
+    cholesky([])
+    try:
+        factor = torch.linalg.cholesky(matrices([failing]))
+    except RuntimeError:
+        factor = matrices([])
+    time.sleep(STAYS / 2 * (rank == failing))
+    assert factor.sum().item() == 3 * WORLD
+
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (call, known_call, backward, in_the_background, alike, alike_in_a_run, goes_on)
+}
+for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
+    for where in ("forward", "backward"):
+        PROGRAMS[f"{name} {where}"] = functools.partial(schedule, name=name, where=where)
+
+
+def survives(rank, body, failing):
+    lone_failure.QUIET, lone_failure.SLICE = 1.0, timedelta(seconds=0.4)
+    watcher.PERIOD = 0.4
+    code = 0
+    try:
+        body(rank, failing)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        code = 1
+    sys.stderr.flush()
+    ended = [Path(os.environ["ENDED"], str(r)) for r in range(WORLD)]
+    ended[rank].touch()
+    while not all(file.exists() for file in ended):
+        time.sleep(0.05)
+    os._exit(code)
+
+
+def main() -> None:
+    ended, names = {}, sys.argv[1:]
+    for first in range(0, len(names), AT_ONCE):
+        pipes = {}
+        for name in names[first : first + AT_ONCE]:
+            where, failing = name.rsplit("-", 1)
+            out, into = os.pipe()
+            if not os.fork():
+                body = functools.partial(survives, body=PROGRAMS[where], failing=int(failing))
+                os.environ["ENDED"] = tempfile.mkdtemp()
+                os.write(into, json.dumps(forked(body, WORLD)).encode())
+                os._exit(0)
+            os.close(into)
+            pipes[name] = out
+        for name, out in pipes.items():
+            with os.fdopen(out) as text:
+                ended[name] = json.loads(text.read())
+    print(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main()
