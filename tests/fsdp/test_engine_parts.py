@@ -3,6 +3,7 @@ that no stale value is gathered, and which gradients share a bucket."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -93,3 +94,19 @@ def test_gradients_of_uneven_pieces_have_a_collective_of_their_own() -> None:
             model(x).sum().backward()
         counts.append(sum(r.kind == "reduce_scatter" for r in comms))
     assert counts == [4, 4 + 3]  # segments; three have a weight of uneven pieces
+
+
+@on_ranks(4)
+def test_a_weight_may_be_used_with_and_without_the_split_of_another_axis() -> None:
+    mesh = dt.ProcessMesh([[0, 1], [2, 3]], ("fsdp", "tp"))
+    plain = torch.nn.Linear(4, 3, dtype=torch.float64)
+    model: Any = copy.deepcopy(plain)
+    dt.shard_data_parallel(model, mesh, shard_axis="fsdp")
+    x = torch.arange(24, dtype=torch.float64).view(3, 2, 4)
+    first, second = [
+        dt.shard_tensor(x, mesh, [dt.Shard(0), on_tp]) for on_tp in (dt.Replicate(), dt.Shard(1))
+    ]
+    for run, a, b in ((plain, x, x), (model, first, second)):
+        (run(a).square().sum() + 2 * run(b).sin().sum()).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=0, atol=1e-9)
