@@ -48,7 +48,8 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
     varies = plan.output_specs[0].varies if plan.output_specs else frozenset()
     may_vary = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     stays = is_flat and not (plan.redistributes or plan.any_varying)
-    is_simple_view = stays and is_one and len(tensors) == 1 and [*args[:1]] == tensors
+    is_first = len(tensors) == 1 and bool(args) and args[0] is tensors[0]
+    is_simple_view = stays and is_one and is_first
     origin = Origin.NONE
     if is_view and is_one and not plan.redistributes and (may_vary or not is_simple_view):
         origin = Origin.VIEW
