@@ -20,7 +20,7 @@ import disttensor as dt
 from disttensor.comm import lone_failure, watcher
 from tests.comm.deaths import WORLD, forked
 
-AT_ONCE = 4  # worlds
+AT_ONCE = 8  # worlds
 STAYS = 6.0  # seconds
 
 
