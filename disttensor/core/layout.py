@@ -87,7 +87,7 @@ def replicated(ndim: int) -> Layout:
 
 
 def lies_whole(layout: Layout) -> bool:
-    """Is it the same on all ranks?"""
+    """Returns True if all ranks hold the same local tensor."""
     return not layout.partial and not any(layout.dims)
 
 
@@ -308,8 +308,8 @@ def is_dense(local: Any, shape: Sequence[int]) -> bool:
 
 
 def _steps(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> bool:
-    """Are these the strides of a contiguous piece, in all dims that the whole has several rows
-    of?"""
+    """Returns True if these are the strides of a contiguous piece, in all dims of more than one row
+    in the whole tensor."""
     step = 1
     for stride, rows, size in zip(reversed(strides), reversed(piece), reversed(shape), strict=True):
         if size > 1 and stride != step:

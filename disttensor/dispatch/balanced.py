@@ -1,9 +1,9 @@
-"""What a call does with ``Balanced`` rows: those of a letter along which it treats each row by
-itself stay as they are, all others become contiguous.
+"""Calls of tensors with ``Balanced`` rows.
 
-A rule is asked as if the rows were contiguous. Where it then splits a letter by an axis that deals
-some argument's rows out, and each index of the letter is independent of the others, any choice of
-rows is as good: all arguments and results with the letter are dealt out so.
+A rule is applied as if the rows were contiguous. If its decision splits a letter by an axis that an
+argument splits as ``Balanced``, and each index of the letter is independent of the others, the
+order of the rows does not matter: all arguments and results with this letter become ``Balanced``. All
+other rows become contiguous.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from ops.propagation import Decision
 
 
 def bare(layout: Layout) -> Layout:
-    """With contiguous rows."""
+    """Returns the layout with contiguous rows."""
     return replace(layout, own=()) if layout.own else layout
 
 
 def is_known(layout: Layout) -> bool:
-    """Is nothing of it of a user's own type?"""
+    """Returns True if each custom placement of the layout is ``Balanced``."""
     return all(type(p) is Balanced for _, p in layout.own)
 
 
 def keep(
     f: Factors, decision: Decision, layouts: Sequence[Layout], writes: bool
 ) -> Decision | None:
-    """The decision with rows dealt out where that may be; ``layouts`` are those of the arguments.
-    None where a tensor that is written (``writes``: the targets) could not stay as it lies."""
+    """Returns the decision with ``Balanced`` rows where they are allowed; None if a tensor that is
+    written (``writes``: the targets) could not keep its placement. ``layouts``: of the
+    arguments."""
     kept = dict(_kept(f, decision, layouts))
     firm = {*(f.targets if writes else ()), *f.written}
     for t in firm:

@@ -32,7 +32,7 @@ class ReadKind(IntEnum):
 class Read(NamedTuple):
     """How the local function receives one argument.
 
-    spec      reshard to this first; None: the tensor stays as it is
+    spec      reshard to this first; None: no reshard
     varying   axes over which this use varies: what its gradient means
     regular   the spec that stands for a regular tensor, which becomes a DistTensor first
     elements  of a container: one Read for each tensor in it; () where all are read as they are
@@ -58,7 +58,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CallPlan:
-    """What calls of one key do.
+    """The plan of all calls of one key.
 
     func              what the user called: for errors, and to dispatch again
     local             runs on locals; None: this rank is off the mesh, and no kernel runs

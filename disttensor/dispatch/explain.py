@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What ``explain`` found; ``str`` gives the text that it printed.
+    """The result of ``explain``; ``str`` gives the text that it printed.
 
     way      "rule", "body" (its Python body runs, each inner call dispatched), "gather" or "direct"
     bytes    what a rank sends before the call runs, or in attention; None where that is not known

@@ -58,7 +58,7 @@ def decompose_or_gather(func: Function, why: str) -> Callable[[Sequence[Any], An
 
 
 def writes(func: Function) -> bool:
-    """Does the function change its first argument, by torch's convention of names?"""
+    """Returns True if the function changes its first argument, by torch's convention of names."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (
@@ -68,7 +68,7 @@ def writes(func: Function) -> bool:
     return name.endswith("_") and func is not torch.Tensor.requires_grad_
 
 
-# what torch functions write beside their results: no name of theirs tells, nor a new version
+# Arguments that torch functions write, which neither the name nor a version counter shows
 UNTOLD: dict[Function, dict[str, int]] = {
     torch.batch_norm: {"running_mean": 3, "running_var": 4},
     torch.fused_moving_avg_obs_fake_quant: {
@@ -94,8 +94,8 @@ def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 def run_replicated(
     func: Function, why: str, expected: bool = False
 ) -> Callable[[Sequence[Any], Any], Any]:
-    """Gather the inputs to Replicate, run on full tensors, give Replicate. What the function writes
-    goes back into the placement it had. ``expected``: no warning. Raises RuntimeError for a
+    """Gathers the inputs to Replicate, runs on full tensors, returns Replicate. Arguments that the
+    function writes keep their placements. ``expected``: no warning. Raises RuntimeError for a
     collective of torch.distributed."""
     refuse_collectives(func)
     writing = writes(func)
@@ -180,7 +180,7 @@ def run_replicated(
 
 
 def _memory(x: Tensor) -> Any:
-    """What names the memory of x; None inside a transform (vmap), which has none of its own."""
+    """Returns an identifier of the memory of x; None inside a transform (vmap) without memory."""
     try:
         return storage_id(x.untyped_storage())
     except NotImplementedError:
@@ -188,7 +188,7 @@ def _memory(x: Tensor) -> Any:
 
 
 def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None:
-    """What ``func`` has written into the whole of ``x``, which had the version ``before``."""
+    """Copies the full value, which ``func`` has written, into ``x``. ``before``: its version."""
     views.refuse_copy(x, func)
     if x.spec is not x.spec.replicated():
         x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))

@@ -73,7 +73,7 @@ def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
 
 @handler(torch._has_compatible_shallow_copy_type)
 def _same_kind(x: Any, other: Any) -> bool:
-    """``nn.Module.to``: may the data of the one be replaced by that of the other?"""
+    """Returns True if ``nn.Module.to`` may replace the data of ``x`` by the data of ``other``."""
     if type(x) is not type(other):
         return False
     gets_memory = x.local.is_meta  # ``module.to_empty``

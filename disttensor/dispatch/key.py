@@ -32,8 +32,8 @@ class Uncacheable(Exception):
 
 
 def key_of(value: Any, floats: bool = False) -> Any:
-    """What of one argument (not a DistTensor) a plan depends on. 1, 1.0 and True have three
-    keys."""
+    """Returns the part of one argument (not a DistTensor) that a plan depends on. 1, 1.0 and True
+    have three keys."""
     kind = type(value)
     if kind in _BY_VALUE:
         return value
@@ -91,8 +91,8 @@ def likeness(key: Any) -> Any:
 
 
 def of_no_mesh(func: Any, key: Any) -> bool:
-    """Does the key of a call of ``func`` hold DistSpecs and plain constants alone? What follows
-    from all but their meshes may outlive those."""
+    """Returns True if the key of a call of ``func`` contains DistSpecs and constants only. Values
+    that depend on all of it but the meshes may outlive the meshes."""
     return all(
         of_no_mesh(func, p) if type(p) is tuple
         else type(p) in _CONSTANT or isinstance(p, type) or p is func

@@ -116,7 +116,7 @@ reshard: Callable[..., DistTensor] = module.reshard if _in_c else reshards.resha
 
 
 def carrier() -> Callable[..., Any]:
-    """What carries out calls of DistTensors while no tracer runs."""
+    """Returns the function that carries out calls of DistTensors while no tracer runs."""
     return module.dispatch if _in_c else dispatch.dispatch
 
 
@@ -125,14 +125,14 @@ def in_c() -> bool:
 
 
 def active() -> str:
-    """Which code runs, in words: for people."""
+    """Returns "C", or "Python" with the reason: for people."""
     return "C" if _in_c else f"Python ({why or 'asked for'})"
 
 
 @contextmanager
 def using(in_c: bool) -> Iterator[None]:
-    """Warm calls are carried out in C, or in Python: for tests and measurements. Where there is no
-    C code, in Python."""
+    """Carries out warm calls in C or in Python: for tests and measurements. Without C code, in
+    Python."""
     before = _in_c
     _choose(in_c and module is not None)
     try:

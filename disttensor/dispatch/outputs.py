@@ -1,4 +1,4 @@
-"""What a local function gave, checked against what the rule says and wrapped as DistTensors."""
+"""Checks the results of a local function against the rule, and wraps them as DistTensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 
 
 def checked(plan: CallPlan, out: Any) -> CallPlan:
-    """The plan with the dtypes of the first results. Raises RuntimeError if their shapes are not
-    those that the rule says."""
+    """Returns the plan with the dtypes of the first results. Raises RuntimeError if their shapes
+    differ from the shapes that the rule says."""
     results = list(plan.results)
     for i, (t, spec) in enumerate(zip(collect(out, []), results, strict=False)):
         if tuple(t.shape) != tuple(spec.local_shape):

@@ -13,7 +13,7 @@ from disttensor.tensor.grad_sync import sync_gradients
 
 
 def reduced_by(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> list[bool]:
-    """For each tensor argument: is it pending, and wanted reduced?"""
+    """Returns for each tensor argument whether it is pending and the call needs it reduced."""
     return [
         w is not None and bool(s.layout.partial) and not w.layout.partial
         for s, w in zip(specs, wanted, strict=True)
@@ -21,8 +21,8 @@ def reduced_by(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> 
 
 
 def reduce_pending(args: Sequence[Any], kwargs: Any, reduced: Sequence[bool]) -> bool:
-    """Where pending gradients of parameters are needed whole, reduce them for good, as an optimizer
-    step would. Was there one?"""
+    """Reduces pending gradients of parameters among the arguments that the call needs reduced
+    (``reduced``), as an optimizer step would. Returns True if there was one."""
     if not kwargs and not any(
         isinstance(a, (list, tuple, dict)) or (type(a) is DistTensor and is_gradient(a))
         for a in args

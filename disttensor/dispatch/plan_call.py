@@ -166,7 +166,7 @@ def now_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _by_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True if calls of this key have equal values. Floats and regular tensors are told
-    apart by type."""
+    """Returns True if all calls of this key have equal values: keys contain only the type of a
+    float or a regular tensor."""
     values = (*args, *kwargs.values())
     return all(type(v) in (DistTensor, int, bool, str, type(None)) for v in values)

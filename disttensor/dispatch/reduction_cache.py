@@ -43,7 +43,7 @@ def _grad(x: DistTensor) -> bool:
 
 
 def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
-    """Reduce ``x`` to ``dst``, and keep that beside it, unless writes to x may pass unseen."""
+    """Reduces ``x`` to ``dst``. The result is kept unless writes to ``x`` may be uncounted."""
     local = x.local
     inside = dst.mesh.coordinate is not None
     # the local alone: what leads back to x would be a circle
@@ -73,8 +73,8 @@ def known(x: DistTensor) -> DistTensor | None:
 
 
 def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, DistTensor]:
-    """What stands for pending arguments of this call, by their ids: earlier reductions, and those
-    that the call needs. Empty: the call is carried out as it is."""
+    """Returns reduced values of pending arguments by the ids of these: earlier reductions, and new
+    ones that the call needs. Empty: the call runs on the pending values."""
     wholes = plan.reduce_first
     tensors = collect((args, kwargs), [])
     if not wholes and not any(type(t) is DistTensor and t._reduced is not None for t in tensors):

@@ -1,7 +1,6 @@
-"""How a call is carried out, decided once: ``dispatch`` runs what is found here, ``explain`` prints
-it.
+"""Resolves how a call is carried out. ``plan_call`` makes a plan of it, and ``explain`` prints it.
 
-The ways, in the order in which they are asked for: a handler (functions that are no computation),
+The ways, in the order in which they are tried: a handler (functions that are no computation),
 ``out=``, one call for each mesh (lists), a rule, the Python body of the function, and last the
 fallback that gathers everything: always right.
 """
@@ -57,12 +56,12 @@ def handler(*funcs: Function) -> Callable[[Function], Function]:
 class Plan:
     """Everything about a call by rule that does not depend on data.
 
-    factors          of this call, or of one like it in which letters had other sizes
-    specs            of the tensor arguments, in order (a plain tensor counts as replicated)
+    factors          of this call, or of a call that differs in the sizes of letters only
+    specs            of the tensor arguments, in order (a regular tensor counts as replicated)
     shapes           of the results
-    input_specs[i]   the spec that tensor argument i is needed in, None where it stays as it is
+    input_specs[i]   the spec that tensor argument i is resharded to, or None
     varying_axes[i]  the axes over which its use varies (sorted)
-    output_specs     of the results; their dtype is known when the function has run once
+    output_specs     of the results; the first run shows their dtypes
     """
 
     func: Function
@@ -119,7 +118,7 @@ class Plan:
         ]
 
     def local_fn(self) -> Function:
-        """What runs on the locals: the function itself, or what the rule has in place of it."""
+        """Returns the function that runs on the locals: the function itself, or the rule's own."""
         if self.factors.local is None:
             return self.func
         mesh = self.mesh
@@ -140,8 +139,8 @@ class Plan:
 class Resolution:
     """way: "handler", "out", "each_mesh", "rule", "decompose" or "gather"; why: no rule is taken.
 
-    ``expected``: nobody need be warned of a gather (an in-place function whose target the rule
-    cannot keep as it lies).
+    ``expected``: a gather gives no warning (an in-place function whose target could not keep its
+    placement by the rule).
     """
 
     way: str
@@ -150,9 +149,9 @@ class Resolution:
     expected: bool = False
 
 
-# what holds for calls that differ in sizes only
+# decisions for calls that differ in sizes only
 _ALIKE: Cache[Any, tuple[Factors, Decision]] = Cache(4096)
-# what holds for a call on each mesh of a shape, as those of stages
+# decisions for calls on all meshes of one shape, as the meshes of stages
 _SAME: Cache[Any, tuple[Factors, Decision]] = Cache(4096, lasting=True)
 
 
@@ -258,8 +257,8 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
 
 
 def plain_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
-    """A plain tensor beside DistTensors counts as replicated. Warns of a parameter that its model
-    does not hold any more: see ``optim.step_hooks.check_fresh``."""
+    """Returns the spec of a regular tensor beside DistTensors: replicated. Warns about a parameter
+    that its model has replaced: see ``optim.step_hooks.check_fresh``."""
     replaced = getattr(x, "_replaced", None)
     if replaced and x.requires_grad and torch.is_grad_enabled():
         warnings.warn(

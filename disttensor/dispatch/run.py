@@ -43,8 +43,7 @@ _grad: Callable[[], bool] = torch.is_grad_enabled
 def carry_out(
     planned: Planned, args: Sequence[Any], kwargs: Any, check: Check | None = None
 ) -> Any:
-    """Runs a call as it is planned. ``check``: called with the results of a plan that is not
-    checked yet."""
+    """Runs a planned call. ``check``: called with the results of a plan that is not checked yet."""
     if type(planned) is CallPlan:
         return run(planned, args, kwargs or {}, None if planned.is_checked else check)
     if type(planned) is Answer:
