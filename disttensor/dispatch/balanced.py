@@ -2,8 +2,8 @@
 
 A rule is applied as if the rows were contiguous. If its decision splits a letter by an axis that an
 argument splits as ``Balanced``, and each index of the letter is independent of the others, the
-order of the rows does not matter: all arguments and results with this letter become ``Balanced``. All
-other rows become contiguous.
+order of the rows does not matter: all arguments and results with this letter become ``Balanced``.
+All other rows become contiguous.
 """
 
 from __future__ import annotations
