@@ -35,7 +35,7 @@ class Setting:
         cls.current = cls._variable.get
         SETTINGS.append(cls.current)
 
-    def __init__(self, policy: Any = True) -> None:
+    def __init__(self, policy: Any) -> None:
         if policy not in self.allowed:
             *most, last = map(repr, self.allowed)
             raise ValueError(

@@ -25,6 +25,7 @@ from tests.support.part import part
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes
 from tests.support.training import compare, full, mesh_of
+from tests.test_after_failure import plain_dp
 
 pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 
@@ -51,12 +52,6 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 GOOD, BAD = [0, 1, 2, 3, 4, 5, 7, 6], [0, 1, 2, 9, 4, 5, 6, 7]
 
 
-def dp(net: Any) -> Any:
-    mesh = mesh_of((2,), ("dp",))
-    dt.shard_module(net, mesh)
-    return mesh, [Shard(0)]
-
-
 def tp(net: Any) -> Any:
     mesh = mesh_of((2,), ("tp",))
     dt.shard_module(net, mesh, {"first.*": [Shard(0)], "second.weight": [Shard(1)]})
@@ -69,7 +64,7 @@ def sharded(net: Any) -> Any:
     return mesh, [Shard(0)]
 
 
-HOW = {"dp": dp, "tp": tp, "sharded": sharded}
+HOW = {"dp": plain_dp, "tp": tp, "sharded": sharded}
 
 
 class Run:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.comm.program import Call
-from disttensor.core.layout import Axes, Layout
+from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 
@@ -79,7 +79,6 @@ class CallPlan:
     transfers         off both meshes of a reshard: it counts as a transfer
     is_simple         no tensor is resharded, written or viewed, and there is one result
     native            C may carry it out
-    layouts           off the mesh: of the results, by the rule; None: they are replicated
     autocast          off the mesh: the plans of the same calls under autocast, by its dtype
     call              what other ranks compare
     """
@@ -106,7 +105,6 @@ class CallPlan:
     is_simple: bool = False
     native: bool = False
     is_checked: bool = True
-    layouts: tuple[Layout, ...] | None = None
     autocast: dict[torch.dtype | None, CallPlan] = field(default_factory=dict, compare=False)
     call: Call | None = field(default=None, compare=False)
 

@@ -104,16 +104,7 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
             key = (key, *kwargs, *[key_of(v) for v in kwargs.values()])
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
-    planned = _known(key)
-    if planned is None:
-        planned = start(func, args, kwargs, key)
-    else:
-        note(planned)
-    try:
-        result = carry_out(planned, args, kwargs, partial(_check, key))
-    except BaseException as error:
-        note_error(error, planned)
-        raise
+    result = dispatch(DistTensor, func, (), args, kwargs)
     planned = _known(key)
     if type(planned) is CallPlan and not (planned.is_checked or planned.reduce_first):
         return result, None

@@ -43,6 +43,7 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
     tensors = collect((args, kwargs), [])
     reads = reads_of(plan, args, kwargs)
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
+    has_regular = any(r.regular for r in reads)
     moves = zip(plan.specs, plan.input_specs, strict=True)
     is_one = len(plan.output_specs) == 1
     varies = plan.output_specs[0].varies if plan.output_specs else frozenset()
@@ -69,12 +70,11 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
         native=not (
             plan.redistributes or sends_shape or (inplace and not args)
             or (is_view and is_one and not is_simple_view)
-            or any(r.regular for r in reads)
+            or has_regular
         ),
         is_simple=(
             is_flat and is_one and not plan.redistributes and origin is Origin.NONE
-            and not (inplace or is_view or sends_shape or any(reuses))
-            and not any(r.regular for r in reads)
+            and not (inplace or is_view or sends_shape or has_regular or any(reuses))
         ),
         is_checked=inplace,
         **reduction,
@@ -141,7 +141,7 @@ def plan_off_mesh(
     plan = CallPlan(
         func, mesh, None, tuple([t.spec for t in tensors if type(t) is DistTensor]), reads,
         tuple(kwargs), specs, template=template, writes=(0,) if writes else None,
-        draws=draws, broadcasts_shape=found is None, native=native, layouts=layouts, **reduction,
+        draws=draws, broadcasts_shape=found is None, native=native, **reduction,
     )  # fmt: skip
     plan.autocast[dtype] = plan
     return plan
@@ -159,8 +159,8 @@ def now_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
     dtype = autocast_dtype(plan.mesh)
     found = plan.autocast.get(dtype)
     if found is None:
-        writes = plan.writes is not None
-        found = plan_off_mesh(plan.func, plan.mesh, plan.layouts, args, kwargs, writes)
+        layouts, writes = tuple([s.layout for s in plan.results]), plan.writes is not None
+        found = plan_off_mesh(plan.func, plan.mesh, layouts, args, kwargs, writes)
         plan.autocast[dtype] = found
     return found
 

@@ -197,7 +197,7 @@ def _relate(
     """Relates the results of a view to the first argument."""
     is_one = type(result) is DistTensor  # not a tuple, as of a split into one piece
     if is_one and plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
-        set_origin(result, partial(view_of_use, plan.local, x, tuple(given[1:]), named))
+        _derive_view(plan, x, given, named, result)
     if plan.is_copy:
         back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
         for r in collect(result, []):
@@ -205,6 +205,12 @@ def _relate(
     elif x._view_state is not None:
         for r in collect(result, []):
             views.inherit(r, x)
+
+
+def _derive_view(
+    plan: CallPlan, x: DistTensor, given: list[Any], named: Any, result: DistTensor
+) -> None:
+    set_origin(result, partial(view_of_use, plan.local, x, tuple(given[1:]), named))
 
 
 def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
@@ -218,7 +224,7 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
     kwargs = kwargs or {}
     if plan.origin is Origin.VIEW:
         given, named = _read_all(plan, args, kwargs)
-        set_origin(result, partial(view_of_use, plan.local, args[0], tuple(given[1:]), named))
+        _derive_view(plan, args[0], given, named, result)
     elif result.local.requires_grad and _grad() and origin_of(result) is None:
         made = versions_of([t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)])
         value = result.local

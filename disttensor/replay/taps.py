@@ -41,7 +41,7 @@ def recording(recorder: Any) -> bool:
 def taps(recorder: Any) -> Iterator[None]:
     """They stand while the block runs. One recorder of the process at a time."""
     modules: dict[str, Any] = {
-        "base": base, "dispatch": dispatch, "run": run,
+        "base": base, "run": run,
         "fallback": fallback, "rematerialize": rematerialize,
         "tensor_reshard": tensor_reshard, "awaited": awaited,
     }  # fmt: skip

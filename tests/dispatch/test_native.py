@@ -716,7 +716,7 @@ def test_a_list_that_comes_to_hold_itself(
         asked, mesh, lambda given, plain: given, (), reads, (), (), writes=targets, native=True
     )
     monkeypatch.setattr(dispatch, "plan_of", lambda *call: plan)
-    monkeypatch.setattr(dispatch, "carry_out", lambda *call: "python")
+    monkeypatch.setattr(dispatch, "run", lambda *call: "python")
     assert native.module.dispatch(asked, (), (given, plain)) == "python"
     with Turning(), pytest.raises(RecursionError):
         native.module.dispatch(asked, (), (given, plain))
