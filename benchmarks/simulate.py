@@ -23,8 +23,8 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.simulate import devices
-from disttensor.simulate.one_rank import of_script
 from disttensor.simulate.run import simulate_program
+from disttensor.simulate.run_rank import of_script
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 WORLDS = 64, 512, 4096, 32768

@@ -124,3 +124,7 @@ class CustomFunctionError(RuntimeError):
     >>> y.tolist()
     [1.0, 1.0, 1.0]
     """
+
+
+class SimulationError(RuntimeError):
+    """The program cannot be simulated as it is. The message names the line."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from disttensor.errors import SimulationError
 from disttensor.simulate import devices
-from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.network import Network
-from disttensor.simulate.one_rank import of_script
+from disttensor.simulate.devices import Network
 from disttensor.simulate.run import simulate_program
+from disttensor.simulate.run_rank import of_script
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from disttensor.fsdp.segment_policy import SegmentBySize
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.schedules import NAMES
-from disttensor.simulate.network import Network
+from disttensor.simulate.devices import Network
 from disttensor.simulate.probe import Probe
 
 LARGE = SegmentBySize(128)  # MiB; without segments those of the engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from disttensor.simulate.spans import Row
+from disttensor.simulate.transfers import Row
 
 _LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 

@@ -1,93 +1,146 @@
-"""Micro-batches that do the same: a few of them are run, and the others follow.
+"""Derives the micro-batches of a step that did not run from similar ones that did.
 
-Every action does what the one in its situation does (``few_micro_batches.py``), with the tags of
-its own messages, and blocks of memory and works of its own.
+An action of a rank depends on its neighbours in the schedule: on the kinds of the actions before
+and after it, and on whether it is the first, the second or the last of its kind. These facts are
+its *situation*. If micro-batches are equal, a run in which each situation of the schedule occurs
+once shows the whole step: each action does the same as the recorded action in its situation, with
+its own message tags, storages and works.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from disttensor.comm import p2p
-from disttensor.comm.log import CommRecord
-from disttensor.pipeline import Action
 from disttensor.simulate.events import Collective, Event, Message, Wait
-from disttensor.simulate.few_micro_batches import situations
-from disttensor.simulate.memory import Step
-from disttensor.simulate.rank_run import RankRun
-from disttensor.simulate.visits import Mark, Piece, PipelineRun
+from disttensor.simulate.memory import MemoryChange
+from disttensor.simulate.rank_run import Action, ActionSlice, PipelineRun, Position, RankRun
 
-_KEPT = 0.001  # of the memory at the end: as much programs may keep of micro-batches, as losses
+_OTHERS = 2  # actions of a kind up to this number have situations of their own
+_KEPT = 0.001  # of the memory at the end: a program may keep as much of each step, as losses
 
-
-def filled(run: RankRun) -> RankRun:
-    """The step with all micro-batches, of a run with few. Raises ValueError where what is used in
-    an action was not made where it is made in the one in the same situation."""
-    if not any(one.left_out for one in run.runs):
-        return run
-    return _Filling(run).filled()
+# Few micro-batches --------------------------------------------------------------------------------
 
 
-Place = tuple[int, int]  # a pipeline run, and an action in the order of its stage
+def situations(row: Sequence[Action]) -> list[Hashable]:
+    """Returns the situation of each action of a stage."""
+    kinds = [(a.kind, a.chunk) for a in row]
+    left, seen = Counter(kinds), Counter[Any]()
+    out: list[Hashable] = []
+    for before, kind, after in zip([None, *kinds], kinds, [*kinds[1:], None], strict=False):
+        left[kind] -= 1
+        out.append((before, kind, after, min(seen[kind], _OTHERS), left[kind] > 0))
+        seen[kind] += 1
+    return out
+
+
+def left_out(row: Sequence[Action], recorded: bool = True) -> dict[int, int]:
+    """Returns the micro-batches that need not run, each with one whose loss replaces its own. In a
+    step that is not ``recorded`` only the micro-batches at the ends run."""
+    numbers = sorted({a.micro_batch for a in row})
+    if len(numbers) >= p2p.CHANNELS:  # some micro-batches would share their message numbers
+        return {}
+    # the engine reduces gradients in the last backward of each visit
+    ends = {row[0].micro_batch, *{(a.kind, a.chunk): a.micro_batch for a in row}.values()}
+    kept = _with_all_situations(row, ends) if recorded else set(ends)
+    for n in sorted(kept - ends):
+        if not _missing(row, kept - {n}):
+            kept.remove(n)
+    return {n: max(k for k in kept if k < n) for n in numbers if n not in kept}
+
+
+def _with_all_situations(row: Sequence[Action], ends: set[int]) -> set[int]:
+    """Adds micro-batches to ``ends`` until all situations occur: in each round an action with a
+    missing situation, and its neighbours."""
+    kept, order = set(ends), situations(row)
+    while missing := _missing(row, kept):
+        choices = [kept | {min({a.micro_batch for a in row} - kept)}]
+        for situation in missing:
+            first = order.index(situation)
+            last = len(row) - 1 - order[::-1].index(situation)
+            for at in (first, last):
+                choices.append(kept | {a.micro_batch for a in row[max(0, at - 1) : at + 2]})
+        new = [choice for choice in choices if choice != kept]
+        kept = min(new, key=lambda choice: (len(_missing(row, choice)), sorted(choice)))
+    return kept
+
+
+def _missing(row: Sequence[Action], kept: Collection[int]) -> set[Hashable]:
+    """Returns the situations that do not occur in a run of these micro-batches."""
+    return set(situations(row)).difference(situations([a for a in row if a.micro_batch in kept]))
+
+
+def can_repeat(run: RankRun) -> bool:
+    """Returns True if few of the micro-batches of this run show all of them."""
+    runs = [one for one in run.runs if one.grids]
+    return any(left_out(one.orders[one.stage]) for one in runs) and all(
+        one.has_equal_micro_batches for one in runs
+    )
+
+
+# All micro-batches --------------------------------------------------------------------------------
+
+
+def fill(run: RankRun) -> RankRun:
+    """Returns the step with all micro-batches from a run with few. Raises ValueError if an action
+    uses a storage or a work that its recorded counterpart received from elsewhere."""
+    return _Filling(run).fill() if any(one.left_out for one in run.runs) else run
 
 
 class _Filling:
-    """A rank's step while it is filled up. A *place* is where a piece stands in the full order;
-    (run, None) and (run, -1) are those between runs."""
+    """A step while it is filled. The *place* of a slice is (pipeline run, index in the full order
+    of the stage); the place of a part between runs is (pipeline run, None)."""
 
     def __init__(self, run: RankRun) -> None:
         self.run = run
-        self.events: list[Event] = []
-        self.comms: list[CommRecord] = []
-        self.changes: list[Step] = []
-        self.parts: list[Piece] = []
-        self.numbers: dict[tuple[str, Any, int], int] = {}  # of blocks and works
-        self.alive: dict[int, int] = {}  # bytes of each block
+        self.out = replace(run, events=[], comms=[], changes=[])
+        self.slices: list[ActionSlice] = []
+        self.numbers: dict[tuple[str, Any, int], int] = {}  # of storages and works
+        self.alive: Counter[int] = Counter()  # bytes of each storage
         self.count: Counter[str] = Counter()  # collectives of each group
         self.made = {"block": _blocks(run), "work": _works(run)}
-        self.users: dict[int, list[Any]] = {}  # a piece -> places at which it was used
+        self.users: dict[int, list[Any]] = {}  # a slice -> the places at which it was used
 
-    def filled(self) -> RankRun:
+    def fill(self) -> RankRun:
         run, at = self.run, 0
-        while at < len(run.parts):
-            piece = run.parts[at]
-            if piece.action is None:
-                self._add(at, piece.run, None, (piece.run, None), {})
+        while at < len(run.slices):
+            part = run.slices[at]
+            if part.action is None:
+                self._add(at, part.run, None, (part.run, None), {})
                 at += 1
                 continue
             end = at
-            while run.parts[end].action is not None:
+            while run.slices[end].action is not None:
                 end += 1
-            self._pipeline(piece.run, run.runs[piece.run], at, end)
+            self._fill_pipeline(part.run, run.runs[part.run], at, end)
             at = end
-        out = replace(
-            run, events=self.events, comms=self.comms, changes=self.changes,
-            parts=tuple(self.parts),
-        )  # fmt: skip
-        more, level = Counter(out.level()), run.level()
-        more.subtract(level)
-        if max(map(abs, more.values())) > _KEPT * sum(level.values()):
-            raise ValueError("another level of memory at the end of the step")
+        out = replace(self.out, slices=tuple(self.slices))
+        more, held = Counter(out.held_at_end()), run.held_at_end()
+        more.subtract(held)
+        if max(map(abs, more.values())) > _KEPT * sum(held.values()):
+            raise ValueError("the derived step ends with another amount of memory")
         return out
 
-    def _pipeline(self, number: int, one: PipelineRun, begin: int, end: int) -> None:
-        """``run.parts[begin:end]`` are what was run of it."""
+    def _fill_pipeline(self, number: int, one: PipelineRun, begin: int, end: int) -> None:
+        """Adds all actions of a pipeline run, of which ``run.slices[begin:end]`` were recorded."""
         row = one.orders[one.stage]
-        ran = [p.action for p in self.run.parts[begin:end] if p.action is not None]
+        ran = [p.action for p in self.run.slices[begin:end] if p.action is not None]
         by_situation = dict(zip(situations(ran), range(begin, end), strict=True))
         sources = [by_situation[situation] for situation in situations(row)]
         where = {action: at for at, action in enumerate(row)}
         once = {s: at for at, s in enumerate(sources) if sources.count(s) == 1}
         for at, (action, source) in enumerate(zip(row, sources, strict=True)):
             model = ran[source - begin]
-            # where in the full order the pieces before this one stand: of the same micro-batch; at
-            # the only place, as the first backward, which makes gradients; as far from here
+            # The place of each earlier slice, seen from here: an action of the same micro-batch;
+            # the only place of the slice (as of the first backward, which makes gradients); or as
+            # many actions before this one as in the recorded order.
             places: dict[int, Any] = {}
-            for other, its in enumerate(ran[: source - begin + 1], begin):
-                if its.micro_batch == model.micro_batch:
-                    place = where[its._replace(micro_batch=action.micro_batch)]
+            for other, earlier in enumerate(ran[: source - begin + 1], begin):
+                if earlier.micro_batch == model.micro_batch:
+                    place = where[earlier._replace(micro_batch=action.micro_batch)]
                 else:
                     place = once.get(other, at - (source - other))
                 places[other] = (number, place)
@@ -96,86 +149,77 @@ class _Filling:
     def _add(
         self, source: int, number: int, action: Action | None, place: Any, places: dict[int, Any]
     ) -> None:
-        """The piece number ``source`` once more, at ``place``. ``places``: those of the pieces
-        whose blocks and works it uses."""
-        run, piece = self.run, self.run.parts[source]
+        """Adds slice number ``source`` once more, at ``place``. ``places``: the places of the
+        slices whose storages and works it uses."""
+        run, out, part = self.run, self.out, self.run.slices[source]
         self.users.setdefault(source, []).append(place)
-        start = Mark(len(self.events), len(self.changes), len(self.comms))
-        shift = start.events - piece.start.events
-        for event in run.events[piece.start.events : piece.end.events]:
-            self.events.append(self._event(event, piece, action, places))
-        for step in run.changes[piece.start.changes : piece.end.changes]:
-            blocks = self._blocks(step, places)
-            for block in blocks:
-                self.alive[block] = self.alive.get(block, 0) + step.nbytes
-                self.changes.append(step._replace(event=step.event + shift, block=block))
-        self.comms += self._comms(piece)
-        end = Mark(len(self.events), len(self.changes), len(self.comms))
-        self.parts.append(Piece(number, action, start, end))
+        start = self._position()
+        shift = start.events - part.start.events
+        for event in run.events[part.start.events : part.end.events]:
+            out.events.append(self._event(event, part, action, places))
+        for change in run.changes[part.start.changes : part.end.changes]:
+            for block in self._changed_blocks(change, places):
+                self.alive[block] += change.nbytes
+                out.changes.append(change._replace(event=change.event + shift, block=block))
+        out.comms.extend(run.comms[part.start.comms : part.end.comms])
+        self.slices.append(ActionSlice(number, action, start, self._position()))
 
-    def _comms(self, piece: Piece) -> list[CommRecord]:
-        return self.run.comms[piece.start.comms : piece.end.comms]
+    def _position(self) -> Position:
+        return Position(len(self.out.events), len(self.out.changes), len(self.out.comms))
 
     def _event(
-        self, event: Event, piece: Piece, action: Action | None, places: dict[int, Any]
+        self, event: Event, part: ActionSlice, action: Action | None, places: dict[int, Any]
     ) -> Event:
+        if not isinstance(event, Collective | Message | Wait):
+            return event
+        event = event._replace(work=self._number("work", event.work, places))
         if isinstance(event, Collective):
             self.count[event.group] += 1
-            work = self._number("work", event.work, places)
-            return event._replace(work=work, number=self.count[event.group] - 1)
-        if isinstance(event, Message):
-            work = self._number("work", event.work, places)
-            return event._replace(work=work, tag=self._tag(event.tag, piece, action))
-        if isinstance(event, Wait):
-            return Wait(self._number("work", event.work, places))
+            return event._replace(number=self.count[event.group] - 1)
+        if isinstance(event, Message) and action is not None and part.action is not None:
+            tags = self.run.runs[part.run].tags
+            a, b = part.action.micro_batch, action.micro_batch
+            return event._replace(tag=p2p.moved_tag(event.tag, (a + 1, tags[a]), (b + 1, tags[b])))
         return event
 
-    def _tag(self, tag: int, piece: Piece, action: Action | None) -> int:
-        if action is None or piece.action is None:
-            return tag
-        tags = self.run.runs[piece.run].tags
-        a, b = piece.action.micro_batch, action.micro_batch
-        return p2p.moved_tag(tag, (a + 1, tags[a]), (b + 1, tags[b]))
-
-    def _number(self, what: str, old: int, places: dict[int, Any]) -> int:
-        """The number here of a block or work of the run; its own where it was there before."""
-        made = self.made[what].get(old)
+    def _number(self, kind: str, old: int, places: dict[int, Any]) -> int:
+        """Returns the number here of a recorded storage or work; ``old`` if it is older than the
+        step."""
+        made = self.made[kind].get(old)
         if made is None:
             return old
         source, nth = made
         place = places.get(source)
-        if place is None:  # between two runs, or used after its run: seen from the end of that
+        if place is None:  # between two runs, or used after its run: the last place of its slice
             place = self.users[source][-1]
-        key = what, place, nth
-        if key not in self.numbers:
-            self.numbers[key] = -1 - len(self.numbers)  # no number of what was there before
-        return self.numbers[key]
+        return self.numbers.setdefault((kind, place, nth), -1 - len(self.numbers))
 
-    def _blocks(self, step: Step, places: dict[int, Any]) -> list[int]:
-        """The blocks that have more or fewer bytes: what is freed after the run of all that made
-        one, is freed for all."""
-        made = self.made["block"].get(step.block)
+    def _changed_blocks(self, change: MemoryChange, places: dict[int, Any]) -> list[int]:
+        """Returns the storages that change. A storage that is freed after its pipeline run is freed
+        for all micro-batches."""
+        made = self.made["block"].get(change.block)
         if made is None:
-            return [step.block]
+            return [change.block]
         source, nth = made
-        if source in places or self.run.parts[source].action is None:
-            block = self._number("block", step.block, places)
-            if step.nbytes < 0 and self.alive.get(block, 0) < -step.nbytes:
-                raise ValueError(f"{step} frees what is not there")
+        if source in places or self.run.slices[source].action is None:
+            block = self._number("block", change.block, places)
+            if change.nbytes < 0 and self.alive[block] < -change.nbytes:
+                raise ValueError(f"{change} frees a storage that does not exist")
             return [block]
         keys = [("block", place, nth) for place in self.users.get(source, ())]
         blocks = [self.numbers[key] for key in keys if key in self.numbers]
-        return [b for b in blocks if self.alive.get(b, 0) + step.nbytes >= 0]
+        return [b for b in blocks if self.alive[b] + change.nbytes >= 0]
 
 
-Made = dict[int, tuple[int, int]]  # number -> the piece that made it, and how many before it there
+Made = dict[int, tuple[int, int]]  # number -> (the slice that made it, how many before it there)
 
 
 def _works(run: RankRun) -> Made:
+    """Returns which slice started each work."""
     out: Made = {}
-    for number, piece in enumerate(run.parts):
+    for number, part in enumerate(run.slices):
         started = (
-            e.work for e in run.events[piece.start.events : piece.end.events]
+            e.work for e in run.events[part.start.events : part.end.events]
             if isinstance(e, Collective | Message)
         )  # fmt: skip
         out.update((work, (number, nth)) for nth, work in enumerate(started))
@@ -183,9 +227,10 @@ def _works(run: RankRun) -> Made:
 
 
 def _blocks(run: RankRun) -> Made:
+    """Returns which slice made each storage."""
     out: Made = {}
-    for number, piece in enumerate(run.parts):
-        seen = [step.block for step in run.changes[piece.start.changes : piece.end.changes]]
+    for number, part in enumerate(run.slices):
+        seen = [change.block for change in run.changes[part.start.changes : part.end.changes]]
         new = [b for b in dict.fromkeys(seen) if b >= run.blocks_before and b not in out]
         out.update((block, (number, nth)) for nth, block in enumerate(new))
     return out

@@ -1,11 +1,12 @@
-"""Stages that do the same: the first and the last of them are run, those between follow.
+"""Derives the ranks of a stage from two equal stages that were run, one before and one after it.
 
 Stages with the same parameters, whose modules make the same calls, do the same for a micro-batch,
-in the order that the schedule says. What is not the same are names of layers, and numbers of ranks
-and of messages, which differ by as much from each stage to the next. So what a stage between two
-does follows from the two. As a check the last follows from the first in the same way: where its run
-says otherwise, in any event or in its peak of memory, one of the two is by itself, as a stage at an
-end often is, and those between are tried without it.
+in the order that the schedule says. Between consecutive stages only layer names, rank numbers and
+message tags change, the numbers by a constant step.
+
+To verify, the last stage is also derived from the first and compared with its recorded run. If they
+differ, in any event or in their peaks of memory, one of the two is an outlier (often a stage at an
+end); it is excluded, and the stages between are derived again without it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,17 @@ from typing import Any
 
 from disttensor.comm.log import CommRecord
 from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
-from disttensor.simulate.grid import Grid
 from disttensor.simulate.layers import counterparts, renamed
-from disttensor.simulate.memory import Step
-from disttensor.simulate.rank_run import RankRun
-from disttensor.simulate.visits import Mark, Piece
+from disttensor.simulate.rank_run import ActionSlice, Grid, Position, RankRun
 
-_PEAK = 0.005  # of the peak of memory: as much it may be off
-Label = tuple[int, Any]
+_PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
+Label = tuple[int, Any]  # a pipeline run and an action
 
 
 @dataclass(frozen=True)
-class Follower:
-    """``rank`` of stage number ``stage`` does what ``first`` and ``last`` do, at the same places of
-    the stages ``ends``. ``suspect``: the end that is by itself if the two are not alike."""
+class DerivedRank:
+    """``rank`` of ``stage``, derived from the ranks ``first`` and ``last``, which are at the same
+    places of the stages ``ends``. ``suspect``: the stage to exclude if the two differ."""
 
     rank: int
     stage: int
@@ -40,79 +38,92 @@ class Follower:
     ends: tuple[int, int]
     suspect: int = 0
 
-    def at(self, a: int, b: int) -> int:
-        """What is here where the first stage has ``a`` and the last ``b``. Raises ValueError if
-        they do not differ by as much from each stage to the next."""
+    def interpolate(self, a: int, b: int) -> int:
+        """Returns the number of this stage if the first stage has ``a`` and the last ``b``. Raises
+        ValueError if the difference is no multiple of the number of stages between."""
         steps = self.ends[1] - self.ends[0]
         if (b - a) % steps:
             raise ValueError(f"{a} and {b}, {steps} stages later")
         return a + (b - a) // steps * (self.stage - self.ends[0])
 
 
-def followers(
+def derived_ranks(
     stages: Iterable[tuple[Grid, ...]], work: Mapping[tuple[int, ...], Any],
-    kinds: Sequence[Sequence[int]], odd: Collection[int] = (),
-) -> list[Follower]:  # fmt: skip
-    """The kinds that follow from others. ``work``: what each mesh is known to do; ``odd``: stages
-    that do something else."""
+    kinds: Sequence[Sequence[int]], excluded: Collection[int] = (),
+) -> list[DerivedRank]:  # fmt: skip
+    """Returns the kinds of ranks that can be derived.
+
+    Args:
+        stages: the meshes of the stages, of each pipeline run.
+        work: for each mesh, by its ranks, its parameters and the calls of its modules.
+        kinds: the ranks of each kind.
+        excluded: stages that differ from the others.
+    """
     orders = list(stages)
     if len(orders) != 1 or len(orders[0]) < 5:
         return []
     (grids,) = orders
     stage_of = {rank: (s, i) for s, grid in enumerate(grids) for i, rank in enumerate(grid.ranks)}
-    at: dict[tuple[int, frozenset[int]], int] = {}  # (stage, places) -> the first rank
+    first_ranks: dict[tuple[int, frozenset[int]], int] = {}  # (stage, places) -> the first rank
     for ranks in kinds:
-        there = [stage_of.get(r) for r in ranks]
-        found = {t[0] for t in there if t is not None}
-        if len(found) == 1 and None not in there:
-            at[found.pop(), frozenset(t[1] for t in there if t is not None)] = ranks[0]
-    same: list[list[int]] = []
+        found = [stage_of[r] for r in ranks if r in stage_of]
+        numbers = {stage for stage, _ in found}
+        if len(numbers) == 1 and len(found) == len(ranks):
+            first_ranks[numbers.pop(), frozenset(place for _, place in found)] = ranks[0]
+    out = []
+    for group in _equal_stages(grids, work):
+        left = [s for s in group if s not in excluded]
+        # exclude the last stage first, which sends to another stage, then the two in turn
+        suspect = (left[-1], left[0])[(len(group) - len(left)) % 2] if left else 0
+        for s in left[1:-1]:
+            for (stage, places), rank in first_ranks.items():
+                ends = first_ranks.get((left[0], places)), first_ranks.get((left[-1], places))
+                if stage == s and ends[0] is not None and ends[1] is not None:
+                    both = left[0], left[-1]
+                    out.append(DerivedRank(rank, s, ends[0], ends[1], both, suspect))
+    return out
+
+
+def _equal_stages(
+    grids: Sequence[Grid], work: Mapping[tuple[int, ...], Any]
+) -> Iterable[Sequence[int]]:
+    """Groups the stages, except the first and the last, by shape and work. A stage whose work is
+    not known is a group by itself."""
+    groups: list[list[int]] = []
     for s in range(1, len(grids) - 1):
         known = work.get(grids[s].ranks)
-        for group in same:
+        for group in groups:
             other = grids[group[0]]
             if known and other.shape == grids[s].shape and work.get(other.ranks) == known:
                 group.append(s)
                 break
         else:
-            same.append([s])
-    out = []
-    for group in same:
-        left = [s for s in group if s not in odd]
-        for s in left[1:-1]:
-            # the last one first, which sends to another stage, then in turn
-            first, last = left[0], left[-1]
-            suspect = first if (len(group) - len(left)) % 2 else last
-            for (stage, places), rank in at.items():
-                if stage == s and (first, places) in at and (last, places) in at:
-                    ends = at[first, places], at[last, places]
-                    out.append(Follower(rank, s, *ends, (first, last), suspect))
-    return out
+            groups.append([s])
+    return groups
 
 
-def alike(first: RankRun, last: RankRun, follower: Follower) -> bool:
-    """Does the last stage do what follows from the first?"""
-    there = replace(follower, rank=last.rank, stage=follower.ends[1])
+def is_alike(first: RankRun, last: RankRun, rank: DerivedRank) -> bool:
+    """Returns True if the last stage does the same as a stage derived from the first."""
     try:
-        check = followed(first, last, there)
+        derived = derive(first, last, replace(rank, rank=last.rank, stage=rank.ends[1]))
     except (ValueError, KeyError):
         return False
-    off = abs(check.memory.peak - last.memory.peak)
-    return off <= _PEAK * last.memory.peak and _same(check, last)
+    off = abs(derived.memory.peak - last.memory.peak)
+    return off <= _PEAK * last.memory.peak and _same(derived, last)
 
 
-def _same(check: RankRun, last: RankRun) -> bool:
-    """Does the last of the stages do what was expected of it?"""
-    mine, its = _works(check), _works(last)
-    return check.comms == last.comms and len(check.events) == len(last.events) and all(
-        (type(a) is Wait and type(b) is Wait and mine.get(a.work) == its.get(b.work))
-        or _without_work(a) == _without_work(b)
-        for a, b in zip(check.events, last.events, strict=True)
+def _same(a: RankRun, b: RankRun) -> bool:
+    """Returns True if the two runs have equal events, apart from the numbers of their works."""
+    mine, its = _started(a), _started(b)
+    return a.comms == b.comms and len(a.events) == len(b.events) and all(
+        (type(x) is Wait and type(y) is Wait and mine.get(x.work) == its.get(y.work))
+        or _without_work(x) == _without_work(y)
+        for x, y in zip(a.events, b.events, strict=True)
     )  # fmt: skip
 
 
-def _works(run: RankRun) -> dict[int, int]:
-    """Where each work was started."""
+def _started(run: RankRun) -> dict[int, int]:
+    """Returns the number of the event that starts each work."""
     return {e.work: i for i, e in enumerate(run.events) if isinstance(e, Collective | Message)}
 
 
@@ -122,70 +133,73 @@ def _without_work(e: Event) -> Event:
     return e._replace(work=0) if isinstance(e, Message) else e
 
 
-def followed(first: RankRun, last: RankRun, follower: Follower) -> RankRun:
-    """The pieces of ``first`` in the order of the follower's stage, with its layers, and numbers
-    between those of the two. Raises ValueError where they are not alike."""
-    mine, its = _labelled(first), _labelled(last)
+def derive(first: RankRun, last: RankRun, rank: DerivedRank) -> RankRun:
+    """Returns the slices of ``first`` in the order of the derived rank's stage, with its layers and
+    with numbers between those of the two runs. Raises ValueError if the two are not alike."""
+    mine, its = _by_label(first), _by_label(last)
     if mine.keys() != its.keys():
-        raise ValueError("not the same pieces")
-    events: list[Event] = []
-    comms: list[CommRecord] = []
-    changes: list[Step] = []
-    parts: list[Piece] = []
+        raise ValueError("the two stages have different actions")
+    out = RankRun(rank.rank, [], [], first.held, [], [], (), first.runs)
+    slices: list[ActionSlice] = []
     count: Counter[str] = Counter()
-    layer = _layers(first, follower)
-    for label in _order(first, follower.stage):
+    rename = _layer_names(first, rank)
+
+    def position() -> Position:
+        return Position(len(out.events), len(out.changes), len(out.comms))
+
+    for label in _order(first, rank.stage):
         a, b = mine[label], its[label]
-        start = Mark(len(events), len(changes), len(comms))
-        shift = len(events) - a.start.events
+        start = position()
+        shift = start.events - a.start.events
         for x, y in zip(_cut(first.events, a, 0), _cut(last.events, b, 0), strict=True):
-            events.append(_event(x, y, follower, count, layer))
-        for step in _cut(first.changes, a, 1):
-            changes.append(step._replace(event=step.event + shift) if shift else step)
+            out.events.append(_event(x, y, rank, count, rename))
+        for change in _cut(first.changes, a, 1):
+            out.changes.append(change._replace(event=change.event + shift) if shift else change)
         for one, other in zip(_cut(first.comms, a, 2), _cut(last.comms, b, 2), strict=True):
-            comms.append(_record(one, other, follower))
-        end = Mark(len(events), len(changes), len(comms))
-        parts.append(Piece(a.run, a.action, start, end))
-    return RankRun(follower.rank, events, comms, first.held, changes, [], tuple(parts), first.runs)
+            out.comms.append(_record(one, other, rank))
+        slices.append(ActionSlice(a.run, a.action, start, position()))
+    return replace(out, slices=tuple(slices))
 
 
-def _labelled(run: RankRun) -> dict[Label, Piece]:
-    return {(p.run, p.action): p for p in run.parts}
+def _by_label(run: RankRun) -> dict[Label, ActionSlice]:
+    return {(part.run, part.action): part for part in run.slices}
 
 
 def _order(run: RankRun, stage: int) -> list[Label]:
-    """The pieces of a stage in its order."""
+    """Returns the labels of the slices of a stage, in order."""
     out: list[Label] = []
-    for piece in run.parts:
-        if piece.action is None:
-            out.append((piece.run, None))
-            if piece.run < len(run.runs):
-                out += [(piece.run, action) for action in run.runs[piece.run].orders[stage]]
+    for part in run.slices:
+        if part.action is None:
+            out.append((part.run, None))
+            if part.run < len(run.runs):
+                out += [(part.run, action) for action in run.runs[part.run].orders[stage]]
     return out
 
 
-def _cut(rows: Sequence[Any], piece: Piece, of: int) -> Sequence[Any]:
-    return rows[piece.start[of] : piece.end[of]]
+def _cut(rows: Sequence[Any], part: ActionSlice, field: int) -> Sequence[Any]:
+    return rows[part.start[field] : part.end[field]]
 
 
-def _layers(first: RankRun, follower: Follower) -> Callable[[str], str]:
-    """What a layer of the first stage is called on the follower's."""
+def _layer_names(first: RankRun, rank: DerivedRank) -> Callable[[str], str]:
+    """Returns a function from a layer of the first stage to its counterpart on the derived
+    stage."""
     grids = first.runs[0].grids
-    mine, its = (first.placed.get(grids[s].ranks, []) for s in (follower.ends[0], follower.stage))
+    mine, its = (first.layers.get(grids[s].ranks, []) for s in (rank.ends[0], rank.stage))
     return cache(partial(renamed, names=counterparts(mine, its)))
 
 
 def _event(
-    a: Event, b: Event, follower: Follower, count: Counter[str], layer: Callable[[str], str]
+    a: Event, b: Event, rank: DerivedRank, count: Counter[str], rename: Callable[[str], str]
 ) -> Event:
     if isinstance(a, Op) and isinstance(b, Op):
         if a._replace(layer=b.layer) != b:
             raise ValueError(f"{a} and {b}")
-        return a._replace(layer=layer(a.layer)) if a.layer else a
+        return a._replace(layer=rename(a.layer)) if a.layer else a
     if isinstance(a, Message) and isinstance(b, Message):
-        return a._replace(peer=follower.at(a.peer, b.peer), tag=follower.at(a.tag, b.tag))
+        peer, tag = rank.interpolate(a.peer, b.peer), rank.interpolate(a.tag, b.tag)
+        return a._replace(peer=peer, tag=tag)
     if isinstance(a, Collective) and isinstance(b, Collective):
-        ranks = tuple(map(follower.at, a.ranks, b.ranks))
+        ranks = tuple(map(rank.interpolate, a.ranks, b.ranks))
         count[a.group] += 1
         return a._replace(ranks=ranks, number=count[a.group] - 1)
     if type(a) is not type(b) or not isinstance(a, Wait | Visit | Gradient):
@@ -193,16 +207,12 @@ def _event(
     return a
 
 
-def _number(a: str, b: str, at: Callable[[int, int], int]) -> str:
-    """The name of a process group, which may be a number. Raises ValueError for others."""
-    return str(at(int(a), int(b)))
-
-
-def _record(a: CommRecord, b: CommRecord, follower: Follower) -> CommRecord:
+def _record(a: CommRecord, b: CommRecord, rank: DerivedRank) -> CommRecord:
+    """Raises ValueError if the axes differ and are no numbers."""
     if a == b:
         return a
     ends = zip(a.axis.split(" -> "), b.axis.split(" -> "), strict=True)
-    axis = " -> ".join(_number(x, y, follower.at) for x, y in ends)
+    axis = " -> ".join(str(rank.interpolate(int(x), int(y))) for x, y in ends)
     if replace(b, axis=a.axis) != a:
         raise ValueError(f"{a} and {b}")
     return replace(a, axis=axis)

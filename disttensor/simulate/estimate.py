@@ -22,9 +22,8 @@ from disttensor.parallel.degrees import Degrees, ranks_over
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.partition import balanced
 from disttensor.pipeline.schedules import NAMES
-from disttensor.simulate.devices import Device
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective, Event, Op
-from disttensor.simulate.network import Network
 from disttensor.simulate.probe import Layer, Probe
 
 _MIB = 1 << 20

@@ -1,5 +1,5 @@
-"""What a rank does in a step, as it is recorded: operators, collectives, messages, waits, where
-forwards and backwards of a pipeline begin, and gradients that come."""
+"""The recorded events of a step: operators, collectives, messages, waits, begins of the forwards
+and backwards of a pipeline, and gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Op(NamedTuple):
-    """One operator on locals that computes something, so no view. ``nbytes``: what it reads and
-    writes; ``flops`` by torch's formulas; ``dtype`` of what it computes in; ``layer``: of those
-    with FLOPs, see ``layers.py``; ``causal``: of a causal attention the numbers of its queries and
-    keys."""
+    """An operator on locals, except views.
+
+    flops   by torch's formulas
+    nbytes  bytes that it reads and writes
+    dtype   the dtype in which it computes
+    layer   of operators with FLOPs, see ``layers.py``
+    causal  of a causal attention: the numbers of its queries and keys
+    """
 
     name: str
     flops: int
@@ -27,10 +31,15 @@ class Op(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """The start of a collective. ``nbytes``: what this rank puts on the wire; ``payload``: bytes of
-    its largest tensor. ``group``: the name of the process group, and ``number`` the collectives on
-    it so far, are the same on all its ranks. ``uneven``: ranks exchange pieces of several sizes.
-    ``work``: what a Wait names."""
+    """The start of a collective.
+
+    nbytes   bytes that this rank sends
+    payload  bytes of its largest tensor
+    group    the name of the process group, the same on all its ranks
+    number   the number of earlier collectives of this group
+    uneven   ranks exchange pieces of several sizes
+    work     the number that a Wait names
+    """
 
     kind: str
     axis: str
@@ -46,8 +55,8 @@ class Collective(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message is sent to ``peer``, or asked for from it. ``tag`` and ``number``, of the messages
-    between the two with this tag, are the same on both."""
+    """A message that is sent to ``peer``, or received from it. ``tag`` is the same on both ranks,
+    and so is ``number``, which counts the messages with this tag between the two."""
 
     peer: int
     sends: bool
@@ -60,7 +69,7 @@ class Message(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The rank needs what ``work`` brings."""
+    """The rank needs the result of ``work``."""
 
     work: int
 
@@ -73,7 +82,7 @@ class Visit(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of a parameter that lies in shards has come."""
+    """The gradient of a sharded parameter is ready."""
 
     where: str
 

@@ -1,5 +1,5 @@
-"""Operators of ``torch.ops.c10d``, answered without a message: what they would have sent, and a
-Work that says when the program waits for it."""
+"""Answers operators of ``torch.ops.c10d`` without communication: records an event, and returns a
+Work that records when the program waits for it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from disttensor.torch_private import unboxed_group
 _SENDS = {"send": True, "recv_": False}
 
 
-class _Form(NamedTuple):
-    """Where the process group stands in the arguments, the peer of a message, and the Work among
-    the results."""
+class _Signature(NamedTuple):
+    """The positions of the process group and of the peer in the arguments, and of the Work in the
+    results, and the number of results."""
 
     group: int
     peer: int | None
@@ -31,18 +31,18 @@ class _Form(NamedTuple):
 
 
 @cache
-def _form(func: Any) -> _Form:
+def _signature_of(func: Any) -> _Signature:
     names = [a.name for a in func._schema.arguments]
     types = [str(a.type) for a in func._schema.arguments]
     results = [str(r.type) for r in func._schema.returns]
     group = next(i for i, t in enumerate(types) if t.endswith("ProcessGroup"))
     peer = next((names.index(n) for n in ("dst", "src") if n in names), None)
     work = next((i for i, t in enumerate(results) if t.endswith("Work")), -1)
-    return _Form(group, peer, work, len(results))
+    return _Signature(group, peer, work, len(results))
 
 
 class _Work(dist.Work):
-    """Says when it is waited for."""
+    """Calls ``on_wait`` when the program waits for it."""
 
     def __init__(self, on_wait: Callable[[], None], done: Callable[[], bool]) -> None:
         super().__init__()
@@ -60,23 +60,25 @@ class _Work(dist.Work):
 
 
 def _uneven(args: Any) -> bool:
-    """Are there lists of sizes, for an all-to-all, that are not all the same?"""
+    """Returns True if an argument is a list of different sizes, as of an all-to-all."""
     sizes = [a for a in args if isinstance(a, list) and a and isinstance(a[0], int)]
     return any(len(set(s)) > 1 for s in sizes)
 
 
 class FakeCollectives:
-    """Answers for one rank. ``note``: is given each event; ``phase()``: the phase of the step."""
+    """Answers the collectives of one rank. ``note`` receives each event; ``phase()`` returns the
+    phase of the step."""
 
     def __init__(self, note: Callable[[Any], None], phase: Callable[[], str]) -> None:
         self.note, self.phase = note, phase
         self.count: Counter[Any] = Counter()
-        self.works: list[_Work] = []  # C++ keeps no hold on them
+        self.works: list[_Work] = []  # C++ does not keep them alive
         self.groups: dict[str, tuple[int, ...]] = {}
 
-    def answer(self, func: Any, args: Any, kwargs: Any, announced: CommRecord | None) -> Any:
-        """The result of ``func(*args)``. ``announced``: what the engine has said of it."""
-        form = _form(func)
+    def answer(self, func: Any, args: Any, kwargs: Any, record: CommRecord | None) -> Any:
+        """Returns the result of ``func(*args)``. ``record``: the engine's record of this call, None
+        for a call of the user."""
+        form = _signature_of(func)
         if form.group >= len(args):  # a barrier's process group may be named
             args = (*args, *kwargs.values())
         group = unboxed_group(args[form.group])
@@ -88,8 +90,8 @@ class FakeCollectives:
         if kind in _SENDS:
             self._message(_SENDS[kind], args, form, self.groups[name])
         elif len(self.groups[name]) > 1:
-            self._collective(kind, name, args, announced)
-        # in the background it is done, as far as anybody asks, when another one has been started
+            self._collective(kind, name, args, record)
+        # a collective in the background counts as completed when another one has been started
         work = self._work(not _SENDS.get(kind, False), lambda: len(self.works) > number + 1)
         if form.results == 1:
             return work.boxed() if form.work == 0 else args[0]
@@ -99,13 +101,13 @@ class FakeCollectives:
         number = len(self.works)
 
         def noted() -> None:
-            if waits:  # who has sent goes on
+            if waits:  # a sender does not wait
                 self.note(Wait(number))
 
         self.works.append(_Work(noted, done))
         return self.works[-1]
 
-    def _message(self, sends: bool, args: Any, form: _Form, ranks: tuple[int, ...]) -> None:
+    def _message(self, sends: bool, args: Any, form: _Signature, ranks: tuple[int, ...]) -> None:
         assert form.peer is not None
         peer = ranks[args[form.peer]]
         tag = args[form.peer + 1]
@@ -116,16 +118,16 @@ class FakeCollectives:
             peer, sends, nbytes, tag, number, len(self.works), self.phase(), user_line()
         ))  # fmt: skip
 
-    def _collective(self, kind: str, name: str, args: Any, said: CommRecord | None) -> None:
+    def _collective(self, kind: str, name: str, args: Any, record: CommRecord | None) -> None:
         number = self.count[name]
         self.count[name] += 1
         tensors: list[torch.Tensor] = collect(list(args), [])
         payload = max((t.nbytes for t in tensors), default=0)
-        if said is None:  # a call of the user's own
-            said = CommRecord(
+        if record is None:
+            record = CommRecord(
                 kind.strip("_"), "", payload, self.phase(), user_line(), (), torch.uint8
             )
         self.note(Collective(
-            said.kind, said.axis, said.bytes, payload, self.groups[name], name, number,
-            _uneven(args), len(self.works), self.phase(), said.where,
+            record.kind, record.axis, record.bytes, payload, self.groups[name], name, number,
+            _uneven(args), len(self.works), self.phase(), record.where,
         ))  # fmt: skip

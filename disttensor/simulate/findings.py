@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from disttensor.simulate.devices import Device
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective
 from disttensor.simulate.kind import Kind, names_of
-from disttensor.simulate.network import Network
 from disttensor.simulate.text import amount
 
 _UNEVEN = 1.2  # times the mean

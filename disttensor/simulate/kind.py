@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from disttensor.comm.log import CommLog
+from disttensor.simulate.devices import Network
 from disttensor.simulate.events import Collective, Event, Message, Op
 from disttensor.simulate.layer_shares import Flops, by_layer
 from disttensor.simulate.memory import Memory
-from disttensor.simulate.network import Network
-from disttensor.simulate.spans import Row
+from disttensor.simulate.transfers import Row
 
 Volume = dict[str, tuple[int, int]]
 

@@ -1,12 +1,13 @@
-"""Which ranks do the same, from their coordinates: those of one stage, with pieces of one size,
-that send and receive as much.
+"""Groups the ranks of a world into kinds: ranks of one stage, with pieces of equal sizes, that send
+and receive the same amounts.
 
-What makes ranks different is found by running some of them: rank 0 first, then one of each kind
-that its run has shown, until no run shows another.
+The differences between ranks are found by running some of them: rank 0 first, then one rank of each
+kind known so far, until no run shows another difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,29 +16,27 @@ from disttensor.comm.log import CommLog
 from disttensor.core.layout import box_at
 from disttensor.core.mesh import ProcessMesh
 from disttensor.runtime import current_runtime
-from disttensor.simulate.equal_stages import alike, followed, followers
+from disttensor.simulate.equal_stages import derive, derived_ranks, is_alike
 from disttensor.simulate.events import Collective, Event
-from disttensor.simulate.grid import Grid
-from disttensor.simulate.rank_run import RankRun
-from disttensor.simulate.visits import PipelineRun
+from disttensor.simulate.rank_run import Grid, PipelineRun, RankRun, Shape
 from disttensor.tensor.base import MeshTensor
 from reshard.cross_mesh_plan import CrossMeshPlan
 
 Axes = tuple[int, ...]
-Shape = tuple[int, ...]
 Volume = tuple[tuple[int, ...], tuple[int, ...]]  # elements of the messages sent, and received
 
 
 @dataclass
 class Differences:
-    """What makes ranks different.
+    """The facts by which ranks differ.
 
     pieces   of each mesh: sizes of dims that the axes do not split into equal pieces
-    numbered of each mesh: axes on which neighbours exchange unlike pieces, so that places matter
-    volumes  for each transfer between meshes: what each rank sends and receives
-    sources  ranks that tell all others what they alone know
+    numbered of each mesh: axes on which neighbours exchange pieces of several sizes, so that the
+             coordinates matter
+    volumes  for each transfer between meshes: the amounts that each rank sends and receives
+    sources  ranks that broadcast values to all others
     stages   of each pipeline run: the meshes of its stages
-    work     of each mesh, by its ranks: its parameters, and what its modules call
+    work     of each mesh, by its ranks: its parameters, and the calls of its modules
     """
 
     pieces: dict[Grid, set[tuple[int, Axes]]] = field(default_factory=dict)
@@ -56,17 +55,17 @@ class Differences:
         self.sources |= other.sources
         self.stages |= other.stages
         for ranks, work in other.work.items():
-            self.work.setdefault(ranks, work)  # rank 0 is in one stage, and looks at all others
+            self.work.setdefault(ranks, work)  # rank 0 is in one stage, and traces all others
 
     def groups(self, world: int) -> list[list[int]]:
-        """The ranks of each kind, in order of their first."""
+        """Returns the ranks of each kind, ordered by their first rank."""
         keys: list[list[Any]] = [[] for _ in range(world)]
         for number, (grid, pieces) in enumerate(self.pieces.items()):
             if grid.ranks == tuple(range(world)) and not pieces and grid not in self.numbered:
                 continue
             sizes: dict[Any, int] = {}
             split, numbered = sorted(pieces), sorted(self.numbered.get(grid, ()))
-            for rank, place in grid.places().items():
+            for rank, place in grid.coordinates().items():
                 keys[rank].append(number)
                 for size, axes in split:
                     at = size, axes, tuple([place[a] for a in axes])
@@ -84,8 +83,8 @@ class Differences:
         return list(kinds.values())
 
 
-class Listener(CommLog):
-    """The collectives of a rank, and what they say of how ranks differ."""
+class DifferenceLog(CommLog):
+    """Records the collectives of a rank, and the differences between ranks that they show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,22 +92,20 @@ class Listener(CommLog):
         self.sources: set[int] = set()
         self.work: dict[tuple[int, ...], list[Any]] = {}
         self._owned: set[int] = set()
-        self._known: set[int] = set()
-        self._plans: list[CrossMeshPlan] = []  # ids are theirs as long as they live
+        self._known: dict[int, CrossMeshPlan] = {}  # by id; an id is valid while its plan is alive
 
     def transfer(self, label: object, sources: Any) -> None:
         if not isinstance(label, CrossMeshPlan):
             self.sources.update(sources)
         elif id(label) not in self._known:
-            self._known.add(id(label))
-            self._plans.append(label)
+            self._known[id(label)] = label
             self.volumes.add(_volumes(label))
 
     def traced(self, mesh: ProcessMesh, calls: Sequence[Any]) -> None:
         self.work.setdefault(mesh.ranks, []).append(tuple(calls))
 
-    def optimizes(self, parameters: Iterable[Any]) -> None:
-        """An optimizer takes a step with these."""
+    def add_optimized(self, parameters: Iterable[Any]) -> None:
+        """Adds the parameters of an optimizer step to the work of their meshes."""
         for p in parameters:
             if isinstance(p, MeshTensor) and id(p) not in self._owned:
                 self._owned.add(id(p))
@@ -116,60 +113,59 @@ class Listener(CommLog):
                 own = spec.shape, spec.layout, spec.dtype, p.requires_grad
                 self.work.setdefault(spec.mesh.ranks, []).append(own)
 
+    def differences(self, events: Sequence[Event], runs: Iterable[PipelineRun]) -> Differences:
+        """Returns the differences that the run of one rank shows. Call it in the world of that
+        rank."""
+        out = Differences(volumes=self.volumes, sources=self.sources, work=self.work)
+        out.stages = {run.grids for run in runs}
+        uneven = [e for e in events if isinstance(e, Collective) and e.uneven]
+        for mesh in list(current_runtime().meshes.values()):
+            if not mesh.specs:
+                continue
+            grid = Grid.of(mesh)
+            found = out.pieces.setdefault(grid, set())
+            for spec in list(mesh.specs.values()):
+                for size, axes in zip(spec.shape, spec.layout.dims, strict=True):
+                    if size % _product(mesh.shape, axes):
+                        found.add((size, axes))
+            for event in uneven if mesh.coordinate is not None else ():
+                if axes := _axes_of(mesh, event.ranks):
+                    out.numbered.setdefault(grid, set()).add(axes)
+        return out
+
 
 def _volumes(plan: CrossMeshPlan) -> frozenset[tuple[int, Volume]]:
     out: dict[int, tuple[list[int], list[int]]] = {}
     for (sender, receiver), box in plan.routing.messages.items():
-        for rank, way in ((sender, 0), (receiver, 1)):
-            out.setdefault(rank, ([], []))[way].append(box.numel)
+        for rank, direction in ((sender, 0), (receiver, 1)):
+            out.setdefault(rank, ([], []))[direction].append(box.numel)
     return frozenset((r, (tuple(sorted(s)), tuple(sorted(g)))) for r, (s, g) in out.items())
 
 
-def differences(
-    listener: Listener, events: Iterable[Event], runs: Iterable[PipelineRun]
-) -> Differences:
-    """What the run of one rank has shown. Called in its world."""
-    out = Differences(volumes=listener.volumes, sources=listener.sources, work=listener.work)
-    out.stages = {run.grids for run in runs}
-    for mesh in list(current_runtime().meshes.values()):
-        if not mesh.specs:
-            continue
-        grid = Grid.of(mesh)
-        found = out.pieces.setdefault(grid, set())
-        for spec in list(mesh.specs.values()):
-            for size, axes in zip(spec.shape, spec.layout.dims, strict=True):
-                parts = 1
-                for a in axes:
-                    parts *= mesh.shape[a]
-                if size % parts:
-                    found.add((size, axes))
-        for event in events:
-            if isinstance(event, Collective) and event.uneven and mesh.coordinate is not None:
-                axes = _axes_of(mesh, event.ranks)
-                if axes:
-                    out.numbered.setdefault(grid, set()).add(axes)
-    return out
+def _product(shape: Shape, axes: Axes) -> int:
+    return math.prod(shape[a] for a in axes)
 
 
 def _axes_of(mesh: ProcessMesh, ranks: tuple[int, ...]) -> Axes:
-    """The axes on which these ranks of the mesh differ; none where they are not all along them."""
+    """Returns the axes on which these ranks of the mesh differ, or () if the ranks are not all
+    ranks along these axes."""
     if not set(ranks) <= set(mesh.ranks):
         return ()
     places = [mesh.coordinate_of(rank) or () for rank in ranks]
     axes = tuple(a for a in range(mesh.ndim) if len({place[a] for place in places}) > 1)
-    along = 1
-    for a in axes:
-        along *= mesh.shape[a]
-    return axes if along == len(ranks) else ()
+    return axes if _product(mesh.shape, axes) == len(ranks) else ()
 
 
 def representatives(
     world: int, wanted: Iterable[int] | None, run: Callable[[int], tuple[RankRun, Differences]]
 ) -> list[tuple[list[int], int, RankRun]]:
-    """(ranks of the kind, the one that was run, what it did) for each kind. Of stages that do the
-    same two are run, and the others follow."""
+    """Runs one rank of each kind. Of equal stages two are run, and the others are derived.
+
+    Returns:
+        For each kind: its ranks, the rank that was run, and its run.
+    """
     known, results = Differences(), dict[int, RankRun]()
-    compared, odd = set[tuple[int, int]](), set[int]()  # pairs of ranks; stages by themselves
+    compared, excluded = set[tuple[int, int]](), set[int]()  # pairs of ranks; stages
     asked = None if wanted is None else set(wanted)
     while True:
         groups = known.groups(world)
@@ -180,21 +176,21 @@ def representatives(
             return [
                 (g, r, results[r]) for g in groups for r in [next(x for x in g if x in results)]
             ]
-        follow = {f.rank: f for f in followers(known.stages, known.work, groups, odd)}
-        alone = [r for r in missing if r not in follow]
-        if alone:
-            results[alone[0]], found = run(alone[0])
+        derived = {d.rank: d for d in derived_ranks(known.stages, known.work, groups, excluded)}
+        to_run = [r for r in missing if r not in derived]
+        if to_run:
+            results[to_run[0]], found = run(to_run[0])
             known.update(found)
             continue
         for rank in missing:
-            one = follow[rank]
+            one = derived[rank]
             ends = results[one.first], results[one.last]
-            if (one.first, one.last) not in compared and not alike(*ends, one):
-                odd.add(one.suspect)
+            if (one.first, one.last) not in compared and not is_alike(*ends, one):
+                excluded.add(one.suspect)
                 break
             compared.add((one.first, one.last))
             try:
-                results[rank] = followed(*ends, one)
+                results[rank] = derive(*ends, one)
             except ValueError:
-                odd.add(one.stage)
+                excluded.add(one.stage)
                 break

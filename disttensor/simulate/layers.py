@@ -25,7 +25,7 @@ from disttensor.torch_private import current_backward, current_node
 OUTSIDE = "(outside modules)"
 _LAYER = "disttensor.layer"
 
-Placed = dict[tuple[int, ...], list[str]]
+LayersOfMeshes = dict[tuple[int, ...], list[str]]
 
 
 class _Call:
@@ -123,9 +123,9 @@ class Layers:
             for path, module in one.named_modules(prefix=name if len(self._roots) > 1 else ""):
                 self._names[module] = path or kind
 
-    def placed(self) -> Placed:
+    def of_meshes(self) -> LayersOfMeshes:
         """Of each mesh, by its ranks, the modules that have parameters on it, in order."""
-        out: Placed = {}
+        out: LayersOfMeshes = {}
         for module in (m for root in self._roots for m in root.modules()):
             own = next(module.parameters(recurse=False), None)
             if isinstance(own, MeshTensor):

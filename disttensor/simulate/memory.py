@@ -1,5 +1,5 @@
-"""Which memory a rank holds, over time: each storage from its first tensor to its end, by what it
-is for."""
+"""The memory of a rank over time: each storage from its first tensor until it is freed, by
+category."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CATEGORIES = (
     "communication", "other",
 )  # fmt: skip
 
-# What the engine makes is for what the file says that makes it.
+# The category of a storage that the engine makes, by the file that makes it.
 _FILES = {
     "/disttensor/fsdp/all_gather_buffer.py": "gathered parameters",
     "/disttensor/fsdp/reduce.py": "communication",
@@ -32,13 +32,13 @@ _FILES = {
     "/disttensor/comm/": "communication",
     "/reshard/": "communication",
 }
-_DEPTH = 12  # frames that are looked at
+_DEPTH = 12  # frames that are searched
 
 
 @dataclass(eq=False, slots=True)
-class Block:
-    """The memory of one storage. ``born``, ``died``: numbers of operators; ``where``: the line that
-    made it; ``nbytes``: what it has now."""
+class StorageRecord:
+    """One storage. ``born``, ``died``: numbers of operators; ``where``: the line that made it;
+    ``nbytes``: its present size."""
 
     number: int
     maker: str
@@ -50,9 +50,9 @@ class Block:
     ref: Any = None
 
 
-class Step(NamedTuple):
-    """The memory number ``block``, which ``made`` made, has so many bytes more, or less, in event
-    number ``event`` of the step."""
+class MemoryChange(NamedTuple):
+    """Storage number ``block``, made at line ``made``, grows by ``nbytes`` (or shrinks, if
+    negative) in event number ``event`` of the step."""
 
     event: int
     category: str
@@ -66,20 +66,25 @@ Held = dict[str, int]  # bytes by category
 
 
 class _Change(NamedTuple):
-    """``block`` has so many bytes more, or less, since event number ``event``."""
+    """A MemoryChange whose category is not known yet."""
 
     event: int
-    block: Block
+    block: StorageRecord
     nbytes: int
     where: str
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank in a step, in bytes. ``at_peak``: by category; ``where``: the line
-    that raised it to the peak; ``curve``: (number of events of the step before, bytes by category),
-    in order. Of what the step itself has made by then: ``kept``, activations by the line that made
-    them, and ``largest``, of each category the largest tensor and its line."""
+    """The memory of one rank in a step, in bytes.
+
+    peak     the largest sum of all storages
+    where    the line that raised it to the peak
+    at_peak  the bytes at the peak, by category
+    kept     activations of the step at the peak, by the line that made them
+    largest  the largest tensor of the step at the peak, and its line, of each category
+    curve    (number of events before, bytes by category), in order
+    """
 
     peak: int
     where: str
@@ -90,48 +95,48 @@ class Memory:
 
 
 class MemoryLog:
-    """Notes storages that operators bring about. It works on tensors with and without data."""
+    """Records the storages that operators make. It works on tensors with and without data."""
 
     def __init__(self) -> None:
-        self.count = 0  # of blocks
-        self.changes: list[_Change] = []  # in the order in which they came
-        self.live: dict[int, Block] = {}
-        self.clock = 0  # of operators, views too
+        self.count = 0  # of storages
+        self.changes: list[_Change] = []  # in order
+        self.live: dict[int, StorageRecord] = {}
+        self.clock = 0  # counts operators, views too
         self.event = 0  # the number of the event that is recorded
-        self.marked: dict[int, str] = {}  # what is known of a block, by its number
+        self.marked: dict[int, str] = {}  # the category of a storage, by its number
         self.backwards: list[int] = []  # clocks at which backwards began and ended, in turn
 
     def see(self, t: Tensor, phase: str) -> None:
-        """``t`` came out of an operator."""
+        """Records the storage of ``t``, the result of an operator."""
         storage = t.untyped_storage()
         key = storage_id(storage)
         if key in self.live or t.device.type == "meta":
             return
-        block = Block(self.count, _maker(), phase, self.clock, user_line())
+        block = StorageRecord(self.count, _maker(), phase, self.clock, user_line())
         self.count += 1
         self.live[key] = block
         self._has(block, storage.nbytes(), block.where)
         block.ref = weakref.ref(storage, lambda _: self._gone(key, block))
 
-    def _has(self, block: Block, nbytes: int, where: str = "") -> None:
+    def _has(self, block: StorageRecord, nbytes: int, where: str = "") -> None:
         self.changes.append(_Change(self.event, block, nbytes - block.nbytes, where))
         block.nbytes = nbytes
 
-    def _gone(self, key: int, block: Block) -> None:
+    def _gone(self, key: int, block: StorageRecord) -> None:
         if self.live.get(key) is block:
             del self.live[key]
         block.died = self.clock
         self._has(block, 0)
 
     def mark(self, t: Tensor, category: str) -> None:
-        """The memory of ``t`` is of this category, whoever made it."""
+        """Sets the category of the storage of ``t``."""
         block = self.live.get(storage_id(t.untyped_storage()))
         if block is not None:
             self.marked[block.number] = category
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Sees storages that are resized, as gathered parameters are when they are freed."""
+        """Records storages that are resized, as gathered parameters are when they are freed."""
         usual = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -147,9 +152,9 @@ class MemoryLog:
         finally:
             torch.UntypedStorage.resize_ = usual  # type: ignore[method-assign]
 
-    def category(self, block: Block) -> str:
-        """Known afterwards: what lives on from a forward into a backward was kept for it, what a
-        backward leaves is a gradient."""
+    def category(self, block: StorageRecord) -> str:
+        """Returns the category of a storage at the end of the step. A storage that lives from a
+        forward into a backward is an activation; a storage that a backward leaves is a gradient."""
         known = self.marked.get(block.number)
         if known or block.maker == "gathered parameters":
             return known or block.maker
@@ -162,21 +167,21 @@ class MemoryLog:
         return block.maker or "other"
 
     def _backwards_before(self, clock: int | None) -> int:
-        """How many backwards have begun by then."""
+        """Returns the number of backwards that began up to ``clock``."""
         n = len(self.backwards) if clock is None else bisect_right(self.backwards, clock)
         return (n + 1) // 2
 
-    def _outlives_backward(self, block: Block) -> bool:
+    def _outlives_backward(self, block: StorageRecord) -> bool:
         begun = bisect_right(self.backwards, block.born)
         end = self.backwards[begun] if begun < len(self.backwards) else self.clock
         return block.died is None or block.died > end
 
-    def between(self, first: int, last: int) -> tuple[Held, list[Step]]:
-        """What is held at the change number ``first``, by category, and the changes from there up
+    def between(self, first: int, last: int) -> tuple[Held, list[MemoryChange]]:
+        """Returns the bytes by category at change number ``first``, and the changes from there up
         to number ``last``."""
         held: Held = dict.fromkeys(CATEGORIES, 0)
         names: dict[int, str] = {}
-        steps: list[Step] = []
+        steps: list[MemoryChange] = []
         for i, change in enumerate(self.changes[:last]):
             block = change.block
             name = names.get(block.number)
@@ -185,17 +190,17 @@ class MemoryLog:
             if i < first:
                 held[name] += change.nbytes
             else:
-                steps.append(Step(
+                steps.append(MemoryChange(
                     change.event, name, change.nbytes, change.where, block.number,
                     block.where,
                 ))  # fmt: skip
         return held, steps
 
 
-def summary(held: Held, steps: Sequence[Step]) -> Memory:
-    """Of a step that begins with what is ``held``."""
+def summary(held: Held, steps: Sequence[MemoryChange]) -> Memory:
+    """Returns the memory of a step that begins with the bytes ``held``."""
     now, total = dict(held), sum(held.values())
-    peak, at_peak, where, until = total, dict(now), "what is there when the step begins", 0
+    peak, at_peak, where, until = total, dict(now), "the begin of the step", 0
     curve: list[tuple[int, Held]] = [(0, dict(now))]
     for i, step in enumerate(steps):
         now[step.category] += step.nbytes
@@ -207,8 +212,8 @@ def summary(held: Held, steps: Sequence[Step]) -> Memory:
     return Memory(max(peak, 0), where, at_peak, *_tensors(steps[:until]), curve)
 
 
-def _tensors(steps: Sequence[Step]) -> tuple[dict[str, int], dict[str, tuple[int, str]]]:
-    """What there is after these steps: see ``Memory.kept`` and ``Memory.largest``."""
+def _tensors(steps: Sequence[MemoryChange]) -> tuple[dict[str, int], dict[str, tuple[int, str]]]:
+    """Returns ``Memory.kept`` and ``Memory.largest`` after these changes."""
     sizes: Counter[tuple[int, str, str]] = Counter()
     for step in steps:
         sizes[step.block, step.category, step.made] += step.nbytes
@@ -223,7 +228,7 @@ def _tensors(steps: Sequence[Step]) -> tuple[dict[str, int], dict[str, tuple[int
 
 
 def _maker() -> str:
-    """The category that the innermost of the engine's files says; "" for others."""
+    """Returns the category of the innermost file of the engine on the stack; "" for others."""
     frame: Any = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame is None:

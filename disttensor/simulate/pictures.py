@@ -10,8 +10,8 @@ from disttensor.pipeline.timeline import scale
 from disttensor.simulate.events import PHASES
 from disttensor.simulate.kind import Kind, names_of
 from disttensor.simulate.memory import CATEGORIES
-from disttensor.simulate.spans import Span
 from disttensor.simulate.text import amount, seconds
+from disttensor.simulate.transfers import Span
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT, ROW = 1000, 150, 175, 40, 300, 34  # pixels
 INNER = WIDTH - LEFT - RIGHT

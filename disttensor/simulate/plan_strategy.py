@@ -10,8 +10,7 @@ from disttensor.checks import check_callable, check_int, check_positive, check_s
 from disttensor.parallel.strategy import Strategy
 from disttensor.simulate import devices
 from disttensor.simulate import layer_times as layer_times  # for balance="time"
-from disttensor.simulate.devices import Device
-from disttensor.simulate.network import Network
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.recorder import Values, check_values
 from disttensor.simulate.strategy_search import Search
 from disttensor.simulate.strategy_table import Candidate as Candidate

@@ -16,10 +16,10 @@ from disttensor.pipeline.partition import chosen, elements
 from disttensor.pytree import find_tensors
 from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.memory import Held
-from disttensor.simulate.one_rank import run_rank
+from disttensor.simulate.rank_run import Position as Mark
 from disttensor.simulate.rank_run import RankRun
-from disttensor.simulate.recorder import Recorder, Values
-from disttensor.simulate.visits import Mark
+from disttensor.simulate.recorder import StepRecorder, Values
+from disttensor.simulate.run_rank import run_rank
 from disttensor.tensor.dist_tensor import DistTensor
 
 
@@ -69,10 +69,10 @@ def probe(
     """Runs the program as rank 0 of a world. Raises what it raises."""
     watched = _Watched.of(strategy)
 
-    def program(recorder: Recorder) -> None:
+    def program(recorder: StepRecorder) -> None:
         step = build_with(watched)
         step()
-        watched._note(now=recorder.visits.now)
+        watched._note(now=recorder.position)
         recorder.start()
         step()
         recorder.stop()

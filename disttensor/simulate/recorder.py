@@ -1,10 +1,10 @@
-"""What one rank computes, sends and holds, seen below the engine: a mode that sees each operator on
-locals."""
+"""Records the computation, communication and memory of one rank, by a dispatch mode below the
+engine."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -16,18 +16,17 @@ from torch.optim.optimizer import (
 )
 
 from disttensor.checks import check_number
-from disttensor.errors import name_of, user_line
+from disttensor.errors import SimulationError, name_of, user_line
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.segment import Segment
 from disttensor.pytree import collect
 from disttensor.simulate import shapes
-from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.events import Event, Gradient, Op
 from disttensor.simulate.fake_collectives import FakeCollectives
-from disttensor.simulate.kinds import Listener
+from disttensor.simulate.kinds import DifferenceLog
 from disttensor.simulate.layers import Layers
-from disttensor.simulate.memory import Held, MemoryLog, Step
-from disttensor.simulate.visits import Mark, Visits
+from disttensor.simulate.memory import Held, MemoryChange, MemoryLog
+from disttensor.simulate.rank_run import Action, ActionRecorder, Position
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import (
     DataDependentOutput,
@@ -59,34 +58,39 @@ _is_composite = cache(is_composite)
 
 
 def _decomposes(func: Any) -> bool:
-    """Is it made of other operators, and not counted by torch as a whole?"""
+    """Returns True for an operator that consists of others, unless torch has a formula for it."""
     return _is_composite(func) and shapes.flop_formula(func) is None
 
 
-class Recorder(TorchDispatchMode):
-    """``with recorder:`` all that this rank does; its ``events`` are those since ``start()``.
+class StepRecorder(TorchDispatchMode):
+    """Records this rank inside ``with recorder.running():``, from ``start()`` to ``stop()``. It
+    works on tensors without data and with data.
 
-    ``values``: what a program reads of data that is not there: a number, or a function of the line
-    that reads. ``few``: of micro-batches that do the same, few are run. On tensors with data it
-    counts as well, and changes nothing.
+    Args:
+        values: the value that ``.item()``, ``bool()`` or ``.tolist()`` returns on a fake tensor: a
+            number, or a function of the line that reads.
+        choose_left_out: see ActionRecorder.
     """
 
     sees_engine = True  # see disttensor.fsdp.unseen
 
-    def __init__(self, values: Values = 0.0, few: bool = False) -> None:
+    def __init__(
+        self, values: Values = 0.0,
+        choose_left_out: Callable[[Sequence[Action], bool], dict[int, int]] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.values = values
         self.mode = fakes()
         self.events: list[Event] = []
         self.memory = MemoryLog()
         self.recording = self._collects = False
-        self.visits = Visits(self._mark, self._note, few)
-        self.blocks_before = 0  # of the memory, at ``start``
-        self.last = Mark(0, 0, 0)
-        self._first = 0  # of the memory's changes, at ``start``
-        self.comms = Listener()
+        self.actions = ActionRecorder(self.position, self._note, choose_left_out)
+        self.blocks_before = 0  # storages at ``start``
+        self.last = Position(0, 0, 0)
+        self._first = 0  # changes of the memory at ``start``
+        self.comms = DifferenceLog()
         self.layers = Layers()
-        self._said = 0
+        self._answered = 0  # records of the engine whose collectives have been answered
         self._optimizing = 0
         self._collectives = FakeCollectives(self._note, self.phase)
         self._stack = ExitStack()
@@ -95,19 +99,19 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would put two calls before each of this."""
+        """Returns False: torch would add two calls to each ``__torch_dispatch__``."""
         return False
 
-    # From when to when ----------------------------------------------------------------------------
+    # Begin and end --------------------------------------------------------------------------------
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """All of a rank's program, the step that is recorded included."""
+        """Surrounds all of a rank's program, from before the model is made."""
         begin = register_optimizer_step_pre_hook(self._step_begins)
         end = register_optimizer_step_post_hook(self._step_ends)
         try:
             with (
-                self.memory.resizing(), self.comms, self.visits, self.layers.following(),
+                self.memory.resizing(), self.comms, self.actions, self.layers.following(),
                 self._gradients(), self,
             ):  # fmt: skip
                 yield
@@ -118,7 +122,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Notes those of parameters in shards."""
+        """Records the gradients of sharded parameters."""
         usual = Engine._arrived
 
         def arrived(engine: Engine, segment: Segment, leaf: int) -> None:
@@ -133,32 +137,32 @@ class Recorder(TorchDispatchMode):
             Engine._arrived = usual  # type: ignore[method-assign]
 
     def start(self) -> None:
-        """What follows is recorded. Python collects its garbage before, and not meanwhile: when it
-        does would be chance, and so would be the memory."""
+        """Begins the recorded step. Python's garbage is collected now and not during the step,
+        because the moment of an automatic collection, and so the memory, would be random."""
         gc.collect()
         self._collects = gc.isenabled()
         gc.disable()
         self.events, self.recording, self.memory.event = [], True, 0
         self._first, self.blocks_before = len(self.memory.changes), self.memory.count
         self.comms.records.clear()
-        self._said = 0
+        self._answered = 0
         self._collectives.count.clear()
 
     def stop(self) -> None:
         if self.recording:
-            self.last, self.recording = self._mark() or self.last, False
+            self.last, self.recording = self.position() or self.last, False
             if self._collects:
                 gc.enable()
 
-    def _mark(self) -> Mark | None:
-        """Here, if this is recorded."""
+    def position(self) -> Position | None:
+        """Returns the present position in the step, or None while nothing is recorded."""
         if not self.recording:
             return None
         changes = len(self.memory.changes) - self._first
-        return Mark(len(self.events), changes, len(self.comms.records))
+        return Position(len(self.events), changes, len(self.comms.records))
 
-    def memory_of_step(self) -> tuple[Held, list[Step]]:
-        """What the rank held when the step began, and the changes since."""
+    def memory_of_step(self) -> tuple[Held, list[MemoryChange]]:
+        """Returns the bytes by category when the step began, and the changes since."""
         return self.memory.between(self._first, self._first + self.last.changes)
 
     def _note(self, event: Event) -> None:
@@ -185,7 +189,7 @@ class Recorder(TorchDispatchMode):
         self._optimizing -= 1
         mark = self.memory.mark
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-        self.comms.optimizes(owned)
+        self.comms.add_optimized(owned)
         for p in owned:
             for t, category in ((p, "parameters"), (p.grad, "gradients")):
                 if t is not None:
@@ -199,17 +203,17 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked for most often
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return args[0].fake_device
         if fakes() is not self.mode or func.namespace == "prim":
-            return func(*args, **kwargs)  # the engine asks for a shape
+            return func(*args, **kwargs)  # a call of the engine that only needs a shape
         if func.namespace == "c10d":  # no kernel
             data = self.mode is None
-            return func(*args, **kwargs) if data else self._communicates(func, args, kwargs)
+            return func(*args, **kwargs) if data else self._communicate(func, args, kwargs)
         if self.mode is not None and func in _READS:
-            return self._reads(func, args, kwargs)
+            return self._read(func, args, kwargs)
         if self.mode is not None and func.is_view and type(args[0]) is not FakeTensor:
-            with no_dispatch():  # a view of data that is there is there, too
+            with no_dispatch():  # a view of a tensor with data has data, too
                 return func(*args, **kwargs)
         if _decomposes(func):
             with self:
@@ -224,14 +228,14 @@ class Recorder(TorchDispatchMode):
                 cost = shapes.cost(func, args, kwargs, out)
         except (DynamicOutputShape, DataDependentOutput):
             raise SimulationError(
-                f"the shape of what {name_of(func)} gives at {user_line()} depends on data, and a "
-                "simulation has none. Write it with a shape that is known (a mask in place of "
+                f"the shape of the result of {name_of(func)} at {user_line()} depends on data, and "
+                "a simulation has none. Use an operator with a known shape (a mask instead of "
                 "masked_select, a capacity for each expert), or simulate without this part"
             ) from None
-        self._computed(func, cost, out)
+        self._record(func, cost, out)
         return out
 
-    def _computed(self, func: Any, cost: shapes.Cost, out: Any) -> None:
+    def _record(self, func: Any, cost: shapes.Cost, out: Any) -> None:
         phase = self.phase()
         if not cost.views:
             for t in [out] if isinstance(out, Tensor) else collect(out, []):
@@ -246,15 +250,15 @@ class Recorder(TorchDispatchMode):
                 return
         self.memory.clock += 1
 
-    def _communicates(self, func: Any, args: Any, kwargs: Any) -> Any:
-        said = self.comms.records
-        new = said[-1] if len(said) > self._said else None
-        self._said = len(said)
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        records = self.comms.records
+        new = records[-1] if len(records) > self._answered else None
+        self._answered = len(records)
         return self._collectives.answer(func, args, kwargs, new)
 
-    def _reads(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         fake = [t for t in args if isinstance(t, FakeTensor)]
-        if not fake:  # data that is there
+        if not fake:  # tensors with data
             with no_dispatch():
                 return func(*args, **kwargs)
         if all(t.constant is not None for t in fake):

@@ -17,7 +17,7 @@ from disttensor.comm.process_group import world
 from disttensor.parallel.strategy import Strategy
 from disttensor.simulate.device import Device
 from disttensor.simulate.events import Event, Gradient, Op
-from disttensor.simulate.recorder import Recorder
+from disttensor.simulate.recorder import StepRecorder
 from disttensor.simulate.world import imagined_rank
 
 _WIDTH, _ROWS, _BLOCKS = 32, 16, 4  # of a step that is the host's alone
@@ -128,7 +128,7 @@ def world_of_one(together: bool, ranks: int = 1) -> Iterator[None]:
 
 def events_of(step: Callable[[], object]) -> list[Event]:
     """Of a step on tensors with data: no messages, as those are sent."""
-    recorder = Recorder()
+    recorder = StepRecorder()
     with recorder.running():
         recorder.start()
         step()

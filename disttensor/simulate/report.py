@@ -12,10 +12,9 @@ from typing import Any
 
 from disttensor.checks import argument_error, check_int
 from disttensor.simulate import chrome_trace, layer_shares, pictures, png
-from disttensor.simulate.devices import Device
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.findings import findings
 from disttensor.simulate.kind import Kind, names_of
-from disttensor.simulate.network import Network
 from disttensor.simulate.page import page
 from disttensor.simulate.text import amount, quantity, seconds, table
 from disttensor.simulate.timeline import timelines

@@ -1,8 +1,8 @@
-"""``simulate``: a training step as every rank of a large world would do it."""
+"""``simulate``: one training step as every rank of a large world does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from disttensor.checks import (
@@ -14,17 +14,20 @@ from disttensor.checks import (
     is_int,
 )
 from disttensor.comm.log import CommLog
+from disttensor.errors import SimulationError
 from disttensor.simulate import devices
-from disttensor.simulate.devices import Device
+from disttensor.simulate.devices import Device, Network
+from disttensor.simulate.equal_micro_batches import can_repeat, fill
 from disttensor.simulate.kind import Kind
-from disttensor.simulate.kinds import representatives
-from disttensor.simulate.network import Network
-from disttensor.simulate.one_rank import Program, of_build
-from disttensor.simulate.ranks import Ranks
+from disttensor.simulate.kinds import Differences, representatives
+from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Values, check_values
 from disttensor.simulate.report import Report
+from disttensor.simulate.run_rank import Program, compare, of_build, run_rank
 from disttensor.simulate.timeline import timelines
 from disttensor.simulate.world import frozen_garbage
+
+_PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
 
 
 def simulate(
@@ -36,20 +39,30 @@ def simulate(
     network: Network = Network(),  # noqa: B008  (it is frozen)
     values: Values = 0.0,
 ) -> Report:
-    """The Report of one training step on ``world`` ranks, found in this process, without memory for
-    the model and without a kernel.
+    """Simulates one training step on ``world`` ranks in this process, without memory for the model
+    and without running kernels.
 
-    ``build()`` is ordinary code that makes meshes, model and optimizer. It returns ``step``, a
-    function of no arguments that does one training step; the report is of its second call. The
-    program runs as one rank after the other, one for each kind of rank: ranks of one stage do the
-    same, unless their pieces differ in size. ``ranks``: the ranks that the report is of, all
-    without it. ``device`` and ``network`` say what kernels and messages cost; the program itself
-    runs on tensors of the CPU, whatever they describe.
+    The program runs as one rank after the other, one rank of each kind: ranks of one stage do the
+    same, unless their pieces differ in size. Tensors hold no data. Afterwards the process is as it
+    was before.
 
-    Tensors hold no data. What the program reads of them (``item``, ``bool``, ``tolist``) is
-    ``values``: a number, or a function of the line that reads, as ``"train.py:12"``. Afterwards the
-    process is as it was. Raises SimulationError, with the line, where a shape depends on data and
-    where ranks of one kind do not do the same, and what the program itself raises.
+    Args:
+        build: ordinary code that makes meshes, model and optimizer. ``build()`` returns ``step``, a
+            function of no arguments that does one training step. The report is of its second call.
+        world: the number of ranks.
+        ranks: the ranks that the report covers. Default: all.
+        device: the costs of kernels. The program itself runs on tensors of the CPU.
+        network: the costs of collectives and messages.
+        values: the result of reading data (``item``, ``bool``, ``tolist``): a number, or a function
+            of the line that reads, as ``"train.py:12"``.
+
+    Returns:
+        A Report, with memory, communication, floating-point operations and time.
+
+    Raises:
+        SimulationError: if a shape depends on data, or if ranks of one kind do not do the same. The
+            message names the line.
+        Exception: any exception of the program.
 
     >>> def build():
     ...     mesh = dt.init_mesh((2, 4), ("dp", "tp"))
@@ -81,7 +94,8 @@ def simulate_program(
     network: Network = Network(),  # noqa: B008
     values: Values = 0.0,
 ) -> Report:
-    """``simulate`` for what runs up to a step in its own way, as a script does."""
+    """Simulates a program that starts and stops the recorder itself, such as a script. See
+    ``simulate`` for the arguments."""
     check_int("simulate: world", world, 1, "a number of ranks")
     check_type("simulate: device", device, Device, "a dt.devices.Device")
     check_type("simulate: network", network, Network, "a dt.devices.Network")
@@ -94,18 +108,68 @@ def simulate_program(
     if wanted == ():
         raise argument_error("simulate: ranks", wanted, expected, ValueError)
 
-    run = Ranks(program, world, values, network.ranks_per_node, device.backend)
-    with frozen_garbage() as run.set_aside:
-        found = representatives(world, wanted, run)
-        if not run.check(*found[0]):  # micro-batches are not alike
-            run.few = False
-            found = representatives(world, wanted, run)
-            run.check(*found[0])
+    with frozen_garbage() as collect_garbage:
+
+        def run(rank: int, few: bool) -> tuple[RankRun, Differences]:
+            collect_garbage()
+            return run_rank(
+                program, rank, world, values, network.ranks_per_node, device.backend, few
+            )
+
+        runner = _Runner(run)
+        found = representatives(world, wanted, runner)
+        if not runner.verify(*found[0]):  # micro-batches are not equal
+            runner.few = False
+            found = representatives(world, wanted, runner)
+            runner.verify(*found[0])
     events = [(members, rank, one.events) for members, rank, one in found]
     rows = timelines(events, world, device, network)
     kinds = [
         Kind(tuple(members), rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
         for (members, rank, one), row in zip(found, rows, strict=True)
     ]
-    said = dict.fromkeys(w for _, _, one in found for w in one.warnings)
-    return Report(world, kinds, device, network, list(said))
+    warnings = dict.fromkeys(w for _, _, one in found for w in one.warnings)
+    return Report(world, kinds, device, network, list(warnings))
+
+
+class _Runner:
+    """Runs the first rank with all of its micro-batches. If they are equal, the other ranks run
+    ``few`` of theirs, and the rest is derived."""
+
+    def __init__(self, run: Callable[[int, bool], tuple[RankRun, Differences]]) -> None:
+        self.run = run
+        self.few: bool | None = None  # not known yet
+
+    def __call__(self, rank: int) -> tuple[RankRun, Differences]:
+        if self.few:
+            run, found = self.run(rank, True)
+            try:
+                return fill(run), found
+            except (ValueError, KeyError):
+                pass  # this stage has to run all of them
+        run, found = self.run(rank, False)
+        if self.few is None:
+            self.few = can_repeat(run)
+        return run, found
+
+    def verify(self, members: Sequence[int], first: int, run: RankRun) -> bool:
+        """Runs the last of the ``members`` of a kind and compares it with ``first``.
+
+        Returns:
+            False if the two differ because only few micro-batches were run.
+
+        Raises:
+            SimulationError: if they differ for another reason: the program depends on the rank.
+        """
+        others = [r for r in members if r != first]
+        if not others and not self.few:
+            return True
+        other, _ = self(others[-1] if others else first)
+        try:
+            compare(run, other)
+        except SimulationError:
+            if not self.few:
+                raise
+            return False
+        off = abs(run.memory.peak - other.memory.peak)
+        return not self.few or off <= _PEAK * run.memory.peak

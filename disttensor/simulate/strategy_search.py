@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from disttensor.errors import SimulationError
 from disttensor.parallel.strategy import Strategy
 from disttensor.simulate.candidates import Program, shape, strategies
-from disttensor.simulate.devices import Device
-from disttensor.simulate.errors import SimulationError
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.estimate import Estimate, Estimator
-from disttensor.simulate.network import Network
-from disttensor.simulate.one_rank import of_build
 from disttensor.simulate.probe import Probe, probe
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.run import simulate_program
+from disttensor.simulate.run_rank import of_build
 from disttensor.simulate.strategy_table import Candidate, named, step_time
 from disttensor.simulate.text import amount, seconds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from disttensor.errors import SimulationError
 from disttensor.parallel.strategy import Strategy
-from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.estimate import Estimate
 from disttensor.simulate.report import Report
 from disttensor.simulate.text import amount, seconds, table

@@ -1,33 +1,42 @@
-"""When each rank does what: the recorded events of all kinds, run against a device and a network.
+"""Computes when each rank does what: runs the recorded events of all kinds against a device and a
+network.
 
-A rank has a clock of its host and one of its device. What it sends runs beside what follows, until
-somebody waits for it (``transfers``). Every kind is one rank here: what ranks of other kinds do is
-taken from theirs.
-
-Where ranks share devices those that compute slow each other down, and so do transfers that a
-processor carries out. So what happens is gone through in the order of time, and all clocks are in
-seconds of work (``shared_clock``) until the end.
+One rank of each kind is simulated. It has a clock of its host and one of its device. Transfers run
+concurrently with the events that follow, until a Wait (``transfers.py``). All clocks are in seconds
+of work until the end, because ranks that share a device slow each other down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from disttensor.simulate.agenda import Agenda
-from disttensor.simulate.devices import Device
-from disttensor.simulate.errors import SimulationError
+from disttensor.errors import SimulationError
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
-from disttensor.simulate.network import Network
-from disttensor.simulate.shared_clock import SharedClock
-from disttensor.simulate.spans import Row, Span
-from disttensor.simulate.transfers import Awaited, Party, Transfers
+from disttensor.simulate.transfers import Clock, Party, PendingTransfer, Row, Span, Transfers
+
+Kinds = Sequence[tuple[Sequence[int], int, Sequence[Event]]]
+
+
+def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> list[Row]:
+    """Returns the time line of each kind of rank.
+
+    Args:
+        kinds: for each kind its ranks, the rank that was recorded, and its events.
+        world: the number of ranks.
+        device: the costs of kernels and of the host.
+        network: the costs of transfers.
+
+    Raises:
+        SimulationError: if a rank waits for a transfer that no other rank starts.
+    """
+    return _Simulation(kinds, world, device, network).run()
 
 
 @dataclass
 class _Rank:
-    """One kind, on its way through its events."""
+    """One kind, and how far it is. ``pending``: the transfers that a Wait may name."""
 
     rank: int
     ranks: int
@@ -36,55 +45,44 @@ class _Rank:
     host: float = 0.0
     device: float = 0.0
     row: Row = field(default_factory=Row)
-    works: dict[int, Awaited] = field(default_factory=dict)  # what a Wait names
+    pending: dict[int, PendingTransfer] = field(default_factory=dict)
 
     @property
     def now(self) -> float:
         return max(self.device, self.host)
 
-    def goes_on(self) -> None:
+    def advance(self) -> None:
         self.at += 1
         self.row.times.append(self.now)
 
 
-def timelines(
-    kinds: Sequence[tuple[Sequence[int], int, Sequence[Event]]],
-    world: int,
-    device: Device,
-    network: Network,
-) -> list[Row]:
-    """Of each kind (its ranks, the one that was recorded, its events) of a world the time line."""
-    return _Simulation(kinds, world, device, network).run()
-
-
 class _Simulation:
-    def __init__(self, kinds: Any, world: int, device: Device, network: Network) -> None:
-        self.device, self.network = device, network
+    def __init__(self, kinds: Kinds, world: int, device: Device, network: Network) -> None:
+        self.device = device
         self.ranks = [_Rank(rank, len(ranks), events) for ranks, rank, events in kinds]
-        self.clock = SharedClock(device.sharing, world)
-        self.agenda = Agenda(self.clock)
+        self.clock = Clock(device.sharing, world)
         kind_of = {r: k for k, (ranks, _, _) in enumerate(kinds) for r in ranks}
         parties = [Party(one.rank, one.ranks, one.row) for one in self.ranks]
-        self.transfers = Transfers(parties, kind_of, network, self.agenda, self._resume)
+        self.transfers = Transfers(parties, kind_of, network, self.clock, self._resume)
 
     def run(self) -> list[Row]:
         for k, one in enumerate(self.ranks):
-            self.transfers.promise(k, one.events)
-            self.clock.add(one.ranks)
-            self._computes(k)
-        self.agenda.run()
+            self.transfers.expect(k, one.events)
+            self.clock.add_busy(one.ranks)
+            self._compute(k)
+        self.clock.run()
         for one in self.ranks:
             if one.at < len(one.events):
                 raise SimulationError(
-                    f"rank {one.rank} waits for ever, at event {one.at} of {len(one.events)}: what "
-                    "it waits for is started by no other kind of rank. Ranks of different kinds do "
-                    "not run the same program"
+                    f"simulated deadlock: rank {one.rank} waits at event {one.at} of "
+                    f"{len(one.events)} for a transfer that no other kind of rank starts: ranks of "
+                    "different kinds do not run the same program"
                 )
-            self._tell_time(one)
+            self._convert_to_time(one)
         return [one.row for one in self.ranks]
 
-    def _tell_time(self, one: _Rank) -> None:
-        """All that was noted in seconds of work becomes seconds of the step."""
+    def _convert_to_time(self, one: _Rank) -> None:
+        """Converts a time line from seconds of work to seconds of the step."""
         row, times = one.row, self.clock.times
         starts, ends = times([s.start for s in row.spans]), times([s.end for s in row.spans])
         row.spans = [
@@ -93,8 +91,8 @@ class _Simulation:
         row.times = times(row.times)
         (row.end,) = times([one.now])
 
-    def _computes(self, k: int) -> None:
-        """All until it communicates, or ends."""
+    def _compute(self, k: int) -> None:
+        """Runs kind number ``k`` up to its next communication, or to its end."""
         one, device = self.ranks[k], self.device
         while one.at < len(one.events):
             op = one.events[one.at]
@@ -113,38 +111,37 @@ class _Simulation:
                 )
             else:
                 break
-            one.goes_on()
-        self.agenda.at_work(one.now, lambda: self._communicates(k))
+            one.advance()
+        self.clock.call_at_work(one.now, lambda: self._communicate(k))
 
-    def _communicates(self, k: int) -> None:
+    def _communicate(self, k: int) -> None:
         one = self.ranks[k]
         if one.at == len(one.events):
-            self.clock.add(-one.ranks)
+            self.clock.add_busy(-one.ranks)
             return
         event = one.events[one.at]
         if isinstance(event, Collective | Message):
             one.host += self.device.post
-            awaited = self.transfers.post(k, event)
-            if awaited is not None:
-                one.works[event.work] = awaited
-        elif isinstance(event, Wait) and event.work in one.works:  # else: started before the step
-            if not self.transfers.is_there(k, one.works[event.work]):
-                self.clock.add(-one.ranks)
+            pending = self.transfers.post(k, event)
+            if pending is not None:
+                one.pending[event.work] = pending
+        elif isinstance(event, Wait) and event.work in one.pending:  # else: started before the step
+            if not self.transfers.wait(k, one.pending[event.work]):
+                self.clock.add_busy(-one.ranks)
                 return
-            del one.works[event.work]
-        one.goes_on()
-        self._computes(k)
+            del one.pending[event.work]
+        one.advance()
+        self._compute(k)
 
     def _resume(self, k: int) -> None:
         one, now = self.ranks[k], self.clock.now
         wait = one.events[one.at]
         assert isinstance(wait, Wait)
-        awaited = one.works[wait.work]
-        e = awaited.e
-        self.clock.add(one.ranks)
+        _, lane, e = one.pending[wait.work]
+        self.clock.add_busy(one.ranks)
         name = e.kind if isinstance(e, Collective) else "receive"
-        one.row.spans.append(Span(awaited.lane, name, e.phase, e.where, one.now, now))
+        one.row.spans.append(Span(lane, name, e.phase, e.where, one.now, now))
         one.device = now
         if not self.device.asynchronous:
             one.host = now
-        self._communicates(k)
+        self._communicate(k)

@@ -1,13 +1,19 @@
-"""A rank of a world that is not there: PyTorch's fake process group, tensors without data."""
+"""Lets this process act as one rank of an imagined world: PyTorch's fake process group, tensors
+without data, and modules of its own."""
 
 from __future__ import annotations
 
 import gc
 import os
 import random as python_random
+import site
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,23 +28,27 @@ from disttensor.torch_private import FakeTensorMode, process_groups_aside, start
 from ops.registry import RULES
 from reshard.registry import moves, starts
 
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = tuple(str(_ROOT / name) for name in ("disttensor", "ops", "reshard"))
+_PACKAGES = {"site-packages", "dist-packages"}
+
 
 @cache
 def _fake() -> Any:
-    """One for all simulations of a process, as the engine keeps a few tensors for as long as it
-    runs. Made when it is needed: torch imports its compiler for it."""
+    """Returns the one FakeTensorMode of this process: the engine keeps a few tensors for as long as
+    it runs. The mode is made at the first use, because torch imports its compiler for it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, str]:
-    """What torchrun would put into the environment of this rank."""
+    """Returns the environment variables that torchrun sets for this rank."""
     node, place = divmod(rank, ranks_per_node)
-    there = min(ranks_per_node, size - node * ranks_per_node)  # the last node may have fewer
+    on_node = min(ranks_per_node, size - node * ranks_per_node)  # the last node may have fewer
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(place),
-        "LOCAL_WORLD_SIZE": str(there),
+        "LOCAL_WORLD_SIZE": str(on_node),
         "GROUP_RANK": str(node),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
@@ -46,8 +56,9 @@ def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, s
 
 
 @contextmanager
-def _registered() -> Iterator[None]:
-    """What a program registers is registered by each rank, as by each process."""
+def _own_registrations() -> Iterator[None]:
+    """Removes the rules and formulas that a program registers: each rank registers its own, as each
+    process does."""
     tables: list[dict[Any, Any]] = [RULES, moves, starts, shapes.formulas()]
     before = [dict(table) for table in tables]
     try:
@@ -64,9 +75,16 @@ def _registered() -> Iterator[None]:
 def imagined_rank(
     rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl", data: bool = False
 ) -> Iterator[None]:
-    """Inside, this process is ``rank`` of ``size``, and nobody else is there; collectives are made
-    as for ``backend``, and tensors are without ``data``. Afterwards it is what it was: its process
-    group, meshes, environment, defaults, random numbers and registered rules are as before."""
+    """Lets this process act as ``rank`` of ``size``, without the other ranks. Afterwards its
+    process group, meshes, environment, defaults, random numbers and registered rules are as before.
+
+    Args:
+        rank: the imagined rank.
+        size: the number of ranks.
+        ranks_per_node: for LOCAL_RANK and the other variables of torchrun.
+        backend: the backend for which collectives are made.
+        data: whether tensors have data.
+    """
     environment = dict(os.environ)
     dtype, device, grad = (
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
@@ -74,9 +92,9 @@ def imagined_rank(
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
     seed, debugging = counter.get_state(), desync.enabled
     try:
-        with set_runtime_aside(), _registered(), process_groups_aside():
+        with set_runtime_aside(), _own_registrations(), process_groups_aside():
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
-            desync.enabled = False  # there is nobody to compare with
+            desync.enabled = False  # there are no other ranks to compare with
             start_fake_world(rank, size)
             current_runtime().stands_for = backend
             with nullcontext() if data else _fake():
@@ -97,22 +115,79 @@ def imagined_rank(
 
 @contextmanager
 def frozen_garbage() -> Iterator[Callable[[], None]]:
-    """Gives a function that collects Python's garbage, and takes all objects there are from the
-    collector, which looks through hundreds of thousands of torch's for each rank. They come back
-    afterwards. Meanwhile nothing is collected but by that function, and before a step that is
-    recorded: what a rank makes stays until then, and is looked through in vain."""
+    """Yields a function that runs ``gc.collect()`` and ``gc.freeze()``. Automatic collection is off
+    inside the block, because scanning torch's objects dominates the run time."""
     ours, collects = gc.get_freeze_count() == 0, gc.isenabled()
     gc.disable()
 
-    def set_aside() -> None:
+    def collect_garbage() -> None:
         gc.collect()
         if ours:
             gc.freeze()
 
     try:
-        yield set_aside
+        yield collect_garbage
     finally:
         if ours:
             gc.unfreeze()
         if collects:
             gc.enable()
+
+
+# Modules ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def own_modules(of_script: bool = False) -> Iterator[None]:
+    """Removes the program's modules that are imported inside, so that each rank imports its own, as
+    processes do: a module may keep facts of its rank, as ``RANK`` or a mesh. Installed packages and
+    C extensions are imported once for all ranks: importing takes long, and some refuse a second
+    import. ``of_script``: modules that were imported before are imported again inside."""
+    before = dict(sys.modules)
+    if of_script:
+        for name in _of_program(before):
+            del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in _of_program(sys.modules):
+            module, (parent, _, child) = sys.modules[name], name.rpartition(".")
+            if module is before.get(name):
+                continue
+            del sys.modules[name]
+            if before.get(parent) is not None and vars(before[parent]).get(child) is module:
+                delattr(before[parent], child)  # else "from parent import child" finds it there
+        sys.modules.update(before)
+
+
+def _of_program(modules: dict[str, ModuleType]) -> list[str]:
+    """Returns the names of Python modules that are neither installed nor ours."""
+    return [name for name, module in modules.items()
+            if name != "__main__" and any(map(_is_program, _places(module)))]  # fmt: skip
+
+
+def _places(module: ModuleType) -> list[str]:
+    """Returns the file of a module, or the folders of a package without a file."""
+    file = getattr(module, "__file__", None)
+    if file is not None:
+        return [file]
+    return [place for place in getattr(module, "__path__", ()) if isinstance(place, str)]
+
+
+@cache
+def _is_program(place: str) -> bool:
+    path = Path(place)
+    if path.suffix not in ("", ".py") or _PACKAGES & {*path.parts}:
+        return False
+    return not any(path.is_relative_to(folder) or path.resolve().is_relative_to(folder)
+                   for folder in (*_OURS, *_installed()))  # fmt: skip
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Returns the folders of Python's own library and of packages: pip writes a .dist-info next to
+    each package."""
+    paths = sysconfig.get_paths()
+    known = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    with_packages = [p for p in sys.path if p and any(Path(p).glob("*.dist-info"))]
+    return (*known, site.getusersitepackages(), *with_packages)

@@ -14,7 +14,7 @@ from disttensor import cache, runtime
 from disttensor.comm import collectives
 from disttensor.comm.outbox import OUTBOX
 from disttensor.simulate.memory import Memory, summary
-from disttensor.simulate.recorder import Recorder
+from disttensor.simulate.recorder import StepRecorder
 
 # Kernels of the CPU, which torch's counter leaves out.
 ATTENTION = {
@@ -62,10 +62,10 @@ def _under_way() -> int:
     )
 
 
-class _Paced(Recorder):
-    """A Recorder of real tensors, for which a collective in the background is over when another one
-    has been started, as it is for one that is simulated. By themselves they are over sooner or
-    later in each run, and so are their buffers."""
+class _Paced(StepRecorder):
+    """Records real tensors, and takes a collective in the background as completed when another one
+    has been started, as a simulation does. Otherwise the moment differs from run to run, and so
+    does the moment at which buffers are freed."""
 
     def __init__(self) -> None:
         super().__init__()

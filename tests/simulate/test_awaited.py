@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 import disttensor as dt
+from disttensor.simulate.devices import Link, Network
 from disttensor.simulate.events import Collective, Op, Wait
-from disttensor.simulate.network import Link, Network
 from disttensor.tensor import awaited
 
 

@@ -15,21 +15,21 @@ from disttensor.pipeline.schedules import NAMES, named
 from disttensor.simulate.events import Visit
 from tests.simulate.gpt_training import build as build_gpt
 
-few = importlib.import_module("disttensor.simulate.few_micro_batches")
-ranks = importlib.import_module("disttensor.simulate.ranks")
+few = importlib.import_module("disttensor.simulate.equal_micro_batches")
+run = importlib.import_module("disttensor.simulate.run")
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """(rank, with few micro-batches) of what was run."""
-    of, usual = [], ranks.run_rank
-    monkeypatch.setattr(ranks, "run_rank", lambda *a: (of.append((a[1], a[-1])), usual(*a))[1])
+    of, usual = [], run.run_rank
+    monkeypatch.setattr(run, "run_rank", lambda *a: (of.append((a[1], a[-1])), usual(*a))[1])
     return of
 
 
 def every_micro_batch(monkeypatch, build, world):
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.RankRun, "repeats", False)
+        patch.setattr(run, "can_repeat", lambda _: False)
         return dt.simulate(build, world=world)
 
 

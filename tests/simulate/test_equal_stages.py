@@ -15,21 +15,21 @@ from disttensor.simulate.rank_run import RankRun
 from tests.simulate.gpt_training import build as build_gpt
 
 kinds = importlib.import_module("disttensor.simulate.kinds")
-ranks = importlib.import_module("disttensor.simulate.ranks")
+run = importlib.import_module("disttensor.simulate.run")
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """The ranks whose program was run."""
-    of, usual = [], ranks.run_rank
-    monkeypatch.setattr(ranks, "run_rank", lambda *a: (of.append(a[1]), usual(*a))[1])
+    of, usual = [], run.run_rank
+    monkeypatch.setattr(run, "run_rank", lambda *a: (of.append(a[1]), usual(*a))[1])
     return of
 
 
 def every_stage(monkeypatch, build, world):
     """The report where nothing follows from anything."""
     with monkeypatch.context() as patch:
-        patch.setattr(kinds, "followers", lambda *_: [])
+        patch.setattr(kinds, "derived_ranks", lambda *_: [])
         return dt.simulate(build, world=world)
 
 
@@ -118,7 +118,7 @@ def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
     dt.simulate(layers(-1), world=6)
     assert 2 not in ran and 3 not in ran
     with pytest.raises(ValueError, match="3 stages later"):
-        kinds.followed.__globals__["Follower"](2, 2, 1, 4, (1, 4)).at(5, 7)
+        equal_stages.DerivedRank(2, 2, 1, 4, (1, 4)).interpolate(5, 7)
 
 
 def test_runs_whose_gradients_come_on_other_lines_are_not_the_same() -> None:

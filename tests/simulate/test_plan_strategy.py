@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import disttensor as dt
+from disttensor.errors import SimulationError
 from disttensor.simulate.candidates import Program, strategies
-from disttensor.simulate.errors import SimulationError
 from disttensor.simulate.estimate import Estimate, Estimator
 from disttensor.simulate.strategy_search import Search
 from disttensor.simulate.strategy_table import Candidate, StrategyTable

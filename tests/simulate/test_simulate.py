@@ -13,9 +13,9 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.simulate.errors import SimulationError
-from disttensor.simulate.grid import Grid
+from disttensor.errors import SimulationError
 from disttensor.simulate.kinds import Differences
+from disttensor.simulate.rank_run import Grid
 from tests.simulate.gpt_training import build as build_gpt
 from tests.support.pool import on_ranks
 
@@ -123,7 +123,7 @@ def test_a_shape_that_depends_on_data_is_an_error_with_the_line():
         out = model(x).to_local()
         return out[out > 0].sum()
 
-    line = r"the shape of what aten.index.Tensor gives at .*test_simulate.py:\d+ depends on"
+    line = r"the shape of the result of aten.index.Tensor at .*test_simulate.py:\d+ depends on"
     with pytest.raises(SimulationError, match=line):
         dt.simulate(training(data_parallel(2), loss), world=2)
 

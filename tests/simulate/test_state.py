@@ -10,8 +10,8 @@ import torch
 import disttensor as dt
 import ops
 from disttensor.simulate import shapes
-from disttensor.simulate.one_rank import of_script
 from disttensor.simulate.run import simulate_program
+from disttensor.simulate.run_rank import of_script
 from disttensor.simulate.world import torchrun_variables
 
 

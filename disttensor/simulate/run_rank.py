@@ -1,4 +1,4 @@
-"""The run of one rank: its program up to a step that is recorded, and what that shows."""
+"""Runs a program as one rank, up to the end of the recorded step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from disttensor.dispatch import strict
-from disttensor.simulate.errors import SimulationError
+from disttensor.errors import SimulationError
+from disttensor.simulate.equal_micro_batches import left_out
 from disttensor.simulate.events import Collective, Message, Op
-from disttensor.simulate.kinds import Differences, differences
-from disttensor.simulate.modules import own_modules
-from disttensor.simulate.rank_run import RankRun
-from disttensor.simulate.recorder import Recorder, Values
-from disttensor.simulate.visits import pieces
-from disttensor.simulate.world import imagined_rank
+from disttensor.simulate.kinds import Differences
+from disttensor.simulate.rank_run import RankRun, cut_step
+from disttensor.simulate.recorder import StepRecorder, Values
+from disttensor.simulate.world import imagined_rank, own_modules
 
-Program = Callable[[Recorder], None]  # starts and stops the recorder
+Program = Callable[[StepRecorder], None]  # starts and stops the recorder
 
 
-class _Enough(BaseException):
-    """The step that was asked for is over. No Exception, which a script may catch."""
+class _StepIsOver(BaseException):
+    """Ends a script after the recorded step. No Exception, which the script may catch."""
 
 
 def of_build(build: Callable[[], Callable[[], Any]]) -> Program:
-    """``step = build()``; the second call of ``step`` is recorded."""
+    """Returns a program that calls ``step = build()`` and records the second call of ``step``."""
 
-    def program(recorder: Recorder) -> None:
+    def program(recorder: StepRecorder) -> None:
         step = build()
         if not callable(step):
             raise TypeError(
@@ -48,16 +47,16 @@ def of_build(build: Callable[[], Callable[[], Any]]) -> Program:
 
 
 def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
-    """A script as ``python path arguments`` runs it, up to the end of its optimizer step number
-    ``steps``, which is recorded together with what led to it from the step before."""
+    """Returns a program that runs ``python path arguments`` and records from the end of optimizer
+    step ``steps - 1`` to the end of optimizer step ``steps``, where the script is stopped."""
 
-    def program(recorder: Recorder) -> None:
+    def program(recorder: StepRecorder) -> None:
         def after_step() -> None:
             if recorder.steps == steps - 1:
                 recorder.start()
             elif recorder.steps == steps:
                 recorder.stop()
-                raise _Enough
+                raise _StepIsOver
 
         recorder.after_step = after_step
         before = sys.argv, list(sys.path)
@@ -68,13 +67,13 @@ def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
         try:
             with own_modules(of_script=True):
                 runpy.run_path(path, run_name="__main__")
-        except _Enough:
+        except _StepIsOver:
             return
         finally:
             sys.argv, sys.path[:] = before
         raise SimulationError(
             f"{path} ended after {recorder.steps} optimizer steps, and the report is of step "
-            f"{steps}: let it do more, or say --steps {max(1, recorder.steps)}"
+            f"{steps}: let the script do more steps, or pass --steps {max(1, recorder.steps)}"
         )
 
     return program
@@ -84,8 +83,21 @@ def run_rank(
     program: Program, rank: int, world: int, values: Values, ranks_per_node: int, backend: str,
     few: bool = False,
 ) -> tuple[RankRun, Differences]:  # fmt: skip
-    """Run ``program`` as ``rank``. What it prints is heard from rank 0 only. ``few``: of its
-    micro-batches only those run that show what all of them do. Raises what it raises."""
+    """Runs ``program`` as one rank and returns its recorded step, and the differences between ranks
+    that the step shows.
+
+    Args:
+        program: starts and stops the recorder.
+        rank: the simulated rank. Only rank 0 prints.
+        world: the number of ranks.
+        values: see ``simulate``.
+        ranks_per_node: for LOCAL_RANK and the other variables of torchrun.
+        backend: the backend of the fake process group.
+        few: run only the micro-batches that are needed to derive the others.
+
+    Raises:
+        Exception: any exception of the program.
+    """
     quiet = contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext()
     warned = set(strict._warned)
     strict._warned.clear()
@@ -98,39 +110,40 @@ def run_rank(
             warnings.simplefilter("always")
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            recorder = Recorder(values, few)
+            recorder = StepRecorder(values, left_out if few else None)
             with recorder.running(), own_modules():
                 program(recorder)
             held, changes = recorder.memory_of_step()
-            found = differences(recorder.comms, recorder.events, recorder.visits.runs)
-            events, comms = recorder.events, recorder.comms.records[: recorder.last.comms]
-            parts = tuple(pieces(recorder.visits.runs, recorder.last))
+            runs, last = recorder.actions.runs, recorder.last
+            found = recorder.comms.differences(recorder.events, runs)
+            slices = tuple(cut_step(runs, last))
     finally:
         strict._warned.clear()
         strict._warned.update(warned)
-    said = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
-    one = RankRun(
-        rank, events, comms, held, changes, said, parts, recorder.visits.runs,
-        recorder.blocks_before, recorder.layers.placed(),
+    texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
+    run = RankRun(
+        rank, recorder.events, recorder.comms.records[: last.comms], held, changes, texts, slices,
+        runs, recorder.blocks_before, recorder.layers.of_meshes(),
     )  # fmt: skip
-    return one, found
+    return run, found
 
 
 def compare(one: RankRun, other: RankRun) -> None:
-    """Raises SimulationError where two ranks that should do the same do not: their program asks
-    which rank it is. (Of operators without FLOPs some depend on the place in a mesh.)"""
-    for a, b in itertools.zip_longest(_said(one), _said(other), fillvalue="nothing more"):
+    """Raises SimulationError if two ranks of a kind differ in operators with FLOPs or in
+    communication: their program depends on the rank. (Other operators may depend on the place in a
+    mesh.)"""
+    for a, b in itertools.zip_longest(_texts(one), _texts(other), fillvalue="nothing more"):
         if a != b:
             raise SimulationError(
                 f"ranks {one.rank} and {other.rank} have pieces of the same sizes in all meshes, "
                 f"and do not do the same: rank {one.rank} does {a}, rank {other.rank} does {b}. A "
-                "program may ask for RANK to print and to write files; what it computes and sends "
-                "has to follow from meshes"
+                "program may read RANK to print and to write files; its computation and "
+                "communication have to follow from meshes"
             )
 
 
-def _said(run: RankRun) -> Iterator[str]:
-    """What is alike on all ranks of a kind, in words."""
+def _texts(run: RankRun) -> Iterator[str]:
+    """Yields the events that are equal on all ranks of a kind, as text."""
     for e in run.events:
         if isinstance(e, Op) and e.flops:
             yield f"{e.name} of {e.flops:,} FLOP ({e.where})"
