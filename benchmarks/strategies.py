@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from calibrate.measure import measure as measure_device
+from calibrate.measure import measure_network
 from table import machine
 
 import disttensor as dt
@@ -99,8 +101,8 @@ def seconds(run: Callable[[], object], times: int = 3) -> float:
 
 
 def calibrate() -> tuple[dt.devices.Device, dt.devices.Network]:
-    """A core of this machine, which ranks share, and what is between them."""
-    return dt.devices.measure(0.3, together=True), dt.devices.measure_network()
+    """Measures this machine, whose cores the ranks share, and the network between them."""
+    return measure_device(0.3, together=True), measure_network()
 
 
 def measure(config: GPTConfig, chosen: dt.Strategy, found: Sequence[dt.Strategy]) -> Any:

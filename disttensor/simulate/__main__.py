@@ -1,4 +1,4 @@
-"""``python -m disttensor.simulate --world 4096 train.py --pp 16``: an unmodified script."""
+"""Simulates an unmodified script: ``python -m disttensor.simulate --world 64 train.py --pp 4``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from disttensor.simulate.run_rank import of_script
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m disttensor.simulate",
-        description="Say what a training script would do on each rank of a large world: memory, "
-        "communication, floating-point operations. The script runs here as one rank of each kind, "
-        "on tensors without data, and prints as rank 0.",
+        description="Simulate a training script on each rank of a large world: memory, "
+        "communication, floating-point operations, time. The script runs here as one rank of each "
+        "kind, on tensors without data, and prints as rank 0.",
     )
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     steps = "the report is of optimizer step N, where the script is stopped (2)"
     parser.add_argument("--steps", type=int, default=2, metavar="N", help=steps)
-    value = "what the script reads of data: losses, norms, flags (0)"
+    value = "the value of data that the script reads: losses, norms, flags (0)"
     parser.add_argument("--value", type=float, default=0.0, metavar="X", help=value)
-    what = "what a kernel costs (h100); cpu: this machine, measured"
-    parser.add_argument("--device", choices=[*devices.NAMED, "cpu"], default="h100", help=what)
+    costs = "the costs of kernels (h100)"
+    parser.add_argument("--device", choices=[*devices.NAMED], default="h100", help=costs)
     node = "ranks of one node (8)"
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help=node)
     parser.add_argument("--html", metavar="FILE", help="write a page with all pictures there")
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         report = simulate_program(
             program, args.world, values=args.value,
-            device=devices.NAMED.get(args.device) or devices.measure(),
+            device=devices.NAMED[args.device],
             network=Network(ranks_per_node=args.ranks_per_node),
         )  # fmt: skip
     except (SimulationError, ValueError) as error:

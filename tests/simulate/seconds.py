@@ -1,4 +1,4 @@
-"""How long steps take on a rank of a running world, and by what simulated ones are calibrated."""
+"""Measures the time of a step on a rank of a running world, and calibrates simulated steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-import disttensor as dt
+from benchmarks.calibrate.measure import measure, measure_network
 from disttensor.simulate.devices import Device, Network
 
 REPEATS = 5  # the fastest step of so many counts
 
 
 def calibrate() -> tuple[Device, Network]:
-    """On each of the ranks at once."""
-    return dt.devices.measure(0.3, together=True), dt.devices.measure_network()
+    """Measures on all ranks at once."""
+    return measure(0.3, together=True), measure_network()
 
 
 def step_time(build: Any, options: str) -> float:

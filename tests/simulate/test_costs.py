@@ -51,7 +51,7 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_memory():
     assert DEVICE.seconds(flops=1e9, nbytes=3e9, dtype=F32) == 3.0
     assert DEVICE.seconds(flops=0, nbytes=1e9, dtype=torch.int64) == 1.0
     assert A100.seconds(312e12, 0, torch.bfloat16) == 2.0  # half of the peak is reached
-    with pytest.raises(ValueError, match=r"'d' has no peak for torch.float64.*it has those of"):
+    with pytest.raises(ValueError, match=r"'d' has no peak for torch.float64.*it has peaks for"):
         DEVICE.seconds(1, 0, torch.float64)
     with pytest.raises(ValueError, match="bandwidth"):
         Device(name="d", peak={}, bandwidth=0)

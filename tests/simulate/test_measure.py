@@ -1,4 +1,4 @@
-"""This machine as a device and a network, by measuring; and what its kernels count as."""
+"""benchmarks/calibrate, and the costs of kernels that it measures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import disttensor as dt
-from disttensor import pipeline
-from disttensor.fsdp.engine import Engine
-from disttensor.simulate.events import Op
-from disttensor.simulate.reference_pipeline import of_collective, of_micro_batch
-from disttensor.simulate.reference_step import (
+from benchmarks.calibrate.measure import measure, measure_network
+from benchmarks.calibrate.reference_pipeline import of_collective, of_micro_batch
+from benchmarks.calibrate.reference_step import (
     events_of,
     of_gradient,
     of_kernel,
     reference_step,
     world_of_one,
 )
+from disttensor import pipeline
+from disttensor.fsdp.engine import Engine
+from disttensor.simulate.events import Op
 from disttensor.simulate.shapes import cost
 from tests.support.pool import on_ranks
 
@@ -60,14 +61,14 @@ def test_memory_that_is_asked_for_moves_no_bytes_and_what_is_written_by_name_doe
 @pytest.mark.limit(300)
 @on_ranks(4, timeout=200)
 def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
-    found = dt.devices.measure_network()
+    found = measure_network()
     every = [None] * 4
     dist.all_gather_object(every, found)
     assert every == [found] * 4
     assert found.ranks_per_node == 4 and found.within == found.between
     for link in (found.within, found.processor):
         assert link.bandwidth > 0 and link.latency > 0
-    here = dt.devices.measure(seconds=0.001, together=True)
+    here = measure(seconds=0.001, together=True)
     cores = len(os.sched_getaffinity(0))
     assert here.sharing == max(1.0, 4 * torch.get_num_threads() / cores)
     assert here.launch > 0 and not here.asynchronous
@@ -150,10 +151,10 @@ def test_a_collective_on_data_is_no_kernel():
 
 def test_a_network_of_one_rank_is_refused_by_name():
     with pytest.raises(dt.CommError, match=r"measure_network: there are 1 ranks.*torchrun"):
-        dt.devices.measure_network()
+        measure_network()
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, "1"])
 def test_a_time_that_is_none_is_refused(seconds):
     with pytest.raises((TypeError, ValueError), match="measure: seconds"):
-        dt.devices.measure(seconds=seconds)
+        measure(seconds=seconds)

@@ -1,8 +1,8 @@
-"""Kernels of this machine that take longer than the roofline of a Device says, or not as long.
+"""Measures the kernels of this machine that deviate from the roofline of a Device.
 
-The roofline knows the fastest products of matrices, and copies into memory that is there. An
-exponential is arithmetic without FLOPs, attention in half precision is far from the products, and
-memory that is asked for comes page by page.
+The roofline is made of the fastest matrix products, and of copies into allocated memory.
+Exponentials are arithmetic that is not counted as FLOPs, attention in half precision is slower than
+the products, and new memory is mapped page by page.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from typing import Any
 import torch
 
 from disttensor.simulate import shapes
-from disttensor.simulate.device import Device
+from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Op
-from disttensor.simulate.reference_step import reference_step, world_of_one
 from disttensor.torch_private import TorchDispatchMode
+
+from .reference_step import reference_step, world_of_one
 
 _STEPS = 2
 _WIDTH, _ROWS = 256, 512
-_SLOW = 2e10  # FLOP per second, below which a quarter of the rows has to do
-_SHORT = 2e-5  # seconds of a kernel: of a shorter one most is what the host takes
-_PARTS, _PART = 16, 1 << 17  # tensors that are put into one, and elements of each
+_SLOW = 2e10  # FLOP per second; slower dtypes use a quarter of the rows
+_SHORT = 2e-5  # seconds; most of a shorter kernel is time of the host
+_PARTS, _PART = 16, 1 << 17  # tensors that are joined, and elements of each
 
 
 def slower(
     device: Device, clock: Callable[[], float], together: bool
 ) -> Mapping[tuple[str, torch.dtype], float]:
-    """How many times as long as ``device`` says the kernels of a training step take, each by its
-    name and dtype, in float32 and under autocast."""
+    """Returns real time / time by ``device`` for the kernels of a training step, in float32 and
+    under autocast."""
     timer = _Timer(clock)
     with world_of_one(together):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -45,7 +46,7 @@ def slower(
 
 
 def _gathers(dtype: torch.dtype) -> None:
-    """What buffers of parameters and gradients are made by, as fsdp does it."""
+    """Runs the kernels with which fsdp fills its buffers."""
     parts = [torch.ones(_PART, dtype=dtype) for _ in range(_PARTS)]
     buffer = torch.empty(_PARTS * _PART, dtype=dtype)
     torch._foreach_copy_(buffer.split(_PART), parts)
@@ -54,7 +55,7 @@ def _gathers(dtype: torch.dtype) -> None:
 
 
 class _Timer(TorchDispatchMode):
-    """Seconds of each kernel, and those of one that has nothing to do."""
+    """Records the seconds of each kernel."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -75,13 +76,13 @@ class _Timer(TorchDispatchMode):
         return out
 
     def slower(self, device: Device) -> Iterator[tuple[tuple[str, torch.dtype], float]]:
-        call = min(min(times) for times in self.times.values())  # nothing but torch's dispatch
+        call = min(min(times) for times in self.times.values())  # of torch's dispatch alone
         real: dict[Any, float] = defaultdict(float)
-        said: dict[Any, float] = defaultdict(float)
+        expected: dict[Any, float] = defaultdict(float)
         for op, times in self.times.items():
             seconds = device.kernel(op) if op.dtype in device.peak or not op.flops else 0.0
             if seconds > _SHORT:
                 real[op.name, op.dtype] += sum(times) - call * len(times)
-                said[op.name, op.dtype] += seconds * len(times)
-        for key, seconds in said.items():
+                expected[op.name, op.dtype] += seconds * len(times)
+        for key, seconds in expected.items():
             yield key, real[key] / seconds

@@ -1,4 +1,4 @@
-"""Small training steps on DistTensors, by which kernels and the host are measured."""
+"""Small training steps on DistTensors, for measuring kernels and the host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from disttensor.api.create import shard_tensor
 from disttensor.comm.log import record_comms
 from disttensor.comm.process_group import world
 from disttensor.parallel.strategy import Strategy
-from disttensor.simulate.device import Device
+from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Event, Gradient, Op
 from disttensor.simulate.recorder import StepRecorder
 from disttensor.simulate.world import imagined_rank
 
-_WIDTH, _ROWS, _BLOCKS = 32, 16, 4  # of a step that is the host's alone
+_WIDTH, _ROWS, _BLOCKS = 32, 16, 4  # of a step in which kernels take no time
 _SEQUENCE = 128  # rows that attend to each other
 _STEPS = 20
 
@@ -64,7 +64,7 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """A transformer on rows that are there."""
+    """A transformer without embeddings."""
 
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
@@ -78,17 +78,17 @@ class _Model(nn.Module):
 
 
 def of_kernel(device: Device, clock: Callable[[], float], together: bool) -> float:
-    """``Device.launch``: what a kernel of a training step takes beside what ``device`` says of its
-    arithmetic, its memory traffic and collectives. In a world of one, or ``together`` with the
-    other ranks, which put Python out of the caches as they do in training."""
+    """Measures ``Device.launch``: the seconds of a training step that ``device`` does not explain
+    by arithmetic, memory traffic and collectives, per kernel. Ranks that measure ``together``
+    compete for the caches as they do in training."""
     with world_of_one(together):
         whole, rest, events = _timed(device, clock, sharded=False)
     return max(rest, 0.05 * whole) / sum(isinstance(e, Op) for e in events)
 
 
 def of_gradient(device: Device, clock: Callable[[], float], together: bool) -> float:
-    """``Device.gradient`` of a device that has ``launch``: what a step on shards takes besides, for
-    each gradient."""
+    """Measures ``Device.gradient`` for a device with ``launch``: the other seconds of a step on
+    sharded parameters, per gradient."""
     with world_of_one(together, ranks=2):
         _, rest, events = _timed(device, clock, sharded=True)
     rest -= device.launch * sum(isinstance(e, Op) for e in events)
@@ -98,7 +98,8 @@ def of_gradient(device: Device, clock: Callable[[], float], together: bool) -> f
 def _timed(
     device: Device, clock: Callable[[], float], sharded: bool
 ) -> tuple[float, float, list[Event]]:
-    """The seconds of the median step, those that ``device`` does not know of, and its events."""
+    """Returns the median seconds of a step, the part that ``device`` does not explain, and the
+    events of a step."""
     step = reference_step(_WIDTH, _ROWS, _BLOCKS, sharded=sharded)
     step()
     events = events_of(step)
@@ -116,8 +117,8 @@ def _timed(
 
 @contextmanager
 def world_of_one(together: bool, ranks: int = 1) -> Iterator[None]:
-    """Inside, this process is alone, the first of so many ``ranks`` of which the others are not
-    there, unless it works ``together`` with the others."""
+    """Lets this process act as the first of ``ranks`` ranks, without the others, unless it measures
+    ``together`` with them."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -127,7 +128,7 @@ def world_of_one(together: bool, ranks: int = 1) -> Iterator[None]:
 
 
 def events_of(step: Callable[[], object]) -> list[Event]:
-    """Of a step on tensors with data: no messages, as those are sent."""
+    """Returns the events of a step on tensors with data. Messages are sent, and not recorded."""
     recorder = StepRecorder()
     with recorder.running():
         recorder.start()
@@ -139,8 +140,15 @@ def events_of(step: Callable[[], object]) -> list[Event]:
 def reference_step(
     width: int, rows: int, blocks: int, amp: torch.dtype | None = None, sharded: bool = False
 ) -> Callable[[], None]:
-    """Of a transformer on all ranks, each with so many rows; on replicas, or on shards of the
-    parameters; under autocast with ``amp``."""
+    """Returns a training step of a transformer on all ranks.
+
+    Args:
+        width: of a row.
+        rows: rows of each rank.
+        blocks: layers of the transformer.
+        amp: the dtype of autocast, None for float32.
+        sharded: whether the parameters are sharded or replicated.
+    """
     ranks = world()[1]
     strategy = Strategy(sharding=ranks, zero_stage=3) if sharded else Strategy(dp=ranks)
     (mesh,) = strategy.stages()

@@ -1,28 +1,31 @@
-"""This machine as a Device, and what is between its ranks as a Network, by measuring.
+"""Measures this machine's CPU as a Device, and the connection of its gloo ranks as a Network.
 
-Kernels are timed by the seconds that their processor works, so that it does not matter who else is
-on it, collectives by the mean of many: the steps of ranks that share cores are made of such times,
-and not of the fastest ones.
+Kernels are timed in CPU seconds, so that other processes do not count. Collectives are timed by the
+mean of many: the steps of ranks that share cores consist of mean times, not of the fastest ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from disttensor.checks import check_bool, check_positive
 from disttensor.comm import collectives
 from disttensor.errors import CommError
-from disttensor.simulate.device import Device
-from disttensor.simulate.kernel_times import slower
-from disttensor.simulate.network import Link, Network
-from disttensor.simulate.reference_pipeline import of_collective, of_micro_batch
-from disttensor.simulate.reference_step import of_gradient, of_kernel
+from disttensor.simulate.devices import Device, Link, Network
+
+from .kernel_times import slower
+from .reference_pipeline import of_collective, of_micro_batch
+from .reference_step import of_gradient, of_kernel
 
 _N = 512  # rows and columns of matrices: they do not fit into a first cache
 _COPIED = 1 << 23  # elements: they do not fit into any
@@ -31,21 +34,21 @@ _SMALL, _LARGE = (1, 100), (1 << 18, 20)  # elements of a collective, and how of
 
 
 def measure(seconds: float = 0.2, together: bool = False) -> Device:
-    """This machine's CPU as a Device, also where there is an accelerator, with torch's present
-    number of threads: of each dtype the three matrix products of a linear layer in a training step,
-    and a copy that does not fit into a cache. Each is repeated for ``seconds``, and the fastest
-    counts. By training steps on DistTensors, of this process alone, or ``together`` with all ranks
-    of the running world, each of which has to call it then: ``kernels``, those that take longer, or
-    not as long; ``launch``, what one takes besides, in Python and in torch; ``post``, ``gradient``
-    and ``visit``, what is the host's elsewhere. The ranks of this machine share its cores
-    (``Device.sharing``).
+    """Measures this machine's CPU, with torch's present number of threads. The ranks of this
+    machine share its cores (``Device.sharing``).
 
-    >>> here = dt.devices.measure(seconds=0.001)
-    >>> here.name, here.asynchronous, here.peak[torch.float32] > 0 < here.launch
-    ('cpu', False, True)
+    Peaks are those of the three matrix products of a linear layer in a training step, the bandwidth
+    that of a copy larger than the caches. The other fields are measured by training steps on
+    DistTensors.
+
+    Args:
+        seconds: the time to repeat each product and the copy; the fastest repetition counts.
+        together: whether all ranks of the running world measure at the same time. Each of them has
+            to call this function, and all return the same values for the host. Otherwise this
+            process measures as if it were alone.
     """
-    check_positive("devices.measure: seconds", seconds, "a positive number of seconds")
-    check_bool("devices.measure: together", together)
+    check_positive("measure: seconds", seconds, "a positive number of seconds")
+    check_bool("measure: together", together)
     peak = {
         dtype: 6.0 * _N**3 / _fastest(_products(dtype), seconds)
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -66,14 +69,14 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
 
 
 def clock() -> Callable[[], float]:
-    """Seconds that this thread computes, which other processes do not add to; of several threads
-    those that pass."""
+    """Returns a clock of this thread's CPU seconds, or of elapsed seconds if torch uses several
+    threads."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _products(dtype: torch.dtype) -> Callable[[], object]:
-    """A layer's forward, the gradient of its input, that of its weight: they read their matrices in
-    three ways, which do not all take as long."""
+    """Returns the three products of a linear layer: its forward, the gradient of its input, and the
+    gradient of its weight. Their matrices have three different layouts."""
     x, weight, grad = (torch.ones(_N, _N, dtype=dtype) for _ in range(3))
     return lambda: (x @ weight.t(), grad @ weight, grad.t() @ x)
 
@@ -90,7 +93,7 @@ def _fastest(run: Callable[[], object], seconds: float) -> float:
 
 
 def _of_all(seconds: float, together: bool) -> float:
-    """The mean of all ranks, where they measure ``together``."""
+    """Returns the mean over all ranks if they measure ``together``."""
     if not together or not dist.is_initialized():
         return seconds
     found = torch.tensor(seconds, dtype=torch.float64)
@@ -101,21 +104,22 @@ def _of_all(seconds: float, together: bool) -> float:
 
 
 def _ranks_here() -> int:
-    """Ranks on this machine."""
+    """Returns the number of ranks on this machine."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     return min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 def measure_network() -> Network:
-    """What is between the ranks of this world, as gloo brings it; every rank calls it, and all get
-    the same. Small and large collectives of all ranks are repeated: by the mean of the small ones
-    ``latency``, by that of the large ones ``bandwidth``, and by what other threads of a rank than
-    the one that waits work meanwhile ``processor``. It takes a few seconds. Raises CommError in a
-    world of one rank, and of another backend than gloo."""
+    """Measures the connection of the ranks of this world over gloo, in a few seconds. Every rank
+    has to call this function, and all return the same Network.
+
+    ``latency`` comes from the mean of small collectives, ``bandwidth`` from that of large ones, and
+    ``processor`` from the CPU seconds of the threads that do not wait. Raises CommError in a world
+    of one rank, or of another backend than gloo."""
     group = collectives.world_group()
     if group.size == 1 or "gloo" not in dist.get_backend(group.pg):
         raise CommError(
-            f"devices.measure_network: there are {group.size} ranks, by "
+            f"measure_network: there are {group.size} ranks, by "
             f"{dist.get_backend() if dist.is_initialized() else 'no backend'}: two or more by gloo "
             "are needed. Start the program under torchrun with "
             "torch.distributed.init_process_group('gloo'), or give a dt.devices.Network"
@@ -146,7 +150,7 @@ def measure_network() -> Network:
 def _mean(
     run: Callable[[torch.Tensor], object], elements: int, times: int
 ) -> tuple[float, float, float]:
-    """Seconds that pass in a call, those that this process computes for, and this thread."""
+    """Returns the seconds of a call: elapsed, CPU seconds of this process, and of this thread."""
     x, clocks = torch.ones(elements), (time.perf_counter, time.process_time, time.thread_time)
     run(x)
     begin = [now() for now in clocks]
@@ -156,3 +160,36 @@ def _mean(
         (now() - start) / times for now, start in zip(clocks, begin, strict=True)
     )
     return passed, process, thread
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="gloo processes (1)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each matrix product (0.3)")
+    args = parser.parse_args()
+    if args.ranks == 1:
+        print(code(measure(args.seconds)))
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, (args.ranks, port, args.seconds), nprocs=args.ranks)
+
+
+def _rank(rank: int, ranks: int, port: int, seconds: float) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    dist.init_process_group("gloo")
+    device, network = measure(seconds, together=True), measure_network()
+    if rank == 0:
+        print(code(device), code(network), sep="\n")
+    dist.destroy_process_group()
+
+
+def code(value: Any) -> str:
+    """Returns a Device or a Network as a call of ``dt.devices``."""
+    given = ", ".join(f"{f.name}={getattr(value, f.name)!r}" for f in fields(value))
+    return f"dt.devices.{type(value).__name__}({given})".replace("=Link(", "=dt.devices.Link(")

@@ -1,8 +1,8 @@
-"""A small pipeline, by which is measured what the host takes for a visit of a micro-batch, and for
-a collective or a message.
+"""Measures the host's time for a visit of a micro-batch, and for a collective or a message, by a
+small pipeline.
 
-Each rank of the running world is a stage, and wakes for each message, with its caches full of other
-things. A process by itself is the first of two stages, and nobody is at the other end.
+Each rank of the running world is a stage, which wakes for each message with cold caches. A process
+that measures alone is the first of two imagined stages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from disttensor.comm import collectives
 from disttensor.comm.process_group import world
 from disttensor.core.mesh import ProcessMesh, init_mesh
 from disttensor.core.placement import Replicate, Shard
-from disttensor.simulate.device import Device
+from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Op
-from disttensor.simulate.reference_step import events_of
 from disttensor.simulate.world import imagined_rank
+
+from .reference_step import events_of
 
 _FEW, _MANY = 2, 10  # micro-batches
 _LAYERS, _WIDTH, _ROWS = 2, 128, 128  # layers of a stage
@@ -31,18 +32,18 @@ _STEPS, _COLLECTIVES = 10, 50
 
 
 def of_collective(clock: Callable[[], float], together: bool) -> float:
-    """``Device.post``: seconds of the host for a collective."""
+    """Measures ``Device.post``: seconds of the host for a collective."""
     return _measured(lambda: _collective(clock), together)
 
 
 def of_micro_batch(device: Device, clock: Callable[[], float], together: bool) -> float:
-    """``Device.visit`` of a device that has the others of its times."""
+    """Measures ``Device.visit`` for a device whose other times are known."""
     return _measured(lambda: _visit(device, clock), together)
 
 
 def _measured(find: Callable[[], float], together: bool) -> float:
-    """What this process finds as the first of two, or the mean of all ranks where they find it
-    ``together``."""
+    """Returns the mean of all ranks if they measure ``together``, else the result of this process
+    as the first of two."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if together and world()[1] > 1:
             found = torch.tensor(find(), dtype=torch.float64)
@@ -52,8 +53,8 @@ def _measured(find: Callable[[], float], together: bool) -> float:
 
 
 def _visit(device: Device, clock: Callable[[], float]) -> float:
-    """Seconds of this rank's host for a visit, by what more micro-batches take more. A visit in the
-    middle has two messages, one at an end has one."""
+    """Returns the host's seconds for a visit: the difference between many and few micro-batches. A
+    visit has two messages, at the first and the last stage one."""
     few, many = _pipeline(_FEW), _pipeline(_MANY)
     more = _kernels(device, many) - _kernels(device, few)
     times = []
@@ -80,7 +81,7 @@ def _collective(clock: Callable[[], float]) -> float:
 
 
 def _kernels(device: Device, step: Callable[[], object]) -> float:
-    """Seconds of the kernels, on the device and on the host."""
+    """Returns the seconds of the kernels, of device and host together."""
     return sum(device.kernel(e) + device.launch for e in events_of(step) if isinstance(e, Op))
 
 

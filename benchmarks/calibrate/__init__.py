@@ -1,0 +1,1 @@
+"""Measures this machine as the Device and Network of a simulation."""
