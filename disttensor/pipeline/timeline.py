@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from disttensor.checks import check_int, check_sequence, check_type
 from disttensor.pipeline.action import Action
+from disttensor.pipeline.drawing import TraceSpan, scale, write_chrome_trace
 from disttensor.pipeline.schedule import Schedule
 
 KINDS = ("F", "B", "I", "W", "wait")
@@ -164,31 +163,22 @@ class Timeline:
         return 1 - sum(map(self.busy, self.ranks)) / total if total else 0.0
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
-        """Writes ``path`` for Perfetto and chrome://tracing: a process per rank, in which what it
-        computed and what it waited for are two threads. A tick is a millisecond."""
+        """Writes ``path`` for Perfetto and chrome://tracing: a process per rank, with a thread each
+        for computing and waiting. A tick is a millisecond."""
         check_type("to_chrome_trace: path", path, (str, PathLike), "a path")
-        per_unit = 1e6 if self.unit == "s" else 1e3  # the format counts in microseconds
-        trace: list[dict[str, Any]] = []
-        for rank in self.ranks:
-            name = {"name": f"rank {rank}"}
-            trace.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
-            rows = (self.pieces(rank), self.waits(rank))
-            for event, start, end in chain(*rows):
-                trace.append(
-                    {
-                        "ph": "X",
-                        "name": str(event.action),
-                        "cat": event.kind,
-                        "pid": rank,
-                        "tid": int(event.kind == "wait"),
-                        "ts": (start - self.start) * per_unit,
-                        "dur": (end - start) * per_unit,
-                        "args": {"stage": event.stage, "chunk": event.chunk},
-                    }
-                )
-        file = Path(path)
-        file.write_text(json.dumps({"traceEvents": trace}), encoding="utf-8")
-        return file
+        processes = [
+            (f"rank {rank}", rank, map(self._span, [*self.pieces(rank), *self.waits(rank)]))
+            for rank in self.ranks
+        ]
+        return write_chrome_trace(
+            path, processes, ("compute", "wait"), 1e6 if self.unit == "s" else 1e3
+        )
+
+    def _span(self, piece: Piece) -> TraceSpan:
+        event, start, end = piece
+        args = {"stage": event.stage, "chunk": event.chunk}
+        thread, since = int(event.kind == "wait"), self.start
+        return str(event.action), event.kind, thread, start - since, end - since, args
 
     @cached_property
     def _by_rank(self) -> dict[int, list[Event]]:
@@ -234,10 +224,3 @@ class Timeline:
         rows = zip(self.ranks, lines, strict=True)
         foot = f"0 to {self.span / size:.4g} {unit}, bubble {self.bubble:.1%}".replace("%", " %")
         return "\n".join([*(f"rank {rank:{width}} |{line}|" for rank, line in rows), foot])
-
-
-def scale(span: float, unit: str) -> tuple[float, str]:
-    """(size, name) of the unit in which ``span`` reads well: s, ms or µs for seconds."""
-    if unit == "s" and 0 < span < 1:
-        return (1e-3, "ms") if span >= 1e-3 else (1e-6, "µs")
-    return 1, unit

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from disttensor.checks import argument_error, check_int
-from disttensor.simulate import chrome_trace, layer_shares, pictures, png
+from disttensor.pipeline.drawing import write_chrome_trace, write_picture
+from disttensor.simulate import layer_shares, pictures
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.findings import findings
 from disttensor.simulate.kind import Kind, names_of
 from disttensor.simulate.page import page
 from disttensor.simulate.text import amount, quantity, seconds, table
 from disttensor.simulate.timeline import timelines
+
+_LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +170,14 @@ class Report:
     def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
         """Writes the time line to ``path``, for Perfetto and chrome://tracing: a process for each
         kind of rank, with threads for what it computes, sends and waits for."""
-        file = Path(path)
-        named = [(f"ranks {names_of(k.ranks)}", k.rank, k.timeline) for k in self.kinds]
-        file.write_text(json.dumps(chrome_trace.trace(named)), encoding="utf-8")
-        return file
+        processes = []
+        for k in self.kinds:
+            spans = [
+                (s.name, s.phase, _LANES.index(s.lane), s.start, s.end, {"where": s.where})
+                for s in k.timeline.spans
+            ]
+            processes.append((f"ranks {names_of(k.ranks)}", k.rank, spans))
+        return write_chrome_trace(path, processes, _LANES)
 
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Writes one page for people to ``path``, without anything from elsewhere: a table of the
@@ -188,17 +195,14 @@ class Report:
         return file
 
     def to_svg(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
-        """Draws to ``path``, an .svg: the "timeline" of all kinds, the "memory" of the fullest over
-        the step, or "communication", the bytes that a rank sends over each axis."""
-        file = Path(path)
-        file.write_text(self._drawn("to_svg", picture), encoding="utf-8")
-        return file
+        """Draws to ``path``, an .svg: the "timeline" of all kinds, the "memory" of the fullest kind
+        over the step, or "communication", the bytes that a rank sends over each axis."""
+        return write_picture("to_svg", self._drawn("to_svg", picture), path)
 
     def to_png(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
-        """The same picture as ``to_svg`` draws, as .png. Raises ImportError where matplotlib is not
-        installed, which it needs."""
-        png.draw(self._drawn("to_png", picture), path)
-        return Path(path)
+        """Draws the same picture as ``to_svg`` to ``path``, a .png, by matplotlib. Raises
+        ImportError if it is not installed."""
+        return write_picture("to_png", self._drawn("to_png", picture), path)
 
     def _drawn(self, who: str, picture: str) -> str:
         draw = {

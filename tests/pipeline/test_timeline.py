@@ -6,6 +6,7 @@ import doctest
 import inspect
 import json
 import pickle
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,10 @@ import pytest
 from disttensor import pipeline
 from disttensor.pipeline import Event, Timeline
 
-PURE = ("action", "costs", "search", "zero_bubble", "schedule", "schedules", "timeline", "plot")
+PURE = (
+    "action", "costs", "search", "zero_bubble", "schedule", "schedules", "timeline", "plot",
+    "drawing",
+)  # fmt: skip
 NAMES = [
     name
     for name in pipeline.__all__
@@ -124,7 +128,9 @@ def test_events_that_cannot_be(event, says):
 def test_chrome_trace_has_what_each_rank_did_in_microseconds(tmp_path):
     run = Timeline([e._replace(start=e.start + 7, end=e.end + 7) for e in PAUSED])
     text = run.to_chrome_trace(tmp_path / "run.json").read_text()
-    name, *events = json.loads(text)["traceEvents"]
+    name, *threads = json.loads(text)["traceEvents"][:3]
+    events = json.loads(text)["traceEvents"][3:]
+    assert [t["args"]["name"] for t in threads] == ["compute", "wait"]
     assert name["args"] == {"name": "rank 0"} and name["pid"] == 0
     assert [(e["name"], e["cat"], e["tid"], e["ts"], e["dur"]) for e in events] == [
         ("F0", "F", 0, 0, 1e6),
@@ -171,7 +177,7 @@ def test_svg_shows_each_action_where_it_was(tmp_path):
         "B0 on rank 0: 7 to 10 s",
     }
     last = found["B0 on rank 0: 7 to 10 s"]
-    assert float(last.get("x")) == pytest.approx(70 + 0.7 * 910, abs=0.01)
+    assert float(last.get("x")) == pytest.approx(0.7 * 910, abs=0.01)
     assert float(last.get("width")) == pytest.approx(0.3 * 910, abs=0.01)
     colours = {tip[:2]: box.get("fill") for tip, box in found.items()}
     assert colours["F0"] == colours["F1"] and len(set(colours.values())) == 3
@@ -196,14 +202,15 @@ def test_the_axis_has_some_round_numbers(span, tmp_path):
     root = ElementTree.parse(path).getroot()
     assert 4 <= len(list(root.iter(f"{SVG}path"))) <= 10
     (box,) = boxes(root).values()  # from the left to the right, whenever the clock began
-    assert float(box.get("x")) == 70 and float(box.get("width")) == pytest.approx(910, abs=0.01)
+    frame = root.find(f"{SVG}svg")
+    assert float(frame.get("x")) == 70 and float(frame.get("width")) == 910
+    assert float(box.get("x")) == 0 and float(box.get("width")) == pytest.approx(910, abs=0.01)
 
 
 @pytest.mark.parametrize(
     ("what", "name", "says"),
     [
         (pipeline.gpipe(1, 1), "a.pdf", r"ends in '.pdf': write .svg"),
-        (pipeline.gpipe(1, 1), "a.png", "write .svg"),
         (pipeline.gpipe(1, 1), "a", "ends in ''"),
         (Timeline([]), "a.svg", "nothing that takes time"),
         (pipeline.Schedule(["F0"]), "a.svg", "stage 0 lacks B0"),
@@ -212,4 +219,22 @@ def test_the_axis_has_some_round_numbers(span, tmp_path):
 def test_what_cannot_be_drawn(what, name, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         pipeline.plot(what, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_png_shows_the_colours_of_the_svg(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    svg = ElementTree.parse(pipeline.plot(Timeline(PAUSED), tmp_path / "a.svg")).getroot()
+    pixels = image.imread(pipeline.plot(Timeline(PAUSED), tmp_path / "a.png"))
+    assert pixels.shape[:2] == (float(svg.get("height")), float(svg.get("width")))
+    found = {tuple(p) for p in (pixels[:, :, :3] * 255).round().astype(int).reshape(-1, 3).tolist()}
+    for box in boxes(svg).values():
+        colour = box.get("fill").removeprefix("#")
+        assert tuple(int(colour[i : i + 2], 16) for i in (0, 2, 4)) in found
+
+
+def test_a_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"plot: .*pip install 'disttensor\[plot\]'"):
+        pipeline.plot(pipeline.gpipe(1, 1), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
