@@ -162,10 +162,10 @@ def _key(x: Any) -> Any:
         return x.shape, x.stride(), x.dtype, x.storage_offset(), x.fake_device
     if kind is list or kind is tuple:
         return tuple([_key(e) for e in x])
-    if isinstance(x, Tensor):
-        if kind is not Tensor or x.numel() == 1:  # of one element torch remembers the value
-            raise _Uncached
+    if kind is Tensor:
         return kind, x.shape, x.stride(), x.dtype, x.device
+    if isinstance(x, Tensor):
+        raise _Uncached
     return kind, x
 
 

@@ -62,6 +62,24 @@ def test_stages_and_the_rank_that_tells_the_loss_are_kinds():
     assert counts[0] == counts[2] == 4  # a message for each micro-batch
 
 
+def test_ranks_that_send_another_number_of_messages_are_kinds():
+    """Two ranks have the whole, three receive it: one sends it twice."""
+
+    def build():
+        first, second = dt.ProcessMesh([0, 1], ("x",)), dt.ProcessMesh([2, 3, 4], ("x",))
+        w = dt.ones(6, 5, mesh=first, requires_grad=True)
+        optimizer = torch.optim.SGD([w])
+
+        def step():
+            dt.reshard(w.detach(), second, [dt.Replicate()])
+            optimizer.step()
+
+        return step
+
+    report = dt.simulate(build, world=5)
+    assert [k.ranks for k in report.kinds] == [(0,), (1,), (2, 3, 4)]
+
+
 def test_some_ranks_only():
     report = dt.simulate(training(data_parallel(8), rows=12), world=8, ranks=[7])
     assert [k.ranks for k in report.kinds] == [(7,)]

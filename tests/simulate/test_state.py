@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import disttensor as dt
 import ops
@@ -72,6 +73,31 @@ def test_a_formula_that_is_registered_later_counts():
     finally:
         del shapes.formulas()[op]
     assert dt.simulate(build, world=2).kinds[0].flops == 0
+
+
+class Holds(torch.Tensor):
+    """A scalar outside; its negative is that of the tensor inside."""
+
+    inner: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(args[0].inner)
+
+
+def test_results_that_depend_on_more_than_shape_and_dtype_are_computed_each_time():
+    """Results of constants (on the value), of conjugates (on a bit), and of subclasses."""
+    aten = torch.ops.aten
+    real, outer = torch.tensor(1.0), torch.Tensor._make_wrapper_subclass(Holds, ())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = torch.empty(()), torch.tensor(2.0), real
+        _, three, two = (shapes.run(aten.add.Tensor, (x, 1), {}, mode)[0] for x in inputs)
+        assert three.item() == 3 and two.item() == 2
+        z = torch.empty(3, dtype=torch.complex64)
+        assert all(shapes.run(aten._conj.default, (z,), {}, mode)[0].is_conj() for _ in range(2))
+        for rows in (1, 2):
+            outer.inner = torch.ones(rows)
+            assert shapes.run(aten.neg.default, (outer,), {}, mode)[0].shape == (rows,)
 
 
 def test_what_is_read_and_written_of_an_expanded_tensor_does_not_depend_on_its_storage():
