@@ -65,11 +65,12 @@ def test_copies_are_gathered_in_the_dtype_of_the_computation(low: torch.dtype, s
 
 
 def weigh(model: Any, mesh: Any, scale: list[float]) -> Any:
-    """A backward in which rank i's contribution to each weight of a column is scale[i]."""
+    """A backward in which rank i's contribution to each weight of a column is scale[i]. Returns the
+    weights: a read of their gradient would add up what waits for the last micro-batch."""
     x = torch.tensor(scale).view(-1, 1)
     x = dt.shard_tensor(x, mesh, [Shard(0)] * mesh.ndim)
     model(x).sum().backward()
-    return model.weight.grad
+    return model.weight
 
 
 def column(mesh: Any, **options: Any) -> Any:
@@ -86,7 +87,7 @@ def test_contributions_are_summed_in_reduce_dtype(options: dict[str, Any]) -> No
     mesh = meshes()["fsdp"]
     for wire, want in ((None, 256.0), (BF16, 256.0), (FP32, 257.0), (FP16, 257.0)):
         model = column(mesh, param_dtype=BF16, reduce_dtype=wire, **options)
-        got = weigh(model, mesh, [256.0, 1.0]).full_tensor()
+        got = weigh(model, mesh, [256.0, 1.0]).grad.full_tensor()
         assert got.dtype == FP32 and got.flatten().tolist() == [want] * 3, (wire, got)
 
 
@@ -99,11 +100,11 @@ def test_micro_batches_add_up_in_the_dtype_of_the_parameters(options: dict[str, 
             model = column(mesh, param_dtype=BF16, **options)
             for i, scale in enumerate((256.0, 1.0, 1.0)):
                 if reduce is None:
-                    grad = weigh(model, mesh, [scale] * 4)
+                    weight = weigh(model, mesh, [scale] * 4)
                 else:
                     with dt.accumulate(model, last=i == 2, reduce=reduce):
-                        grad = weigh(model, mesh, [scale] * 4)
-            got = grad.full_tensor().flatten().tolist()
+                        weight = weigh(model, mesh, [scale] * 4)
+            got = weight.grad.full_tensor().flatten().tolist()
             assert got == [1032.0] * 3, (mesh, reduce, got)
 
 
@@ -256,11 +257,11 @@ def test_sums_near_the_limits_of_fp16(options: dict[str, Any]) -> None:
                 model = column(mesh, param_dtype=FP16, **options)
                 for i in range(2):
                     if reduce is None:
-                        grad = weigh(model, mesh, scale)
+                        weight = weigh(model, mesh, scale)
                         break
                     with dt.accumulate(model, last=i == 1, reduce=reduce):
-                        grad = weigh(model, mesh, scale if i == 0 else [0.0] * 4)
-                got = grad.full_tensor().flatten().tolist()
+                        weight = weigh(model, mesh, scale if i == 0 else [0.0] * 4)
+                got = weight.grad.full_tensor().flatten().tolist()
                 assert got == [want] * 3, (mesh, name, reduce, got)
 
 

@@ -81,6 +81,7 @@ def test_parts_on_the_meshes_of_stages() -> None:
         dt.shard_module(getattr(model, name), stages[mesh])
     del model.scale
     dt.shard_data_parallel(model, segments=dt.SegmentByAnchors(["one", "three"]))
+    shards = list(model.parameters())
     for _ in range(2):
         x = batch_of(None, 0)
         y = torch.tanh(plain.one(x))
@@ -94,3 +95,31 @@ def test_parts_on_the_meshes_of_stages() -> None:
         ):
             if p.is_initialized and q.grad is not None:
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
+
+
+class CallsItself(Model):
+    def forward(self, x: Any, mesh: Any = None, inner: bool = False) -> Any:
+        """``inner``: the part that the outer forward calls first. Then the parameters of ``two``
+        are read outside of its forward, while the segment of ``one`` and ``two`` is shown."""
+        if inner:
+            return self.one(x)
+        x = self.one(torch.tanh(self(x, inner=True)))
+        x = torch.nn.functional.linear(x, self.two.weight, self.two.bias)
+        return self.three(x if mesh is None else dt.reshard(x, mesh, [dt.Shard(0)]))
+
+
+@on_ranks(4, timeout=200)
+def test_a_root_that_calls_itself_on_the_meshes_of_stages() -> None:
+    """Ranks outside of a mesh show the same parameters between two modules as its own ranks."""
+    stages = [dt.ProcessMesh(ranks, ("fsdp",)) for ranks in ([0, 1], [2, 3])]
+    torch.manual_seed(0)
+    plain = CallsItself().double()
+    model = copy.deepcopy(plain)
+    for name, mesh in (("one", 0), ("two", 0), ("three", 1)):
+        dt.shard_module(getattr(model, name), stages[mesh])
+    del model.scale
+    dt.shard_data_parallel(model, segments=dt.SegmentByAnchors(["one", "three"]))
+    x = batch_of(None, 0)
+    y = model(dt.shard_tensor(x, stages[0], [dt.Shard(0)]), stages[1])
+    torch.testing.assert_close(dt.broadcast_value(y.detach()), plain(x).detach())

@@ -152,3 +152,28 @@ def test_what_is_not_put_off_is_said_once():
     else:
         assert "stage 1" in text and "computed again" in text
         assert "blocks.0.down.bias, blocks.0.down.weight" in text
+
+
+@on_ranks(2)
+def test_weights_of_a_stage_that_leaves_for_a_mesh_of_its_ranks_and_comes_back():
+    """The tape counts three visits, and each has put off a gradient."""
+    first, last = stage_meshes()
+    aside = dt.ProcessMesh(last.ranks, ("other",))
+
+    def gradients(schedule):
+        torch.manual_seed(0)
+        w = [dt.randn(6, 6, mesh=m, requires_grad=True) for m in (first, last, aside, last)]
+
+        def step(x):
+            for weight in w:
+                x = dt.reshard(x, weight.process_mesh, [dt.Replicate()]) @ weight
+            return x.square().sum()
+
+        batches = [dt.randn(2, 6, mesh=first) for _ in range(2)]
+        with pipeline.record() as recorded:
+            pipeline.run(step, batches, schedule, stages=[first, last])
+        kinds = {e.kind for e in recorded.events}
+        assert ("W" in kinds) == (schedule == "zero_bubble" and last.coordinate is not None)
+        return [weight.grad.to_local() for weight in w if weight.is_initialized]
+
+    assert all(map(torch.equal, gradients("zero_bubble"), gradients("1f1b")))
