@@ -138,9 +138,7 @@ class Reader(FileSystemReader):
                 saved = self._saved(item, memory)[tuple(slice(o, o + n) for o, n in part)]
                 planner.resolve_tensor(item).detach().copy_(saved)
                 if hasattr(mmap, "MADV_DONTNEED"):  # the pages of one item at a time
-                    info = self._info(item)
-                    begin = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-                    memory.madvise(mmap.MADV_DONTNEED, begin, info.offset + info.length - begin)
+                    memory.madvise(mmap.MADV_DONTNEED)
 
     def _info(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]

@@ -180,7 +180,7 @@ def at_step(who: str) -> None:
             first = store.compare_set(f"{key}{step.number}", "", json.dumps(mine))
             if not mine.agrees(State(*json.loads(first))):
                 store.set("differ", json.dumps([name, ranks, step.number]))
-            if beside.rank == ranks[0] and step.number > 64:
+            if beside.rank == ranks[0]:
                 store.delete_key(f"{key}{step.number - 64}")
 
     steps.compared = beside.ask(compare)

@@ -259,7 +259,6 @@ class Recorder(TorchFunctionMode):
             if not self.quiet:
                 self.draws += counter._State.calls - draws
                 self.sent += len(self.seen) - sent
-            self.writes = self.writes or fallback.writes(name)
             self.note(name, args, kwargs, out)
             return out
 
