@@ -96,3 +96,21 @@ def test_a_gradient_that_is_shown_while_it_waits_is_not_written_to():
             (net(x) * 0).sum().backward()
     torch.testing.assert_close(net[0].weight.grad.to_local(), expected()[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+
+def test_pieces_in_new_memory_are_padded_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was used before may hold NaN, which checks of collectives would report."""
+    sent: list[list[float]] = []
+
+    def all_reduce(flat: torch.Tensor, *_: Any, **how: Any) -> None:
+        sent.append(flat.tolist())
+
+    def empty(numel: int, **how: Any) -> torch.Tensor:
+        return torch.full((numel,), float("nan"), **how)
+
+    monkeypatch.setattr(sums.collectives, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch, "empty", empty)
+    group: Any = None
+    pieces = [torch.ones(2), torch.ones(1, 2)]
+    sums._in_new_memory(pieces, [0, 1], [3, 2], group, torch.float32)
+    assert sent == [[1, 1, 0, 1, 1]] and [p.shape for p in pieces] == [(2,), (1, 2)]

@@ -4,13 +4,16 @@ that no stale value is gathered, and which gradients share a bucket."""
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import disttensor as dt
+from disttensor.comm.places import Place, bucket_of
 from disttensor.fsdp.backward import Backward
+from disttensor.fsdp.engine import _arrived as arrived
 from tests.support.micro import batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
 
@@ -56,6 +59,16 @@ def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
         backward.arrived(segment, 0)
     backward.finish()
     assert at_once == ([1, 2, 2, 2, 2] if bounded else [1, 2, 3, 4, 5]) and not under_way
+
+
+def test_a_gradient_that_arrives_settles_in_its_place() -> None:
+    """At once: what autograd has put it in is free before the backward ends."""
+    leaf, place = torch.zeros(3, requires_grad=True), Place()
+    bucket = bucket_of([place], [leaf.shape], [3], leaf, leaf.dtype)
+    leaf.grad = torch.ones(3)
+    gone: Any = weakref.ref(set())
+    arrived(gone, gone, 0, place, leaf)
+    assert leaf.grad is bucket.tensors[0] and bucket.flat.tolist() == [1, 1, 1]
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import fnmatch
 import itertools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,14 @@ def gathered(p: Any) -> list[Any]:
     out = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(out, p.detach())
     return out
+
+
+@on_ranks(1)
+def test_shards_in_host_memory_beside_accelerators_are_refused() -> None:
+    mesh = dt.ProcessMesh([0], ("fsdp",))
+    assert dt.shard_data_parallel(nn.Linear(2, 2), mesh, offload=True)
+    with mock.patch.object(mesh, "device_type", "cuda"), pytest.raises(NotImplementedError):
+        dt.shard_data_parallel(nn.Linear(2, 2), mesh, offload=True)
 
 
 @on_ranks(2)
