@@ -315,7 +315,9 @@ KINDS_4: dict[str, Any] = {
     "hsdp sharded 2": partial(hsdp, stage=2),
     "hsdp sharded 1": partial(hsdp, stage=1),
     "hsdp sharded 3, accumulate": hsdp,
+    "hsdp sharded 2, accumulate": partial(hsdp, stage=2),
     "hsdp sharded 2, accumulate none": partial(hsdp, stage=2),
+    "hsdp sharded 1, accumulate": partial(hsdp, stage=1),
     "tp x sharded 3": tp_and_sharded,
     "tp x sharded 3, modes": tp_and_sharded,
 }

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,16 @@ def sharded(net: Any) -> Any:
     return mesh, [Shard(0)]
 
 
+def replicated(net: Any, stage: int) -> Any:
+    """Two replicas of two shards."""
+    mesh = mesh_of((2, 2), ("dp", "fsdp"))
+    segments = ["first", "second"]
+    dt.shard_data_parallel(net, mesh, replicate_axis="dp", stage=stage, segments=segments)
+    return mesh, [Shard(0), Shard(0)]
+
+
 HOW = {"dp": plain_dp, "tp": tp, "sharded": sharded}
+HOW_4 = {f"replicated {stage}": partial(replicated, stage=stage) for stage in (1, 2)}
 
 
 class Run:
@@ -75,7 +85,7 @@ class Run:
         self.on = on
         self.net: Any = Net().double()
         if on:
-            self.mesh, self.split = HOW[how](self.net)
+            self.mesh, self.split = (HOW | HOW_4)[how](self.net)
         self.opt = sgd(self.net)
         self.out: list[Any] = []
 
@@ -294,15 +304,24 @@ def scaled(on: bool, how: str, way: str, error: Any) -> Any:
     return refusals, out
 
 
-@on_ranks(2, timeout=120)
-def test_steps_after_a_failed_one_of_a_scaler():
+def check_scaler(hows: Any) -> None:
     ways = ["in the forward", "before unscale_", "before the step", "as the optimizer steps",
             "as the optimizer has stepped"]  # fmt: skip
-    cases = [*itertools.product(("dp", "sharded"), ways, (Failure, Interrupt))]
+    cases = [*itertools.product(hows, ways, (Failure, Interrupt))]
     for how, way, error in part(cases, 6):
         (refusals, want), (again, got) = (scaled(on, how, way, error) for on in (False, True))
         assert again == refusals
         compare(got, want)
+
+
+@on_ranks(2, timeout=120)
+def test_steps_after_a_failed_one_of_a_scaler():
+    check_scaler(("dp", "sharded"))
+
+
+@on_ranks(4, timeout=120)
+def test_steps_after_a_failed_one_of_a_scaler_on_four_ranks():
+    check_scaler(HOW_4)
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -348,8 +367,7 @@ def epochs(loader: Any, way: str) -> list[Any]:
     return out
 
 
-@on_ranks(2, timeout=120)
-def test_batches_after_a_failed_one():
+def check_loader(mesh: Any, placements: Any) -> None:
     for way, workers in (
         ("in the data", 0), ("in collate_fn", 0), ("in the sampler", 0), ("in the data", 2),
     ):  # fmt: skip
@@ -359,10 +377,21 @@ def test_batches_after_a_failed_one():
                 Samples(), 4, sampler=Indices(), collate_fn=joined, num_workers=workers
             )
             if on:
-                loader = dt.shard_loader(loader, mesh_of((2,), ("dp",)), [Shard(0)])
+                loader = dt.shard_loader(loader, mesh, placements)
             results.append(epochs(loader, way))
         assert results[0] == results[1], way
         assert [] in results[0]
+
+
+@on_ranks(2, timeout=120)
+def test_batches_after_a_failed_one():
+    check_loader(mesh_of((2,), ("dp",)), [Shard(0)])
+
+
+@pytest.mark.parametrize("first", [Shard(0), Replicate()], ids=str)
+@on_ranks(4, timeout=120)
+def test_batches_after_a_failed_one_on_four_ranks(first):
+    check_loader(mesh_of((2, 2), ("dp", "fsdp")), [first, Shard(0)])
 
 
 def fails_to_write(monkeypatch: Any, who: int) -> None:
@@ -422,15 +451,25 @@ WAYS = [
 ]  # fmt: skip
 
 
-@on_ranks(2, timeout=120)
-def test_steps_after_a_failed_save_or_load(tmp_path, monkeypatch):
-    cases = [*itertools.product(("dp", "sharded"), WAYS, (False, True), (0, 1))]
+def check_checkpoints(hows: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    ranks = range(dist.get_world_size())
+    cases = [*itertools.product(hows, WAYS, (False, True), ranks)]
     for i, (how, (way, nth), background, who) in enumerate(part(cases, 6)):
         with monkeypatch.context() as m:
             fails_to_write(m, who)
             path = tmp_path / str(i)
             got = checkpointed(True, how, way, nth, background, path)
             compare(got, checkpointed(False, how, way, nth, background, path))
+
+
+@on_ranks(2, timeout=120)
+def test_steps_after_a_failed_save_or_load(tmp_path, monkeypatch):
+    check_checkpoints(("dp", "sharded"), tmp_path, monkeypatch)
+
+
+@on_ranks(4, timeout=120)
+def test_steps_after_a_failed_save_or_load_on_four_ranks(tmp_path, monkeypatch):
+    check_checkpoints(HOW_4, tmp_path, monkeypatch)
 
 
 def simulated(way: str, error: Any) -> None:
