@@ -32,7 +32,7 @@ class Program:
         names = tuple(layer.name for layer in probe.layers)
         kinds: dict[str, list[str]] = {}
         for layer in probe.layers:
-            kinds.setdefault(layer.of, []).append(layer.name)
+            kinds.setdefault(layer.kind, []).append(layer.name)
         most = max(kinds.values(), key=len, default=[])
         blocks = tuple(most) if len(most) > 1 else ()
         return cls(probe.rows, names, blocks, probe.splits_sequence)

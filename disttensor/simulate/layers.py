@@ -1,17 +1,17 @@
-"""Of which layer an operator is: of the module whose forward calls it, and in a backward of the one
-whose forward made the node of autograd that runs.
+"""Finds the layer of an operator: the module whose forward calls it, or in a backward the module
+whose forward made the autograd node that runs.
 
-Nodes are found from tensors. When a module that has computed something calls another, or ends, what
-lies behind the arguments, or the result, and is no other's yet, is its own. What a checkpointed
-region computes again is of the modules that run again, or of the one that the region is in.
+Nodes are found from tensors. When a module that has computed something calls another, or ends, the
+nodes behind the arguments or the result that have no layer yet belong to that module. Operators of
+a recomputed region belong to the modules that run again, or to the module around the region.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,7 +25,18 @@ from disttensor.torch_private import current_backward, current_node
 OUTSIDE = "(outside modules)"
 _LAYER = "disttensor.layer"
 
-LayersOfMeshes = dict[tuple[int, ...], list[str]]
+LayersOfMeshes = dict[tuple[int, ...], list[str]]  # by the ranks of a mesh
+
+
+class ModuleCall(NamedTuple):
+    """A recorded forward of a watched module. ``start``, ``end``: positions in the step; ``shape``,
+    ``nbytes``: the global shape and the local bytes of its first argument on a mesh."""
+
+    module: nn.Module
+    start: Any
+    end: Any
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class _Call:
@@ -39,7 +50,7 @@ class _Call:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, a region that is in this forward is computed again."""
+        """Surrounds the recomputation of a region of this forward."""
         token = callbacks.recompute_context.set(_Call(self.layer, current_backward()))
         try:
             yield
@@ -48,18 +59,30 @@ class _Call:
 
 
 class Layers:
-    """``with layers.following():`` it knows which module runs. A layer's name is its path in the
-    outermost module that is called, or in the model that was split; where there are several of
-    those, after its class."""
+    """Follows the calls of modules inside ``with layers.following():``.
 
-    def __init__(self) -> None:
+    The name of a layer is its path in the outermost module that is called, or in the model that was
+    split. If there are several of these, the name begins with the class of the model.
+
+    Args:
+        now: returns the current position in the step, None while nothing is recorded.
+    """
+
+    def __init__(self, now: Callable[[], Any]) -> None:
+        self.now = now
+        self.calls: list[ModuleCall] = []
+        self._watched: set[nn.Module] = set()
         self._roots: list[nn.Module] = []
         self._names: dict[nn.Module, str] = {}
         self._outside = _Call(OUTSIDE, -1)
 
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Adds the recorded forwards of these modules to ``calls``."""
+        self._watched.update(modules)
+
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Modules tell of their calls; what was recorded by ``dt.replay`` runs call by call."""
+        """Patches the calls of modules. A program recorded by ``dt.replay`` runs call by call."""
         call = nn.Module.__call__
 
         def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +92,9 @@ class Layers:
             return replay.eager(*args, **kwargs)
 
         with ExitStack() as stack:
-            for owner, instead in ((nn.Module, following), (Replay, eager)):
+            for owner, patched in ((nn.Module, following), (Replay, eager)):
                 stack.callback(setattr, owner, "__call__", owner.__call__)
-                owner.__call__ = instead  # type: ignore[method-assign]
+                owner.__call__ = patched  # type: ignore[method-assign]
             yield
 
     def _called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -79,17 +102,21 @@ class Layers:
         if outer.computes:
             _own(find_tensors([args, kwargs]), outer.layer)
         inner = _Call(self._name(module, outer), backward)
+        start = self.now() if module in self._watched else None
+        size = _size(find_tensors([args, kwargs])) if start is not None else ((), 0)
         token = callbacks.recompute_context.set(inner)
         try:
             out = call(module, *args, **kwargs)
         finally:
             callbacks.recompute_context.reset(token)
+        if start is not None:
+            self.calls.append(ModuleCall(module, start, self.now(), *size))
         if inner.computes:
             _own(find_tensors(out, attributes=True), inner.layer)
         return out
 
-    def now(self) -> str:
-        """The layer of what is computed now."""
+    def layer_now(self) -> str:
+        """Returns the layer of the operator that runs."""
         call, backward = callbacks.recompute_context.get() or self._outside, current_backward()
         if call.backward == backward:
             call.computes = True
@@ -104,15 +131,15 @@ class Layers:
         if name is not None:
             return name
         if outer is not self._outside:
-            return outer.layer  # it is in no table of the one that calls it
+            return outer.layer  # it is in no table of the module that calls it
         if next(module.parameters(), None) is None:  # a loss
             return type(module).__name__
         split = (model for model in MODELS if any(m is module for m in model.modules()))
-        self._adopt(next(split, module))
+        self._add_root(next(split, module))
         return self._names[module]
 
-    def _adopt(self, root: nn.Module) -> None:
-        """A model is found."""
+    def _add_root(self, root: nn.Module) -> None:
+        """Adds a model, and names the modules of all models."""
         self._roots = [r for r in self._roots if all(m is not r for m in root.modules())]
         self._roots.append(root)
         seen: Counter[str] = Counter()
@@ -124,7 +151,7 @@ class Layers:
                 self._names[module] = path or kind
 
     def of_meshes(self) -> LayersOfMeshes:
-        """Of each mesh, by its ranks, the modules that have parameters on it, in order."""
+        """Returns the modules that have parameters on each mesh, in order."""
         out: LayersOfMeshes = {}
         for module in (m for root in self._roots for m in root.modules()):
             own = next(module.parameters(recurse=False), None)
@@ -133,8 +160,14 @@ class Layers:
         return out
 
 
+def _size(tensors: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+    """Returns the global shape and the local bytes of the first tensor on a mesh."""
+    on_mesh = (t for t in tensors if isinstance(t, MeshTensor))
+    return next(((tuple(t.shape), t.local.nbytes) for t in on_mesh), ((), 0))
+
+
 def _own(tensors: Sequence[Any], layer: str) -> None:
-    """The nodes behind these tensors are those of ``layer``, up to nodes that are somebody's."""
+    """Sets the layer of the nodes behind these tensors, up to nodes that have one."""
     nodes = [t.local.grad_fn if isinstance(t, MeshTensor) else t.grad_fn for t in tensors]
     while nodes:
         node: Any = nodes.pop()
@@ -144,8 +177,8 @@ def _own(tensors: Sequence[Any], layer: str) -> None:
 
 
 def counterparts(mine: Sequence[str], its: Sequence[str]) -> dict[str, str]:
-    """Layer by layer the names on another stage, and those of the modules that they are in. Raises
-    ValueError where one has more layers."""
+    """Maps layers to the layers of another stage, and the modules around them. Raises ValueError if
+    the numbers of layers differ."""
     out: dict[str, str] = {}
     for a, b in zip(mine, its, strict=True):
         same = True
@@ -157,7 +190,7 @@ def counterparts(mine: Sequence[str], its: Sequence[str]) -> dict[str, str]:
 
 
 def renamed(layer: str, names: Mapping[str, str]) -> str:
-    """The layer where what is called as in ``names`` has other names."""
+    """Returns the layer with the longest prefix in ``names`` replaced."""
     head, rest = layer, ""
     while head not in names:
         head, dot, last = head.rpartition(".")

@@ -1,5 +1,4 @@
-"""What one rank does without stages, layer by layer: what estimates of other strategies are made
-of."""
+"""Runs one rank without stages, and records each layer: the input of estimates of strategies."""
 
 from __future__ import annotations
 
@@ -13,24 +12,30 @@ from torch import nn
 from disttensor.core.placement import Placement
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.partition import chosen, elements
-from disttensor.pytree import find_tensors
 from disttensor.simulate.events import Event, Visit
+from disttensor.simulate.layers import ModuleCall
 from disttensor.simulate.memory import Held
-from disttensor.simulate.rank_run import Position as Mark
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import StepRecorder, Values
 from disttensor.simulate.run_rank import run_rank
-from disttensor.tensor.dist_tensor import DistTensor
 
 
 @dataclass
 class Layer:
-    """A layer that stages are made of: its ``parameters``, their ``elements``, and of the forward
-    of a micro-batch the ``events``, the bytes that are ``kept`` for the backward, those of its
-    ``input`` and the global shape of that."""
+    """A layer that stages consist of.
+
+    name        the name of the module
+    kind        the class of the module
+    elements    elements of its parameters
+    parameters  the number of its parameters
+    events      the events of its forward
+    kept        bytes that its forward keeps for the backward
+    input       bytes of its input
+    shape       the global shape of its input
+    """
 
     name: str
-    of: str
+    kind: str
     elements: int
     parameters: int
     events: list[Event] = field(default_factory=list)
@@ -41,10 +46,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Probe:
-    """Rank 0 of ``strategy``, which has one stage and one micro-batch. ``layers``: none where it is
-    not known in which order they run; ``events``: outside of the layers, by phase, "last" is what
-    follows the backward. ``held``: bytes at the begin of the step. ``visits``: forwards and
-    backwards of a pipeline run."""
+    """The recorded step of rank 0 under ``strategy``, which has one stage and one micro-batch.
+
+    layers           the layers in order; empty if their order is not known
+    balance          the argument of ``Strategy.apply``
+    events           events outside of the layers: "forward", "backward", and "last" for the events
+                     after the backward
+    held             bytes by category when the step begins
+    loss             bytes that are kept between the layers and the backward
+    splits_sequence  whether the program splits the sequence over cp
+    visits           number of forwards and backwards in pipeline runs
+    """
 
     strategy: Strategy
     layers: list[Layer]
@@ -57,7 +69,7 @@ class Probe:
 
     @property
     def rows(self) -> int | None:
-        """Of the batch, as the first layer is given it."""
+        """The rows of the batch, by the input of the first layer."""
         shape = self.layers[0].shape if self.layers else ()
         return shape[0] if shape else None
 
@@ -66,36 +78,36 @@ def probe(
     build_with: Callable[[Strategy], Callable[[], Any]], strategy: Strategy, world: int,
     values: Values, ranks_per_node: int, backend: str,
 ) -> Probe:  # fmt: skip
-    """Runs the program as rank 0 of a world. Raises what it raises."""
-    watched = _Watched.of(strategy)
+    """Runs the program as rank 0. Raises any exception of the program."""
+    observed = _ObservedStrategy.of(strategy)
+    calls: list[ModuleCall] = []
 
     def program(recorder: StepRecorder) -> None:
-        step = build_with(watched)
+        step = build_with(observed)
         step()
-        watched._note(now=recorder.position)
+        recorder.layers.watch(observed.layers)
         recorder.start()
         step()
         recorder.stop()
+        calls.extend(recorder.layers.calls)
 
     run, _ = run_rank(program, 0, world, values, ranks_per_node, backend)
-    return watched.probe(strategy, run)
+    return observed.probe(strategy, run, calls)
 
 
-class _Watched(Strategy):
-    """A strategy that hears of the forwards of the layers that it is applied to."""
+class _ObservedStrategy(Strategy):
+    """A strategy that notes how a program applies it."""
 
-    layers: list[Layer]
-    calls: list[tuple[Layer, Mark, Mark]]
+    layers: dict[nn.Module, Layer]
     balance: Any
     splits_sequence: bool
-    now: Callable[[], Mark | None]
 
     @classmethod
-    def of(cls, strategy: Strategy) -> _Watched:
+    def of(cls, strategy: Strategy) -> _ObservedStrategy:
         fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
-        watched = cls(**fields)
-        watched._note(layers=[], calls=[], balance=None, splits_sequence=False, now=lambda: None)
-        return watched
+        observed = cls(**fields)
+        observed._note(layers={}, balance=None, splits_sequence=False)
+        return observed
 
     def _note(self, **values: Any) -> None:
         for name, value in values.items():
@@ -117,47 +129,29 @@ class _Watched(Strategy):
         out = super().apply(model, *args, **how)
         for (name, module), size in zip(modules, sizes, strict=True):
             number = sum(1 for _ in module.parameters())
-            layer = Layer(name, type(module).__qualname__, size, number)
-            self.layers.append(layer)
-            self._watch(layer, module)
+            self.layers[module] = Layer(name, type(module).__qualname__, size, number)
         return out
 
-    def _watch(self, layer: Layer, module: nn.Module) -> None:
-        begun: list[Mark | None] = []
-
-        def begins(_: nn.Module, args: Any, kwargs: Any) -> None:
-            begun.append(self.now())
-            given = next(
-                (t for t in find_tensors((args, kwargs)) if isinstance(t, DistTensor)), None
-            )
-            if given is not None:
-                layer.shape, layer.input = tuple(given.shape), given.local.nbytes
-
-        def ends(*_: Any) -> None:
-            start, end = begun.pop(), self.now()
-            if start is not None and end is not None:
-                self.calls.append((layer, start, end))
-
-        module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-        module.register_forward_hook(ends)
-
-    def probe(self, strategy: Strategy, run: RankRun) -> Probe:
+    def probe(self, strategy: Strategy, run: RankRun, calls: list[ModuleCall]) -> Probe:
         within: set[int] = set()
-        end = Mark(0, 0, 0)
-        for layer, start, end in self.calls:
+        after_layers = 0
+        for module, start, end, shape, nbytes in calls:
+            layer, after_layers = self.layers[module], end.changes
             layer.events += run.events[start.events : end.events]
             layer.kept += sum(c.nbytes for c in run.changes[start.changes : end.changes])
             within.update(range(start.events, end.events))
+            if shape or nbytes:
+                layer.shape, layer.input = shape, nbytes
         back = [i for i, e in enumerate(run.events) if _phase(e) == "backward"] or [0]
-        loss = sum(c.nbytes for c in run.changes[end.changes :] if c.event < back[0])
+        loss = sum(c.nbytes for c in run.changes[after_layers:] if c.event < back[0])
         others: dict[str, list[Event]] = {"forward": [], "backward": [], "last": []}
         for i, event in enumerate(run.events):
             if i not in within:
                 others["last" if i > back[-1] else _phase(event)].append(event)
         visits = sum(isinstance(e, Visit) for e in run.events)
         return Probe(
-            strategy, self.layers, self.balance, others, run.held, loss, self.splits_sequence,
-            visits,
+            strategy, list(self.layers.values()), self.balance, others, run.held, loss,
+            self.splits_sequence, visits,
         )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class StepRecorder(TorchDispatchMode):
         self.last = Position(0, 0, 0)
         self._first = 0  # changes of the memory at ``start``
         self.comms = DifferenceLog()
-        self.layers = Layers()
+        self.layers = Layers(self.position)
         self._answered = 0  # records of the engine whose collectives have been answered
         self._optimizing = 0
         self._collectives = FakeCollectives(self._note, self.phase)
@@ -242,7 +242,7 @@ class StepRecorder(TorchDispatchMode):
                 self.memory.see(t, phase)
             if self.recording:
                 name = func._overloadpacket.__name__
-                layer = self.layers.now() if cost.flops else ""
+                layer = self.layers.layer_now() if cost.flops else ""
                 self._note(Op(
                     name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer,
                     cost.causal,
