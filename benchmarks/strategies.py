@@ -34,7 +34,7 @@ from table import machine
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.simulate.candidates import Program, strategies
+from disttensor.simulate.candidates import ProgramShape, strategies
 from disttensor.simulate.strategy_table import named
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -79,7 +79,7 @@ def build_with(config: GPTConfig) -> Build:
 def legal(everything: bool) -> list[dt.Strategy]:
     """All that four ranks can do with this model and batch."""
     names = ["tok", "pos", *(f"blocks.{i}" for i in range(BLOCKS)), "norm", "head"]
-    program = Program(BATCH, tuple(names), tuple(names[2 : 2 + BLOCKS]))
+    program = ProgramShape(BATCH, tuple(names), tuple(names[2 : 2 + BLOCKS]))
     network = dt.devices.Network(ranks_per_node=RANKS)
     found = [s for s, reason in strategies(RANKS, network, program, dt.Strategy()) if not reason]
     return [s for s in found if everything or not (s.recompute or s.segments)]

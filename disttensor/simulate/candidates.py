@@ -1,11 +1,10 @@
-"""All strategies of a world, for a batch of so many rows and a model of so many layers."""
+"""Lists all strategies of a world, for a batch of some rows and a model of some layers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from disttensor.fsdp.segment_policy import SegmentBySize
 from disttensor.parallel.strategy import Strategy
@@ -17,10 +16,14 @@ LARGE = SegmentBySize(128)  # MiB; without segments those of the engine
 
 
 @dataclass(frozen=True)
-class Program:
-    """What of a program decides which strategies it can run under: the ``rows`` of its batch (None:
-    not known), the names of its ``layers`` in order, of those that are alike (``blocks``), and
-    whether cp splits something."""
+class ProgramShape:
+    """The facts that decide which strategies a program can run under.
+
+    rows             of its batch; None: not known
+    layers           the names of its layers in order
+    blocks           the names of the layers of the most frequent class
+    splits_sequence  whether cp splits a sequence
+    """
 
     rows: int | None = None
     layers: tuple[str, ...] = ()
@@ -28,21 +31,28 @@ class Program:
     splits_sequence: bool = True
 
     @classmethod
-    def of(cls, probe: Probe) -> Program:
-        names = tuple(layer.name for layer in probe.layers)
+    def of(cls, probe: Probe) -> ProgramShape:
         kinds: dict[str, list[str]] = {}
         for layer in probe.layers:
             kinds.setdefault(layer.kind, []).append(layer.name)
         most = max(kinds.values(), key=len, default=[])
         blocks = tuple(most) if len(most) > 1 else ()
+        names = tuple(layer.name for layer in probe.layers)
         return cls(probe.rows, names, blocks, probe.splits_sequence)
 
 
 def strategies(
-    world: int, network: Network, program: Program, like: Strategy
+    world: int, network: Network, program: ProgramShape, like: Strategy
 ) -> Iterator[tuple[Strategy, str]]:
-    """(a strategy, "" or why it is none for this program). One of those that a degree rules out
-    stands for all of them. What no axis, schedule or recomputation decides is as in ``like``."""
+    """Yields all strategies, each with "" or the reason why the program cannot run under it. One
+    strategy stands for all that the same degree rules out.
+
+    Args:
+        world: the number of ranks.
+        network: tp stays within its nodes.
+        program: the program.
+        like: its options are kept, except degrees, schedule, recomputation and segments.
+    """
     for tp in _divisors(world):
         if tp > network.ranks_per_node:
             yield replace(like, tp=tp), "tp over nodes"
@@ -52,16 +62,14 @@ def strategies(
                 continue
             one = replace(like, tp=tp, cp=cp, pp=pp)
             data = world // (tp * cp * pp)
-            reason = _ruled_out(one, program, data)
+            reason = _ruled_out(cp, pp, program, data)
             if reason:
                 yield one, reason
-                continue
-            for changed in _with_data(one, program, data):
-                yield changed, ""
+            else:
+                yield from ((changed, "") for changed in _with_data(one, pp, program, data))
 
 
-def _ruled_out(one: Strategy, program: Program, data: int) -> str:
-    cp, pp = one.cp or 1, one.pp or 1
+def _ruled_out(cp: int, pp: int, program: ProgramShape, data: int) -> str:
     if cp > 1 and not program.splits_sequence:
         return "cp splits nothing: strategy.batch() has it split a sequence"
     if pp > 1 and not program.layers:
@@ -73,37 +81,29 @@ def _ruled_out(one: Strategy, program: Program, data: int) -> str:
     return ""
 
 
-def _with_data(one: Strategy, program: Program, data: int) -> Iterator[Strategy]:
-    """Every way to divide ``data`` ranks, every number of micro-batches, schedule and
-    recomputation."""
-    pp = one.pp or 1
-    schedules = ["1f1b"] if pp == 1 else [
-        name for name, made in NAMES.items()
-        if not made.needs_stages or 2 * pp <= len(program.layers)
-    ]  # fmt: skip
+def _with_data(one: Strategy, pp: int, program: ProgramShape, data: int) -> Iterator[Strategy]:
+    """Yields every division of ``data`` ranks into dp and sharding, with every number of
+    micro-batches, schedule and recomputation."""
+    enough = 2 * pp <= len(program.layers)
+    schedules = [name for name, made in NAMES.items() if enough or not made.needs_stages]
     for steps, schedule, names in itertools.product(
-        _micro_batches(program.rows, data, pp), schedules, _recomputed(program)
+        _micro_batches(program.rows, data, pp),
+        schedules if pp > 1 else ["1f1b"],
+        _recomputations(program),
     ):
-        again = like_names(one.recompute, names)
-        base = replace(one, accumulate_steps=steps, schedule=schedule, recompute=again)
-        for sharding in _divisors(data):
-            if sharding == 1:
-                yield replace(base, dp=data, sharding=1, zero_stage=None)
-                continue
-            for stage, segments in itertools.product((1, 2, 3), {one.segments, LARGE}):
-                yield replace(
-                    base, dp=data // sharding, sharding=sharding, zero_stage=stage,
-                    segments=segments,
-                )  # fmt: skip
-
-
-def like_names(given: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Both, without repetition."""
-    return tuple(dict.fromkeys((*given, *names)))
+        recompute = tuple(dict.fromkeys((*one.recompute, *names)))
+        base = replace(one, accumulate_steps=steps, schedule=schedule, recompute=recompute)
+        yield replace(base, dp=data, sharding=1, zero_stage=None)
+        for sharding, stage, segments in itertools.product(
+            _divisors(data)[1:], (1, 2, 3), {one.segments, LARGE}
+        ):
+            yield replace(
+                base, dp=data // sharding, sharding=sharding, zero_stage=stage, segments=segments
+            )
 
 
 def _micro_batches(rows: int | None, data: int, pp: int) -> list[int]:
-    """Numbers of micro-batches in which each rank has as many rows; where there is none, at least
+    """Returns the numbers of micro-batches that give each rank equally many rows, or else at least
     one row."""
     if rows is None:
         return [1] if pp == 1 else [pp, 2 * pp, 4 * pp]
@@ -111,14 +111,14 @@ def _micro_batches(rows: int | None, data: int, pp: int) -> list[int]:
     return [n for n in enough if rows // n % data == 0] or enough
 
 
-def _recomputed(program: Program) -> list[tuple[str, ...]]:
-    """No layer, those that are alike, all."""
-    choices = [(), _short(program.blocks, program.layers), _short(program.layers, program.layers)]
+def _recomputations(program: ProgramShape) -> list[tuple[str, ...]]:
+    """Returns three choices: no layer, the blocks, all layers."""
+    choices = (), _globs(program.blocks, program.layers), _globs(program.layers, program.layers)
     return list(dict.fromkeys(choices))
 
 
-def _short(names: Sequence[str], layers: Sequence[str]) -> tuple[str, ...]:
-    """Globs for layers with numbers, as ``blocks.*``, where all of these are meant."""
+def _globs(names: Sequence[str], layers: Sequence[str]) -> tuple[str, ...]:
+    """Replaces numbered layers by a glob, as ``blocks.*``, where ``names`` has all of them."""
     out: dict[str, None] = {}
     for name in names:
         parent, _, number = name.rpartition(".")
@@ -130,8 +130,3 @@ def _short(names: Sequence[str], layers: Sequence[str]) -> tuple[str, ...]:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def shape(strategy: Strategy) -> tuple[Any, ...]:
-    """Strategies that differ in nothing of this are much alike."""
-    return strategy.pp, strategy.tp, strategy.cp

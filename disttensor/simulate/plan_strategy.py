@@ -1,20 +1,32 @@
-"""``plan_strategy``: simulated strategies, sorted by the time of their step."""
+"""``plan_strategy``: simulates strategies, and sorts them by the time of their step."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disttensor.checks import check_callable, check_int, check_positive, check_sequence, check_type
+from disttensor.errors import SimulationError
 from disttensor.parallel.strategy import Strategy
 from disttensor.simulate import devices
 from disttensor.simulate import layer_times as layer_times  # for balance="time"
+from disttensor.simulate.candidates import ProgramShape, strategies
 from disttensor.simulate.devices import Device, Network
+from disttensor.simulate.estimate import Estimate, Estimator
+from disttensor.simulate.probe import Probe, probe
 from disttensor.simulate.recorder import Values, check_values
-from disttensor.simulate.strategy_search import Search
+from disttensor.simulate.run import simulate_program
+from disttensor.simulate.run_rank import of_build
 from disttensor.simulate.strategy_table import Candidate as Candidate
-from disttensor.simulate.strategy_table import StrategyTable
+from disttensor.simulate.strategy_table import StrategyTable, named
+from disttensor.simulate.text import amount, seconds
+
+_UNSURE = 0.96  # simulated over estimated time: strategies of one program differ by no more
+_EXACT = 0.9  # of estimated memory: the real peak is not lower
+_FULL = 0.8  # of the memory: rank 0 runs first if the estimate is above this
+_REFUSALS = (ValueError, TypeError, SimulationError)
 
 
 def plan_strategy(
@@ -30,23 +42,27 @@ def plan_strategy(
     most: int = 8,
     progress: Callable[[str], Any] | None = None,
 ) -> StrategyTable:
-    """Simulate a program under each of several strategies, and sort them by the time of a step.
+    """Simulates a program under several strategies, and sorts them by the time of a step.
 
-    ``build_with(strategy)`` is what ``simulate`` takes as ``build``: it applies the strategy and
-    returns ``step``. ``candidates``: strategies to compare. ``memory``: bytes that a rank may use,
-    those of the device without it. ``progress`` hears of each simulation in a line; without it a
-    terminal shows them.
+    Rank 0 runs first where memory may not suffice, and for given candidates: if it does not fit, or
+    computes for longer than the best step so far, the other ranks do not run. A strategy that the
+    program refuses loses with the error.
 
-    Without ``candidates`` they are all degrees of pp, dp, sharding, cp, and tp within a node, with
-    each zero stage, number of micro-batches, schedule, and recomputation of no layer, of those that
-    are alike and of all, and larger segments; what none of this decides is as in ``like``, as
-    ``dt.Strategy(amp="bf16")``. Rank 0 without stages is simulated for each tp, and time and memory
-    of the others are estimated from it, layer by layer. Those that look best are simulated as a
-    whole, ``most`` of them at most.
-
-    A strategy that the program refuses loses with that error. Where memory may not suffice, and for
-    given candidates, rank 0 is simulated first: if it does not fit, or computes for longer than the
-    best step so far takes, the other ranks are not.
+    Args:
+        build_with: as ``build`` of ``simulate``, with a strategy as its argument: applies the
+            strategy and returns ``step``.
+        world: the number of ranks.
+        candidates: strategies to compare. Default: all degrees of pp, dp, sharding, cp, and of tp
+            within a node, with each zero stage, number of micro-batches and schedule, recomputation
+            of no layer, of the blocks and of all layers, and larger segments. Their time and memory
+            are estimated from rank 0 without stages, for each tp; the best are simulated.
+        device: the costs of kernels.
+        network: the costs of collectives and messages.
+        memory: bytes that a rank may use. Default: those of the device.
+        values: the result of reading data, see ``simulate``.
+        like: the other options of all strategies, as ``dt.Strategy(amp="bf16")``.
+        most: how many strategies to simulate on all ranks, if ``candidates`` is not given.
+        progress: is called with a line of text for each simulation. Default: a terminal shows it.
 
     >>> def build_with(strategy):
     ...     model = torch.nn.Linear(8, 8)
@@ -72,7 +88,7 @@ def plan_strategy(
     if progress is not None:
         check_callable("plan_strategy: progress", progress, "a function of a line")
     room = device.memory if memory is None else memory
-    say = progress or _shown
+    say = progress or _show
     search = Search(build_with, world, device, network, values, room, like, most, say)
     try:
         if candidates is None:
@@ -86,10 +102,156 @@ def plan_strategy(
         return StrategyTable.of(world, [search.simulate(strategy) for strategy in listed])
     finally:
         if progress is None:
-            _shown("")
+            _show("")
 
 
-def _shown(line: str) -> None:
-    """On a terminal, in place of the line before; "" ends it."""
+def _show(line: str) -> None:
+    """Replaces the last line of a terminal; "" ends it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line[:100]}", end="", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Search:
+    """A search for the fastest strategy; see ``plan_strategy``. ``room``: bytes that a rank may
+    use, None if not known."""
+
+    build_with: Callable[[Strategy], Callable[[], Any]]
+    world: int
+    device: Device
+    network: Network
+    values: Values
+    room: float | None
+    like: Strategy
+    most: int
+    say: Callable[[str], None]
+    best: float = float("inf")
+    simulated: int = 0
+    too_large: list[Candidate] = field(default_factory=list)  # although estimated to fit
+
+    def simulate(self, strategy: Strategy, estimate: Estimate | None = None) -> Candidate:
+        """Simulates rank 0, and all ranks if the strategy may be the best."""
+        self.say(f"simulating {named(strategy, self.world)}")
+        report, room = None, self.room
+        will_fit = estimate is not None and (room is None or estimate.memory < _FULL * room)
+        try:
+            for ranks in (None,) if will_fit else ([0], None):
+                report = simulate_program(
+                    of_build(lambda: self.build_with(strategy)), self.world, ranks=ranks,
+                    device=self.device, network=self.network, values=self.values,
+                )  # fmt: skip
+                peak = report.fullest.peak_memory
+                if room is not None and peak > room:
+                    over = f"{amount(peak - room)} over"
+                    return Candidate(strategy, report, over, False, estimate)
+                busy = report.slowest.timeline.total("compute")
+                if ranks and busy >= self.best:
+                    late = f"computes for {seconds(busy)}"
+                    return Candidate(strategy, report, late, True, estimate)
+        except _REFUSALS as error:
+            return Candidate(strategy, report, _refusal(error), False, estimate)
+        assert report is not None
+        self.simulated += 1
+        self.best = min(self.best, report.step_time)
+        return Candidate(strategy, report, "", True, estimate)
+
+    def all(self) -> list[Candidate]:
+        """Estimates every strategy of the world, and simulates the most promising ones: first the
+        best of each shape, then the others."""
+        estimated = list(self._estimated())
+        ready = sorted((c for c in estimated if not c.reason), key=_order)
+        firsts = list({_shape(c): c for c in reversed(ready)}.values())[::-1]
+        done = dict[int, Candidate]()
+        ratios = dict[Any, float]()  # simulated over estimated time, by shape
+        limits = [*((c, self.most // 2) for c in firsts), *((c, self.most) for c in ready)]
+        for c, limit in limits:
+            ratio = ratios.get(_shape(c), min(ratios.values(), default=1.0))
+            if (
+                self.simulated >= max(limit, 1) or id(c) in done or self._too_large(c)
+                or c.step_time * ratio * _UNSURE >= self.best
+            ):  # fmt: skip
+                continue
+            made = done[id(c)] = self.simulate(c.strategy, c.estimate)
+            if made.simulated and made.fits:
+                ratio = made.step_time / c.step_time
+                ratios[_shape(c)] = min(ratios.get(_shape(c), ratio), ratio)
+            elif not made.fits and made.report is not None:
+                self.too_large.append(made)
+        return [done.get(id(c), c) for c in estimated]
+
+    def _too_large(self, c: Candidate) -> bool:
+        """Returns True if a strategy of the same shape, estimated to need no more, is too large."""
+        return c.estimate is not None and any(
+            _shape(f) == _shape(c) and f.estimate and f.estimate.memory <= c.estimate.memory
+            for f in self.too_large
+        )
+
+    def _estimated(self) -> Iterator[Candidate]:
+        """Yields each strategy with an estimate, or with the reason why it is out."""
+        probes = {1: self._probe(replace(self.like, tp=1, cp=1, pp=1))}
+        first = probes[1]
+        program = ProgramShape() if isinstance(first, str) else ProgramShape.of(first)
+        estimators: dict[int, Estimator | str] = {}
+        for strategy, reason in strategies(self.world, self.network, program, self.like):
+            if reason:
+                yield Candidate(strategy, None, reason, False)
+                continue
+            tp = strategy.tp or 1
+            if tp not in estimators:
+                found = probes.get(tp) or self._probe(replace(self.like, tp=tp, cp=1, pp=1))
+                estimators[tp] = found if isinstance(found, str) else Estimator(
+                    found, self.world, self.device, self.network
+                )  # fmt: skip
+            yield self._estimate(strategy, estimators[tp], program)
+
+    def _estimate(
+        self, strategy: Strategy, by: Estimator | str, program: ProgramShape
+    ) -> Candidate:
+        if isinstance(by, str):
+            return Candidate(strategy, None, by, False)
+        if not by.probe.layers:
+            return Candidate(strategy, None, "", True)
+        try:
+            estimate = by(strategy, _matching(strategy.recompute, program.layers))
+        except ValueError as error:
+            return Candidate(strategy, None, _refusal(error), False)
+        if self.room is not None and estimate.memory * _EXACT > self.room:
+            over = f"about {amount(estimate.memory - self.room)} over"
+            return Candidate(strategy, None, over, False, estimate)
+        return Candidate(strategy, None, "", True, estimate)
+
+    def _probe(self, strategy: Strategy) -> Probe | str:
+        """Returns the probe of a strategy with only replicas, or the error as text."""
+        strategy = replace(
+            strategy, dp=None, sharding=1, zero_stage=None, accumulate_steps=1, schedule="1f1b"
+        )
+        self.say(f"looking at {named(strategy, self.world)}")
+        try:
+            return probe(
+                self.build_with, strategy, self.world, self.values, self.network.ranks_per_node,
+                self.device.backend,
+            )  # fmt: skip
+        except _REFUSALS as error:
+            return _refusal(error)
+
+
+def _order(c: Candidate) -> tuple[float, float]:
+    """Sorts by time; of equal times the strategy that computes less comes first."""
+    return c.step_time, c.estimate.parts["computes"] if c.estimate else 0.0
+
+
+def _shape(c: Candidate) -> tuple[Any, ...]:
+    """Returns the degrees in which unlike strategies differ."""
+    return c.strategy.pp, c.strategy.tp, c.strategy.cp
+
+
+def _refusal(error: Exception) -> str:
+    """Returns the first sentence of an error."""
+    sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return f"{type(error).__name__}: {sentence}"
+
+
+def _matching(patterns: Iterable[str], layers: tuple[str, ...]) -> frozenset[str]:
+    """Returns the layers that these names and globs, as ``blocks.*``, match."""
+    ways = {p.removesuffix("*") for p in patterns if p.endswith(".*")}
+    return frozenset(n for n in layers if n in patterns or f"{n.rpartition('.')[0]}." in ways)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor.simulate.estimate import Estimator
-from disttensor.simulate.strategy_search import Search
+from disttensor.simulate.plan_strategy import Search
 from tests.support.examples import ROOT, example
 from tests.support.part import part
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.errors import SimulationError
-from disttensor.simulate.candidates import Program, strategies
+from disttensor.simulate.candidates import ProgramShape, strategies
 from disttensor.simulate.estimate import Estimate, Estimator
-from disttensor.simulate.strategy_search import Search
+from disttensor.simulate.plan_strategy import Search
 from disttensor.simulate.strategy_table import Candidate, StrategyTable
 
 WORLD, WIDTH = 4, 256
@@ -95,7 +95,7 @@ def found(world, program, like=PLAIN, ranks_per_node=4):
 
 
 LAYERS = ("tok", "blocks.0", "blocks.1", "blocks.2", "head")
-PROGRAM = Program(rows=48, layers=LAYERS, blocks=LAYERS[1:4])
+PROGRAM = ProgramShape(rows=48, layers=LAYERS, blocks=LAYERS[1:4])
 
 
 def test_all_strategies_of_a_world_fill_it():
@@ -116,14 +116,14 @@ def test_all_strategies_of_a_world_fill_it():
 
 
 def test_what_a_program_cannot_do_is_said_once():
-    short = Program(rows=4, layers=LAYERS, splits_sequence=False)
+    short = ProgramShape(rows=4, layers=LAYERS, splits_sequence=False)
     assert found(16, short)[1] == {
         "tp over nodes", "cp splits nothing: strategy.batch() has it split a sequence",
         "8 stages of 5 layers", "16 stages of 5 layers", "4 rows over 16 ranks",
         "4 rows over 8 ranks",
     }  # fmt: skip
-    assert "stages of which layers? apply(..., layers=[...])" in found(4, Program())[1]
-    ways, _ = found(4, Program(layers=LAYERS))  # rows are not known
+    assert "stages of which layers? apply(..., layers=[...])" in found(4, ProgramShape())[1]
+    ways, _ = found(4, ProgramShape(layers=LAYERS))  # rows are not known
     assert {(s.pp or 1, s.accumulate_steps) for s in ways} == {
         (1, 1), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16),
     }  # fmt: skip
