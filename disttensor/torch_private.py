@@ -50,7 +50,7 @@ __all__ = [
     "run_backward", "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
     "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
-    "use_count", "users_of_storage", "without_fakes",
+    "users_of_storage", "without_fakes",
 ]  # fmt: skip
 
 
@@ -148,7 +148,6 @@ STORAGE_ID = "_cdata"
 storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
 # How many in C++ hold a tensor, and its memory: views of it, and what other programs read.
-use_count: Callable[[Any], int] = need("to see who holds it", torch.Tensor, "_use_count")
 tensor_users: Callable[[Any], int] = methodcaller("_use_count")
 _storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use_Count")
 

@@ -23,7 +23,6 @@ from disttensor.comm import collectives, objects, program
 from disttensor.core.mesh import ProcessMesh, a_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import spec_of
-from disttensor.dispatch import native
 from disttensor.meta import execute, infer
 from disttensor.random import state
 from disttensor.random.factories import make_local
@@ -180,8 +179,6 @@ def reshard(
         return shard_tensor(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
-    if dims_mapping is None and partial_status is None:
-        return native.reshard(x, mesh, placements)
     dst = target(x.spec, mesh or x.spec.mesh, placements, dims_mapping, partial_status)
     return started(x, dst)
 

@@ -64,7 +64,6 @@ class DistSpec:
         "__weakref__",
         "_derived",
         "dtype",
-        "idle",
         "kind",
         "layout",
         "local_box",
@@ -86,7 +85,6 @@ class DistSpec:
     local_box: Box
     varies: frozenset[int]  # mesh axes over which locals differ
     meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it
-    idle: list[Any] | None  # wrappers that wait for another use: dispatch/native.c
     _derived: dict[Any, DistSpec]
 
     def __new__(
@@ -112,7 +110,7 @@ class DistSpec:
         self.local_shape = self.local_box.shape
         with outside_modes():  # wrappers are made of it under any mode, and after
             self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
-        self._derived, self.idle = {}, None
+        self._derived = {}
         mesh.specs[key] = self
         return self
 

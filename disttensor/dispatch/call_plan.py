@@ -76,7 +76,6 @@ class CallPlan:
     draws             off the mesh: the call draws random numbers. A function of the arguments
                       returns True where such a call draws none
     broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh
-    transfers         off both meshes of a reshard: it counts as a transfer
     is_simple         no tensor is resharded, written or viewed, and there is one result
     native            C may carry it out
     autocast          off the mesh: the plans of the same calls under autocast, by its dtype
@@ -101,7 +100,6 @@ class CallPlan:
     reduce_first: tuple[DistSpec | None, ...] = ()
     draws: bool | Callable[..., bool] = False
     broadcasts_shape: bool = False
-    transfers: bool = False
     is_simple: bool = False
     native: bool = False
     is_checked: bool = True

@@ -1,178 +1,93 @@
-/* The warm path of disttensor.dispatch in C: key, table, runners, wrappers.
+/* The warm path of disttensor.dispatch in C: ``dispatch`` and ``run`` for the most common calls.
  *
- * A call of a torch function on DistTensors is turned into words of 64 bits (its key), which are
- * looked up in a table. An entry of it holds the CallPlan (disttensor/dispatch/call_plan.py) that
- * Python has made, and most often does here what run.py does: read the locals, call the local
- * function on them, wrap the results. All else is done by Python:
+ * A call of a torch function on DistTensors has a key: words of 64 bits, in a bytes object. A dict
+ * maps it to a NativePlan, which is made of the plan that Python made at the first call of this key
+ * (disttensor/dispatch/call_plan.py). ``run`` then does what disttensor/dispatch/run.py does: it
+ * reads the locals, calls the local function on them, and wraps the results. Python carries out all
+ * other calls:
  *
- *     a call that has no sure key      disttensor.dispatch.dispatch.dispatch
- *     the first call of a kind         dispatch.first_call, which also gives the plan
- *     a plan that is not native        run.carry_out
- *     an argument that the plan does
- *     not take for granted             run.carry_out, before anything has been run
+ *     the key is not certain          disttensor.dispatch.dispatch.dispatch
+ *     the first call of a key         dispatch.first_call, which returns the plan, too
+ *     the plan is not native,
+ *     or an argument does not fit     run.carry_out, before anything has run
  *
- * Methods and operators that calls are often made of come here without torch's parser of arguments
- * between, if a call of the same words is known (METHODS). A wrapper that dies is the next result
- * of its spec (keep_idle).
+ * Calls with equal words have one key in Python (dispatch/key.py). Some words are addresses of
+ * objects. The NativePlan keeps these objects alive, so that no other object has their address.
  *
- * Two calls with the same words have the same key in Python (dispatch/key.py). Words that are
- * addresses are those of objects that the entry keeps alive, so that no other object can have
- * them.
+ * Common methods and operators of DistTensor (native.py: METHODS) come here directly, without torch's
+ * argument parser, if a call with the same key has run before.
  *
- * Only the public C API of Python is used, and no header of torch: attributes of tensors are
- * read by their descriptors. All state is in the module, where the garbage collector sees it.
- * Whatever runs Python code may come back here, drop an entry, or change a list: an entry that runs
- * is held, and a list is measured anew after each step. The lock of the interpreter is relied on:
- * builds without it are refused, and so are sub-interpreters.
+ * Only the public C API of Python is used, and no header of torch: attributes of tensors are read
+ * by their descriptors. All state is in the module, where the garbage collector sees it. Python code
+ * that runs inside a call may enter this module again or clear the dict, so a plan is held while it
+ * runs, and the length of a list is read again after each step. The code relies on the global lock:
+ * builds of Python without it are refused, and so are sub-interpreters.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 
 #ifdef Py_GIL_DISABLED
 #error "disttensor has no C code for builds of Python without the global lock"
 #endif
 #if SIZEOF_VOID_P != 8
-#error "disttensor's C code tells words apart by the lowest three bits of addresses"
+#error "disttensor's C code uses the lowest three bits of addresses"
 #endif
 
 #ifndef SOURCE
 #define SOURCE "unknown" /* setup.py: the checksum of this file */
 #endif
 
-#define MOST_ENTRIES 16384 /* as many as dispatch.PLANS holds */
-#define MOST_ARGUMENTS 24  /* of one call; more are carried out by Python */
+#define MOST_PLANS 16384  /* as many as dispatch.PLANS holds */
+#define MOST_ARGUMENTS 24 /* of one call; Python carries out calls with more */
 #define MOST_WORDS 65536
-#define MOST_NESTED 200 /* calls within calls; deeper ones are Python's, which counts its frames */
-#define MOST_DEPTH 4  /* lists within lists, of the words of an argument */
-#define SHORT 192 /* words that need no allocation */
-#define MOST_IDLE 128 /* dead wrappers that are kept, of one spec and of all */
-#define MOST_IDLE_OF_ALL 4096
+#define MOST_NESTED 200 /* calls within calls; Python counts the frames of deeper ones */
+#define MOST_DEPTH 4    /* lists within lists in a key */
+#define SHORT 192       /* words that need no allocation */
 
-/* What Python gives by configure(), by the same names. */
+/* The arguments of configure(), by name. */
 #define REFERENCES(X) \
-    X(DistTensor) X(Tensor) X(Parameter) X(Size) /* classes */ \
-    X(dtype_class) X(memory_format) X(layout) X(GradState) \
-    X(local) X(spec) X(idle) X(meta_tensor) /* descriptors of DistTensor, and of DistSpec */ \
-    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(grad) X(is_leaf) X(version) /* of Tensor */ \
-    X(dist_grad) /* DistTensor's, in Python */ \
-    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) X(untyped_storage) /* of torch */ \
-    X(top_saved_tensors_hooks) \
-    X(use_count) X(functions_are_seen) X(modes_see_functions) \
-    X(dispatch) X(first_call) X(note) X(note_error) X(wrap_outputs) X(written) \
-    X(share) X(remember) X(strict_depth) X(carry_out) X(derive) X(nothing) X(orphan) \
-    X(CallPlan) X(Answer) X(Out) X(no_origin) /* of disttensor */ \
-    X(UNCOUNTED) /* a list with one number */ \
-    X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */ \
-    X(ProcessMesh) X(Replicate) X(Shard) X(Partial) /* classes */ \
-    X(reshard) X(first_reshard) X(current_world) /* of disttensor */ \
-    X(TAPE) X(REGION) X(CHANNEL) /* context variables */
+    X(DistTensor) X(Tensor) X(Parameter) X(Size) X(GradState) /* classes */ \
+    X(dtype_class) X(memory_format) X(layout) \
+    X(CallPlan) X(Answer) X(Out) X(NO_ORIGIN) X(VIEW) \
+    X(local) X(spec) X(meta_tensor) /* descriptors of DistTensor and DistSpec */ \
+    X(shape) X(dtype) X(requires_grad) X(grad_fn) X(is_leaf) /* of Tensor */ \
+    X(make_subclass) X(is_grad_enabled) X(autocast_is_on) /* of torch */ \
+    X(functions_are_seen) X(modes_see_functions) \
+    X(dispatch) X(first_call) X(carry_out) X(note) X(note_error) X(wrap_outputs) X(derive) \
+    X(partial) X(view_of_use) X(written) X(count) X(share) X(nothing) X(orphan) \
+    X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
 
 /* Names of attributes. */
 #define NAMES(X) \
-    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(local_for) X(call) X(mesh) X(device) X(value) \
-    X(local) X(reads) X(keywords) X(results) X(template) X(is_view) X(writes) X(untracked_writes) \
-    X(may_reuse) X(reduce_first) X(transfers) X(native) X(dtype) X(meta_tensor) \
-    X(collector) X(origin) X(former) X(grad) X(owner) X(last_uncounted) X(tags) X(dim) X(order) \
-    X(reduce_op) X(_once) X(spec) X(layout) X(partial)
-
-/* Methods of torch.Tensor that are methods of DistTensor, too, and the function that torch says was
- * called by them. */
-#define METHODS(X) \
-    X(view, view) X(reshape, reshape) X(transpose, transpose) X(permute, permute) X(t, t) \
-    X(flatten, flatten) X(expand, expand) X(expand_as, expand_as) X(squeeze, squeeze) \
-    X(unsqueeze, unsqueeze) X(select, select) X(narrow, narrow) X(chunk, chunk) \
-    X(unbind, unbind) X(contiguous, contiguous) X(clone, clone) X(to, to) X(float, float) \
-    X(type_as, type_as) X(add, add) X(sub, sub) X(mul, mul) X(div, div) X(matmul, matmul) \
-    X(mm, mm) X(bmm, bmm) X(pow, pow) X(neg, neg) X(abs, abs) X(exp, exp) X(log, log) \
-    X(sqrt, sqrt) X(rsqrt, rsqrt) X(square, square) X(sin, sin) X(cos, cos) X(tanh, tanh) \
-    X(sigmoid, sigmoid) X(relu, relu) X(clamp, clamp) X(masked_fill, masked_fill) \
-    X(sum, sum) X(mean, mean) X(var, var) X(max, max) X(argmax, argmax) X(cumsum, cumsum) \
-    X(softmax, softmax) X(log_softmax, log_softmax) X(gather, gather) X(add_, add_) \
-    X(sub_, sub_) X(mul_, mul_) X(div_, div_) X(addcmul_, addcmul_) X(addcdiv_, addcdiv_) \
-    X(lerp_, lerp_) X(sqrt_, sqrt_) X(zero_, zero_) X(copy_, copy_) X(fill_, fill_) \
-    X(__add__, add) X(__radd__, add) X(__sub__, sub) X(__mul__, mul) X(__rmul__, mul) \
-    X(__truediv__, div) X(__matmul__, matmul) X(__neg__, neg) X(__iadd__, add_) \
-    X(__isub__, sub_) X(__imul__, mul_)
-
-enum {
-#define NUMBER(name, asked) METHOD_##name,
-    METHODS(NUMBER)
-#undef NUMBER
-    N_METHODS
-};
-
-typedef struct {
-    PyObject *plain, *asked; /* torch.Tensor's own, and what torch says was called; NULL: none */
-} Method;
-
-typedef struct {
-    PyObject *spec, *dtype; /* of one result; borrowed of the plan */
-    PyObject *making; /* owned: what make_subclass takes */
-    PyObject *idle; /* owned: the spec's list of wrappers that wait for another use */
-} Output;
-
-typedef enum { CONSTANT, LOCAL, VARYING, NESTED } How;
-
-typedef struct {
-    How how;
-    PyObject *axes; /* borrowed of the plan */
-} Use;
-
-typedef struct {
-    Py_ssize_t references; /* the table's, and one for each call that runs it */
-    uint64_t hash;
-    Py_ssize_t length;
-    uint64_t *words;
-    PyObject *kept;   /* a list: the objects whose addresses are among the words */
-    PyObject *plan;   /* what Python has planned: carry_out runs it */
-    int noted;        /* is there a rank to compare the program with? */
-    enum { PYTHON, DIRECT, OFF_MESH, REDUCE, ANSWER } how; /* PYTHON: carry_out. All below is borrowed */
-    PyObject *local_fn, *names, *kind, *answer; /* kind: of several results off the mesh, or None */
-    PyObject *wholes; /* a tuple: what each tensor is reduced to first */
-    PyObject *specs;  /* of the results, for wrap_outputs */
-    PyObject *nothing, *orphan; /* owned */
-    Py_ssize_t nargs, nuses, noutputs, ntargets, nsources;
-    int views, pending, writes, uncounted, no_graph, passes, derives;
-    Use *uses;
-    Output *outputs;
-    Py_ssize_t *targets, *sources, *shared; /* shared[i] < 0: no view */
-} Entry;
+    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(origin) \
+    X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
+    X(template) X(is_view) X(writes) X(untracked_writes) X(may_reuse) X(reduce_first) X(native) \
+    X(dtype)
 
 typedef struct {
 #define FIELD(name) PyObject *name;
     REFERENCES(FIELD)
     struct { NAMES(FIELD) } str;
 #undef FIELD
-    Method methods[N_METHODS];
-    PyObject *carrier; /* dispatch, as the class has it while shortcuts are taken */
-    int shortcuts; /* do methods look for known calls? Not while a tracer runs */
-    Py_ssize_t idle_wrappers;
-    Entry **table; /* open addressing; its size is a power of two */
-    size_t mask, used;
-    int nested; /* how many calls run, on all threads */
-    long long hits, in_c, unsure, misses, past, reused; /* so far: for tests and for people */
+    PyTypeObject *plan_type, *method_type;
+    PyObject *plans; /* a dict: key -> NativePlan */
+    int shortcuts;   /* do methods look for known calls? Not while a tracer runs */
+    int nested;      /* calls that run now, on all threads */
+    long long known, in_c, unsure, first, past; /* so far: see counts() */
 } State;
 
-/* Methods and destructors are given no module: that of the one that is configured. */
+/* Methods get no module: this is the state of the configured one. */
 static State *configured;
-static destructor destroy; /* DistTensor's own, which goes by tp_dealloc of the class */
-static int destroying;     /* how many are on their way in it */
-static int counted;        /* may C++ hold a tensor whose object dies? As torch was up to 2.9 */
 
 typedef struct {
-    uint64_t *at;
-    Py_ssize_t length, room;
-    uint64_t here[SHORT];
-} Words;
-
-typedef struct {
-    PyObject *func, *args, *kwargs; /* a tuple; a dict or NULL: for Python, see as_python */
-    PyObject *const *first; /* of args; a method's are not in a tuple */
+    PyObject *func, *args, *kwargs; /* args: a tuple, or NULL until as_python; kwargs likewise */
+    PyObject *const *first;         /* the positional arguments */
     Py_ssize_t nargs, nnamed;
-    PyObject *names[MOST_ARGUMENTS], *values[MOST_ARGUMENTS]; /* of kwargs, owned */
-    int reshards; /* dt.reshard, and no function of torch's */
+    PyObject *names[MOST_ARGUMENTS], *values[MOST_ARGUMENTS]; /* of kwargs */
 } Call;
 
 static inline PyObject *
@@ -181,7 +96,7 @@ argument(const Call *call, Py_ssize_t i)
     return i < call->nargs ? call->first[i] : call->values[i - call->nargs];
 }
 
-/* Make what Python is called with. 0: an error. */
+/* Makes the tuple and the dict that Python is called with. 0: an error. */
 static int
 as_python(Call *call)
 {
@@ -203,377 +118,10 @@ as_python(Call *call)
     return call->args != NULL;
 }
 
-/* Entries ------------------------------------------------------------------------------------- */
-
-static void
-release(Entry *entry)
-{
-    if (--entry->references) {
-        return;
-    }
-    PyMem_Free(entry->words);
-    PyMem_Free(entry->uses);
-    for (Py_ssize_t i = 0; entry->outputs && i < entry->noutputs; i++) {
-        Py_XDECREF(entry->outputs[i].idle);
-        Py_XDECREF(entry->outputs[i].making);
-    }
-    PyMem_Free(entry->outputs);
-    PyMem_Free(entry->targets);
-    PyMem_Free(entry->sources);
-    PyMem_Free(entry->shared);
-    Py_XDECREF(entry->nothing);
-    Py_XDECREF(entry->orphan);
-    Py_XDECREF(entry->plan);
-    Py_XDECREF(entry->kept);
-    PyMem_Free(entry);
-}
-
-/* Forget all entries. What their release runs may come back: the table is empty by then. */
-static void
-clear_table(State *state)
-{
-    Entry **table = state->table;
-    size_t size = table ? state->mask + 1 : 0;
-    state->table = NULL;
-    state->mask = state->used = 0;
-    for (size_t i = 0; i < size; i++) {
-        if (table[i]) {
-            release(table[i]);
-        }
-    }
-    PyMem_Free(table);
-}
-
-static Entry *
-known(State *state, const Words *words, uint64_t hash)
-{
-    if (!state->table) {
-        return NULL;
-    }
-    for (size_t i = hash & state->mask;; i = (i + 1) & state->mask) {
-        Entry *entry = state->table[i];
-        if (!entry) {
-            return NULL;
-        }
-        if (entry->hash == hash && entry->length == words->length
-            && !memcmp(entry->words, words->at, (size_t)words->length * sizeof(uint64_t))) {
-            return entry;
-        }
-    }
-}
-
-static void
-put(Entry **table, size_t mask, Entry *entry)
-{
-    size_t i = entry->hash & mask;
-    while (table[i]) {
-        i = (i + 1) & mask;
-    }
-    table[i] = entry;
-}
-
-/* Enter what is not known yet. 0: there is no memory for it, which is no error. */
-static int
-enter(State *state, Entry *entry)
-{
-    if (state->used >= MOST_ENTRIES) {
-        clear_table(state); /* all at once: what is needed comes back from Python's table */
-    }
-    if (!state->table || state->used * 2 > state->mask) {
-        size_t mask = state->table ? state->mask * 2 + 1 : 255;
-        Entry **table = PyMem_Calloc(mask + 1, sizeof(Entry *));
-        if (!table) {
-            return 0;
-        }
-        for (size_t i = 0; state->table && i <= state->mask; i++) {
-            if (state->table[i]) {
-                put(table, mask, state->table[i]);
-            }
-        }
-        PyMem_Free(state->table);
-        state->table = table;
-        state->mask = mask;
-    }
-    put(state->table, state->mask, entry);
-    state->used++;
-    return 1;
-}
-
-/* Numbers of a tuple, None as -1. NULL with *count 0 for None; -1 as the count of an error. */
-static Py_ssize_t *
-numbers_of(PyObject *tuple, Py_ssize_t *count)
-{
-    *count = 0;
-    if (tuple == Py_None) {
-        return NULL;
-    }
-    *count = -1;
-    if (!PyTuple_CheckExact(tuple)) {
-        return NULL;
-    }
-    Py_ssize_t n = PyTuple_GET_SIZE(tuple);
-    Py_ssize_t *numbers = PyMem_Calloc((size_t)(n ? n : 1), sizeof(Py_ssize_t));
-    for (Py_ssize_t i = 0; numbers && i < n; i++) {
-        PyObject *item = PyTuple_GET_ITEM(tuple, i);
-        numbers[i] = item == Py_None ? -1 : PyLong_AsSsize_t(item);
-        if (numbers[i] < 0 && item != Py_None) {
-            PyMem_Free(numbers);
-            return NULL;
-        }
-    }
-    if (numbers) {
-        *count = n;
-    }
-    return numbers;
-}
-
-static inline PyObject *get(PyObject *, PyObject *);
-static inline int set(PyObject *, PyObject *, PyObject *);
-
-/* The list of wrappers of a spec that wait for another use; NULL: an error. */
-static PyObject *
-idle_of(State *state, PyObject *spec)
-{
-    PyObject *idle = get(state->idle, spec);
-    if (idle == Py_None) {
-        Py_SETREF(idle, PyList_New(0));
-        if (idle && set(state->idle, spec, idle) < 0) {
-            Py_CLEAR(idle);
-        }
-    }
-    if (idle && !PyList_CheckExact(idle)) {
-        PyErr_SetString(PyExc_SystemError, "DistSpec.idle is a list, or None");
-        Py_CLEAR(idle);
-    }
-    return idle;
-}
-
-/* A field of a plan, which keeps it. NULL: an error. */
-static PyObject *
-field(PyObject *plan, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(plan, name);
-    Py_XDECREF(value);
-    return value;
-}
-
-/* The same of a field of this class. */
-static PyObject *
-field_of(PyObject *plan, PyObject *name, PyTypeObject *type)
-{
-    PyObject *value = field(plan, name);
-    if (value && Py_TYPE(value) != type) {
-        PyErr_Format(PyExc_TypeError, "a field of a CallPlan has another class: %S", name);
-        return NULL;
-    }
-    return value;
-}
-
-/* Is a field True? -1: an error. */
-static int
-says(PyObject *plan, PyObject *name)
-{
-    PyObject *value = field(plan, name);
-    return value ? value == Py_True : -1;
-}
-
-/* Take in how the arguments are read (call_plan.Read). 0: in another way than is done here. */
-static int
-follow_reads(Entry *entry, PyObject *reads)
-{
-    for (Py_ssize_t i = 0; i < entry->nuses; i++) {
-        PyObject *read = PyTuple_GET_ITEM(reads, i), *spec, *axes, *regular, *elements;
-        Use *use = &entry->uses[i];
-        int kind;
-        if (!PyTuple_Check(read)
-            || !PyArg_ParseTuple(read, "iOO!OO!", &kind, &spec, &PyTuple_Type, &axes, &regular,
-                                 &PyTuple_Type, &elements)
-            || spec != Py_None || regular != Py_None || kind < 0 || kind > 2) {
-            return 0;
-        }
-        use->axes = axes;
-        use->how = kind == 0 ? CONSTANT : kind == 2 ? NESTED : PyTuple_GET_SIZE(axes) ? VARYING : LOCAL;
-        entry->no_graph = entry->no_graph || PyTuple_GET_SIZE(elements);
-    }
-    return 1;
-}
-
-/* Where the tensor of this number stands among the arguments; -1: nowhere. */
-static Py_ssize_t
-place_of(const Entry *entry, PyObject *number)
-{
-    Py_ssize_t wanted = PyLong_Check(number) ? PyLong_AsSsize_t(number) : -1;
-    for (Py_ssize_t i = 0; wanted >= 0 && i < entry->nuses; i++) {
-        if (entry->uses[i].how == LOCAL && wanted-- == 0) {
-            return i;
-        }
-    }
-    return -1;
-}
-
-/* Take in what is given off the mesh (infer.Out): on which arguments all of it depends, and of which
- * each result is a view. 0: it is not as expected. */
-static int
-follow_template(State *state, Entry *entry, PyObject *template)
-{
-    int several = Py_TYPE(template) != (PyTypeObject *)state->Out;
-    entry->kind = several ? (PyObject *)Py_TYPE(template) : Py_None;
-    if (several && !PyTuple_CheckExact(template) && !PyList_CheckExact(template)) {
-        return 0;
-    }
-    Py_ssize_t n = several ? PySequence_Fast_GET_SIZE(template) : 1;
-    entry->shared = PyMem_Calloc((size_t)n + 1, sizeof(Py_ssize_t));
-    if (n < 1 || n != entry->noutputs || !entry->shared) {
-        return 0;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *out = several ? PySequence_Fast_GET_ITEM(template, i) : template;
-        PyObject *number, *shape, *dtype, *sources, *same, *viewed;
-        if (!PyTuple_Check(out)
-            || !PyArg_ParseTuple(out, "OOOO!OO", &number, &shape, &dtype, &PyTuple_Type, &sources,
-                                 &same, &viewed)) {
-            return 0;
-        }
-        entry->shared[i] = viewed == Py_None ? -1 : place_of(entry, viewed);
-        if (i == 0) {
-            entry->nsources = PyTuple_GET_SIZE(sources);
-            entry->sources = PyMem_Calloc((size_t)entry->nsources + 1, sizeof(Py_ssize_t));
-        }
-        for (Py_ssize_t k = 0; i == 0 && entry->sources && k < entry->nsources; k++) {
-            entry->sources[k] = place_of(entry, PyTuple_GET_ITEM(sources, k));
-            if (entry->sources[k] < 0) {
-                return 0;
-            }
-        }
-        if (!entry->sources || (viewed != Py_None && entry->shared[i] < 0)) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Take a plan in. 0: Python carries it out. */
-static int
-follow(State *state, Entry *entry)
-{
-    PyObject *plan = entry->plan;
-    if (Py_TYPE(plan) == (PyTypeObject *)state->Answer) {
-        entry->answer = field(plan, state->str.value);
-        entry->how = ANSWER;
-        return entry->answer != NULL;
-    }
-    if (Py_TYPE(plan) != (PyTypeObject *)state->CallPlan) {
-        return 0;
-    }
-    entry->local_fn = field(plan, state->str.local);
-    entry->wholes = field_of(plan, state->str.reduce_first, &PyTuple_Type);
-    if (!entry->local_fn || !entry->wholes) {
-        return 0;
-    }
-    if (PyTuple_GET_SIZE(entry->wholes)) {
-        entry->how = REDUCE;
-        return entry->local_fn != Py_None;
-    }
-    PyObject *reads = field_of(plan, state->str.reads, &PyTuple_Type), *device;
-    PyObject *writes = field(plan, state->str.writes), *origin = field(plan, state->str.origin);
-    PyObject *reuse = field_of(plan, state->str.may_reuse, &PyTuple_Type);
-    entry->names = field_of(plan, state->str.keywords, &PyTuple_Type);
-    entry->specs = field_of(plan, state->str.results, &PyTuple_Type);
-    if (!reads || !writes || !origin || !reuse || !entry->names || !entry->specs
-        || says(plan, state->str.native) <= 0) {
-        return 0;
-    }
-    entry->nuses = PyTuple_GET_SIZE(reads);
-    entry->nargs = entry->nuses - PyTuple_GET_SIZE(entry->names);
-    entry->noutputs = PyTuple_GET_SIZE(entry->specs);
-    entry->pending = PyTuple_GET_SIZE(reuse) > 0;
-    entry->derives = origin != state->no_origin;
-    entry->views = says(plan, state->str.is_view);
-    entry->uncounted = says(plan, state->str.untracked_writes);
-    entry->passes = says(plan, state->str.transfers);
-    entry->writes = writes != Py_None;
-    entry->targets = numbers_of(writes, &entry->ntargets);
-    entry->uses = PyMem_Calloc((size_t)entry->nuses + 1, sizeof(Use));
-    entry->outputs = PyMem_Calloc((size_t)entry->noutputs + 1, sizeof(Output));
-    if (entry->nuses > MOST_ARGUMENTS || entry->nargs < 0 || entry->ntargets < 0
-        || (entry->writes && entry->nargs < 1) || !entry->uses || !entry->outputs
-        || !follow_reads(entry, reads)) {
-        return 0;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entry->names); i++) {
-        if (!PyUnicode_CheckExact(PyTuple_GET_ITEM(entry->names, i))) {
-            return 0;
-        }
-    }
-    for (Py_ssize_t i = 0; i < entry->ntargets; i++) {
-        if (entry->targets[i] < (i ? entry->targets[i - 1] + 1 : 0)) {
-            return 0; /* search_in goes once over the tensors */
-        }
-    }
-    for (Py_ssize_t i = 0; i < entry->noutputs; i++) {
-        Output *output = &entry->outputs[i];
-        output->spec = PyTuple_GET_ITEM(entry->specs, i);
-        output->dtype = field(output->spec, state->str.dtype);
-        PyObject *meta_tensor = get(state->meta_tensor, output->spec);
-        output->making = meta_tensor ? PyTuple_Pack(2, state->DistTensor, meta_tensor) : NULL;
-        Py_XDECREF(meta_tensor);
-        if (!output->dtype || !output->making || !(output->idle = idle_of(state, output->spec))) {
-            return 0;
-        }
-    }
-    if (entry->local_fn != Py_None) {
-        entry->how = DIRECT;
-        return 1;
-    }
-    PyObject *template = field(plan, state->str.template), *mesh = field(plan, state->str.mesh);
-    if (!template || !mesh || !(device = PyObject_GetAttr(mesh, state->str.device))) {
-        return 0;
-    }
-    entry->nothing = PyObject_CallOneArg(state->nothing, device);
-    entry->orphan = entry->nothing ? PyObject_CallOneArg(state->orphan, device) : NULL;
-    Py_DECREF(device);
-    entry->how = OFF_MESH;
-    return entry->orphan && follow_template(state, entry, template);
-}
-
-/* An entry for calls of these words, which are planned so. NULL, without an error: there is no
- * memory for it, or the plan is none of dispatch's. Steals nothing. */
-static Entry *
-new_entry(State *state, const Words *words, uint64_t hash, PyObject *kept, PyObject *plan)
-{
-    Entry *entry = PyMem_Calloc(1, sizeof(Entry));
-    if (!entry) {
-        return NULL;
-    }
-    entry->references = 1;
-    entry->hash = hash;
-    entry->length = words->length;
-    entry->kept = Py_NewRef(kept);
-    entry->plan = Py_NewRef(plan);
-    entry->words = PyMem_Malloc((size_t)words->length * sizeof(uint64_t));
-    PyObject *call = PyObject_GetAttr(plan, state->str.call);
-    PyObject *mesh = call ? PyObject_GetAttr(call, state->str.mesh) : NULL;
-    int good = entry->words && mesh;
-    entry->noted = mesh && mesh != Py_None;
-    Py_XDECREF(mesh);
-    Py_XDECREF(call);
-    if (!good) {
-        PyErr_Clear();
-        release(entry);
-        return NULL;
-    }
-    memcpy(entry->words, words->at, (size_t)words->length * sizeof(uint64_t));
-    if (!follow(state, entry)) {
-        PyErr_Clear();
-        entry->how = PYTHON;
-    }
-    return entry;
-}
-
 /* Attributes ---------------------------------------------------------------------------------- */
 
-/* What a descriptor, as of a slot or of an attribute of Tensor, says of an object: as getattr, but
- * without looking for the descriptor. A descriptor checks the class of the object itself. */
+/* Returns what a descriptor gives for an object, as getattr does, without the look-up of the
+ * descriptor. A descriptor itself checks the class of the object. */
 static inline PyObject *
 get(PyObject *descriptor, PyObject *object)
 {
@@ -586,87 +134,58 @@ set(PyObject *descriptor, PyObject *object, PyObject *value)
     return Py_TYPE(descriptor)->tp_descr_set(descriptor, object, value);
 }
 
-/* Is this attribute of a DistTensor None? -1: an error. */
+/* Returns whether an attribute is None. -1: an error. */
 static int
 is_none(PyObject *x, PyObject *name)
 {
     PyObject *value = PyObject_GetAttr(x, name);
-    if (!value) {
-        return -1;
-    }
-    int none = value == Py_None;
-    Py_DECREF(value);
-    return none;
+    Py_XDECREF(value);
+    return value ? value == Py_None : -1;
 }
 
-/* What is kept beside a DistTensor by this name: borrowed of its __dict__. NULL: None, as the class
- * has it, or an error. An empty __dict__ is seen at once, and most are. */
-static inline PyObject *
-beside(PyObject *dict, PyObject *name)
-{
-    PyObject *value = PyDict_GET_SIZE(dict) ? PyDict_GetItemWithError(dict, name) : NULL;
-    return value == Py_None ? NULL : value;
-}
-
-/* What C++ asks of a DistTensor by a name in C. Torch asks each argument of a call who carries it out,
- * up to three times, and the general way makes a str of the name and looks through all base classes:
- * for a list of tensors that is as much as all the rest. Python itself never comes here. */
-static PyObject *
-asked(PyObject *self, char *name)
-{
-    State *state = configured;
-    if (state && state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
-        && !strcmp(name, "__torch_function__")) {
-        return Py_NewRef(state->carrier);
-    }
-    PyObject *text = PyUnicode_FromString(name);
-    PyObject *value = text ? PyObject_GetAttr(self, text) : NULL;
-    Py_XDECREF(text);
-    return value;
-}
-
-/* Is nothing kept beside a DistTensor by this name? -1: an error. */
-static int
-nothing_beside(PyObject *x, PyObject *name)
-{
-    PyObject *dict = PyObject_GenericGetDict(x, NULL);
-    if (!dict) {
-        return -1;
-    }
-    int nothing = !beside(dict, name);
-    Py_DECREF(dict);
-    return PyErr_Occurred() ? -1 : nothing;
-}
-
-/* Does a function, or the descriptor of an object, give True? -1: an error. */
+/* Returns whether a function or a descriptor returned True. Steals value. -1: an error. */
 static int
 is_true(PyObject *value)
 {
-    if (!value) {
-        return -1;
-    }
-    int yes = value == Py_True;
-    Py_DECREF(value);
-    return yes;
+    Py_XDECREF(value);
+    return value ? value == Py_True : -1;
+}
+
+static inline int
+is_dist(const State *state, PyObject *x)
+{
+    return Py_TYPE(x) == (PyTypeObject *)state->DistTensor;
+}
+
+static inline int
+is_tensor(const State *state, PyObject *x)
+{
+    PyTypeObject *type = Py_TYPE(x);
+    return type == (PyTypeObject *)state->DistTensor || type == (PyTypeObject *)state->Tensor
+           || type == (PyTypeObject *)state->Parameter;
 }
 
 /* The key --------------------------------------------------------------------------------------
  *
- * The lowest three bits of a word say what it is. Addresses of objects end in 000.
+ * The lowest three bits of a word say what it is. The address of an object ends in 000.
  */
 enum { SPEC, OBJECT, INTEGER, MARK, SEQUENCE, KEYWORD = 6, STRING = 7 };
-enum { FLOAT, SLICE, PLAIN };  /* of a MARK */
-enum { TUPLE, LIST, SIZE };    /* of a SEQUENCE */
+enum { FLOAT, SLICE, REGULAR }; /* of a MARK; REGULAR: a torch.Tensor */
+enum { TUPLE, LIST, SIZE };     /* of a SEQUENCE */
+
+typedef struct {
+    uint64_t *at;
+    Py_ssize_t length, room;
+    PyObject *kept; /* a list that the objects are appended to, or NULL */
+    uint64_t here[SHORT];
+} Words;
 
 static int
 push(Words *words, uint64_t word)
 {
     if (words->length == words->room) {
-        if (words->room >= MOST_WORDS) {
-            return 0;
-        }
         Py_ssize_t room = words->room * 4;
-        uint64_t *at = PyMem_Malloc((size_t)room * sizeof(uint64_t));
+        uint64_t *at = room > MOST_WORDS ? NULL : PyMem_Malloc((size_t)room * sizeof(uint64_t));
         if (!at) {
             return 0;
         }
@@ -681,138 +200,98 @@ push(Words *words, uint64_t word)
     return 1;
 }
 
-/* The address of an object, which is put into kept where that is a list. */
+/* Appends the address of an object, and the object to ``kept``. */
 static int
-push_object(Words *words, PyObject *object, int tag, PyObject *kept)
+push_object(Words *words, PyObject *object, int tag)
 {
-    if (kept && PyList_Append(kept, object) < 0) {
-        return 0;
-    }
-    return push(words, (uint64_t)(uintptr_t)object | (uint64_t)tag);
+    return (!words->kept || PyList_Append(words->kept, object) == 0)
+           && push(words, (uint64_t)(uintptr_t)object | (uint64_t)tag);
 }
 
-static int add_argument(State *, Words *, PyObject *, PyObject *, int);
-
-/* Shape and dtype of a plain tensor. */
 static int
-add_plain(State *state, Words *words, PyObject *tensor, PyObject *kept)
+push_integer(Words *words, PyObject *value)
+{
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow && number < 1LL << 59 && number >= -(1LL << 59)
+           && push(words, (uint64_t)number << 3 | INTEGER);
+}
+
+/* Appends the shape and the dtype of a torch.Tensor. */
+static int
+add_regular(State *state, Words *words, PyObject *tensor)
 {
     PyObject *shape = get(state->shape, tensor), *dtype = NULL;
-    int sure = shape && PyTuple_Check(shape)
-               && push(words, PLAIN << 3 | MARK)
-               && push(words, (uint64_t)PyTuple_GET_SIZE(shape));
-    for (Py_ssize_t i = 0; sure && i < PyTuple_GET_SIZE(shape); i++) {
+    int certain = shape && PyTuple_Check(shape) && push(words, REGULAR << 3 | MARK)
+                  && push(words, (uint64_t)PyTuple_GET_SIZE(shape) << 3 | INTEGER);
+    for (Py_ssize_t i = 0; certain && i < PyTuple_GET_SIZE(shape); i++) {
         PyObject *size = PyTuple_GET_ITEM(shape, i);
-        sure = PyLong_CheckExact(size) && add_argument(state, words, size, kept, 0);
+        certain = PyLong_CheckExact(size) && push_integer(words, size);
     }
-    if (sure) {
-        dtype = get(state->dtype, tensor);
-        sure = dtype && push_object(words, dtype, OBJECT, kept);
+    if (certain) {
+        dtype = get(state->dtype, tensor); /* torch keeps all dtypes */
+        certain = dtype && push_object(words, dtype, OBJECT);
     }
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
-    return sure;
+    return certain;
 }
 
-/* What a mesh axis does to a tensor: the class, and its fields. Classes of others are not sure. */
+/* Appends the words of an argument, as key_of. 0: it has no certain ones; an error may be set. */
 static int
-add_placement(State *state, Words *words, PyObject *value, PyObject *kept)
-{
-    PyObject *type = (PyObject *)Py_TYPE(value);
-    PyObject *names[] = {type == state->Partial ? state->str.reduce_op : state->str.dim,
-                         state->str.order};
-    int n = type == state->Replicate ? 0 : type == state->Partial ? 1 : 2;
-    int sure = push_object(words, type, OBJECT, kept);
-    for (int i = 0; sure && i < n; i++) {
-        PyObject *field = PyObject_GetAttr(value, names[i]);
-        sure = field && add_argument(state, words, field, kept, MOST_DEPTH);
-        Py_XDECREF(field);
-    }
-    return sure;
-}
-
-/* The words of an argument, as key_of says. 0: it has none that are sure; an error may be set. */
-static int
-add_argument(State *state, Words *words, PyObject *value, PyObject *kept, int depth)
+add_argument(State *state, Words *words, PyObject *value, int depth)
 {
     PyTypeObject *type = Py_TYPE(value);
     if (type == (PyTypeObject *)state->DistTensor) {
         PyObject *spec = get(state->spec, value);
-        if (!spec) {
-            return 0;
-        }
-        int sure = push_object(words, spec, SPEC, kept);
-        Py_DECREF(spec); /* the tensor has it */
-        return sure;
+        int certain = spec && push_object(words, spec, SPEC);
+        Py_XDECREF(spec); /* the tensor has it */
+        return certain;
     }
     if (type == &PyLong_Type) {
-        int overflow;
-        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-        if (overflow || number >= 1LL << 59 || number < -(1LL << 59)) {
-            return 0;
-        }
-        return push(words, (uint64_t)number << 3 | INTEGER);
+        return push_integer(words, value);
     }
     if (value == Py_None || type == &PyBool_Type || value == Py_Ellipsis
         || type == (PyTypeObject *)state->dtype_class
-        || type == (PyTypeObject *)state->memory_format
-        || type == (PyTypeObject *)state->layout) {
-        return push_object(words, value, OBJECT, kept);
+        || type == (PyTypeObject *)state->memory_format || type == (PyTypeObject *)state->layout) {
+        return push_object(words, value, OBJECT);
     }
     if (type == &PyFloat_Type) {
         return push(words, FLOAT << 3 | MARK);
     }
     if (type == &PyUnicode_Type) {
-        return PyUnicode_CHECK_INTERNED(value) && push_object(words, value, STRING, kept);
+        return PyUnicode_CHECK_INTERNED(value) && push_object(words, value, STRING);
     }
     if (depth >= MOST_DEPTH) {
         return 0;
     }
-    if (type == (PyTypeObject *)state->ProcessMesh) {
-        return push_object(words, value, OBJECT, kept);
-    }
-    if (type == (PyTypeObject *)state->Replicate || type == (PyTypeObject *)state->Shard
-        || type == (PyTypeObject *)state->Partial) {
-        return add_placement(state, words, value, kept);
-    }
     if (type == &PyTuple_Type || type == &PyList_Type || type == (PyTypeObject *)state->Size) {
-        int list = type == &PyList_Type;
-        uint64_t kind = list ? LIST : type == &PyTuple_Type ? TUPLE : SIZE;
-        Py_ssize_t length = list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value);
-        if (!push(words, (uint64_t)length << 5 | kind << 3 | SEQUENCE)) {
-            return 0;
-        }
-        for (Py_ssize_t i = 0; i < length; i++) {
-            if (list && i >= PyList_GET_SIZE(value)) {
-                return 0; /* it was changed meanwhile */
+        uint64_t kind = type == &PyList_Type ? LIST : type == &PyTuple_Type ? TUPLE : SIZE;
+        Py_ssize_t length = PySequence_Fast_GET_SIZE(value);
+        int certain = push(words, (uint64_t)length << 5 | kind << 3 | SEQUENCE);
+        for (Py_ssize_t i = 0; certain && i < length; i++) {
+            if (i >= PySequence_Fast_GET_SIZE(value)) {
+                return 0; /* a function mode of torch has changed it */
             }
-            PyObject *item = list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i);
-            Py_INCREF(item);
-            int sure = add_argument(state, words, item, kept, depth + 1);
+            PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
+            certain = add_argument(state, words, item, depth + 1);
             Py_DECREF(item);
-            if (!sure) {
-                return 0;
-            }
         }
-        return !list || PyList_GET_SIZE(value) == length;
+        return certain && PySequence_Fast_GET_SIZE(value) == length;
     }
     if (type == &PySlice_Type) {
         PySliceObject *slice = (PySliceObject *)value;
-        return push(words, SLICE << 3 | MARK)
-               && add_argument(state, words, slice->start, kept, depth + 1)
-               && add_argument(state, words, slice->stop, kept, depth + 1)
-               && add_argument(state, words, slice->step, kept, depth + 1);
+        return push(words, SLICE << 3 | MARK) && add_argument(state, words, slice->start, depth + 1)
+               && add_argument(state, words, slice->stop, depth + 1)
+               && add_argument(state, words, slice->step, depth + 1);
     }
-    if (type == (PyTypeObject *)state->Tensor || type == (PyTypeObject *)state->Parameter) {
-        return add_plain(state, words, value, kept);
-    }
-    return 0;
+    return is_tensor(state, value) && add_regular(state, words, value);
 }
 
-/* Is it a function that stays? Others would fill the table: bound methods and their like are made
- * for each call. */
+/* Returns whether a function lives on. Bound methods and the like are made for each call, and would
+ * fill the dict. */
 static int
-lasts(PyObject *func)
+is_lasting(PyObject *func)
 {
     PyTypeObject *type = Py_TYPE(func);
     if (type == &PyCFunction_Type) {
@@ -822,248 +301,448 @@ lasts(PyObject *func)
     return type == &PyMethodDescr_Type || type == &PyWrapperDescr_Type || type == &PyFunction_Type;
 }
 
-/* The words of a call. 0: it has none that are sure; an error may be set. */
 static int
-add_call(State *state, Words *words, const Call *call, PyObject *kept)
+add_call(State *state, Words *words, const Call *call)
 {
-    if (!lasts(call->func) || !push_object(words, call->func, OBJECT, kept)) {
+    if (!is_lasting(call->func) || !push_object(words, call->func, OBJECT)) {
         return 0;
     }
     for (Py_ssize_t i = 0; i < call->nargs + call->nnamed; i++) {
         if (i >= call->nargs) {
             PyObject *name = call->names[i - call->nargs];
             if (!PyUnicode_CheckExact(name) || !PyUnicode_CHECK_INTERNED(name)
-                || !push_object(words, name, KEYWORD, kept)) {
+                || !push_object(words, name, KEYWORD)) {
                 return 0;
             }
         }
-        if (!add_argument(state, words, argument(call, i), kept, 0)) {
+        if (!add_argument(state, words, argument(call, i), 0)) {
             return 0;
         }
     }
     return 1;
 }
 
-static uint64_t
-hash_of(const Words *words)
+/* Returns the key of a call, or NULL where it has no certain one; an error may be set. ``kept``, a
+ * list or NULL, gets the objects whose addresses are in the key. */
+static PyObject *
+key_of(State *state, const Call *call, PyObject *kept)
 {
-    uint64_t hash = 0x9E3779B97F4A7C15u * (uint64_t)words->length;
-    for (Py_ssize_t i = 0; i < words->length; i++) {
-        hash = (hash ^ words->at[i]) * 0xff51afd7ed558ccdu;
-        hash ^= hash >> 29;
+    Words words; /* most of it is left as it is */
+    words.at = words.here;
+    words.length = 0;
+    words.room = SHORT;
+    words.kept = kept;
+    PyObject *key = NULL;
+    if (add_call(state, &words, call)) {
+        Py_ssize_t size = words.length * (Py_ssize_t)sizeof(uint64_t);
+        key = PyBytes_FromStringAndSize((char *)words.at, size);
     }
-    return hash;
+    if (words.at != words.here) {
+        PyMem_Free(words.at);
+    }
+    return key;
 }
 
-/* Results ------------------------------------------------------------------------------------- */
+/* The plan ------------------------------------------------------------------------------------ */
 
-/* Let go of all wrappers that wait: there are many, of specs that come no more. */
-static void
-drop_idle(State *state)
-{
-    for (size_t i = 0; state->table && i <= state->mask; i++) {
-        Entry *entry = state->table[i];
-        for (Py_ssize_t k = 0; entry && entry->how != PYTHON && k < entry->noutputs; k++) {
-            PyObject *idle = entry->outputs[k].idle;
-            if (PyList_SetSlice(idle, 0, PyList_GET_SIZE(idle), NULL) < 0) {
-                PyErr_Clear();
-            }
-        }
-    }
-    state->idle_wrappers = 0;
-}
+typedef enum { CONSTANT, LOCAL, VARYING, NESTED } ReadKind;
 
-/* Keep a wrapper that dies for the next result of its spec, as it was when it was made: without a
- * local, a spec and a __dict__, and unseen by weak references and the garbage collector. 0: it
- * cannot be kept, and nothing has been done to it. Making one and letting it die costs as much as
- * all the rest here, so these lists are what free lists are to Python's own classes. */
+typedef struct {
+    ReadKind kind;
+    PyObject *axes; /* borrowed from the plan */
+} Read;
+
+typedef struct {
+    PyObject *spec, *dtype; /* borrowed from the plan */
+    PyObject *arguments;    /* of make_subclass: a tuple */
+    PyObject *viewed;       /* off the mesh: the number of the tensor that it is a view of, or None */
+} Result;
+
+/* A plan as ``run`` needs it. What a plan holds is borrowed from it. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *plan; /* a CallPlan, Answer or PythonCall: for Python */
+    PyObject *kept; /* a list of the objects whose addresses are in the key */
+    enum { PYTHON, IN_MESH, OFF_MESH, ANSWER } how; /* PYTHON: run.carry_out */
+    int is_compared;      /* do other ranks compare their calls with this one? */
+    PyObject *answer;     /* of a question that the key answers */
+    PyObject *local;      /* the function on locals */
+    PyObject *keywords, *specs; /* tuples: names of keyword arguments, and specs of the results */
+    PyObject *writes;     /* a tuple of the numbers of tensors that are written, or None */
+    PyObject *structure;  /* off the mesh: the class of several results, or None */
+    PyObject *sources;    /* off the mesh: the numbers of the tensors that the results depend on */
+    PyObject *no_token, *orphan; /* off the mesh, owned: the tokens of results without a transfer */
+    int is_view, may_reuse, untracked_writes, no_graph, derives, repeats;
+    Py_ssize_t nargs, nreads, nresults;
+    Read *reads;
+    Result *results;
+} NativePlan;
+
 static int
-keep_idle(State *state, PyObject *self)
+traverse_plan(PyObject *self, visitproc visit, void *arg)
 {
-    Py_SET_REFCNT(self, 1); /* nothing that is called here lets it die again, or keeps it */
-    PyObject *spec = get(state->spec, self), *idle = NULL, *users = NULL, *dict = NULL;
-    if (!spec) {
-        state->idle_wrappers -= state->idle_wrappers > 0; /* one that was kept */
-        goto end;
+    NativePlan *p = (NativePlan *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(p->plan);
+    Py_VISIT(p->kept);
+    Py_VISIT(p->no_token);
+    Py_VISIT(p->orphan);
+    for (Py_ssize_t i = 0; p->results && i < p->nresults; i++) {
+        Py_VISIT(p->results[i].arguments);
     }
-    idle = get(state->idle, spec);
-    if (!idle || !PyList_CheckExact(idle) || PyList_GET_SIZE(idle) >= MOST_IDLE) {
-        goto end;
+    return 0;
+}
+
+static void
+free_plan(PyObject *self)
+{
+    NativePlan *p = (NativePlan *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    for (Py_ssize_t i = 0; p->results && i < p->nresults; i++) {
+        Py_XDECREF(p->results[i].arguments);
     }
-    if (counted) {
-        users = PyObject_CallOneArg(state->use_count, self);
-        if (!users || !PyLong_CheckExact(users) || PyLong_AsLong(users) != 1) {
-            goto end;
-        }
+    PyMem_Free(p->results);
+    PyMem_Free(p->reads);
+    Py_XDECREF(p->no_token);
+    Py_XDECREF(p->orphan);
+    Py_XDECREF(p->plan);
+    Py_XDECREF(p->kept);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_doc, "A CallPlan as native.c runs it."},
+    {Py_tp_traverse, traverse_plan},
+    {Py_tp_dealloc, free_plan},
+    {0, NULL},
+};
+
+static PyType_Spec plan_spec = {
+    .name = "disttensor.dispatch._native.NativePlan",
+    .basicsize = sizeof(NativePlan),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = plan_slots,
+};
+
+/* Returns a field of a plan, borrowed: the plan is frozen. NULL: an error. */
+static PyObject *
+field(PyObject *plan, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(plan, name);
+    Py_XDECREF(value);
+    return value;
+}
+
+/* Returns a field that is a tuple, or None where may_be_none is set. */
+static PyObject *
+tuple_field(PyObject *plan, PyObject *name, int may_be_none)
+{
+    PyObject *value = field(plan, name);
+    if (value && !PyTuple_CheckExact(value) && !(may_be_none && value == Py_None)) {
+        PyErr_Format(PyExc_TypeError, "%S of a CallPlan is no tuple", name);
+        return NULL;
     }
-    dict = PyObject_GenericGetDict(self, NULL);
-end:
-    Py_XDECREF(users);
-    if (!dict || Py_REFCNT(dict) != 2 || beside(dict, state->str._once)) { /* somebody else's */
-        PyErr_Clear();
-        Py_XDECREF(dict);
-        Py_XDECREF(idle);
-        Py_XDECREF(spec);
-        Py_SET_REFCNT(self, 0);
+    return value;
+}
+
+/* Returns whether a field is True. An error counts as False, and stays set. */
+static int
+flag(PyObject *plan, PyObject *name)
+{
+    return field(plan, name) == Py_True;
+}
+
+/* Takes in how the arguments are read (call_plan.Read). 0: not in the ways that C knows. */
+static int
+set_reads(NativePlan *p, PyObject *reads)
+{
+    p->nreads = PyTuple_GET_SIZE(reads);
+    p->nargs = p->nreads - PyTuple_GET_SIZE(p->keywords);
+    p->reads = PyMem_Calloc((size_t)p->nreads + 1, sizeof(Read));
+    if (!p->reads || p->nreads > MOST_ARGUMENTS || p->nargs < 0) {
         return 0;
     }
-    Py_SET_REFCNT(self, 0);
-    PyObject_GC_UnTrack(self);
-    PyObject_ClearWeakRefs(self);
-    Py_SET_REFCNT(self, 1);
-    PyDict_Clear(dict);
-    Py_DECREF(dict);
-    if (set(state->local, self, NULL) == 0 && set(state->spec, self, NULL) == 0
-        && PyList_Append(idle, self) == 0) {
-        state->idle_wrappers++;
+    for (Py_ssize_t i = 0; i < p->nreads; i++) {
+        PyObject *read = PyTuple_GET_ITEM(reads, i), *spec, *axes, *regular, *elements;
+        int kind;
+        if (!PyTuple_Check(read)
+            || !PyArg_ParseTuple(read, "iOO!OO!", &kind, &spec, &PyTuple_Type, &axes, &regular,
+                                 &PyTuple_Type, &elements)
+            || spec != Py_None || regular != Py_None || kind < 0 || kind > 2) {
+            return 0;
+        }
+        p->reads[i].axes = axes;
+        p->reads[i].kind = kind == 0                ? CONSTANT
+                           : kind == 2              ? NESTED
+                           : PyTuple_GET_SIZE(axes) ? VARYING
+                                                    : LOCAL;
+        p->no_graph = p->no_graph || PyTuple_GET_SIZE(elements);
     }
-    PyErr_Clear();
-    Py_DECREF(self); /* the list has it; if not, it dies now */
-    Py_DECREF(idle);
-    Py_DECREF(spec);
-    if (state->idle_wrappers > MOST_IDLE_OF_ALL) {
-        drop_idle(state);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->keywords); i++) {
+        if (!PyUnicode_CheckExact(PyTuple_GET_ITEM(p->keywords, i))) {
+            return 0;
+        }
     }
     return 1;
 }
 
-/* The destructor of DistTensor. That of classes which are written in Python looks for the first
- * base whose destructor is another one, so it must find itself in the class while it runs. */
-static void
-end_of_life(PyObject *self)
+static int
+set_results(State *state, NativePlan *p)
 {
-    State *state = configured;
-    PyTypeObject *type = state ? (PyTypeObject *)state->DistTensor : NULL;
-    if (type && Py_TYPE(self) == type && !PyErr_Occurred() && keep_idle(state, self)) {
-        return;
-    }
-    if (type) {
-        type->tp_dealloc = destroy;
-    }
-    destroying++;
-    destroy(self);
-    destroying--;
-    if (configured && !destroying) { /* what ran meanwhile may have ended the module */
-        ((PyTypeObject *)configured->DistTensor)->tp_dealloc = end_of_life;
-    }
-}
-
-/* A DistTensor of what this rank computed. ``making``: what make_subclass takes. Steals local. */
-static PyObject *
-wrap_as(State *state, PyObject *idle, PyObject *making, PyObject *local, PyObject *spec)
-{
-    Py_ssize_t n = PyList_CheckExact(idle) ? PyList_GET_SIZE(idle) : 0;
-    PyObject *new;
-    if (n) {
-        new = Py_NewRef(PyList_GET_ITEM(idle, n - 1));
-        state->idle_wrappers -= state->idle_wrappers > 0;
-        state->reused++;
-        if (PyList_SetSlice(idle, n - 1, n, NULL) < 0) {
-            Py_CLEAR(new);
+    p->nresults = PyTuple_GET_SIZE(p->specs);
+    p->results = PyMem_Calloc((size_t)p->nresults + 1, sizeof(Result));
+    for (Py_ssize_t i = 0; p->results && i < p->nresults; i++) {
+        Result *result = &p->results[i];
+        result->spec = PyTuple_GET_ITEM(p->specs, i);
+        result->dtype = field(result->spec, state->str.dtype);
+        result->viewed = Py_None;
+        PyObject *meta_tensor = get(state->meta_tensor, result->spec);
+        result->arguments = meta_tensor ? PyTuple_Pack(2, state->DistTensor, meta_tensor) : NULL;
+        Py_XDECREF(meta_tensor);
+        if (!result->dtype || !result->arguments) {
+            return 0;
         }
     }
-    else if (making) {
-        new = PyObject_Call(state->make_subclass, making, NULL);
+    return p->results != NULL;
+}
+
+/* Takes in what a call off the mesh returns: an infer.Out for each result. */
+static int
+set_template(State *state, NativePlan *p, PyObject *template)
+{
+    int several = Py_TYPE(template) != (PyTypeObject *)state->Out;
+    p->structure = several ? (PyObject *)Py_TYPE(template) : Py_None;
+    if (several && !PyTuple_CheckExact(template) && !PyList_CheckExact(template)) {
+        return 0;
     }
-    else {
-        PyObject *meta_tensor = get(state->meta_tensor, spec);
-        new = meta_tensor ? PyObject_CallFunctionObjArgs(state->make_subclass, state->DistTensor,
-                                                         meta_tensor, NULL)
-                          : NULL;
-        Py_XDECREF(meta_tensor);
+    Py_ssize_t n = several ? PySequence_Fast_GET_SIZE(template) : 1;
+    if (n < 1 || n != p->nresults) {
+        return 0;
     }
-    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, spec) < 0)) {
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *out = several ? PySequence_Fast_GET_ITEM(template, i) : template;
+        PyObject *number, *shape, *dtype, *same;
+        if (!PyTuple_Check(out)
+            || !PyArg_ParseTuple(out, "OOOO!OO", &number, &shape, &dtype, &PyTuple_Type,
+                                 &p->sources, &same, &p->results[i].viewed)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Takes in a plan. 0: Python runs it; an error may be set. */
+static int
+set_plan(State *state, NativePlan *p, PyObject *plan)
+{
+    if (Py_TYPE(plan) == (PyTypeObject *)state->Answer) {
+        p->answer = field(plan, state->str.value);
+        p->how = ANSWER;
+        return p->answer != NULL;
+    }
+    if (Py_TYPE(plan) != (PyTypeObject *)state->CallPlan || !flag(plan, state->str.native)) {
+        return 0;
+    }
+    p->local = field(plan, state->str.local);
+    p->keywords = tuple_field(plan, state->str.keywords, 0);
+    p->specs = tuple_field(plan, state->str.results, 0);
+    p->writes = tuple_field(plan, state->str.writes, 1);
+    PyObject *reads = tuple_field(plan, state->str.reads, 0);
+    PyObject *reuse = tuple_field(plan, state->str.may_reuse, 0);
+    PyObject *reduce = tuple_field(plan, state->str.reduce_first, 0);
+    PyObject *origin = field(plan, state->str.origin);
+    if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !reduce || !origin
+        || PyTuple_GET_SIZE(reduce) || !set_reads(p, reads) || !set_results(state, p)) {
+        return 0;
+    }
+    p->may_reuse = PyTuple_GET_SIZE(reuse) > 0;
+    p->derives = origin != state->NO_ORIGIN;
+    p->repeats = p->derives && origin != state->VIEW;
+    p->is_view = flag(plan, state->str.is_view);
+    p->untracked_writes = flag(plan, state->str.untracked_writes);
+    if (p->local != Py_None) {
+        p->how = IN_MESH;
+        return 1;
+    }
+    PyObject *template = field(plan, state->str.template), *mesh = field(plan, state->str.mesh);
+    PyObject *device = mesh ? PyObject_GetAttr(mesh, state->str.device) : NULL;
+    p->no_token = device ? PyObject_CallOneArg(state->nothing, device) : NULL;
+    p->orphan = p->no_token ? PyObject_CallOneArg(state->orphan, device) : NULL;
+    Py_XDECREF(device);
+    p->how = OFF_MESH;
+    return template && p->orphan && set_template(state, p, template);
+}
+
+/* Returns a NativePlan of a plan. NULL, with an error set, where that is not one of dispatch's. */
+static NativePlan *
+new_plan(State *state, PyObject *kept, PyObject *plan)
+{
+    PyObject *call = PyObject_GetAttr(plan, state->str.call);
+    PyObject *mesh = call ? PyObject_GetAttr(call, state->str.mesh) : NULL;
+    NativePlan *p = mesh ? (NativePlan *)state->plan_type->tp_alloc(state->plan_type, 0) : NULL;
+    if (p) {
+        p->kept = Py_NewRef(kept);
+        p->plan = Py_NewRef(plan);
+        p->is_compared = mesh != Py_None;
+        if (!set_plan(state, p, plan) || PyErr_Occurred()) {
+            PyErr_Clear();
+            p->how = PYTHON;
+        }
+    }
+    Py_XDECREF(mesh);
+    Py_XDECREF(call);
+    return p;
+}
+
+/* Tensors of a call --------------------------------------------------------------------------- */
+
+/* Appends the tensors in a value, in order, through lists and tuples. -1: an error. */
+static int
+collect_in(State *state, PyObject *value, PyObject *found)
+{
+    if (is_tensor(state, value)) {
+        return PyList_Append(found, value);
+    }
+    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
+        return 0;
+    }
+    if (Py_EnterRecursiveCall(" in a list of tensors")) {
+        return -1; /* it was put into itself */
+    }
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < PySequence_Fast_GET_SIZE(value); i++) {
+        PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
+        failed = collect_in(state, item, found);
+        Py_DECREF(item);
+    }
+    Py_LeaveRecursiveCall();
+    return failed;
+}
+
+/* Returns all tensors of a call: a list. */
+static PyObject *
+tensors_of(State *state, const Call *call)
+{
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 0; found && i < call->nargs + call->nnamed; i++) {
+        if (collect_in(state, argument(call, i), found) < 0) {
+            Py_CLEAR(found);
+        }
+    }
+    return found;
+}
+
+/* Returns the tensor with this number, borrowed. NULL: an error. */
+static PyObject *
+numbered(PyObject *tensors, PyObject *number)
+{
+    Py_ssize_t i = PyLong_AsSsize_t(number);
+    if (i < 0 || i >= PyList_GET_SIZE(tensors)) {
+        PyErr_SetString(PyExc_SystemError, "a plan names a tensor that the call does not have");
+        return NULL;
+    }
+    return PyList_GET_ITEM(tensors, i);
+}
+
+/* Returns the tensors that a call in place writes to: a list. */
+static PyObject *
+targets_of(State *state, const NativePlan *p, const Call *call)
+{
+    PyObject *found = PyList_New(0), *tensors = found ? tensors_of(state, call) : NULL;
+    for (Py_ssize_t i = 0; tensors && i < PyTuple_GET_SIZE(p->writes); i++) {
+        PyObject *target = numbered(tensors, PyTuple_GET_ITEM(p->writes, i));
+        if (!target || PyList_Append(found, target) < 0) {
+            Py_CLEAR(tensors);
+        }
+    }
+    if (!tensors) {
+        Py_CLEAR(found);
+    }
+    Py_XDECREF(tensors);
+    return found;
+}
+
+/* Wrappers ------------------------------------------------------------------------------------ */
+
+/* Returns a DistTensor of a local. Steals local. */
+static PyObject *
+wrap(State *state, const Result *result, PyObject *local)
+{
+    PyObject *new = PyObject_Call(state->make_subclass, result->arguments, NULL);
+    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, result->spec) < 0)) {
         Py_CLEAR(new);
-    }
-    if (new && n) {
-        PyObject_GC_Track(new);
     }
     Py_DECREF(local);
     return new;
 }
 
-static PyObject *
-wrap(State *state, const Output *output, PyObject *local)
-{
-    return wrap_as(state, output->idle, output->making, local, output->spec);
-}
-
-/* Is it a plain tensor of the dtype that was expected? -1: an error. */
+/* Returns whether a local result is a torch.Tensor of the expected dtype. -1: an error. */
 static int
-as_expected(State *state, const Output *output, PyObject *local)
+is_expected(State *state, const Result *result, PyObject *local)
 {
     if (Py_TYPE(local) != (PyTypeObject *)state->Tensor) {
         return 0;
     }
     PyObject *dtype = get(state->dtype, local);
-    if (!dtype) {
-        return -1;
-    }
-    int same = dtype == output->dtype;
-    Py_DECREF(dtype);
-    return same;
+    Py_XDECREF(dtype);
+    return dtype ? dtype == result->dtype : -1;
 }
 
-/* Local results as DistTensors, in the structure they came in. Steals out. Python wraps what is not
- * as expected: another dtype, as under autocast; a named tuple. */
+/* Returns local results as DistTensors, in their structure. Steals out. Python wraps results that are
+ * not as expected: of another dtype, as under autocast, or in a named tuple. */
 static PyObject *
-wrap_outputs(State *state, Entry *entry, PyObject *out)
+wrap_outputs(State *state, const NativePlan *p, PyObject *out)
 {
-    int list = PyList_CheckExact(out), expected;
+    PyObject *results = NULL;
+    int list = PyList_CheckExact(out), expected = 0;
     if (!list && !PyTuple_CheckExact(out)) {
-        expected = entry->noutputs ? as_expected(state, entry->outputs, out) : 0;
+        expected = p->nresults ? is_expected(state, p->results, out) : 0;
         if (expected > 0) {
-            return wrap(state, entry->outputs, out);
+            return wrap(state, p->results, out);
         }
     }
-    else if ((list ? PyList_GET_SIZE(out) : PyTuple_GET_SIZE(out)) == entry->noutputs) {
-        PyObject *locals = list ? PyList_AsTuple(out) : Py_NewRef(out);
-        PyObject *results = locals ? PyTuple_New(entry->noutputs) : NULL;
+    else if (PySequence_Fast_GET_SIZE(out) == p->nresults) {
+        PyObject *locals = PySequence_Tuple(out);
+        results = locals ? PyTuple_New(p->nresults) : NULL;
         expected = results ? 1 : -1;
-        for (Py_ssize_t i = 0; expected > 0 && i < entry->noutputs; i++) {
-            PyObject *local = PyTuple_GET_ITEM(locals, i);
-            expected = as_expected(state, &entry->outputs[i], local);
-            if (expected > 0) {
-                PyObject *new = wrap(state, &entry->outputs[i], Py_NewRef(local));
-                expected = new ? 1 : -1;
-                PyTuple_SET_ITEM(results, i, new);
+        for (Py_ssize_t i = 0; expected > 0 && i < p->nresults; i++) {
+            PyObject *local = PyTuple_GET_ITEM(locals, i), *new = NULL;
+            expected = is_expected(state, &p->results[i], local);
+            if (expected > 0 && !(new = wrap(state, &p->results[i], Py_NewRef(local)))) {
+                expected = -1;
             }
+            PyTuple_SET_ITEM(results, i, new);
         }
         Py_XDECREF(locals);
-        if (expected > 0) {
-            Py_DECREF(out);
-            if (list) {
-                Py_SETREF(results, PySequence_List(results));
-            }
-            return results;
+        if (expected > 0 && list) {
+            Py_SETREF(results, PySequence_List(results));
         }
-        Py_XDECREF(results);
     }
-    else {
-        expected = 0;
+    if (expected <= 0) {
+        Py_CLEAR(results);
     }
-    PyObject *result = NULL;
     if (expected == 0) {
-        result = PyObject_CallFunctionObjArgs(state->wrap_outputs, out, entry->specs, NULL);
+        results = PyObject_CallFunctionObjArgs(state->wrap_outputs, out, p->specs, NULL);
     }
     Py_DECREF(out);
-    return result;
+    return results;
 }
 
-/* Runners ------------------------------------------------------------------------------------- */
+/* Running ------------------------------------------------------------------------------------- */
 
 static PyObject *
-call_runner(State *state, Entry *entry, Call *call)
+run_in_python(State *state, const NativePlan *p, Call *call)
 {
     if (!as_python(call)) {
         return NULL;
     }
-    PyObject *args[] = {entry->plan, call->args, call->kwargs ? call->kwargs : Py_None};
+    PyObject *args[] = {p->plan, call->args, call->kwargs ? call->kwargs : Py_None};
     return PyObject_Vectorcall(state->carry_out, args, 3, NULL);
 }
 
-/* Does what is made of a local, or the local itself that comes out, belong to a graph now? -1: an
- * error. */
+/* Returns whether autograd records what is made of a local. -1: an error. */
 static int
 in_graph(State *state, PyObject *local)
 {
@@ -1071,82 +750,43 @@ in_graph(State *state, PyObject *local)
     return needs > 0 ? is_true(PyObject_CallNoArgs(state->is_grad_enabled)) : needs;
 }
 
-/* Is an alias, (alias, made at, region), of the value that the local has now, and of this region of
- * activation checkpointing? Those of leaves always are. -1: an error; 0: no, or not known here. */
-static int
-lasting(State *state, PyObject *x, PyObject *alias)
-{
-    PyObject *made_at = PyTuple_GET_ITEM(alias, 1);
-    int overflow;
-    long long then = PyLong_AsLongLongAndOverflow(made_at, &overflow);
-    if (then < 0 || overflow) {
-        return PyErr_Occurred() ? -1 : !overflow;
-    }
-    if (PyTuple_GET_ITEM(alias, 2) != Py_None) {
-        return 0;
-    }
-    PyObject *hooks = PyObject_CallOneArg(state->top_saved_tensors_hooks, Py_True);
-    PyObject *local = hooks ? get(state->local, x) : NULL;
-    PyObject *version = local ? get(state->version, local) : NULL;
-    PyObject *uncounted = version ? PySequence_GetItem(state->UNCOUNTED, 0) : NULL;
-    int same = uncounted ? hooks == Py_None : -1;
-    if (same > 0) {
-        long long now = PyLong_AsLongLong(version), others = PyLong_AsLongLong(uncounted);
-        same = PyErr_Occurred() ? -1 : now + others == then;
-    }
-    Py_XDECREF(uncounted);
-    Py_XDECREF(version);
-    Py_XDECREF(local);
-    Py_XDECREF(hooks);
-    return same;
-}
-
-/* The local for a use that varies over axes: an alias, which is mostly there, or the local itself
- * where no gradient comes back. */
+/* Returns the local for a use that varies over axes: the alias of a leaf, (alias, -1, None), which
+ * mostly exists, or the local itself where no gradient comes back. Python makes all others. */
 static PyObject *
 local_for(State *state, PyObject *x, PyObject *axes)
 {
     PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state), *found = NULL;
-    if (!grad_state) {
-        return NULL;
-    }
-    int none = grad_state == Py_None;
-    if (Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
-        PyObject *aliases = PyObject_GetAttr(grad_state, state->str.aliases);
-        PyObject *hit = NULL;
-        none = aliases == Py_None;
+    int no_aliases = grad_state == Py_None;
+    if (grad_state && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
+        PyObject *aliases = PyObject_GetAttr(grad_state, state->str.aliases), *hit = NULL;
+        no_aliases = aliases == Py_None;
         if (aliases && PyDict_CheckExact(aliases)) {
             hit = PyDict_GetItemWithError(aliases, axes);
         }
-        if (hit && PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3) {
-            Py_INCREF(hit);
-            if (lasting(state, x, hit) > 0) {
-                found = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
-            }
-            Py_DECREF(hit);
+        if (hit && PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3
+            && PyLong_AsLongLong(PyTuple_GET_ITEM(hit, 1)) < 0 && !PyErr_Occurred()) {
+            found = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
         }
         Py_XDECREF(aliases);
     }
-    Py_DECREF(grad_state);
-    if (none && !PyErr_Occurred()) {
+    Py_XDECREF(grad_state);
+    if (no_aliases && !PyErr_Occurred()) {
         PyObject *local = get(state->local, x);
         int graph = local ? in_graph(state, local) : -1;
-        if (!graph) {
+        if (graph == 0) {
             return local;
         }
         Py_XDECREF(local);
     }
-    if (found || PyErr_Occurred()) {
-        return found;
-    }
-    return PyObject_CallMethodOneArg(x, state->str.local_for, axes);
+    return found || PyErr_Occurred() ? found
+                                     : PyObject_CallMethodOneArg(x, state->str.local_for, axes);
 }
 
-/* A list or tuple with the locals of the DistTensors in it. */
+/* Returns a list or tuple with the locals of the DistTensors in it. */
 static PyObject *
 locals_of(State *state, PyObject *value)
 {
-    if (Py_TYPE(value) == (PyTypeObject *)state->DistTensor) {
+    if (is_dist(state, value)) {
         return get(state->local, value);
     }
     int list = PyList_CheckExact(value);
@@ -1154,449 +794,283 @@ locals_of(State *state, PyObject *value)
         return Py_NewRef(value);
     }
     if (Py_EnterRecursiveCall(" in a list of tensors")) {
-        return NULL; /* it was put into itself meanwhile */
+        return NULL; /* it was put into itself */
     }
-    PyObject *copy = list ? PyList_AsTuple(value) : Py_NewRef(value);
-    if (!copy) {
-        Py_LeaveRecursiveCall();
-        return NULL;
-    }
-    Py_ssize_t n = PyTuple_GET_SIZE(copy);
-    PyObject *locals = list ? PyList_New(n) : PyTuple_New(n);
-    for (Py_ssize_t i = 0; locals && i < n; i++) {
+    PyObject *copy = PySequence_Tuple(value);
+    PyObject *locals = copy ? PyTuple_New(PyTuple_GET_SIZE(copy)) : NULL;
+    for (Py_ssize_t i = 0; locals && i < PyTuple_GET_SIZE(copy); i++) {
         PyObject *local = locals_of(state, PyTuple_GET_ITEM(copy, i));
-        if (!local) {
-            Py_CLEAR(locals);
-        }
-        else if (list) {
-            PyList_SET_ITEM(locals, i, local);
-        }
-        else {
+        if (local) {
             PyTuple_SET_ITEM(locals, i, local);
         }
+        else {
+            Py_CLEAR(locals);
+        }
     }
-    Py_DECREF(copy);
+    Py_XDECREF(copy);
     Py_LeaveRecursiveCall();
+    if (locals && list) {
+        Py_SETREF(locals, PySequence_List(locals));
+    }
     return locals;
 }
 
-typedef struct {
-    Entry *entry;
-    Py_ssize_t seen, next; /* how many tensors there were so far; the target that is looked for */
-    PyObject *found, *plain;
-} Search;
-
-/* Append those of the tensors in a value that are targets. */
+/* Returns whether the arguments fit the plan. 0: Python runs the call. -1: an error. */
 static int
-search_in(State *state, Search *search, PyObject *value)
+fits(State *state, const NativePlan *p, const Call *call, PyObject *targets)
 {
-    if (search->next == search->entry->ntargets) {
-        return 0;
+    int fine = p->nargs == call->nargs && p->nreads == call->nargs + call->nnamed;
+    if (fine && p->no_graph) {
+        fine = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
+        fine = fine < 0 ? -1 : !fine;
     }
-    PyTypeObject *type = Py_TYPE(value);
-    int dist = type == (PyTypeObject *)state->DistTensor;
-    if (dist || type == (PyTypeObject *)state->Tensor
-        || type == (PyTypeObject *)state->Parameter) {
-        if (search->entry->targets[search->next] != search->seen++) {
-            return 0;
+    if (fine > 0 && p->is_view && call->nargs && is_dist(state, call->first[0])) {
+        fine = is_none(call->first[0], state->str._view_state); /* no copy in place of a view */
+    }
+    for (Py_ssize_t i = 0; fine > 0 && targets && i < PyList_GET_SIZE(targets); i++) {
+        PyObject *x = PyList_GET_ITEM(targets, i);
+        fine = is_dist(state, x) ? is_none(x, state->str._view_state) : 1;
+    }
+    if (fine > 0 && p->may_reuse) {
+        PyObject *tensors = tensors_of(state, call);
+        fine = tensors ? 1 : -1;
+        for (Py_ssize_t i = 0; fine > 0 && i < PyList_GET_SIZE(tensors); i++) {
+            PyObject *x = PyList_GET_ITEM(tensors, i);
+            fine = is_dist(state, x) ? is_none(x, state->str._reduced) : 1;
         }
-        search->next++;
-        PyObject *list = dist ? search->found : search->plain;
-        return list ? PyList_Append(list, value) : 0;
+        Py_XDECREF(tensors);
     }
-    int list = PyList_CheckExact(value), failed = 0;
-    if (!list && !PyTuple_CheckExact(value)) {
-        return 0;
-    }
-    if (Py_EnterRecursiveCall(" in a list of tensors")) {
-        return -1; /* it was put into itself meanwhile */
-    }
-    for (Py_ssize_t i = 0; !failed && i < (list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value));
-         i++) {
-        PyObject *item = list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i);
-        Py_INCREF(item);
-        failed = search_in(state, search, item);
-        Py_DECREF(item);
-    }
-    Py_LeaveRecursiveCall();
-    return failed;
+    return fine;
 }
 
-/* What an in-place call writes to, less plain tensors that take DistTensors in: a list. Those come
- * into plain, where that is a list. */
-static PyObject *
-targets(State *state, Entry *entry, const Call *call, PyObject *plain)
-{
-    Search search = {entry, 0, 0, PyList_New(0), plain};
-    int failed = !search.found;
-    for (Py_ssize_t i = 0; !failed && i < call->nargs + call->nnamed; i++) {
-        failed = search_in(state, &search, argument(call, i));
-    }
-    if (!failed && search.next < entry->ntargets) {
-        PyErr_SetString(PyExc_SystemError, "a plan writes to a tensor that is not there");
-        failed = 1;
-    }
-    if (failed) {
-        Py_CLEAR(search.found);
-    }
-    return search.found;
-}
-
-/* Is there no use of x but its local and, of a leaf, what stays with it? -1: an error. */
+/* Returns whether nothing but the local of x reads x, and, of a leaf, aliases that share its memory.
+ * -1: an error. */
 static int
-no_uses(State *state, PyObject *x, PyObject *grad_state)
+has_no_uses(State *state, PyObject *x)
 {
-    int none = 0;
-    Py_INCREF(grad_state);
-    if (Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
+    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state);
+    int none = grad_state ? grad_state == Py_None : -1;
+    if (!none && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
         none = is_none(grad_state, state->str.origin);
-        if (none > 0) {
-            none = is_none(grad_state, state->str.aliases);
-            if (!none) {
-                PyObject *local = get(state->local, x);
-                none = local ? is_true(get(state->is_leaf, local)) : -1;
-                Py_XDECREF(local);
-            }
+        if (none > 0 && !(none = is_none(grad_state, state->str.aliases))) {
+            PyObject *local = get(state->local, x);
+            none = local ? is_true(get(state->is_leaf, local)) : -1;
+            Py_XDECREF(local);
         }
     }
-    Py_DECREF(grad_state);
+    Py_XDECREF(grad_state);
     return none;
 }
 
-/* The local of x has been written to: its uses before this are of the old value. It is no view of a
- * copy: see fits. */
+/* After a write to x: as written of disttensor.dispatch.writes. -1: an error. */
 static int
 written(State *state, PyObject *x)
 {
-    PyObject *dict = PyObject_GenericGetDict(x, NULL);
-    if (!dict) {
-        return -1;
-    }
-    int plain = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0
-                && !beside(dict, state->str._reduced);
-    if (plain) {
-        PyObject *grad_state = beside(dict, state->str._grad_state);
-        plain = grad_state ? no_uses(state, x, grad_state) : 1;
-    }
-    Py_DECREF(dict);
-    if (PyErr_Occurred()) {
-        return -1;
-    }
-    if (plain) {
-        return 0;
+    int nothing = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
+    nothing = nothing ? is_none(x, state->str._reduced) : 0;
+    nothing = nothing > 0 ? has_no_uses(state, x) : nothing;
+    if (nothing) {
+        return nothing < 0 ? -1 : 0;
     }
     PyObject *done = PyObject_CallOneArg(state->written, x);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
-/* The memory of a local was written to, and autograd has not counted it: the last of so many. */
+/* After a call in place: counts the writes that autograd does not count, and invalidates the uses of
+ * the old values. -1: an error. */
 static int
-count(State *state, PyObject *local, PyObject *number)
+written_all(State *state, const NativePlan *p, PyObject *targets)
 {
-    PyObject *storage = PyObject_CallOneArg(state->untyped_storage, local);
-    int failed = !storage || PyObject_SetAttr(storage, state->str.last_uncounted, number) < 0;
-    Py_XDECREF(storage);
+    int failed = 0;
+    if (p->untracked_writes) {
+        PyObject *locals = locals_of(state, targets), *all = locals ? PyList_AsTuple(locals) : NULL;
+        PyObject *done = all ? PyObject_Call(state->count, all, NULL) : NULL;
+        failed = done ? 0 : -1;
+        Py_XDECREF(done);
+        Py_XDECREF(all);
+        Py_XDECREF(locals);
+    }
+    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(targets); i++) {
+        PyObject *x = PyList_GET_ITEM(targets, i);
+        failed = is_dist(state, x) ? written(state, x) : 0;
+    }
+    return failed;
+}
+
+/* Sets how varying uses of a result are made, as run.derive: of a view, by the same view. */
+static int
+derive(State *state, const NativePlan *p, Call *call, PyObject *const *locals, PyObject *result)
+{
+    PyObject *done = NULL;
+    if (p->repeats || call->nnamed) {
+        if (as_python(call)) {
+            PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+            done = PyObject_CallFunctionObjArgs(state->derive, p->plan, call->args, kwargs, result,
+                                                NULL);
+        }
+        Py_XDECREF(done);
+        return done ? 0 : -1;
+    }
+    PyObject *rest = PyTuple_New(call->nargs - 1), *named = PyDict_New();
+    for (Py_ssize_t i = 1; rest && i < call->nargs; i++) {
+        PyTuple_SET_ITEM(rest, i - 1, Py_NewRef(locals[i]));
+    }
+    PyObject *origin = rest && named
+                           ? PyObject_CallFunctionObjArgs(state->partial, state->view_of_use, p->local,
+                                                          call->first[0], rest, named, NULL)
+                           : NULL;
+    done = origin ? PyObject_CallNoArgs(state->GradState) : NULL;
+    int failed = !done || PyObject_SetAttr(done, state->str.origin, origin) < 0
+                 || PyObject_SetAttr(result, state->str._grad_state, done) < 0;
+    Py_XDECREF(done);
+    Py_XDECREF(origin);
+    Py_XDECREF(named);
+    Py_XDECREF(rest);
     return failed ? -1 : 0;
 }
 
-/* Count what a call wrote to aims (or to the only one, where that is NULL), and to plain tensors:
- * as count of disttensor.tensor.versions. */
-static int
-count_all(State *state, PyObject *aims, PyObject *only, PyObject *plain)
-{
-    Py_ssize_t n = aims ? PyList_GET_SIZE(aims) : 1, others = plain ? PyList_GET_SIZE(plain) : 0;
-    PyObject *before = PySequence_GetItem(state->UNCOUNTED, 0);
-    long long total = before ? PyLong_AsLongLong(before) : -1;
-    PyObject *number = total < 0 ? NULL : PyLong_FromLongLong(total + n + others);
-    int failed = !number || PySequence_SetItem(state->UNCOUNTED, 0, number) < 0;
-    for (Py_ssize_t i = 0; !failed && i < n; i++) {
-        PyObject *local = get(state->local, aims ? PyList_GET_ITEM(aims, i) : only);
-        failed = !local || count(state, local, number) < 0;
-        Py_XDECREF(local);
-    }
-    for (Py_ssize_t i = 0; !failed && i < others; i++) {
-        failed = count(state, PyList_GET_ITEM(plain, i), number) < 0;
-    }
-    Py_XDECREF(number);
-    Py_XDECREF(before);
-    return failed ? -1 : 0;
-}
-
-/* The result of a call that wrote to its targets. Steals out. */
+/* Wraps what the local function returned. Steals out. */
 static PyObject *
-written_all(State *state, Entry *entry, const Call *call, PyObject *aims, PyObject *plain,
-            PyObject *out)
+finish(State *state, const NativePlan *p, Call *call, PyObject *const *locals, PyObject *out)
 {
-    int failed = entry->uncounted ? count_all(state, aims, argument(call, 0), plain) : 0;
-    if (aims) {
-        for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(aims); i++) {
-            failed = written(state, PyList_GET_ITEM(aims, i));
-        }
-    }
-    else if (!failed) {
-        failed = written(state, argument(call, 0));
-    }
-    int nothing = out == Py_None;
-    Py_DECREF(out);
-    return failed ? NULL : nothing ? Py_NewRef(Py_None) : Py_NewRef(argument(call, 0));
-}
-
-/* Are the arguments as a plan takes for granted? 0: Python carries the call out. -1: an error. */
-static int
-fits(State *state, Entry *entry, const Call *call, PyObject *aims)
-{
-    if (entry->nargs != call->nargs || entry->nuses != call->nargs + call->nnamed) {
-        return 0;
-    }
-    if (entry->no_graph) {
-        int graph = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
-        if (graph) {
-            return graph < 0 ? -1 : 0;
-        }
-    }
-    PyObject *first = call->nargs ? argument(call, 0) : NULL;
-    int dist = first && Py_TYPE(first) == (PyTypeObject *)state->DistTensor;
-    int fine = 1;
-    if (entry->writes && !aims && !dist) {
-        return 0;
-    }
-    if (dist && (entry->views || (entry->writes && !aims))) {
-        fine = nothing_beside(first, state->str._view_state); /* of a copy in place of a view */
-    }
-    for (Py_ssize_t i = 0; aims && fine > 0 && i < PyList_GET_SIZE(aims); i++) {
-        fine = nothing_beside(PyList_GET_ITEM(aims, i), state->str._view_state);
-    }
-    if (entry->pending && fine > 0) {
-        if (call->nnamed || call->nargs > 2) {
-            return 0;
-        }
-        for (Py_ssize_t i = 0; fine > 0 && i < call->nargs; i++) {
-            PyObject *x = argument(call, i);
-            if (Py_TYPE(x) == (PyTypeObject *)state->DistTensor) {
-                fine = nothing_beside(x, state->str._reduced);
-            }
-            else if (PyList_CheckExact(x) || PyTuple_CheckExact(x)) {
-                return 0;
-            }
-        }
-    }
-    return fine;
-}
-
-/* Read the locals, call the function on them, wrap the results. */
-static PyObject *
-direct(State *state, Entry *entry, Call *call)
-{
-    PyObject *aims = NULL, *plain = NULL, *result = NULL, *out = NULL;
-    /* the first is for who is called: see PY_VECTORCALL_ARGUMENTS_OFFSET */
-    PyObject *stack[MOST_ARGUMENTS + 1], **locals = stack + 1;
-    Py_ssize_t n = 0;
-    stack[0] = NULL;
-    if (entry->writes && !(entry->ntargets == 1 && entry->targets[0] == 0
-                           && Py_TYPE(call->nargs ? argument(call, 0) : Py_None)
-                                  == (PyTypeObject *)state->DistTensor)) {
-        plain = entry->uncounted ? PyList_New(0) : NULL;
-        aims = entry->uncounted && !plain ? NULL : targets(state, entry, call, plain);
-        if (!aims) {
-            Py_XDECREF(plain);
-            return NULL;
-        }
-    }
-    int fine = fits(state, entry, call, aims);
-    if (fine <= 0) {
-        Py_XDECREF(plain);
-        Py_XDECREF(aims);
-        return fine < 0 ? NULL : call_runner(state, entry, call);
-    }
-    state->in_c++;
-    for (; n < entry->nuses; n++) {
-        PyObject *value = argument(call, n);
-        const Use *use = &entry->uses[n];
-        locals[n] = use->how == CONSTANT  ? Py_NewRef(value)
-                    : use->how == LOCAL   ? get(state->local, value)
-                    : use->how == VARYING ? local_for(state, value, use->axes)
-                                          : locals_of(state, value);
-        if (!locals[n]) {
-            goto end;
-        }
-    }
-    out = PyObject_Vectorcall(entry->local_fn, locals,
-                              (size_t)entry->nargs | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                              PyTuple_GET_SIZE(entry->names) ? entry->names : NULL);
-    if (!out) {
-        goto end;
-    }
-    if (entry->writes) {
-        result = written_all(state, entry, call, aims, plain, out);
-        goto end;
-    }
-    if (entry->nargs && entry->uses[0].how != CONSTANT
-        && Py_TYPE(argument(call, 0)) == (PyTypeObject *)state->DistTensor) {
-        PyObject *local = get(state->local, argument(call, 0));
-        if (local == out) {
-            result = Py_NewRef(argument(call, 0));
-        }
+    PyObject *x = call->nargs && is_dist(state, call->first[0]) ? call->first[0] : NULL;
+    if (x) { /* as of x.contiguous() */
+        PyObject *local = get(state->local, x);
         Py_XDECREF(local);
-        if (result || !local) {
+        if (!local || local == out) {
             Py_DECREF(out);
-            goto end;
+            return local ? Py_NewRef(x) : NULL;
         }
     }
     int graph = 0;
-    if (entry->derives && PyObject_TypeCheck(out, (PyTypeObject *)state->Tensor)) {
+    if (p->derives && PyObject_TypeCheck(out, (PyTypeObject *)state->Tensor)) {
         graph = in_graph(state, out);
-        if (graph < 0) {
-            Py_DECREF(out);
-            goto end;
-        }
     }
-    result = wrap_outputs(state, entry, out);
-    if (result && graph) {
-        int made = as_python(call);
-        PyObject *args[] = {entry->plan, call->args, call->kwargs ? call->kwargs : Py_None, result};
-        PyObject *done = made ? PyObject_Vectorcall(state->derive, args, 4, NULL) : NULL;
-        if (!done) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(done);
+    if (graph < 0) {
+        Py_DECREF(out);
+        return NULL;
     }
-end:
-    while (n > 0) {
-        Py_XDECREF(locals[--n]);
+    PyObject *result = wrap_outputs(state, p, out);
+    if (graph && result && derive(state, p, call, locals, result) < 0) {
+        Py_CLEAR(result);
     }
-    Py_XDECREF(plain);
-    Py_XDECREF(aims);
     return result;
 }
 
-/* The token of a result outside the mesh, from those of its sources. NULL without an error: there
- * are two of transfers, which Python joins. */
+/* Reads the locals, calls the local function on them, and wraps the results. */
 static PyObject *
-join(State *state, Entry *entry, const Call *call)
+run_in_mesh(State *state, const NativePlan *p, Call *call)
 {
-    PyObject *joined = Py_NewRef(entry->nothing);
-    for (Py_ssize_t i = 0; i < entry->nsources; i++) {
-        PyObject *local = get(state->local, argument(call, entry->sources[i]));
-        int needs = local ? 0 : -1, transfer = 0;
-        if (!local || local == joined || local == entry->nothing) {
-            /* adds nothing */
-        }
-        else if (local == entry->orphan) {
-            needs = 1;
-        }
-        else if (Py_TYPE(local) != (PyTypeObject *)state->Tensor) {
-            Py_DECREF(local);
-            Py_DECREF(joined);
-            return NULL;
-        }
-        else {
-            PyObject *node = get(state->grad_fn, local);
-            transfer = node && node != Py_None;
-            needs = !node ? -1 : transfer ? 1 : is_true(get(state->requires_grad, local));
-            Py_XDECREF(node);
-        }
-        if (needs < 0 || (transfer && joined != entry->nothing && joined != entry->orphan)) {
-            Py_XDECREF(local);
-            Py_DECREF(joined);
-            return NULL;
-        }
-        if (transfer) {
-            Py_SETREF(joined, Py_NewRef(local));
-        }
-        else if (needs && joined == entry->nothing) {
-            Py_SETREF(joined, Py_NewRef(entry->orphan));
-        }
-        Py_DECREF(local);
-    }
-    if (joined != entry->nothing) {
-        int graph = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
-        if (graph < 0) {
-            Py_CLEAR(joined);
-        }
-        else if (!graph) {
-            Py_SETREF(joined, Py_NewRef(entry->nothing));
-        }
-    }
-    return joined;
-}
-
-/* Is a context variable something else than None? -1: an error. */
-static int
-is_set(PyObject *variable)
-{
-    PyObject *value;
-    if (PyContextVar_Get(variable, NULL, &value) < 0) {
-        return -1;
-    }
-    Py_XDECREF(value);
-    return value && value != Py_None;
-}
-
-/* One more transfer of this channel, in which this rank has no part: as next_tag. 0: an error. */
-static int
-count_transfer(State *state)
-{
-    PyObject *channel, *before, *after = NULL;
-    if (PyContextVar_Get(state->CHANNEL, NULL, &channel) < 0) {
-        return 0;
-    }
-    PyObject *world = channel ? PyObject_CallNoArgs(state->current_world) : NULL;
-    PyObject *tags = world ? PyObject_GetAttr(world, state->str.tags) : NULL;
-    int counted = 0;
-    if (tags && PyDict_CheckExact(tags)) {
-        before = PyDict_GetItemWithError(tags, channel);
-        long long count = before ? PyLong_AsLongLong(before) : 0;
-        after = PyErr_Occurred() ? NULL : PyLong_FromLongLong(count + 1);
-        counted = after && PyDict_SetItem(tags, channel, after) == 0;
-    }
-    if (!counted && !PyErr_Occurred()) {
-        PyErr_SetString(PyExc_SystemError, "a world counts transfers in a dict");
-    }
-    Py_XDECREF(after);
-    Py_XDECREF(tags);
-    Py_XDECREF(world);
-    Py_XDECREF(channel);
-    return counted;
-}
-
-/* A call on a rank outside the mesh: a new wrapper for each result, and no kernel. */
-static PyObject *
-quick(State *state, Entry *entry, Call *call)
-{
-    int apart = entry->passes ? is_set(state->TAPE) : 0; /* is there more to it than tokens? */
-    if (entry->passes && !apart) {
-        apart = is_set(state->REGION);
-    }
-    else if (!entry->passes) {
-        apart = is_true(PyObject_CallNoArgs(state->autocast_is_on));
-    }
-    if (apart < 0) {
+    /* the first is free for the function that is called: PY_VECTORCALL_ARGUMENTS_OFFSET */
+    PyObject *stack[MOST_ARGUMENTS + 1], **locals = stack + 1, *out = NULL, *result = NULL;
+    PyObject *targets = p->writes == Py_None ? NULL : targets_of(state, p, call);
+    Py_ssize_t n = 0;
+    if (p->writes != Py_None && !targets) {
         return NULL;
     }
-    if (entry->nuses != call->nargs + call->nnamed || apart || !entry->noutputs
-        || (entry->kind == Py_None && entry->noutputs != 1)) {
-        return call_runner(state, entry, call);
-    }
-    int fine = entry->pending ? fits(state, entry, call, NULL) : 1;
-    PyObject *joined = fine > 0 ? join(state, entry, call) : NULL;
-    if (!joined) {
-        return PyErr_Occurred() ? NULL : call_runner(state, entry, call);
-    }
-    if (entry->passes && !count_transfer(state)) {
-        Py_DECREF(joined);
-        return NULL;
+    int fine = fits(state, p, call, targets);
+    if (fine <= 0) {
+        Py_XDECREF(targets);
+        return fine < 0 ? NULL : run_in_python(state, p, call);
     }
     state->in_c++;
-    if (entry->kind == Py_None && entry->shared[0] < 0) {
-        return wrap(state, entry->outputs, joined);
+    for (; n < p->nreads; n++) {
+        PyObject *value = argument(call, n);
+        const Read *read = &p->reads[n];
+        locals[n] = read->kind == CONSTANT  ? Py_NewRef(value)
+                    : read->kind == LOCAL   ? get(state->local, value)
+                    : read->kind == VARYING ? local_for(state, value, read->axes)
+                                            : locals_of(state, value);
+        if (!locals[n]) {
+            break;
+        }
     }
-    PyObject *results = PyTuple_New(entry->noutputs);
-    for (Py_ssize_t i = 0; results && i < entry->noutputs; i++) {
-        PyObject *new = wrap(state, &entry->outputs[i], Py_NewRef(joined));
-        if (new && entry->shared[i] >= 0) {
-            PyObject *base = argument(call, entry->shared[i]);
-            PyObject *done = PyObject_CallFunctionObjArgs(state->share, new, base, NULL);
+    if (n == p->nreads) {
+        size_t flags = (size_t)p->nargs | PY_VECTORCALL_ARGUMENTS_OFFSET;
+        PyObject *names = PyTuple_GET_SIZE(p->keywords) ? p->keywords : NULL;
+        out = PyObject_Vectorcall(p->local, locals, flags, names);
+    }
+    if (out && !targets) {
+        result = finish(state, p, call, locals, out);
+    }
+    else if (out) {
+        result = written_all(state, p, targets) < 0 ? NULL
+                 : out == Py_None                   ? Py_NewRef(Py_None)
+                                                    : Py_NewRef(argument(call, 0));
+        Py_DECREF(out);
+    }
+    while (n > 0) {
+        Py_DECREF(locals[--n]);
+    }
+    Py_XDECREF(targets);
+    return result;
+}
+
+/* Returns the token of a result off the mesh, from the tokens of its sources. NULL without an error:
+ * two of them are of transfers, and Python joins them. */
+static PyObject *
+join(State *state, const NativePlan *p, PyObject *tensors)
+{
+    PyObject *joined = p->no_token; /* borrowed: the tensors and the plan hold all tokens */
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->sources); i++) {
+        PyObject *x = numbered(tensors, PyTuple_GET_ITEM(p->sources, i));
+        PyObject *token = x && is_dist(state, x) ? get(state->local, x) : NULL, *node;
+        Py_XDECREF(token);
+        if (!token || Py_TYPE(token) != (PyTypeObject *)state->Tensor) {
+            return NULL;
+        }
+        if (token == joined || token == p->no_token) {
+            continue;
+        }
+        int needs = token == p->orphan;
+        if (!needs) {
+            if (!(node = get(state->grad_fn, token))) {
+                return NULL;
+            }
+            Py_DECREF(node);
+            if (node != Py_None) { /* a transfer */
+                if (joined != p->no_token && joined != p->orphan) {
+                    return NULL;
+                }
+                joined = token;
+                continue;
+            }
+            needs = is_true(get(state->requires_grad, token));
+        }
+        if (needs < 0) {
+            return NULL;
+        }
+        joined = needs && joined == p->no_token ? p->orphan : joined;
+    }
+    if (joined != p->no_token) {
+        int graph = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
+        joined = graph < 0 ? NULL : graph ? joined : p->no_token;
+    }
+    return Py_XNewRef(joined);
+}
+
+/* Makes the wrappers of a call off the mesh; no kernel runs. */
+static PyObject *
+run_off_mesh(State *state, const NativePlan *p, Call *call)
+{
+    int autocast = is_true(PyObject_CallNoArgs(state->autocast_is_on));
+    PyObject *tensors = autocast ? NULL : tensors_of(state, call), *token = NULL, *results = NULL;
+    int fine = autocast || (!tensors && PyErr_Occurred()) ? -1 : fits(state, p, call, NULL);
+    if (fine > 0) {
+        token = join(state, p, tensors);
+    }
+    if (!token) {
+        Py_XDECREF(tensors);
+        return PyErr_Occurred() ? NULL : run_in_python(state, p, call);
+    }
+    results = PyTuple_New(p->nresults);
+    for (Py_ssize_t i = 0; results && i < p->nresults; i++) {
+        const Result *result = &p->results[i];
+        PyObject *new = wrap(state, result, Py_NewRef(token));
+        if (new && result->viewed != Py_None) {
+            PyObject *base = numbered(tensors, result->viewed);
+            PyObject *done = base ? PyObject_CallFunctionObjArgs(state->share, new, base, NULL) : NULL;
             if (!done) {
                 Py_CLEAR(new);
             }
@@ -1607,415 +1081,19 @@ quick(State *state, Entry *entry, Call *call)
             Py_CLEAR(results);
         }
     }
-    Py_DECREF(joined);
-    if (results && entry->kind == Py_None) {
+    Py_DECREF(token);
+    Py_DECREF(tensors);
+    state->in_c += results != NULL;
+    if (results && p->structure == Py_None) {
         Py_SETREF(results, Py_NewRef(PyTuple_GET_ITEM(results, 0)));
     }
-    else if (results && entry->kind == (PyObject *)&PyList_Type) {
+    else if (results && p->structure == (PyObject *)&PyList_Type) {
         Py_SETREF(results, PySequence_List(results));
     }
     return results;
 }
 
-static PyObject *carry_out(State *, Call *);
-static int calls_are_ours(State *);
-
-/* May C make a call of x, after it has reduced x where that is pending? Not where an earlier call has
- * reduced x, as Python looks whether that still is its value; and gradients are reduced in the
- * optimizer's way. -1: an error. */
-static int
-reducible(State *state, PyObject *x, int pending)
-{
-    int fine = nothing_beside(x, state->str._reduced);
-    PyObject *grad_state = fine > 0 && pending ? PyObject_GetAttr(x, state->str._grad_state) : NULL;
-    if (grad_state && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
-        fine = is_none(grad_state, state->str.owner);
-    }
-    else if (grad_state) {
-        fine = grad_state == Py_None;
-    }
-    else if (fine > 0 && pending) {
-        fine = -1;
-    }
-    Py_XDECREF(grad_state);
-    return fine;
-}
-
-/* Are there only integers in a list or tuple, as a shape? */
-static int
-is_shape(PyObject *value)
-{
-    int list = PyList_CheckExact(value);
-    Py_ssize_t n = list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (!PyLong_CheckExact(list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i))) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* What C reduces each argument to, or NULL. 0: Python carries the call out. -1: an error. */
-static int
-find_wholes(State *state, Entry *entry, const Call *call, PyObject **wholes)
-{
-    Py_ssize_t known = PyTuple_GET_SIZE(entry->wholes), ntensors = 0;
-    int fine = !call->nnamed && state->nested < MOST_NESTED && calls_are_ours(state);
-    for (Py_ssize_t i = 0; fine > 0 && i < call->nargs; i++) {
-        PyObject *x = argument(call, i);
-        PyTypeObject *type = Py_TYPE(x);
-        int dist = type == (PyTypeObject *)state->DistTensor;
-        wholes[i] = NULL;
-        if (dist || type == (PyTypeObject *)state->Tensor
-            || type == (PyTypeObject *)state->Parameter) {
-            PyObject *whole = ntensors < known ? PyTuple_GET_ITEM(entry->wholes, ntensors) : Py_None;
-            ntensors++;
-            if (dist) {
-                wholes[i] = whole == Py_None ? NULL : whole;
-                fine = reducible(state, x, wholes[i] != NULL);
-            }
-        }
-        else if (type == &PyList_Type || type == &PyTuple_Type) {
-            fine = is_shape(x);
-        }
-    }
-    if (fine > 0) {
-        PyObject *depth = PyObject_CallNoArgs(state->strict_depth);
-        long blocks = depth ? PyLong_AsLong(depth) : -1;
-        fine = blocks < 0 ? -1 : blocks == 0 && ntensors == known;
-        Py_XDECREF(depth);
-    }
-    return fine;
-}
-
-/* A call that does pending sums: each is done once and kept beside its tensor (remember), and the
- * call is made of what came out. */
-static PyObject *
-reduce(State *state, Entry *entry, Call *call)
-{
-    Py_ssize_t n = call->nargs;
-    PyObject *wholes[MOST_ARGUMENTS], *result = NULL, *args;
-    int fine = find_wholes(state, entry, call, wholes);
-    if (fine <= 0) {
-        return fine < 0 ? NULL : call_runner(state, entry, call);
-    }
-    args = PyTuple_New(n);
-    for (Py_ssize_t i = 0; args && i < n; i++) { /* each once, and the others as they are */
-        PyObject *x = argument(call, i), *value = NULL;
-        for (Py_ssize_t k = 0; k < n; k++) {
-            if (wholes[k] && argument(call, k) == x) {
-                wholes[i] = wholes[k];
-                value = k < i ? PyTuple_GET_ITEM(args, k) : value;
-            }
-        }
-        value = value       ? Py_NewRef(value)
-                : wholes[i] ? PyObject_CallFunctionObjArgs(state->remember, x, wholes[i], NULL)
-                            : Py_NewRef(x);
-        if (value) {
-            PyTuple_SET_ITEM(args, i, value);
-        }
-        else {
-            Py_CLEAR(args);
-        }
-    }
-    if (!args) {
-        return NULL;
-    }
-    Call again; /* most of it is left as it is */
-    again.func = call->func;
-    again.args = args;
-    again.kwargs = NULL;
-    again.first = &PyTuple_GET_ITEM(args, 0);
-    again.nargs = n;
-    again.nnamed = 0;
-    again.reshards = 0;
-    state->in_c++;
-    state->nested++;
-    result = carry_out(state, &again);
-    state->nested--;
-    for (Py_ssize_t i = 0; result && i < n; i++) {
-        if (wholes[i] && result == PyTuple_GET_ITEM(args, i)) { /* as of x.contiguous() */
-            Py_SETREF(result, Py_NewRef(argument(call, i)));
-            break;
-        }
-    }
-    Py_DECREF(args);
-    return result;
-}
-
-/* Of a question that the key answers. */
-static PyObject *
-answer(State *state, Entry *entry)
-{
-    state->in_c++;
-    return Py_NewRef(entry->answer);
-}
-
-/* Gradients ----------------------------------------------------------------------------------- */
-
-/* Put the gradient of a leaf into *total. 0: there are two by now. -1: an error. */
-static int
-one_grad(State *state, PyObject *leaf, PyObject **total)
-{
-    PyObject *grad = get(state->grad, leaf);
-    if (!grad || grad == Py_None) {
-        Py_XDECREF(grad);
-        return grad ? 1 : -1;
-    }
-    if (*total) {
-        Py_DECREF(grad);
-        return 0;
-    }
-    *total = grad;
-    return 1;
-}
-
-/* The same, of the aliases of a leaf: as grad_leaves says. */
-static int
-alias_grads(State *state, PyObject *local, PyObject *aliases, PyObject **total)
-{
-    int fine = PyDict_CheckExact(aliases) ? is_true(get(state->is_leaf, local)) : 0;
-    PyObject *axes, *hit;
-    Py_ssize_t at = 0;
-    while (fine > 0 && PyDict_Next(aliases, &at, &axes, &hit)) {
-        int overflow;
-        if (!PyTuple_CheckExact(hit) || PyTuple_GET_SIZE(hit) != 3) {
-            return 0; /* it is (alias, made at, region) */
-        }
-        long made_at = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(hit, 1), &overflow);
-        if (made_at < 0 && !overflow) {
-            PyObject *alias = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
-            fine = PyErr_Occurred() ? -1 : one_grad(state, alias, total);
-            Py_DECREF(alias);
-        }
-    }
-    return fine;
-}
-
-/* What .grad of x gave last, where it still is what one leaf has collected; or None. NULL without
- * an error: Python knows. */
-static PyObject *
-known_grad(State *state, PyObject *x)
-{
-    PyObject *local = get(state->local, x), *dict = local ? PyObject_GenericGetDict(x, NULL) : NULL;
-    PyObject *grad_state = NULL, *fields = NULL, *total = NULL, *aliases, *known, *result = NULL;
-    if (!dict || one_grad(state, local, &total) <= 0) {
-        goto end;
-    }
-    grad_state = Py_XNewRef(beside(dict, state->str._grad_state));
-    if (!grad_state) {
-        result = total || PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-        goto end;
-    }
-    /* its class has None for what is not in its __dict__, and no former aliases */
-    fields = Py_TYPE(grad_state) == (PyTypeObject *)state->GradState
-                 ? PyObject_GenericGetDict(grad_state, NULL)
-                 : NULL;
-    if (!fields || beside(fields, state->str.collector)) {
-        goto end;
-    }
-    PyObject *former = beside(fields, state->str.former);
-    if (former && (!PyTuple_CheckExact(former) || PyTuple_GET_SIZE(former))) {
-        goto end;
-    }
-    aliases = Py_XNewRef(beside(fields, state->str.aliases));
-    int fine = aliases ? alias_grads(state, local, aliases, &total) : 1;
-    Py_XDECREF(aliases);
-    if (fine <= 0 || PyErr_Occurred()) {
-        goto end;
-    }
-    if (!total) {
-        result = Py_NewRef(Py_None);
-        goto end;
-    }
-    known = beside(fields, state->str.grad);
-    if (known && Py_TYPE(known) == (PyTypeObject *)state->DistTensor) {
-        Py_INCREF(known);
-        PyObject *its = get(state->local, known);
-        result = its == total ? Py_NewRef(known) : NULL;
-        Py_XDECREF(its);
-        Py_DECREF(known);
-    }
-end:
-    Py_XDECREF(total);
-    Py_XDECREF(fields);
-    Py_XDECREF(grad_state);
-    Py_XDECREF(dict);
-    Py_XDECREF(local);
-    return result;
-}
-
-/* x.grad = None, which each step says of each parameter: on the local and on the aliases of a leaf.
- * 0: there is more to it, and nothing was done. -1: an error. */
-static int
-drop_grads(State *state, PyObject *x)
-{
-    PyObject *local = get(state->local, x), *aliases = NULL, *made_of = NULL, *former = NULL;
-    PyObject *grad_state = local ? PyObject_GetAttr(x, state->str._grad_state) : NULL;
-    int done = grad_state ? 1 : -1;
-    if (done > 0 && grad_state != Py_None) {
-        done = is_none(grad_state, state->str.collector);
-        done = done > 0 ? is_none(grad_state, state->str.origin) : done;
-        former = done > 0 ? PyObject_GetAttr(grad_state, state->str.former) : NULL;
-        aliases = former ? PyObject_GetAttr(grad_state, state->str.aliases) : NULL;
-        done = done > 0 && !aliases ? -1 : done;
-        if (done > 0) {
-            int fine = PyTuple_CheckExact(former) && !PyTuple_GET_SIZE(former)
-                       && (aliases == Py_None || PyDict_CheckExact(aliases));
-            made_of = !fine || aliases == Py_None ? NULL : PyDict_Values(aliases);
-            done = fine && (made_of || aliases == Py_None);
-        }
-        for (Py_ssize_t i = 0; done > 0 && made_of && i < PyList_GET_SIZE(made_of); i++) {
-            PyObject *hit = PyList_GET_ITEM(made_of, i); /* (alias, made at, region) */
-            done = PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3;
-            long made_at = done ? PyLong_AsLong(PyTuple_GET_ITEM(hit, 1)) : 0;
-            if (made_at < 0) {
-                done = PyErr_Occurred() || set(state->grad, PyTuple_GET_ITEM(hit, 0), Py_None) < 0
-                           ? -1
-                           : 1;
-            }
-        }
-        if (done > 0 && PyObject_SetAttr(grad_state, state->str.grad, Py_None) < 0) {
-            done = -1;
-        }
-    }
-    if (done > 0 && set(state->grad, local, Py_None) < 0) {
-        done = -1;
-    }
-    Py_XDECREF(made_of);
-    Py_XDECREF(aliases);
-    Py_XDECREF(former);
-    Py_XDECREF(grad_state);
-    Py_XDECREF(local);
-    return done;
-}
-
-static int
-set_grad(PyObject *self, PyObject *value, void *Py_UNUSED(closure))
-{
-    State *state = configured;
-    if (!state) {
-        PyErr_SetString(PyExc_RuntimeError, "a gradient of a DistTensor while Python ends");
-        return -1;
-    }
-    int ours = state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor;
-    int done = ours && value == Py_None ? drop_grads(state, self) : 0;
-    return done < 0 ? -1 : done ? 0 : set(state->dist_grad, self, value);
-}
-
-static PyObject *
-get_grad(PyObject *self, void *Py_UNUSED(closure))
-{
-    State *state = configured;
-    if (!state) {
-        PyErr_SetString(PyExc_RuntimeError, "a gradient of a DistTensor while Python ends");
-        return NULL;
-    }
-    PyObject *known = NULL;
-    if (state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor) {
-        known = known_grad(state, self);
-    }
-    return known || PyErr_Occurred() ? known : get(state->dist_grad, self);
-}
-
-PyDoc_STRVAR(waiting_doc, "waiting(params)\n--\n\nAs disttensor.tensor.grad_sync.waiting.");
-
-/* Most gradients have the spec of one before, which is looked at once. */
-static PyObject *
-waiting(PyObject *module, PyObject *params)
-{
-    State *state = PyModule_GetState(module);
-    if (!state->DistTensor || !PyList_CheckExact(params)) {
-        PyErr_SetString(PyExc_TypeError, "waiting takes a list of parameters");
-        return NULL;
-    }
-    PyObject *found = PyList_New(0), *whole = Py_NewRef(Py_None); /* a spec that waits for nothing */
-    for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(params); i++) {
-        PyObject *x = PyList_GET_ITEM(params, i);
-        if (Py_TYPE(x) != (PyTypeObject *)state->DistTensor) {
-            continue;
-        }
-        Py_INCREF(x);
-        PyObject *grad = get_grad(x, NULL), *spec = NULL, *member = NULL;
-        int waits = grad ? 0 : -1;
-        if (grad && grad != Py_None) {
-            spec = PyObject_GetAttr(grad, state->str.spec);
-            waits = spec ? spec != whole : -1;
-        }
-        if (waits > 0) {
-            PyObject *layout = PyObject_GetAttr(spec, state->str.layout);
-            PyObject *partial = layout ? PyObject_GetAttr(layout, state->str.partial) : NULL;
-            waits = partial ? PyObject_IsTrue(partial) : -1;
-            Py_XDECREF(partial);
-            Py_XDECREF(layout);
-            if (!waits) {
-                Py_SETREF(whole, Py_NewRef(spec));
-            }
-        }
-        if (waits > 0) {
-            member = Py_BuildValue("(nOO)", i, x, grad);
-            waits = member ? PyList_Append(found, member) : -1;
-        }
-        if (waits < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(member);
-        Py_XDECREF(spec);
-        Py_XDECREF(grad);
-        Py_DECREF(x);
-    }
-    Py_DECREF(whole);
-    return found;
-}
-
-static PyGetSetDef grad_definition = {"grad", get_grad, set_grad, "As torch.Tensor.grad.", NULL};
-
-/* Dispatch ------------------------------------------------------------------------------------ */
-
-/* The first call of a kind: Python carries it out, and what it chose is entered. */
-static PyObject *
-first_call(State *state, Call *call, uint64_t hash, const Words *words, PyObject *kept)
-{
-    state->misses++;
-    PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-    PyObject *found = call->reshards
-                          ? PyObject_Vectorcall(state->first_reshard, call->first, 3, NULL)
-                          : PyObject_CallFunctionObjArgs(state->first_call, call->func, call->args,
-                                                         kwargs, NULL);
-    if (!found) {
-        return NULL;
-    }
-    if (!PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) {
-        PyErr_SetString(PyExc_SystemError, "first_call gives (result, plan)");
-        Py_DECREF(found);
-        return NULL;
-    }
-    PyObject *result = Py_NewRef(PyTuple_GET_ITEM(found, 0)), *plan = PyTuple_GET_ITEM(found, 1);
-    /* it may have been entered meanwhile, by a call inside of this one */
-    if (plan != Py_None && state->first_call && !known(state, words, hash)) {
-        Entry *entry = new_entry(state, words, hash, kept, plan);
-        if (entry && !enter(state, entry)) {
-            release(entry);
-        }
-    }
-    Py_DECREF(found);
-    return result;
-}
-
-/* Python carries the call out. */
-static PyObject *
-call_python(State *state, Call *call)
-{
-    state->unsure++;
-    if (call->reshards) {
-        return PyObject_Vectorcall(state->reshard, call->first, 3, NULL);
-    }
-    PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-    return PyObject_CallFunctionObjArgs(state->dispatch, state->DistTensor, call->func, Py_None,
-                                        call->args, kwargs, NULL);
-}
-
-/* The call has raised, maybe on this rank alone. */
+/* A call has raised, perhaps on this rank alone. */
 static void
 note_error(State *state, PyObject *plan)
 {
@@ -2030,73 +1108,126 @@ note_error(State *state, PyObject *plan)
     PyErr_Restore(type, error, trace);
 }
 
-/* A call that is known. */
+/* Runs a known call. */
 static PyObject *
-run(State *state, Entry *entry, Call *call)
+run(State *state, NativePlan *p, Call *call)
 {
     PyObject *result = NULL;
-    entry->references++;
-    state->hits++;
-    PyObject *done = entry->noted ? PyObject_CallOneArg(state->note, entry->plan) : NULL;
-    if (done || !entry->noted) {
-        result = entry->how == DIRECT     ? direct(state, entry, call)
-                 : entry->how == OFF_MESH ? quick(state, entry, call)
-                 : entry->how == REDUCE   ? reduce(state, entry, call)
-                 : entry->how == ANSWER   ? answer(state, entry)
-                                          : call_runner(state, entry, call);
+    Py_INCREF(p); /* Python code in the call may clear the dict */
+    state->known++;
+    PyObject *done = p->is_compared ? PyObject_CallOneArg(state->note, p->plan) : NULL;
+    if (done || !p->is_compared) {
+        if (p->how == ANSWER) {
+            state->in_c++;
+        }
+        result = p->how == IN_MESH    ? run_in_mesh(state, p, call)
+                 : p->how == OFF_MESH ? run_off_mesh(state, p, call)
+                 : p->how == ANSWER   ? Py_NewRef(p->answer)
+                                      : run_in_python(state, p, call);
     }
     Py_XDECREF(done);
-    if (!result && entry->noted) {
-        note_error(state, entry->plan);
+    if (!result && p->is_compared) {
+        note_error(state, p->plan);
     }
-    release(entry);
+    Py_DECREF(p);
     return result;
+}
+
+/* Dispatch ------------------------------------------------------------------------------------ */
+
+static PyObject *
+no_state(void)
+{
+    PyErr_SetString(PyExc_RuntimeError, "a call of a DistTensor while Python ends");
+    return NULL;
+}
+
+/* Python runs the call. */
+static PyObject *
+dispatch_in_python(State *state, const Call *call)
+{
+    state->unsure++;
+    PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+    return PyObject_CallFunctionObjArgs(state->dispatch, state->DistTensor, call->func, Py_None,
+                                        call->args, kwargs, NULL);
+}
+
+/* Runs the first call of a key in Python, and keeps the plan. */
+static PyObject *
+first_call(State *state, const Call *call, PyObject *key, PyObject *kept)
+{
+    state->first++;
+    PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+    PyObject *found = PyObject_CallFunctionObjArgs(state->first_call, call->func, call->args, kwargs,
+                                                   NULL);
+    if (!found) {
+        return NULL;
+    }
+    if (!PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) {
+        PyErr_SetString(PyExc_SystemError, "first_call returns (result, plan)");
+        Py_DECREF(found);
+        return NULL;
+    }
+    PyObject *result = Py_NewRef(PyTuple_GET_ITEM(found, 0)), *plan = PyTuple_GET_ITEM(found, 1);
+    if (plan != Py_None && state->plans) {
+        if (PyDict_GET_SIZE(state->plans) >= MOST_PLANS) {
+            PyDict_Clear(state->plans); /* those that are needed come back from Python's table */
+        }
+        NativePlan *p = new_plan(state, kept, plan);
+        if (!p || PyDict_SetItem(state->plans, key, (PyObject *)p) < 0) {
+            PyErr_Clear(); /* the call itself was right */
+        }
+        Py_XDECREF(p);
+    }
+    Py_DECREF(found);
+    return result;
+}
+
+/* Finds the plan of a call, which *key is then set for. NULL: there is none, or an error that *key
+ * cannot be made; *key is NULL then. */
+static NativePlan *
+find(State *state, const Call *call, PyObject **key)
+{
+    *key = key_of(state, call, NULL);
+    return *key ? (NativePlan *)PyDict_GetItemWithError(state->plans, *key) : NULL;
+}
+
+/* Clears an error of a key. 0: it stays, such as a KeyboardInterrupt in code of the user. */
+static int
+clear_error(void)
+{
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return 0;
+    }
+    PyErr_Clear();
+    return 1;
 }
 
 static PyObject *
 carry_out(State *state, Call *call)
 {
-    Words words; /* most of it is left as it is */
-    words.at = words.here;
-    words.length = 0;
-    words.room = SHORT;
-    PyObject *result = NULL;
-    if (!add_call(state, &words, call, NULL)) {
-        goto unsure;
+    PyObject *key, *kept = NULL, *result;
+    NativePlan *p = find(state, call, &key);
+    if (p) {
+        result = run(state, p, call);
+        Py_DECREF(key);
+        return result;
     }
-    uint64_t hash = hash_of(&words);
-    Entry *entry = known(state, &words, hash);
-    if (entry) {
-        result = run(state, entry, call);
+    if (key && (kept = PyList_New(0))) { /* once more, to keep what is in the key */
+        Py_SETREF(key, key_of(state, call, kept));
+    }
+    if (key && kept) {
+        result = first_call(state, call, key, kept);
     }
     else {
-        Py_ssize_t length = words.length;
-        PyObject *kept = PyList_New(0);
-        words.length = 0;
-        if (!kept || !add_call(state, &words, call, kept) || words.length != length
-            || hash_of(&words) != hash) {
-            Py_XDECREF(kept);
-            goto unsure;
-        }
-        result = first_call(state, call, hash, &words, kept);
-        Py_DECREF(kept);
+        result = clear_error() ? dispatch_in_python(state, call) : NULL;
     }
-    if (words.at != words.here) {
-        PyMem_Free(words.at);
-    }
+    Py_XDECREF(kept);
+    Py_XDECREF(key);
     return result;
-unsure:
-    if (words.at != words.here) {
-        PyMem_Free(words.at);
-    }
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
-        return NULL; /* such as KeyboardInterrupt, in code of the user's */
-    }
-    PyErr_Clear();
-    return call_python(state, call);
 }
 
-/* Does torch bring calls to __torch_function__ of the class, and to nobody before? */
+/* Returns whether torch passes calls to __torch_function__ of the class, and to nobody before. */
 static int
 calls_are_ours(State *state)
 {
@@ -2109,92 +1240,131 @@ calls_are_ours(State *state)
     return seen && !modes;
 }
 
-/* A method of a DistTensor. A call whose words are known is carried out at once: torch has checked
- * the arguments of one like it. All others go torch's way, which ends in dispatch. */
+/* A method of DistTensor. A call with a known key runs at once: torch has checked the arguments of
+ * such a call. All others take torch's way, which ends in dispatch. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *of_tensor; /* the method of torch.Tensor */
+    PyObject *function;  /* what torch passes to __torch_function__ for it */
+} Method;
+
 static PyObject *
-method(int number, PyObject *self, PyObject *const *given, Py_ssize_t n, PyObject *keywords)
+call_method(PyObject *self, PyObject *const *given, size_t flags, PyObject *keywords)
 {
+    const Method *of = (Method *)self;
     State *state = configured;
+    Py_ssize_t n = PyVectorcall_NARGS(flags), named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
     if (!state) {
-        PyErr_SetString(PyExc_RuntimeError, "a call of a DistTensor while Python ends");
-        return NULL;
+        return no_state();
     }
-    PyObject *result = NULL, *stack[MOST_ARGUMENTS + 1];
-    Py_ssize_t named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
-    const Method *of = &state->methods[number];
-    if (n + named >= MOST_ARGUMENTS) {
-        PyObject *bound = PyObject_CallMethod(of->plain, "__get__", "O", self);
-        result = bound ? PyObject_Vectorcall(bound, given, (size_t)n, keywords) : NULL;
-        Py_XDECREF(bound);
-        return result;
-    }
-    stack[0] = self;
-    memcpy(stack + 1, given, (size_t)(n + named) * sizeof(PyObject *));
-    if (state->shortcuts && Py_TYPE(self) == (PyTypeObject *)state->DistTensor
+    if (state->shortcuts && n && is_dist(state, given[0]) && n + named <= MOST_ARGUMENTS
         && state->nested < MOST_NESTED && calls_are_ours(state)) {
         Call call; /* most of it is left as it is */
-        call.func = of->asked;
+        call.func = of->function;
         call.args = call.kwargs = NULL;
-        call.reshards = 0;
-        call.first = stack;
-        call.nargs = n + 1;
+        call.first = given;
+        call.nargs = n;
         call.nnamed = named;
         for (Py_ssize_t i = 0; i < named; i++) {
             call.names[i] = PyTuple_GET_ITEM(keywords, i);
             call.values[i] = given[n + i];
         }
-        Words words; /* most of it is left as it is */
-        words.at = words.here;
-        words.length = 0;
-        words.room = SHORT;
-        Entry *entry = NULL;
-        if (add_call(state, &words, &call, NULL)) {
-            entry = known(state, &words, hash_of(&words));
-        }
-        if (words.at != words.here) {
-            PyMem_Free(words.at);
-        }
-        if (entry) {
+        PyObject *key, *result;
+        NativePlan *p = find(state, &call, &key);
+        Py_XDECREF(key);
+        if (p) {
             state->past++;
             state->nested++;
-            result = run(state, entry, &call);
+            result = run(state, p, &call);
             state->nested--;
             Py_XDECREF(call.args);
             Py_XDECREF(call.kwargs);
             return result;
         }
-        if (PyErr_Occurred()) {
-            if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-                return NULL;
-            }
-            PyErr_Clear();
+        if (!clear_error()) {
+            return NULL;
         }
     }
-    return PyObject_Vectorcall(of->plain, stack, (size_t)n + 1, keywords);
+    return PyObject_Vectorcall(of->of_tensor, given, flags, keywords);
 }
 
-#define DEFINE(name, asked) \
-    static PyObject *method_##name(PyObject *self, PyObject *const *given, Py_ssize_t n, \
-                                   PyObject *keywords) \
-    { \
-        return method(METHOD_##name, self, given, n, keywords); \
+static PyObject *
+bind_method(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+{
+    return object && object != Py_None ? PyMethod_New(self, object) : Py_NewRef(self);
+}
+
+/* Names and docstrings are those of torch.Tensor's method. */
+static PyObject *
+method_attribute(PyObject *self, PyObject *name)
+{
+    return PyObject_GetAttr(((Method *)self)->of_tensor, name);
+}
+
+static int
+traverse_method(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((Method *)self)->of_tensor);
+    Py_VISIT(((Method *)self)->function);
+    return 0;
+}
+
+static void
+free_method(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(((Method *)self)->of_tensor);
+    Py_XDECREF(((Method *)self)->function);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef method_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
+    {NULL},
+};
+
+static PyType_Slot method_slots[] = {
+    {Py_tp_descr_get, bind_method},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_getattro, method_attribute},
+    {Py_tp_traverse, traverse_method},
+    {Py_tp_dealloc, free_method},
+    {Py_tp_members, method_members},
+    {0, NULL},
+};
+
+static PyType_Spec method_spec = {
+    .name = "disttensor.dispatch._native.Method",
+    .basicsize = sizeof(Method),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL
+             | Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = method_slots,
+};
+
+PyDoc_STRVAR(method_doc, "method(of_tensor, function)\n--\n\n"
+"Returns a method for DistTensor in place of one of torch.Tensor. ``function``: what torch passes to\n"
+"__torch_function__ for it.");
+
+static PyObject *
+make_method(PyObject *module, PyObject *const *given, Py_ssize_t n)
+{
+    State *state = PyModule_GetState(module);
+    if (n != 2 || !state->method_type) {
+        PyErr_SetString(PyExc_TypeError, "method takes a method of torch.Tensor and a function");
+        return NULL;
     }
-METHODS(DEFINE)
-#undef DEFINE
-
-static PyMethodDef definitions[] = {
-#define DEFINITION(name, asked) \
-    {#name, (PyCFunction)(void (*)(void))method_##name, METH_FASTCALL | METH_KEYWORDS, \
-     "As torch.Tensor." #name "."},
-    METHODS(DEFINITION)
-#undef DEFINITION
-};
-
-static const char *const asked_names[] = {
-#define ASKED(name, asked) #asked,
-    METHODS(ASKED)
-#undef ASKED
-};
+    Method *made = (Method *)state->method_type->tp_alloc(state->method_type, 0);
+    if (made) {
+        made->vectorcall = call_method;
+        made->of_tensor = Py_NewRef(given[0]);
+        made->function = Py_NewRef(given[1]);
+    }
+    return (PyObject *)made;
+}
 
 PyDoc_STRVAR(dispatch_doc, "dispatch(func, types, args=(), kwargs=None)\n--\n\n"
 "DistTensor.__torch_function__. As a builtin it is no method, and torch gets it unbound.");
@@ -2204,24 +1374,18 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
 {
     State *state = PyModule_GetState(module);
     if (!state->dispatch) {
-        PyErr_SetString(PyExc_RuntimeError, "a call of a DistTensor while Python ends");
-        return NULL;
+        return no_state();
     }
     Call call; /* most of it is left as it is */
-    call.func = call.args = call.kwargs = NULL;
-    call.first = NULL;
+    int is_usual = !keywords && n >= 3 && n <= 4;
+    call.func = is_usual ? given[0] : NULL;
+    call.args = is_usual ? given[2] : NULL;
+    call.kwargs = is_usual && n == 4 && given[3] != Py_None ? given[3] : NULL;
     call.nnamed = 0;
-    call.reshards = 0;
-    if (!keywords && n >= 3 && n <= 4) {
-        call.func = given[0];
-        call.args = given[2];
-        call.kwargs = n < 4 || given[3] == Py_None ? NULL : given[3];
-    }
-    if (!call.args || !PyTuple_CheckExact(call.args)
+    if (!is_usual || !PyTuple_CheckExact(call.args)
         || (call.kwargs && !PyDict_CheckExact(call.kwargs))
-        || PyTuple_GET_SIZE(call.args) > MOST_ARGUMENTS
-        || (call.kwargs
-            && PyTuple_GET_SIZE(call.args) + PyDict_GET_SIZE(call.kwargs) > MOST_ARGUMENTS)) {
+        || PyTuple_GET_SIZE(call.args) + (call.kwargs ? PyDict_GET_SIZE(call.kwargs) : 0)
+               > MOST_ARGUMENTS) {
         PyObject *stack[MOST_ARGUMENTS + 1]; /* as it was called, with the class before it */
         Py_ssize_t more = keywords ? PyTuple_GET_SIZE(keywords) : 0;
         if (n + more > MOST_ARGUMENTS) {
@@ -2241,7 +1405,8 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
         call.values[call.nnamed++] = Py_NewRef(value);
     }
     state->nested++;
-    result = state->nested > MOST_NESTED ? call_python(state, &call) : carry_out(state, &call);
+    result = state->nested > MOST_NESTED ? dispatch_in_python(state, &call)
+                                         : carry_out(state, &call);
     state->nested--;
     while (call.nnamed) {
         Py_DECREF(call.names[--call.nnamed]);
@@ -2250,59 +1415,15 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
     return result;
 }
 
-PyDoc_STRVAR(reshard_doc, "reshard(x, mesh, placements)\n--\n\n"
-"What carries out dt.reshard of a DistTensor.");
-
-static PyObject *
-reshard(PyObject *module, PyObject *const *given, Py_ssize_t n)
-{
-    State *state = PyModule_GetState(module);
-    if (!state->first_reshard || n != 3) {
-        PyErr_SetString(PyExc_RuntimeError, "reshard takes three arguments, before Python ends");
-        return NULL;
-    }
-    Call call; /* most of it is left as it is */
-    call.func = state->first_reshard;
-    call.args = call.kwargs = NULL;
-    call.first = given;
-    call.nargs = n;
-    call.nnamed = 0;
-    call.reshards = 1;
-    state->nested++;
-    PyObject *result = state->nested > MOST_NESTED ? call_python(state, &call)
-                                                   : carry_out(state, &call);
-    state->nested--;
-    Py_XDECREF(call.args);
-    Py_XDECREF(call.kwargs);
-    return result;
-}
-
-PyDoc_STRVAR(wrap_doc, "wrap(local, spec)\n--\n\nAs disttensor.tensor.dist_tensor.wrap.");
-
-static PyObject *
-wrap_method(PyObject *module, PyObject *const *given, Py_ssize_t n)
-{
-    State *state = PyModule_GetState(module);
-    if (!state->idle || n != 2) {
-        PyErr_SetString(PyExc_TypeError, "wrap takes a local and a spec");
-        return NULL;
-    }
-    PyObject *idle = get(state->idle, given[1]); /* None: no call gives such tensors */
-    PyObject *new = idle ? wrap_as(state, idle, NULL, Py_NewRef(given[0]), given[1]) : NULL;
-    Py_XDECREF(idle);
-    return new;
-}
-
 /* The module ---------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(configure_doc, "configure(**references)\n--\n\n"
-"What this code calls and looks at, by the names of REFERENCES.");
+"Takes what this code calls and reads, by the names of REFERENCES.");
 
 static PyObject *
 configure(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     State *state = PyModule_GetState(module);
-    PyObject *value;
     if (PyTuple_GET_SIZE(args) || !kwargs) {
         PyErr_SetString(PyExc_TypeError, "configure takes keyword arguments");
         return NULL;
@@ -2313,119 +1434,62 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     REFERENCES(CHECK)
 #undef CHECK
-#define DESCRIPTOR(name) \
-    value = PyDict_GetItemString(kwargs, #name); \
-    if (!Py_TYPE(value)->tp_descr_get || !Py_TYPE(value)->tp_descr_set) { \
-        return PyErr_Format(PyExc_TypeError, #name " is not an attribute that can be set"); \
+    static const char *const descriptors[] = {"local", "spec", "meta_tensor", "shape", "dtype",
+                                              "requires_grad", "grad_fn", "is_leaf"};
+    for (size_t i = 0; i < sizeof(descriptors) / sizeof(*descriptors); i++) {
+        PyTypeObject *type = Py_TYPE(PyDict_GetItemString(kwargs, descriptors[i]));
+        if (!type->tp_descr_get || !type->tp_descr_set) {
+            return PyErr_Format(PyExc_TypeError, "%s is no attribute that can be set", descriptors[i]);
+        }
     }
-    DESCRIPTOR(local)
-    DESCRIPTOR(spec)
-    DESCRIPTOR(idle)
-    DESCRIPTOR(shape)
-    DESCRIPTOR(dtype)
-    DESCRIPTOR(requires_grad)
-    DESCRIPTOR(grad_fn)
-    DESCRIPTOR(grad)
-    DESCRIPTOR(is_leaf)
-    DESCRIPTOR(dist_grad)
-#undef DESCRIPTOR
     if (!PyDict_CheckExact(PyDict_GetItemString(kwargs, "LIVE"))
         || !PyList_CheckExact(PyDict_GetItemString(kwargs, "INFERENCE"))) {
         return PyErr_Format(PyExc_TypeError, "LIVE is a dict, and INFERENCE a list");
     }
-    if (state->dispatch) { /* calls that run use what is there */
+    if (state->dispatch) { /* calls that run use the references */
         PyErr_SetString(PyExc_RuntimeError, "configure is called once");
         return NULL;
     }
-#define TAKE(name) \
-    value = PyDict_GetItemString(kwargs, #name); \
-    Py_XSETREF(state->name, Py_NewRef(value));
+#define TAKE(name) state->name = Py_NewRef(PyDict_GetItemString(kwargs, #name));
     REFERENCES(TAKE)
 #undef TAKE
-    PyTypeObject *type = (PyTypeObject *)state->DistTensor;
     configured = state;
-#if PY_VERSION_HEX < 0x030F0000 /* later ones have not been tried */
-    destroy = type->tp_dealloc;
-    counted = destroy != ((PyTypeObject *)state->GradState)->tp_dealloc; /* one of torch's own */
-    type->tp_dealloc = end_of_life;
-#endif
-    type->tp_getattr = asked;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(methods_doc, "methods()\n--\n\n"
-"The methods that DistTensor gets, by their names: those that are torch.Tensor's own in C. And grad.");
-
-static PyObject *
-methods_of(PyObject *module, PyObject *Py_UNUSED(none))
-{
-    State *state = PyModule_GetState(module);
-    if (!state->Tensor) {
-        PyErr_SetString(PyExc_RuntimeError, "configure comes first");
-        return NULL;
-    }
-    PyObject *made = PyDict_New();
-    for (int i = 0; made && i < N_METHODS; i++) {
-        Method *of = &state->methods[i];
-        Py_XSETREF(of->plain, PyObject_GetAttrString(state->Tensor, definitions[i].ml_name));
-        Py_XSETREF(of->asked, PyObject_GetAttrString(state->Tensor, asked_names[i]));
-        if (!of->plain || !of->asked || Py_TYPE(of->plain) != &PyMethodDescr_Type) {
-            PyErr_Clear();
-            continue;
-        }
-        PyTypeObject *type = (PyTypeObject *)state->DistTensor;
-        PyObject *descriptor = PyDescr_NewMethod(type, &definitions[i]);
-        if (!descriptor || PyDict_SetItemString(made, definitions[i].ml_name, descriptor) < 0) {
-            Py_CLEAR(made);
-        }
-        Py_XDECREF(descriptor);
-    }
-    PyTypeObject *type = (PyTypeObject *)state->DistTensor;
-    PyObject *grad = made ? PyDescr_NewGetSet(type, &grad_definition) : NULL;
-    if (made && (!grad || PyDict_SetItemString(made, "grad", grad) < 0)) {
-        Py_CLEAR(made);
-    }
-    Py_XDECREF(grad);
-    return made;
-}
-
 PyDoc_STRVAR(shortcuts_doc, "shortcuts(on)\n--\n\n"
-"Do methods look for known calls from now on, or go torch's way?");
+"Sets whether methods look for known calls, or take torch's way.");
 
 static PyObject *
 shortcuts(PyObject *module, PyObject *on)
 {
-    State *state = PyModule_GetState(module);
-    PyObject *carrier = PyObject_GetAttrString(module, "dispatch");
-    if (!carrier) {
-        return NULL;
-    }
-    Py_XSETREF(state->carrier, carrier);
-    state->shortcuts = on == Py_True;
+    ((State *)PyModule_GetState(module))->shortcuts = on == Py_True;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(clear_doc, "clear()\n--\n\nForget all calls.");
+PyDoc_STRVAR(clear_doc, "clear()\n--\n\nForgets all calls.");
 
 static PyObject *
 clear(PyObject *module, PyObject *Py_UNUSED(none))
 {
-    clear_table(PyModule_GetState(module));
+    State *state = PyModule_GetState(module);
+    if (state->plans) {
+        PyDict_Clear(state->plans);
+    }
     Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
-"Calls so far: known ones, those of them that were carried out in C, first ones of their kind, and\n"
-"those without a sure key; known ones that came past torch's parser; wrappers that were used again;\n"
-"and how many kinds of calls are known.");
+"Returns the calls so far: with a known key, those of them that ran in C, first ones of a key, those\n"
+"without a certain key, and known ones past torch's parser; and how many keys are known.");
 
 static PyObject *
 counts(PyObject *module, PyObject *Py_UNUSED(none))
 {
     State *state = PyModule_GetState(module);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:n}", "known", state->hits, "in_c",
-                         state->in_c, "first", state->misses, "unsure", state->unsure, "past",
-                         state->past, "reused", state->reused, "kinds", (Py_ssize_t)state->used);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:n}", "known", state->known, "in_c", state->in_c,
+                         "first", state->first, "unsure", state->unsure, "past", state->past, "kinds",
+                         state->plans ? PyDict_GET_SIZE(state->plans) : 0);
 }
 
 static int
@@ -2443,6 +1507,12 @@ start(PyObject *module)
     }
     NAMES(INTERN)
 #undef INTERN
+    state->plans = PyDict_New();
+    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &plan_spec, NULL);
+    state->method_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &method_spec, NULL);
+    if (!state->plans || !state->plan_type || !state->method_type) {
+        return -1;
+    }
     return PyModule_AddStringConstant(module, "SOURCE", SOURCE);
 }
 
@@ -2453,20 +1523,9 @@ traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT(name) Py_VISIT(state->name);
     REFERENCES(VISIT)
 #undef VISIT
-    Py_VISIT(state->carrier);
-    for (int i = 0; i < N_METHODS; i++) {
-        Py_VISIT(state->methods[i].plain);
-        Py_VISIT(state->methods[i].asked);
-    }
-    for (size_t i = 0; state->table && i <= state->mask; i++) {
-        Entry *entry = state->table[i];
-        if (entry && entry->references == 1) { /* else a call holds it, too */
-            Py_VISIT(entry->kept);
-            Py_VISIT(entry->plan);
-            Py_VISIT(entry->nothing);
-            Py_VISIT(entry->orphan);
-        }
-    }
+    Py_VISIT(state->plan_type);
+    Py_VISIT(state->plans);
+    Py_VISIT(state->method_type);
     return 0;
 }
 
@@ -2476,17 +1535,10 @@ forget(PyObject *module)
     State *state = PyModule_GetState(module);
     if (configured == state) {
         configured = NULL;
-        ((PyTypeObject *)state->DistTensor)->tp_getattr = NULL;
-        if (destroy) {
-            ((PyTypeObject *)state->DistTensor)->tp_dealloc = destroy;
-        }
     }
-    clear_table(state);
-    Py_CLEAR(state->carrier);
-    for (int i = 0; i < N_METHODS; i++) {
-        Py_CLEAR(state->methods[i].plain);
-        Py_CLEAR(state->methods[i].asked);
-    }
+    Py_CLEAR(state->plans);
+    Py_CLEAR(state->plan_type);
+    Py_CLEAR(state->method_type);
 #define CLEAR(name) Py_CLEAR(state->name);
     REFERENCES(CLEAR)
 #undef CLEAR
@@ -2510,23 +1562,14 @@ static PyMethodDef methods[] = {
      dispatch_doc},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
      configure_doc},
-    {"reshard", (PyCFunction)(void (*)(void))reshard, METH_FASTCALL, reshard_doc},
-    {"wrap", (PyCFunction)(void (*)(void))wrap_method, METH_FASTCALL, wrap_doc},
-    {"waiting", waiting, METH_O, waiting_doc},
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
-    {"methods", methods_of, METH_NOARGS, methods_doc},
+    {"method", (PyCFunction)(void (*)(void))make_method, METH_FASTCALL, method_doc},
     {"shortcuts", shortcuts, METH_O, shortcuts_doc},
     {NULL},
 };
 
-static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, start},
-#if PY_VERSION_HEX >= 0x030C0000
-    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
-#endif
-    {0, NULL},
-};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,

@@ -12,39 +12,51 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from inspect import getattr_static
 from pathlib import Path
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
 
-from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd import token
 from disttensor.cache import call_when_cleared
-from disttensor.comm import lone_failure, p2p, program
-from disttensor.core.mesh import ProcessMesh
-from disttensor.core.placement import Partial, Replicate, Shard
+from disttensor.comm import lone_failure, program
 from disttensor.core.spec import DistSpec
-from disttensor.dispatch import dispatch, outputs, reduction_cache, reshards, run, strict, writes
+from disttensor.dispatch import dispatch, outputs, run, writes
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
 from disttensor.meta.infer import Out
-from disttensor.runtime import current_runtime
-from disttensor.tensor import grad_sync, versions, views
+from disttensor.tensor import versions, views
 from disttensor.tensor.base import GradState
-from disttensor.tensor.dist_tensor import SHORTCUTS, WRAP, DistTensor, carry_out_with, wrapped
-from disttensor.tensor.reshard import TAPE
+from disttensor.tensor.dist_tensor import SHORTCUTS, DistTensor, carry_out_with
 from disttensor.torch_private import (
     autocast_is_on,
     make_subclass,
     modes_see_functions,
-    top_saved_tensors_hooks,
     torch_functions_are_seen,
-    use_count,
 )
 
 Tensor = torch.Tensor
 
 _FILE = Path(__file__).with_name("native.c")
+
+# Operators, with the methods that torch says were called by them.
+OPERATORS = {
+    "__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul",
+    "__truediv__": "div", "__matmul__": "matmul", "__neg__": "neg", "__iadd__": "add_",
+    "__isub__": "sub_", "__imul__": "mul_",
+}  # fmt: skip
+# The methods of DistTensor that run known calls without torch's argument parser.
+METHODS = (
+    "view", "reshape", "transpose", "permute", "t", "flatten", "expand", "expand_as", "squeeze",
+    "unsqueeze", "select", "narrow", "chunk", "unbind", "contiguous", "clone", "to", "float",
+    "type_as", "add", "sub", "mul", "div", "matmul", "mm", "bmm", "pow", "neg", "abs", "exp", "log",
+    "sqrt", "rsqrt", "square", "sin", "cos", "tanh", "sigmoid", "relu", "clamp", "masked_fill", "sum",
+    "mean", "var", "max", "argmax", "cumsum", "softmax", "log_softmax", "gather", "add_", "sub_",
+    "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "sqrt_", "zero_", "copy_", "fill_", *OPERATORS,
+)  # fmt: skip
 
 
 def _compiled() -> tuple[Any, str]:
@@ -67,42 +79,29 @@ def _compiled() -> tuple[Any, str]:
 def _configure(module: Any) -> None:
     module.configure(
         DistTensor=DistTensor, Tensor=Tensor, Parameter=torch.nn.Parameter, Size=torch.Size,
-        dtype_class=torch.dtype, memory_format=torch.memory_format, layout=torch.layout,
-        GradState=GradState,
+        GradState=GradState, dtype_class=torch.dtype, memory_format=torch.memory_format,
+        layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=Out, NO_ORIGIN=Origin.NONE,
+        VIEW=Origin.VIEW,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
-        idle=DistSpec.__dict__["idle"],
-        shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
-        grad_fn=Tensor.grad_fn, grad=Tensor.grad, is_leaf=Tensor.is_leaf,
-        version=Tensor._version,
-        dist_grad=DistTensor.grad,
         meta_tensor=DistSpec.__dict__["meta_tensor"],
+        shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
+        grad_fn=Tensor.grad_fn, is_leaf=Tensor.is_leaf,
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
-        autocast_is_on=autocast_is_on, untyped_storage=Tensor.untyped_storage, use_count=use_count,
-        top_saved_tensors_hooks=top_saved_tensors_hooks,
+        autocast_is_on=autocast_is_on,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
-        dispatch=dispatch.dispatch, first_call=dispatch.first_call, note=program.note,
-        note_error=lone_failure.note_error,
-        wrap_outputs=outputs.wrap_outputs, written=writes.written, share=views.share,
-        CallPlan=CallPlan, Answer=Answer, Out=Out, carry_out=run.carry_out, derive=run.derive,
-        no_origin=Origin.NONE, nothing=token.detached, orphan=token.orphan,
-        remember=reduction_cache.remember, strict_depth=strict.strict.current,
-        UNCOUNTED=versions.UNCOUNTED,
+        dispatch=dispatch.dispatch, first_call=dispatch.first_call, carry_out=run.carry_out,
+        note=program.note, note_error=lone_failure.note_error, wrap_outputs=outputs.wrap_outputs,
+        derive=run.derive, partial=partial, view_of_use=run.view_of_use, written=writes.written,
+        count=versions.count, share=views.share, nothing=token.detached, orphan=token.orphan,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
-        ProcessMesh=ProcessMesh, Replicate=Replicate, Shard=Shard, Partial=Partial,
-        reshard=reshards.reshard, first_reshard=reshards.first_reshard,
-        TAPE=TAPE, REGION=activation_checkpoint.INNERMOST, CHANNEL=p2p.CHANNEL,
-        current_world=current_runtime,
     )  # fmt: skip
     call_when_cleared(module.clear)
-    for name, method in module.methods().items():
-        own = getattr_static(DistTensor, name) is not getattr_static(Tensor, name)
-        if not own or name == "grad":
-            setattr(DistTensor, name, method)
+    for name in METHODS:
+        of_tensor, function = getattr(Tensor, name), getattr(Tensor, OPERATORS.get(name, name))
+        is_ours = getattr_static(DistTensor, name) is not getattr_static(Tensor, name)
+        if type(of_tensor) is MethodDescriptorType and not is_ours:
+            setattr(DistTensor, name, module.method(of_tensor, function))
     SHORTCUTS.append(module.shortcuts)
-    SHORTCUTS.append(lambda on: WRAP.__setitem__(0, module.wrap if on else wrapped))
-    SHORTCUTS.append(
-        lambda on: grad_sync.WAITING.__setitem__(0, module.waiting if on else grad_sync.waiting)
-    )
 
 
 module, why = _compiled()
@@ -110,9 +109,6 @@ if module is not None:
     _configure(module)
 
 _in_c = module is not None
-
-# Carries out ``dt.reshard(x, mesh, placements)`` of a DistTensor.
-reshard: Callable[..., DistTensor] = module.reshard if _in_c else reshards.reshard
 
 
 def carrier() -> Callable[..., Any]:
@@ -142,8 +138,8 @@ def using(in_c: bool) -> Iterator[None]:
 
 
 def _choose(in_c: bool) -> None:
-    global _in_c, reshard
-    _in_c, reshard = in_c, module.reshard if in_c else reshards.reshard
+    global _in_c
+    _in_c = in_c
     carry_out_with(carrier())
 
 

@@ -24,7 +24,6 @@ from disttensor.meta import execute as off_mesh
 from disttensor.pytree import collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
-from disttensor.tensor.awaited import started
 from disttensor.tensor.base import origin_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
@@ -239,8 +238,6 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
 def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A call on a rank outside the mesh."""
     mesh = plan.mesh
-    if plan.transfers:
-        return started(args[0], plan.results[0])
     plan = now_off_mesh(plan, args, kwargs)
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
         state.draw(mesh, "fast", state.generator_in(args, kwargs))

@@ -80,7 +80,6 @@ class MeshTensor(Tensor):
     _is_param: bool = False
     # a pending value as an earlier call reduced it: disttensor.dispatch.reduction_cache
     _reduced: Any = None
-    _once = False  # C++ knows the wrapper, and may make a view of it: it is no other's after this
 
     def like(self, local: Tensor, spec: DistSpec) -> Self:
         """Another tensor of this class."""

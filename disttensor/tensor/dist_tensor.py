@@ -99,7 +99,6 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             local = func(x.local, *args[1:], **(kwargs or {}))
             out = wrap(local, x.spec.with_dtype(local.dtype))
         if out is not None:
-            out._once = True
             return out
         refuse_collectives(func)
         raise RuntimeError(
@@ -150,19 +149,11 @@ def carry_out_with(dispatch: Callable[..., Any]) -> None:
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
-    """A DistTensor of what this rank computed."""
-    return WRAP[0](local, spec)
-
-
-def wrapped(local: Tensor, spec: DistSpec) -> DistTensor:
-    """The same in Python."""
+    """Returns a DistTensor of what this rank computed."""
     out: DistTensor = make_subclass(DistTensor, spec.meta_tensor)
     out.local = local
     out.spec = spec
     return out
-
-
-WRAP: list[Callable[[Tensor, DistSpec], DistTensor]] = [wrapped]  # what ``wrap`` is now
 
 
 def arrived(x: DistTensor) -> DistTensor:

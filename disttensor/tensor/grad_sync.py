@@ -5,7 +5,7 @@ buckets of at most BUCKET_BYTES."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -84,8 +84,9 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
     on all ranks."""
     by_axes: dict[tuple[ProcessMesh, Axes, torch.dtype, bool], list[Pending]] = {}
     seen: set[int] = set()
-    for number, p, grad in WAITING[0](list(params)):
-        if id(p) in seen:
+    for number, p in enumerate(list(params)):
+        grad = p.grad if type(p) is DistTensor else None
+        if grad is None or not grad.spec.layout.partial or id(p) in seen:
             continue
         seen.add(id(p))
         spec = grad.spec
@@ -103,20 +104,6 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
             bucket.append(member)
             size += bytes_here
         yield bucket
-
-
-def waiting(params: list[Any]) -> list[tuple[int, DistTensor, DistTensor]]:
-    """The gradients that are still to be summed: their numbers, their parameters, and they."""
-    grads = [p.grad if type(p) is DistTensor else None for p in params]
-    return [
-        (number, params[number], grad)
-        for number, grad in enumerate(grads)
-        if grad is not None and grad.spec.layout.partial
-    ]
-
-
-# What finds them now. In each step it looks at all parameters, and mostly there is nothing to sum.
-WAITING: list[Callable[[list[Any]], list[tuple[int, DistTensor, DistTensor]]]] = [waiting]
 
 
 @cached(4096)
