@@ -30,7 +30,7 @@ LINES = {
     "optim": 480,
     "parallel": 820,
     "patches": 1_300,
-    "pipeline": 3_150,
+    "pipeline": 3_160,
     "random": 860,
     "replay": 1_840,
     "reshard": 1_620,

@@ -68,6 +68,14 @@ def current_run() -> Run | None:
     return INNERMOST.get()
 
 
+def outermost_run() -> Run | None:
+    """Returns the outermost run of a region around this code; None outside of regions."""
+    run = INNERMOST.get()
+    while run is not None and run.outer is not None:
+        run = run.outer
+    return run
+
+
 def recompute_around(run: Run | None) -> Run | None:
     """The innermost recomputation that this code is part of."""
     while run is not None and not run.is_recompute:

@@ -68,6 +68,8 @@ class Tape:
         self._count = 0  # that numbers the nodes of its graph
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
+        self._region: Any = None  # of the last transfer, and the meshes that it computes on
+        self._met: dict[frozenset[int], ProcessMesh] = {}
         self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
         self._weights: dict[int, SplitBackward] = {}  # of visits whose I is over, and not their W
 
@@ -105,6 +107,8 @@ class Tape:
             )
         if self.order is not None and (with_grad or self.turns):
             self._check_order(src, dst)
+        if with_grad and (run := activation_checkpoint.outermost_run()) is not None:
+            self._check_region(run, src, dst)
         for mesh in (src, dst):
             if mesh not in self.meshes:
                 self.meshes.append(mesh)
@@ -127,6 +131,23 @@ class Tape:
                 f"not on the way that stages={list(self.order)} names. Give the meshes in the "
                 "order in which the step visits them, and a schedule that takes this way"
             )
+
+    def _check_region(self, run: Any, src: ProcessMesh, dst: ProcessMesh) -> None:
+        """The backward of each visit computes the region again: ranks that several of its meshes
+        share would do so more often than others, and their collectives would not match."""
+        if run is not self._region:
+            self._region, self._met = run, {}
+        for mesh in (src, dst):
+            own = frozenset(mesh.ranks)
+            for ranks, other in self._met.items():
+                if own != ranks and own & ranks:
+                    raise ValueError(
+                        f"pipeline.run: at {user_line()} a region of torch.utils.checkpoint comes "
+                        f"to {mesh!r}, and it computes on {other!r} too, which shares ranks "
+                        f"{sorted(own & ranks)} only. Reshard between regions, or give the meshes "
+                        "the same ranks"
+                    )
+            self._met[own] = mesh
 
     def begins(self, stages: Sequence[ProcessMesh]) -> None:
         """A model that is split over these visits begins to run. Raises ValueError, before anything

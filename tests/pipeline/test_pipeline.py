@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import pipeline
@@ -56,6 +57,26 @@ def deep(visits, tie=False, skip=False, chosen=False):
     return program
 
 
+def recomputed(on: Stages, count, schedule, stages=None):
+    """Two transfers inside a region that is computed again, with a product between them. The second
+    stage saves nothing in its part of the region."""
+    w0, b0, w1 = on.leaf(randn(5, 6), 0), on.leaf(randn(5), 0), on.leaf(randn(5, seed=1), 1)
+
+    def region(x):
+        h = torch.tanh(torch.nn.functional.linear(x, w0))
+        return on.to(h, 1) + on.to(h.sin() * b0, 1)
+
+    def step(batch):
+        x = on.value(batch, 0)
+        y = region(x) if on.meshes is None else checkpoint(region, x, use_reentrant=False)
+        return (y * w1).sum()
+
+    data = batches(count)
+    if on.meshes is None:
+        return [step(batch) for batch in data]
+    return pipeline.run(step, data, schedule, stages=stages)
+
+
 def check(program, meshes, seed, count, schedule, stages=None):
     """As in one process. The backward of the pipeline has run already."""
 
@@ -77,6 +98,14 @@ def check(program, meshes, seed, count, schedule, stages=None):
 @on_ranks(2)
 def test_two_stages(schedule, count, how):
     check(deep(2, **how), stage_meshes(), 0, count, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_transfers_inside_a_region_that_is_computed_again(schedule):
+    check(recomputed, stage_meshes(), 23, 3, schedule)
+    p2p.OUTBOX.flush(10.0)
+    assert not p2p.OUTBOX.open  # what a stage sends again is received again
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -238,6 +267,35 @@ def test_what_cannot_be_run():
     with pytest.raises(ValueError, match=r"2 stages.*3 stages|3 stages.*2 stages"):
         pipeline.run(step, data, pipeline.gpipe(3, 2))
     assert len(pipeline.run(step, data)) == 2  # and it still works
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+@on_ranks(3)
+def test_a_region_on_two_meshes_that_share_ranks(ranks):
+    """With the same ranks it is computed again on all of them alike. Else it is refused: rank 0
+    would sum over the stage once more than rank 1, for the visit that rank 1 does not have."""
+    stages = [dt.ProcessMesh([0, 1], ("x",)), dt.ProcessMesh([2], ("x",))]
+    aside, whole = dt.ProcessMesh(ranks, ("y",)), [dt.Replicate()]
+    w = dt.randn(6, 6, mesh=aside, requires_grad=True)
+    batch = dt.randn(2, 6, mesh=stages[0])
+
+    def region(x):
+        h = torch.tanh(dt.reshard(x, aside, whole) @ w)
+        h = dt.reshard(dt.reshard(h, stages[0], [dt.Partial()]), stages[0], whole)
+        return dt.reshard(h, stages[1], whole)
+
+    def step(x):
+        return checkpoint(region, x, use_reentrant=False).sum()
+
+    if len(ranks) == 1:
+        with pytest.raises(ValueError, match=r"which shares ranks \[0\] only"):
+            pipeline.run(step, [batch], stages=stages)
+        return
+    pipeline.run(step, [batch], stages=stages)
+    grads = w.grad.to_local() if w.is_initialized else None
+    w.grad = None
+    step(batch).backward()
+    assert grads is None or torch.equal(grads, w.grad.to_local())
 
 
 @on_ranks(2)
