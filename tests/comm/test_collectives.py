@@ -234,6 +234,9 @@ def test_background_collectives_give_what_the_others_give(ranks):
             for p in (*pending, *pending):
                 p.wait()
             assert equal(rows, collectives.all_gather(x, group)) and equal(flat, rows.view(-1))
+            for op in ("sum",) if dtype.is_complex else ("sum", "max"):
+                pending_part = collectives.reduce_scatter(rows, op, group, async_op=True)
+                assert equal(pending_part.wait(), collectives.reduce_scatter(rows, op, group))
 
 
 @on_ranks(2)

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from disttensor import runtime
-from disttensor.comm import watcher
+from disttensor.comm import failures, watcher
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
 from tests.support.pool import on_ranks
@@ -36,11 +37,9 @@ ALWAYS += ["late-raise-2", "unheard-leave-0", "unheard-kill-1"]
 
 
 def worlds(names):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.comm.deaths", *names]
-    done = subprocess.run(
-        command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout).items()
 
 
@@ -94,3 +93,47 @@ def test_a_process_lives_on_where_the_one_that_started_it_has_ended():
         os.getppid = parent
         del os.environ["TORCHELASTIC_RUN_ID"]
         started.stop()
+
+
+class Store:
+    def __init__(self, ended: int) -> None:
+        self.ended = ended
+
+    def add(self, key: str, count: int) -> int:
+        assert key == "ended" and not count
+        return self.ended
+
+    def set(self, key: str, value: str) -> None:
+        assert key == "left/0"
+
+
+@pytest.mark.parametrize("ended, raised", [(2, False), (1, False), (1, True)])
+def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
+    ended, raised, monkeypatch
+):
+    """With an error of its own it has posted that."""
+    now = time.monotonic()
+    clock = itertools.count(now)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))  # a second for each look
+    posted: list[str] = []
+    beside = SimpleNamespace(
+        lost=False, failed="", rank=0, size=3, keeps_store=True, store=Store(ended), stop=list
+    )
+    monkeypatch.setattr(failures, "last_runtime", lambda: SimpleNamespace(watcher=beside))
+    monkeypatch.setattr(failures, "post", posted.append)
+    if raised:
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    else:
+        monkeypatch.delattr(sys, "last_value", raising=False)
+    failures._leave()
+    told = ["rank 0 has ended its program before the others"]
+    assert posted == (told if ended < 2 and not raised else [])
+
+
+def test_a_process_that_has_ended_does_not_run():
+    assert watcher._runs(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
+    assert not watcher._runs(child.pid)
+    child.wait()
+    assert not watcher._runs(child.pid)

@@ -25,11 +25,9 @@ ALL = [f"{name}-{rank}" for name, rank in itertools.product(RUNS, range(3))]
 @pytest.mark.limit(200)
 def test_ranks_that_wait_for_a_rank_whose_call_raised_name_it():
     names = list(dict.fromkeys([*ALWAYS, *part(ALL, 1), *FINE]))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.comm.survivors", *names],
-        env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.comm.survivors", *names]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     for name, ranks in json.loads(done.stdout).items():
         failing = int(name.rsplit("-", 1)[1])
         for rank, (status, seconds, text) in enumerate(ranks):

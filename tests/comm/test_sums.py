@@ -13,6 +13,7 @@ from torch.utils import dlpack
 
 import disttensor as dt
 from disttensor.comm import sums
+from disttensor.tensor.base import place_of
 from tests.support.pool import on_ranks
 
 # How somebody holds the memory of a gradient, and the values that this one has.
@@ -81,6 +82,18 @@ def test_who_holds_a_gradient_does_not_see_its_sum(name):
     if name:
         found = values(kept).reshape(-1)
         torch.testing.assert_close(found, before.reshape(-1)[-len(found) :], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("who", ["shard_module", "shard_data_parallel"])
+@on_ranks(2)
+def test_a_gradient_that_nobody_holds_keeps_its_place(who):
+    net, x = trained(who)
+    for _ in range(3):
+        net.zero_grad()
+        net(x).sum().backward()
+        dt.sync_gradients(net)
+    places = [place_of(p) for p in net.parameters()]
+    assert all(place.bucket is places[0].bucket and not place.bucket.copied for place in places)
 
 
 @on_ranks(2)
