@@ -53,9 +53,10 @@ METHODS = (
     "view", "reshape", "transpose", "permute", "t", "flatten", "expand", "expand_as", "squeeze",
     "unsqueeze", "select", "narrow", "chunk", "unbind", "contiguous", "clone", "to", "float",
     "type_as", "add", "sub", "mul", "div", "matmul", "mm", "bmm", "pow", "neg", "abs", "exp", "log",
-    "sqrt", "rsqrt", "square", "sin", "cos", "tanh", "sigmoid", "relu", "clamp", "masked_fill", "sum",
-    "mean", "var", "max", "argmax", "cumsum", "softmax", "log_softmax", "gather", "add_", "sub_",
-    "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "sqrt_", "zero_", "copy_", "fill_", *OPERATORS,
+    "sqrt", "rsqrt", "square", "sin", "cos", "tanh", "sigmoid", "relu", "clamp", "masked_fill",
+    "sum", "mean", "var", "max", "argmax", "cumsum", "softmax", "log_softmax", "gather", "add_",
+    "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "sqrt_", "zero_", "copy_", "fill_",
+    *OPERATORS,
 )  # fmt: skip
 
 
