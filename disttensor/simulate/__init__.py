@@ -1,6 +1,6 @@
-"""A training step as thousands of ranks would do it, in one process: what they hold, send and
-compute.
+"""Simulates a training step of thousands of ranks in one process: their memory, communication,
+computation and time.
 
-``run.simulate`` has the program run as a few of the ranks, one after the other, on tensors without
-data. What they do is recorded below the engine, which is not changed for it.
+``run.simulate`` runs the program as a few of the ranks, one after the other, on tensors without
+data. A recorder below the engine records each of them; the engine is not changed.
 """

@@ -12,7 +12,7 @@ from disttensor.pipeline.schedules import NAMES
 from disttensor.simulate.devices import Network
 from disttensor.simulate.probe import Probe
 
-LARGE = SegmentBySize(128)  # MiB; without segments those of the engine
+LARGE = SegmentBySize(128)  # MiB; the engine has segments of its own size
 
 
 @dataclass(frozen=True)

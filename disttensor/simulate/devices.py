@@ -1,6 +1,6 @@
 """Devices and networks: the costs of kernels, collectives and messages.
 
-A kernel takes the longer of two times, that of its arithmetic and that of its memory traffic:
+The time of a kernel is the longer one of the times of its arithmetic and of its memory traffic:
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", CACM 2009.
 """
@@ -174,12 +174,11 @@ class Network:
         return len({self.node(r) for r in ranks}) > 1
 
     def collective(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
-        """Returns the seconds of a collective in which each rank sends ``nbytes``. The bandwidth is
-        that of rings, the latency the smaller one of rings and trees.
+        """Returns the seconds of a collective in which each rank sends ``nbytes``, with the
+        bandwidth of rings, and with the smaller latency of rings and trees.
 
         Between nodes all ranks of the group on one node send at once: Thakur, Rabenseifner and
-        Gropp, "Optimization of collective communication operations in MPICH", 2005.
-        """
+        Gropp, "Optimization of collective communication operations in MPICH", 2005."""
         on = Counter(self.node(r) for r in ranks)
         nodes, local = len(on), max(on.values())
         ring = self.within.latency * (local - 1) + self.between.latency * (nodes - 1)

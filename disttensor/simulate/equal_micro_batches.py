@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from disttensor.comm import p2p
 from disttensor.simulate.events import Collective, Event, Message, Wait
 from disttensor.simulate.memory import MemoryChange
-from disttensor.simulate.rank_run import Action, ActionSlice, PipelineRun, Position, RankRun
+from disttensor.simulate.rank_run import Action, ActionSlice, PipelineRun, RankRun, StepBuilder
 
 _OTHERS = 2  # actions of a kind up to this number have situations of their own
 _KEPT = 0.001  # of the memory at the end: a program may keep as much of each step, as losses
@@ -96,8 +95,7 @@ class _Filling:
 
     def __init__(self, run: RankRun) -> None:
         self.run = run
-        self.out = replace(run, events=[], comms=[], changes=[])
-        self.slices: list[ActionSlice] = []
+        self.builder = StepBuilder(run)
         self.numbers: dict[tuple[str, Any, int], int] = {}  # of storages and works
         self.alive: Counter[int] = Counter()  # bytes of each storage
         self.count: Counter[str] = Counter()  # collectives of each group
@@ -109,7 +107,7 @@ class _Filling:
         while at < len(run.slices):
             part = run.slices[at]
             if part.action is None:
-                self._add(at, part.run, None, (part.run, None), {})
+                self._add(at, None, (part.run, None), {})
                 at += 1
                 continue
             end = at
@@ -117,7 +115,7 @@ class _Filling:
                 end += 1
             self._fill_pipeline(part.run, run.runs[part.run], at, end)
             at = end
-        out = replace(self.out, slices=tuple(self.slices))
+        out = self.builder.build()
         more, held = Counter(out.held_at_end()), run.held_at_end()
         more.subtract(held)
         if max(map(abs, more.values())) > _KEPT * sum(held.values()):
@@ -144,28 +142,21 @@ class _Filling:
                 else:
                     place = once.get(other, at - (source - other))
                 places[other] = (number, place)
-            self._add(source, number, action, (number, at), places)
+            self._add(source, action, (number, at), places)
 
-    def _add(
-        self, source: int, number: int, action: Action | None, place: Any, places: dict[int, Any]
-    ) -> None:
+    def _add(self, source: int, action: Action | None, place: Any, places: dict[int, Any]) -> None:
         """Adds slice number ``source`` once more, at ``place``. ``places``: the places of the
         slices whose storages and works it uses."""
-        run, out, part = self.run, self.out, self.run.slices[source]
+        part = self.run.slices[source]
         self.users.setdefault(source, []).append(place)
-        start = self._position()
-        shift = start.events - part.start.events
-        for event in run.events[part.start.events : part.end.events]:
-            out.events.append(self._event(event, part, action, places))
-        for change in run.changes[part.start.changes : part.end.changes]:
+        events, changes, comms = self.run.cut(part)
+        events = [self._event(event, part, action, places) for event in events]
+        numbered = []
+        for change in changes:
             for block in self._changed_blocks(change, places):
                 self.alive[block] += change.nbytes
-                out.changes.append(change._replace(event=change.event + shift, block=block))
-        out.comms.extend(run.comms[part.start.comms : part.end.comms])
-        self.slices.append(ActionSlice(number, action, start, self._position()))
-
-    def _position(self) -> Position:
-        return Position(len(self.out.events), len(self.out.changes), len(self.out.comms))
+                numbered.append(change._replace(block=block))
+        self.builder.add(part, action, events, numbered, comms)
 
     def _event(
         self, event: Event, part: ActionSlice, action: Action | None, places: dict[int, Any]
@@ -218,10 +209,7 @@ def _works(run: RankRun) -> Made:
     """Returns which slice started each work."""
     out: Made = {}
     for number, part in enumerate(run.slices):
-        started = (
-            e.work for e in run.events[part.start.events : part.end.events]
-            if isinstance(e, Collective | Message)
-        )  # fmt: skip
+        started = [e.work for e in run.cut(part)[0] if isinstance(e, Collective | Message)]
         out.update((work, (number, nth)) for nth, work in enumerate(started))
     return out
 
@@ -230,7 +218,7 @@ def _blocks(run: RankRun) -> Made:
     """Returns which slice made each storage."""
     out: Made = {}
     for number, part in enumerate(run.slices):
-        seen = [change.block for change in run.changes[part.start.changes : part.end.changes]]
-        new = [b for b in dict.fromkeys(seen) if b >= run.blocks_before and b not in out]
+        seen = dict.fromkeys(change.block for change in run.cut(part)[1])
+        new = [b for b in seen if b >= run.blocks_before and b not in out]
         out.update((block, (number, nth)) for nth, block in enumerate(new))
     return out

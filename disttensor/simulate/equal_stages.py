@@ -20,7 +20,7 @@ from typing import Any
 from disttensor.comm.log import CommRecord
 from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.layers import counterparts, renamed
-from disttensor.simulate.rank_run import ActionSlice, Grid, Position, RankRun
+from disttensor.simulate.rank_run import ActionSlice, Grid, RankRun, StepBuilder
 
 _PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
 Label = tuple[int, Any]  # a pipeline run and an action
@@ -87,8 +87,8 @@ def derived_ranks(
 def _equal_stages(
     grids: Sequence[Grid], work: Mapping[tuple[int, ...], Any]
 ) -> Iterable[Sequence[int]]:
-    """Groups the stages, except the first and the last, by shape and work. A stage whose work is
-    not known is a group by itself."""
+    """Groups the stages, except the first and the last, by shape and work. A stage of
+    unknown work is a group by itself."""
     groups: list[list[int]] = []
     for s in range(1, len(grids) - 1):
         known = work.get(grids[s].ranks)
@@ -135,30 +135,23 @@ def _without_work(e: Event) -> Event:
 
 def derive(first: RankRun, last: RankRun, rank: DerivedRank) -> RankRun:
     """Returns the slices of ``first`` in the order of the derived rank's stage, with its layers and
-    with numbers between those of the two runs. Raises ValueError if the two are not alike."""
+    its numbers. Raises ValueError if the two are not alike."""
     mine, its = _by_label(first), _by_label(last)
     if mine.keys() != its.keys():
         raise ValueError("the two stages have different actions")
-    out = RankRun(rank.rank, [], [], first.held, [], [], (), first.runs)
-    slices: list[ActionSlice] = []
-    count: Counter[str] = Counter()
-    rename = _layer_names(first, rank)
-
-    def position() -> Position:
-        return Position(len(out.events), len(out.changes), len(out.comms))
-
+    like = replace(first, rank=rank.rank, warnings=[], blocks_before=0, layers={})
+    builder, count, rename = StepBuilder(like), Counter[str](), _layer_names(first, rank)
     for label in _order(first, rank.stage):
-        a, b = mine[label], its[label]
-        start = position()
-        shift = start.events - a.start.events
-        for x, y in zip(_cut(first.events, a, 0), _cut(last.events, b, 0), strict=True):
-            out.events.append(_event(x, y, rank, count, rename))
-        for change in _cut(first.changes, a, 1):
-            out.changes.append(change._replace(event=change.event + shift) if shift else change)
-        for one, other in zip(_cut(first.comms, a, 2), _cut(last.comms, b, 2), strict=True):
-            out.comms.append(_record(one, other, rank))
-        slices.append(ActionSlice(a.run, a.action, start, position()))
-    return replace(out, slices=tuple(slices))
+        (events, changes, comms), (its_events, _, its_comms) = (
+            first.cut(mine[label]), last.cut(its[label]),
+        )  # fmt: skip
+        pairs = zip(events, its_events, strict=True)
+        builder.add(
+            mine[label], mine[label].action,
+            [_event(x, y, rank, count, rename) for x, y in pairs], changes,
+            [_record(x, y, rank) for x, y in zip(comms, its_comms, strict=True)],
+        )  # fmt: skip
+    return builder.build()
 
 
 def _by_label(run: RankRun) -> dict[Label, ActionSlice]:
@@ -174,10 +167,6 @@ def _order(run: RankRun, stage: int) -> list[Label]:
             if part.run < len(run.runs):
                 out += [(part.run, action) for action in run.runs[part.run].orders[stage]]
     return out
-
-
-def _cut(rows: Sequence[Any], part: ActionSlice, field: int) -> Sequence[Any]:
-    return rows[part.start[field] : part.end[field]]
 
 
 def _layer_names(first: RankRun, rank: DerivedRank) -> Callable[[str], str]:

@@ -5,7 +5,7 @@ Model. A stage has its layers' share of the forward, the backward, the parameter
 memory. Kernels and collectives of a smaller micro-batch have proportionally less to do. To these
 are added the bubble of the schedule (``Schedule.bubble``), the part of the gradients' communication
 that the last backward does not hide, and the time of the host for visits. A stage sends to the
-stage before after its gradients are on their way. Collectives over cp are those of attention.
+stage before after its gradients are on their way. Collectives over cp belong to attention.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What is worth a warning: work that is dealt out unevenly, axes that lie the wrong way round,
-memory that does not fit."""
+"""Finds reasons for warnings: uneven work, axes in the wrong order, memory that does not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _IN_SEGMENTS = {
 
 
 def findings(kinds: Sequence[Kind], device: Device, network: Network) -> list[str]:
-    """Sentences, each with what to do instead."""
+    """Returns sentences, each with a fact and its remedy."""
     return [
         *_uneven(kinds),
         *_wrong_way_round(kinds, network),
@@ -32,8 +31,8 @@ def findings(kinds: Sequence[Kind], device: Device, network: Network) -> list[st
 
 
 def _uneven(kinds: Sequence[Kind]) -> Iterator[str]:
-    """Stages with more work than the mean, in one sentence where they have the same; and ranks with
-    more than the mean of their own stage."""
+    """Yields the stages with more work than the mean, equal ones in one sentence, and the ranks
+    with more work than the mean of their own stage."""
     stages: dict[int | None, list[Kind]] = {}
     for k in kinds:
         stages.setdefault(k.stage, []).append(k)
@@ -65,13 +64,14 @@ def _those(stages: Container[int | None]) -> str:
 
 
 def _mean_work(kinds: Sequence[Kind]) -> float:
-    """Seconds for which a rank computes, in the mean."""
+    """Returns the mean seconds for which a rank computes."""
     ranks = sum(len(k.ranks) for k in kinds)
     return sum(k.timeline.total("compute") * len(k.ranks) for k in kinds) / ranks
 
 
 def _wrong_way_round(kinds: Sequence[Kind], network: Network) -> Iterator[str]:
-    """An axis that would fit into a node, and spans several, while one that sends less does not."""
+    """Yields axes that would fit into a node, and span several, while an axis that sends less does
+    not."""
     sent: dict[str, int] = {}
     sizes: dict[str, int] = {}
     across: set[str] = set()
@@ -96,7 +96,8 @@ def _wrong_way_round(kinds: Sequence[Kind], network: Network) -> Iterator[str]:
 
 
 def _too_full(kinds: Sequence[Kind], device: Device) -> Iterator[str]:
-    """Memory that does not fit, or nearly, and what of it recomputation would save."""
+    """Yields ranks whose memory does not fit, or nearly so, with the bytes that recomputation
+    saves."""
     if device.memory is None:
         return
     said: dict[str, list[int]] = {}
@@ -120,7 +121,7 @@ def _too_full(kinds: Sequence[Kind], device: Device) -> Iterator[str]:
 
 
 def _large(kinds: Sequence[Kind]) -> Iterator[str]:
-    """A tensor that is larger than any segment of gathered parameters."""
+    """Yields tensors that are larger than all segments of gathered parameters."""
     said = set[str]()
     for k in kinds:
         segment, _ = k.memory.largest.get("gathered parameters", (0, ""))

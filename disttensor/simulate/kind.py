@@ -1,4 +1,4 @@
-"""A kind of rank: what one of its ranks sends, holds, computes, and when."""
+"""A kind of rank: communication, memory, computation and time of one of its ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ Volume = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Ranks that do the same as ``rank`` does. ``stage``: theirs, from 0, in the first pipeline run
-    of the step, None where they are in none or there is none. ``comms``: its collectives and the
-    messages that it sends, as ``record_comms`` gives them; ``memory``: in bytes by category;
-    ``timeline``: its spans, in seconds."""
+    """Ranks that do the same as ``rank``.
+
+    comms     its collectives and the messages that it sends, as ``record_comms`` returns them
+    memory    in bytes by category
+    timeline  its spans, in seconds
+    stage     of the ranks in the first pipeline run of the step; None: there is none
+    """
 
     ranks: tuple[int, ...]
     rank: int
@@ -45,13 +48,14 @@ class Kind:
 
     @cached_property
     def layers(self) -> Flops:
-        """FLOPs of one rank by the module that does them itself, and by phase: ``{"mlp.up":
-        {"forward": 8, "backward": 16}}``. The name is the module's path in its model; "(outside
-        modules)" is what no module does."""
+        """FLOPs of one rank by module and phase: ``{"mlp.up": {"forward": 8, "backward": 16}}``. A
+        module does not include the modules inside. The name is its path in the model; "(outside
+        modules)" is the rest."""
         return by_layer(self.events)
 
     def flops_by(self, by: str = "phase") -> dict[str, int]:
-        """FLOPs of one rank by "phase", "layer", "where", "dtype" or the "name" of the operator."""
+        """Returns the FLOPs of one rank by "phase", "layer", "where", "dtype" or "name" of the
+        operator."""
         out: Counter[str] = Counter()
         for e in self.events:
             if isinstance(e, Op) and e.flops:
@@ -59,8 +63,8 @@ class Kind:
         return dict(out)
 
     def volume(self, by: str = "axis") -> Volume:
-        """(number, bytes) of what one rank sends, by what each CommRecord has as ``by``: "axis",
-        "kind", "phase" or "where". The axis of messages is "stages"."""
+        """Returns (number, bytes) of the collectives and sent messages of one rank, by a field of
+        CommRecord: "axis", "kind", "phase" or "where". The axis of messages is "stages"."""
         count: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for r in self.comms:
@@ -70,7 +74,7 @@ class Kind:
         return {key: (count[key], nbytes[key]) for key in sorted(count)}
 
     def sent_by_phase(self, axis: str) -> dict[str, int]:
-        """Bytes of what one rank sends over an axis, in the phases in which it does."""
+        """Returns the bytes that one rank sends over an axis, by phase."""
         out: Counter[str] = Counter()
         for e in self.events:
             if isinstance(e, Message):
@@ -81,7 +85,7 @@ class Kind:
         return dict(out)
 
     def messages(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(number, bytes) of the messages of one rank, by ("sent" or "received", phase)."""
+        """Returns (number, bytes) of the messages of one rank, by ("sent" or "received", phase)."""
         out: dict[tuple[str, str], tuple[int, int]] = {}
         for e in self.events:
             if isinstance(e, Message):
@@ -91,8 +95,8 @@ class Kind:
         return out
 
     def between_nodes(self, network: Network) -> int:
-        """Bytes that one rank sends in collectives over several nodes and in messages to another
-        one."""
+        """Returns the bytes that one rank sends in collectives over several nodes, and in messages
+        to another node."""
         return sum(
             e.nbytes
             for e in self.events
@@ -101,7 +105,7 @@ class Kind:
         )
 
     def as_dict(self, network: Network) -> dict[str, Any]:
-        """All figures as plain data."""
+        """Returns all figures as plain data."""
         return {
             "ranks": list(self.ranks),
             "peak_memory": self.peak_memory,
@@ -131,7 +135,7 @@ class Kind:
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """``0-3, 8``: ranks in runs, of many the first."""
+    """Returns the names of ranks as ``0-3, 8``. Of many runs only the first ones are named."""
     runs: list[list[int]] = []
     for r in ranks:
         if runs and r == runs[-1][1] + 1:

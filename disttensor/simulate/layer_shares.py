@@ -1,5 +1,4 @@
-"""What part of the FLOPs each layer does: layers rolled up to the modules that they are in, and as
-tables."""
+"""The part of the FLOPs that each layer does: sums over the modules around it, and tables."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _ROWS = 12  # of a table
 
 
 def by_layer(events: Iterable[Event]) -> Flops:
-    """FLOPs by the layer that does them itself, and by phase."""
+    """Returns the FLOPs by layer, without the layers inside it, and by phase."""
     count: Counter[tuple[str, str]] = Counter()
     for e in events:
         if isinstance(e, Op) and e.flops:
@@ -27,7 +26,7 @@ def by_layer(events: Iterable[Event]) -> Flops:
 
 
 def added(parts: Iterable[tuple[str, Mapping[str, int], int]]) -> Flops:
-    """The sum over (layer, its FLOPs by phase, how often)."""
+    """Returns the sum of (layer, its FLOPs by phase, factor)."""
     out: Flops = {}
     for layer, phases, times in parts:
         sums = out.setdefault(layer, {})
@@ -37,15 +36,15 @@ def added(parts: Iterable[tuple[str, Mapping[str, int], int]]) -> Flops:
 
 
 def rolled_up(layers: Flops, depth: int) -> Flops:
-    """The same, where layers deeper than so many names count as the module that they are in."""
+    """Adds the layers whose names have more than ``depth`` parts to the modules around them."""
     short = {layer: ".".join(layer.split(".")[:depth]) for layer in layers}
     return added((short[layer], phases, 1) for layer, phases in layers.items())
 
 
 def largest(layers: Flops, most: int = _ROWS) -> Flops:
-    """The modules that do most, with all in them, each after the one that it is in. Those that
-    differ by a number alone, and have modules in them, are one: ``blocks.*``. What does as much as
-    a module in it is left out."""
+    """Returns the modules that do most, including the modules inside, each after the module around
+    it. Modules whose names differ by a number, and that contain modules, are one: ``blocks.*``. A
+    module that does as much as a module inside is omitted."""
     inner = {above for layer in layers for above in _above(layer)}
     starred = {layer: _starred(layer, inner) for layer in layers}
     tree = added((above, phases, 1) for layer, phases in layers.items()
@@ -57,7 +56,7 @@ def largest(layers: Flops, most: int = _ROWS) -> Flops:
 
 
 def _above(layer: str) -> Iterator[str]:
-    """The modules that it is in, the outermost first."""
+    """Yields the modules around a layer, the outermost first."""
     at = layer.find(".")
     while at >= 0:
         yield layer[:at]
@@ -74,13 +73,13 @@ def _starred(layer: str, inner: set[str]) -> str:
 
 
 def _in_order(tree: Flops) -> list[str]:
-    """Names as a tree is walked, those of one module as they were met."""
+    """Sorts names as a walk over the tree; the modules inside one module keep their order."""
     at = {name: i for i, name in enumerate(tree)}
     return sorted(tree, key=lambda name: [at[path] for path in (*_above(name), name)])
 
 
 def rows(layers: Flops) -> list[tuple[str, ...]]:
-    """A table with its head."""
+    """Returns the rows of a table, the first of which is its head."""
     total = sum(sum(phases.values()) for phases in layers.values())
     out: list[tuple[str, ...]] = [("FLOP by layer", *PHASES[:2], "share")]
     for name, phases in largest(layers).items():
@@ -90,7 +89,7 @@ def rows(layers: Flops) -> list[tuple[str, ...]]:
 
 
 def html(layers: Flops) -> str:
-    """The same as a table of a page, the shares with a bar."""
+    """Returns the table as HTML, with bars for the shares."""
     head, *body = rows(layers)
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head) + "<th></th>"]
     for *cells, share in body:

@@ -1,5 +1,4 @@
-"""A report as one page for people: its figures, pictures and warnings, without anything from
-elsewhere."""
+"""A report as one HTML page that loads nothing else: figures, pictures and warnings."""
 
 from __future__ import annotations
 
@@ -54,9 +53,18 @@ def page(
     title: str, figures: dict[str, Any], rows: Sequence[Sequence[str]], warnings: Iterable[str],
     memory: Sequence[str], volume: str, timeline: str, layers: Sequence[tuple[str, str]],
 ) -> str:  # fmt: skip
-    """HTML. ``figures`` are in it as JSON, in the element ``report``; ``rows``: a table with its
-    head; ``memory``, ``volume``, ``timeline``: SVG; ``layers``: tables, each with what it is of,
-    the first of which is open."""
+    """Returns the page.
+
+    Args:
+        title: of the page.
+        figures: are stored as JSON in the element ``report``.
+        rows: the table of kinds, with its head.
+        warnings: sentences.
+        memory: SVG pictures.
+        volume: an SVG picture.
+        timeline: an SVG picture.
+        layers: titles and tables; the first one is open.
+    """
     head, *body = ["".join(f"<td>{escape(c)}</td>" for c in row) for row in rows]
     said = "".join(f"<li>{escape(w)}</li>" for w in warnings) or "<li>none</li>"
     shares = "".join(

@@ -58,7 +58,7 @@ def plan_strategy(
             are estimated from rank 0 without stages, for each tp; the best are simulated.
         device: the costs of kernels.
         network: the costs of collectives and messages.
-        memory: bytes that a rank may use. Default: those of the device.
+        memory: bytes that a rank may use. Default: the memory of the device.
         values: the result of reading data, see ``simulate``.
         like: the other options of all strategies, as ``dt.Strategy(amp="bf16")``.
         most: how many strategies to simulate on all ranks, if ``candidates`` is not given.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -125,6 +125,14 @@ class RankRun:
         grids = self.runs[0].grids if self.runs else ()
         return next((s for s, grid in enumerate(grids) if self.rank in grid.ranks), None)
 
+    def cut(self, part: ActionSlice) -> tuple[list[Event], list[MemoryChange], list[CommRecord]]:
+        """Returns the events, memory changes and CommRecords of a slice."""
+        a, b = part.start, part.end
+        return (
+            self.events[a.events : b.events], self.changes[a.changes : b.changes],
+            self.comms[a.comms : b.comms],
+        )  # fmt: skip
+
     def held_at_end(self) -> Held:
         """Returns the bytes by category when the step ends."""
         out = dict(self.held)
@@ -135,6 +143,33 @@ class RankRun:
     @cached_property
     def memory(self) -> Memory:
         return summary(self.held, self.changes)
+
+
+class StepBuilder:
+    """Builds a step from slices of recorded ones. ``like``: the run whose other fields are kept."""
+
+    def __init__(self, like: RankRun) -> None:
+        self._run = replace(like, events=[], changes=[], comms=[])
+        self._slices: list[ActionSlice] = []
+
+    def add(
+        self, part: ActionSlice, action: Action | None, events: Iterable[Event],
+        changes: Iterable[MemoryChange], comms: Iterable[CommRecord],
+    ) -> None:  # fmt: skip
+        """Appends a slice with the number of ``part``. ``changes`` have the event numbers of
+        ``part``."""
+        start = self._position()
+        shift = start.events - part.start.events
+        self._run.events.extend(events)
+        self._run.changes.extend(c._replace(event=c.event + shift) for c in changes)
+        self._run.comms.extend(comms)
+        self._slices.append(ActionSlice(part.run, action, start, self._position()))
+
+    def build(self) -> RankRun:
+        return replace(self._run, slices=tuple(self._slices))
+
+    def _position(self) -> Position:
+        return Position(len(self._run.events), len(self._run.changes), len(self._run.comms))
 
 
 class ActionRecorder(pipeline.Recorder):

@@ -1,4 +1,4 @@
-"""What a simulated step costs: for each kind of rank, and all of them together."""
+"""The result of ``simulate``: the figures of each kind of rank, and of all ranks together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What ``dt.simulate`` has found: one Kind for all ranks that do the same. Prints as tables.
-    ``said``: the warnings of the program itself, such as those of fallbacks that gather."""
+    """The result of ``dt.simulate``: one Kind for all ranks that do the same. Prints as tables.
+    ``said``: the warnings of the program itself, for example of a fallback that gathers."""
 
     world: int
     kinds: list[Kind]
@@ -44,7 +44,7 @@ class Report:
     @property
     def bubble(self) -> float:
         """The part of all ranks' time, 0 to 1, in which they wait for another stage, or have
-        nothing left to do."""
+        ended."""
         idle = self._sum(lambda k: k.timeline.total("wait for a stage") - k.timeline.end)
         return idle / self._time + 1 if self._time else 0.0
 
@@ -56,8 +56,8 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation, 0 to 1: three times the FLOPs of the forwards (a backward does
-        twice those of its forward), over what the devices could do in this time. Chowdhery et al.,
+        """Model FLOPs utilisation, 0 to 1: three times the FLOPs of the forwards (a backward has
+        twice as many), divided by the peak FLOPs of the devices in this time. Chowdhery et al.,
         "PaLM", 2022, appendix B."""
         by: Counter[str] = Counter()
         for k in self.kinds:
@@ -76,8 +76,8 @@ class Report:
         return int(self._sum(lambda k: k.flops))
 
     def share_of_stages(self) -> dict[int, float]:
-        """The part, 0 to 1, of all FLOPs that the ranks of each stage do; empty without a pipeline.
-        Of lines, ``Kind.flops_by("where")`` says it."""
+        """Returns the part, 0 to 1, of all FLOPs that the ranks of each stage do; empty without a
+        pipeline. ``Kind.flops_by("where")`` returns FLOPs by line."""
         out: Counter[int] = Counter()
         for k in self.kinds:
             if k.stage is not None:
@@ -86,14 +86,14 @@ class Report:
 
     @cached_property
     def layers(self) -> layer_shares.Flops:
-        """FLOPs of all ranks together, as ``Kind.layers`` has those of one."""
+        """FLOPs of all ranks together, by layer and phase, as ``Kind.layers`` of one rank."""
         return layer_shares.added(
             (layer, phases, len(k.ranks)) for k in self.kinds for layer, phases in k.layers.items()
         )
 
     def share_of_layers(self, depth: int | None = None) -> dict[str, float]:
-        """The part, 0 to 1, of all FLOPs that each layer does. With ``depth`` layers deeper than so
-        many names count as the module that they are in: "blocks.3" of "blocks.3.mlp.up"."""
+        """Returns the part, 0 to 1, of all FLOPs that each layer does. Layers whose names have more
+        than ``depth`` parts count for the module around them: "blocks.3" for "blocks.3.mlp.up"."""
         if depth is not None:
             check_int("share_of_layers: depth", depth, 1, "a number of names")
         layers = self.layers if depth is None else layer_shares.rolled_up(self.layers, depth)
@@ -101,7 +101,7 @@ class Report:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What is worth a change, each with what to do instead."""
+        """Sentences, each with a fact and its remedy."""
         return [*self.said, *findings(self.kinds, self.device, self.network)]
 
     def _sum(self, of: Any) -> float:
@@ -112,8 +112,9 @@ class Report:
         return self.step_time * sum(len(k.ranks) for k in self.kinds)
 
     def on(self, *, device: Device | None = None, network: Network | None = None) -> Report:
-        """What the same step would take on another device, or over another network. The program
-        does not run again; its collectives are those for the backend of the first device."""
+        """Returns the report of the same step on another device, or over another network. The
+        program does not run again; its collectives stay those of the backend of the first
+        device."""
         device, network = device or self.device, network or self.network
         runs = [(k.ranks, k.rank, k.events) for k in self.kinds]
         rows = timelines(runs, self.world, device, network)
@@ -123,7 +124,7 @@ class Report:
     # Some of them ---------------------------------------------------------------------------------
 
     def kind_of(self, rank: int) -> Kind:
-        """The kind of a rank. Raises ValueError for one that was not simulated."""
+        """Returns the kind of a rank. Raises ValueError for a rank that was not simulated."""
         found = next((k for k in self.kinds if rank in k.ranks), None)
         if found is None:
             there = names_of(sorted(r for k in self.kinds for r in k.ranks))
@@ -145,7 +146,7 @@ class Report:
     # As files and text ----------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures as plain data: bytes, counts, FLOPs, seconds."""
+        """Returns all figures as plain data: bytes, counts, FLOPs, seconds."""
         return {
             "world": self.world,
             "device": self.device.name,
@@ -169,7 +170,7 @@ class Report:
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> Path:
         """Writes the time line to ``path``, for Perfetto and chrome://tracing: a process for each
-        kind of rank, with threads for what it computes, sends and waits for."""
+        kind of rank, with threads for computing, communication and waiting."""
         processes = []
         for k in self.kinds:
             spans = [
@@ -180,9 +181,9 @@ class Report:
         return write_chrome_trace(path, processes, _LANES)
 
     def to_html(self, path: str | PathLike[str]) -> Path:
-        """Writes one page for people to ``path``, without anything from elsewhere: a table of the
-        kinds, warnings, the layers that do most, and the pictures of ``to_svg``, a time line to
-        zoom into among them. Its element ``report`` has the figures of ``to_json``."""
+        """Writes one HTML page to ``path``, which loads nothing else: a table of the kinds,
+        warnings, the layers that do most, and the pictures of ``to_svg``, with a time line to zoom
+        into. Its element ``report`` has the figures of ``to_json``."""
         held = [pictures.memory(k) for k in sorted(self.kinds, key=lambda k: -k.peak_memory)]
         file = Path(path)
         file.write_text(
@@ -244,7 +245,7 @@ class Report:
 
     @property
     def _of_layers(self) -> list[tuple[str, str]]:
-        """Tables of the page, each with what it is of: of all ranks, and of each kind."""
+        """The tables of layers of the page, with titles: of all ranks, and of each kind."""
         parts = [("all ranks", self.layers)]
         if len(self.kinds) > 1:
             parts += [(f"one of ranks {names_of(k.ranks)}", k.layers) for k in self.kinds]

@@ -1,5 +1,5 @@
-"""What an operator gives on tensors without data, remembered: torch finds it out in a fifth of a
-millisecond, and a step asks for the same a thousand times."""
+"""Caches the results of operators on tensors without data: torch needs a fifth of a millisecond for
+one, and a step has thousands of equal calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _aten = torch.ops.aten
 _EMPTY = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
 }  # fmt: skip
-# torch's counter knows the kernels of GPUs; those of the CPU, on whose tensors a program runs here,
-# compute the same.
+# torch's counter has formulas for the kernels of GPUs. The kernels of the CPU, on whose tensors a
+# program runs here, compute the same.
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward:
@@ -32,9 +32,12 @@ _COUNTED_AS = {
 
 
 class _Out(NamedTuple):
-    """A tensor of a result. ``of``: the argument that it is (``same``) or is a view of; None: it is
-    a new one. ``reach``: bytes of a storage up to its last element. ``like``: what fakes on its
-    device have."""
+    """A tensor of a result.
+
+    of      the argument that it is (``same``) or is a view of; None: it is a new tensor
+    reach   bytes of its storage up to its last element
+    like    a fake tensor of the same device
+    """
 
     of: int | None
     same: bool
@@ -47,7 +50,7 @@ class _Out(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one operator: see ``events.Op``. ``views``: it gives nothing new."""
+    """The cost of an operator, see ``events.Op``. ``views``: it makes no new tensor."""
 
     flops: int
     nbytes: int
@@ -64,7 +67,7 @@ _known: dict[Any, tuple[Any, Cost]] = {}
 
 
 def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
-    """``func(*args, **kwargs)`` in the FakeTensorMode ``mode``, and what it costs."""
+    """Returns ``func(*args, **kwargs)`` in the FakeTensorMode ``mode``, and its cost."""
     try:
         named = [(k, _key(v)) for k, v in kwargs.items()]
         # torch reads the default dtype in factories and promotions of numbers
@@ -87,7 +90,7 @@ def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
 
 
 def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
-    """What the kernel of ``func`` computes, reads and writes, with or without data."""
+    """Returns the cost of the kernel of ``func``, with or without data."""
     ins: list[Tensor] = collect((args, kwargs), [])
     outs: list[Tensor] = [out] if isinstance(out, Tensor) else collect(out, [])
     if not outs and func._schema.is_mutable:  # of a list of tensors
@@ -105,8 +108,8 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """The numbers of queries and keys, if it is an attention whose kernel is told that it is
-    causal: they are the last dim but one."""
+    """Returns the numbers of queries and keys of an attention with ``is_causal``, else (). The
+    numbers are the last dim but one."""
     at = _causal_at(func)
     if at is None:
         return ()
@@ -116,7 +119,7 @@ def _causal(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
 
 @cache
 def _causal_at(func: Any) -> list[tuple[str, int]] | None:
-    """Where its queries, its keys and ``is_causal`` stand."""
+    """Returns the positions of queries, keys and ``is_causal`` in the arguments."""
     names = [a.name for a in func._schema.arguments]
     wanted = "query", "key", "is_causal"
     return [(n, names.index(n)) for n in wanted] if {*wanted} <= {*names} else None
@@ -124,13 +127,13 @@ def _causal_at(func: Any) -> list[tuple[str, int]] | None:
 
 @cache
 def formulas() -> Any:
-    """torch's table, to which anyone may add. Its module is imported when it is needed: that makes
-    operators."""
+    """Returns torch's table of formulas, to which programs may add. Its module is imported at the
+    first use, because the import makes operators."""
     return importlib.import_module("torch.utils.flop_counter").flop_registry
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """torch's formula for the FLOPs of an operator."""
+    """Returns torch's formula for the FLOPs of an operator, or None."""
     packet = func._overloadpacket
     found: Callable[..., int] | None = formulas().get(_COUNTED_AS.get(packet, packet))
     return found
@@ -141,13 +144,13 @@ def _written(argument: Any) -> bool:
 
 
 def _touched(t: Tensor) -> int:
-    """Bytes that are read or written: of a tensor that was expanded, those that are there."""
+    """Returns the bytes that are read or written; expanded elements count once."""
     there = math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
     return min(there * t.itemsize, _reach(t.shape, t.stride(), 0, t.itemsize))
 
 
 def _reach(shape: Any, strides: Any, offset: int, itemsize: int) -> int:
-    """Bytes of a storage up to the last element."""
+    """Returns the bytes of a storage up to the last element."""
     if 0 in shape:
         return 0
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -170,7 +173,7 @@ def _key(x: Any) -> Any:
 
 
 def _noted(out: Any, tensors: list[Any], mode: Any) -> Any:
-    """What is to be made again of ``out``: an _Out, a list or tuple of them, None."""
+    """Returns a description of ``out``: an _Out, a list or tuple of them, None."""
     if out is None:
         return None
     if type(out) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Figures for people."""
+"""Formats figures for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first to the left, the others to the right."""
+    """Returns lines of columns: the first aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -18,7 +18,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in a unit that reads well: powers of 1024."""
+    """Formats bytes with a unit: powers of 1024."""
     if abs(nbytes) < 1024:
         return f"{nbytes:,.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -29,7 +29,7 @@ def amount(nbytes: float) -> str:
 
 
 def quantity(n: float) -> str:
-    """A number with a prefix: powers of 1000."""
+    """Formats a number with a prefix: powers of 1000."""
     if abs(n) < 1000:
         return f"{n:,.0f}"
     for prefix in ("k", "M", "G", "T"):
