@@ -21,6 +21,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import ProcessMesh, Shard
+from disttensor.checkpoint.storage import Reader
 from disttensor.checkpoint.synced_file import SyncedFile, sum_of
 from tests.checkpoint import runs
 from tests.support.pool import ROOT, on_ranks, run_on_ranks
@@ -121,6 +122,8 @@ def test_what_is_kept_and_given_back(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # it says that it is alone
         dcp.load(flat, checkpoint_id=tmp_path / "run" / "000003-step-3", no_dist=True)
     assert all(torch.equal(x, plain.state_dict()[name]) for name, x in flat["model"].items())
+    written = Reader(tmp_path / "run" / "000003-step-3").read_metadata()
+    assert written.planner_data is None  # names are flat: no path of keys for each of them
     tied, its = small(tie=True)
     checkpoints.save(4, background=True, model=tied, optimizer=its)
     again, other_its = small(tie=True)

@@ -4,6 +4,9 @@ what was put off, and what is kept until then."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import pipeline
 from disttensor.pipeline import unsplit
+from disttensor.pipeline.tape import Tape
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes
 
@@ -177,3 +181,14 @@ def test_weights_of_a_stage_that_leaves_for_a_mesh_of_its_ranks_and_comes_back()
         return [weight.grad.to_local() for weight in w if weight.is_initialized]
 
     assert all(map(torch.equal, gradients("zero_bubble"), gradients("1f1b")))
+
+
+def test_the_weights_of_the_visits_that_are_named_alone():
+    tape, done = Tape(list), list[int]()
+    for visit in range(4):
+        of: Any = SimpleNamespace(weights=partial(done.append, visit))
+        tape._weights[visit] = of
+    tape.weights(1, 2)
+    assert done == [2, 1]
+    tape.weights(0, 3)
+    assert done == [2, 1, 3, 0]

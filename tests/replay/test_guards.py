@@ -93,6 +93,21 @@ def test_a_change_is_seen_where_uses_vary(name):
     agree(make, *[batch] * 4, steps=[None, None, change], replays=-1)
 
 
+class Cuts(MLP):
+    """Computes with a piece of a weight that is replicated."""
+
+    def forward(self, x):
+        weight = self.up.weight
+        return F.linear(x, dt.reshard(weight, weight.process_mesh, [R, S0]))
+
+
+@on_ranks(2)
+def test_a_hook_on_a_parameter_that_is_cut_is_seen():
+    mesh = mesh_of(2)
+    make, batch = twice(dt.shard_module(Cuts(), mesh, {})), fed(mesh, 5, 6, at=(R, R))
+    agree(make, *[batch] * 4, steps=[None, None, hooked], replays=2)
+
+
 @on_ranks(1)
 def test_a_hook_on_a_module_in_it_ends_the_replays_and_its_removal_begins_them_again():
     make, batch = on_one()
@@ -233,6 +248,14 @@ def _rolled(x):
     return x * random.random()
 
 
+def _rewound(x):
+    torch.rand(1)  # the generator is not as it was seeded
+    state = torch.default_generator.get_state()
+    numbers = torch.rand(6)
+    torch.default_generator.set_state(state)
+    return x * (numbers == torch.rand(6))
+
+
 @torch.no_grad()
 def _counted(x):
     return x * x.sum().item()
@@ -266,6 +289,7 @@ REFUSED = {
     "numpy": (lambda x: x * float(x.detach().numpy().sum()), "reads a value"),
     "print": (lambda x: (repr(x), x * 2)[1], "reads a value"),
     "random of Python": (_rolled, "Python's or numpy's generator"),
+    "generator set back": (_rewound, "it seeds torch's generator"),
     "random outside of torch": (lambda x: x * dt.rand(6, mesh=x.process_mesh), "random numbers"),
     "another Function": (lambda x: Cut.apply(x) * 1, "custom autograd.Function"),
     "hook inside": (_hooked_inside, "register_hook"),
@@ -320,7 +344,10 @@ def test_a_pending_sum_from_outside_is_not_recorded():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("write", [lambda z: z.mul_(2), lambda z: z.bernoulli_(0.5)])
+@pytest.mark.parametrize(
+    "write",
+    [lambda z: z.mul_(2), lambda z: z.bernoulli_(0.5), lambda z: z.to_local().detach().mul_(2)],
+)
 @pytest.mark.parametrize("at", [(R, R), (R, S0)])
 def test_a_view_of_what_is_written_to_later_is_not_recorded_if_its_uses_may_vary(write, at):
     def f(x):
