@@ -1,5 +1,4 @@
-"""DistTensor: the class, its gradients, views that had to copy, its Python values, and resharding
-it.
+"""DistTensor: the class, its gradients, copies in place of views, Python values, and resharding.
 
-Not here: how a torch function on it is carried out (``disttensor.dispatch``).
+``disttensor.dispatch`` runs torch functions on it.
 """

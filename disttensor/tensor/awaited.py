@@ -1,17 +1,16 @@
-"""The result of a reshard that is under way: it is waited for where it is first read.
+"""The result of a reshard whose collective still runs: the first read waits for it.
 
-``dt.reshard`` within a mesh begins its collective, and gives an ``Awaited``: a DistTensor whose
-slot ``local`` is empty. Metadata is there, autograd's graph is made around the memory that the
-collective fills, and the program goes on. Whoever reads the local comes to ``__getattr__``, which
-waits, and makes a DistTensor of it for good: on all others nothing is looked up but what is there.
+``dt.reshard`` within a mesh starts its collective and returns an ``Awaited``: a DistTensor whose
+slot ``local`` is empty. Metadata is available, autograd's graph is built around the memory that the
+collective fills, and the program continues. Reading ``local`` calls ``__getattr__``, which waits
+and turns the object into a DistTensor. Other DistTensors pay nothing for this.
 
-Whether a reshard begins or is waited for at once follows from the specs, so all ranks begin the
-same collectives in the order of the program; where each of them waits makes no difference to the
-others. What is sent is a copy, or memory that nobody else has: the source may be written to at
-once.
+The specs decide whether a reshard runs in the background, so all ranks start the same collectives
+in program order. Ranks may wait at different places. The collective sends a copy, or memory that
+nothing else refers to, so the source may be written to at once.
 
-A class of its own and no ``__getattr__`` of DistTensor: with one, Python 3.11 looks up each
-attribute of each DistTensor the long way.
+This is a separate class because a ``__getattr__`` on DistTensor would slow down every attribute
+access in Python 3.11.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ Tensor = torch.Tensor
 
 
 class Arrival:
-    """The local that ``work`` fills. What is dropped unread is waited for, too: memory that is
-    written to must not be given to somebody else."""
+    """The local that ``work`` fills. Its destructor waits, too, so that memory that a collective
+    still writes to is not reused."""
 
     __slots__ = ("inference", "local", "lock", "work")
 
@@ -49,7 +48,7 @@ class Arrival:
         self.lock = threading.RLock()
 
     def wait(self) -> Tensor:
-        """What ends the work runs as if it ran where it began."""
+        """Waits and returns the local. The work ends in the inference mode of its start."""
         if self.work is not None:
             with torch.inference_mode(self.inference), torch.no_grad():
                 self.work.wait()
@@ -58,12 +57,12 @@ class Arrival:
 
     def __del__(self) -> None:
         if self.work is not None:
-            with contextlib.suppress(Exception):  # nobody asks for the result
+            with contextlib.suppress(Exception):  # the result is not used
                 self.wait()
 
 
 def _known(name: str) -> Any:
-    """An attribute of the local that needs no value."""
+    """Returns a property getter for an attribute of the local that needs no value."""
 
     def get(x: Any) -> Any:
         arrival = x.__dict__.get("_arrival")
@@ -73,7 +72,7 @@ def _known(name: str) -> Any:
 
 
 class Awaited(DistTensor):
-    """A DistTensor that has not been read yet. To read it, by any way, makes it one."""
+    """A DistTensor that has not been read yet. The first read turns it into a DistTensor."""
 
     __slots__ = ()
 
@@ -101,13 +100,13 @@ class Awaited(DistTensor):
         return wrap(local, spec)  # type: ignore[return-value]
 
 
-# What begins a reshard in the background; None: it is waited for at once. A name to be tapped.
+# Returns a function that starts a reshard in the background, or None. ``replay.taps`` replaces it.
 beginning = partial(planner.background, apart=True)
 
 
 def started(x: DistTensor, dst: DistSpec) -> DistTensor:
-    """``x`` in the layout ``dst``, in memory of its own; where that is one collective of its mesh,
-    and worth it, it begins here, and is waited for where the result is read."""
+    """Returns ``x`` in the layout ``dst``, in memory of its own. A reshard that is one collective,
+    and large enough, starts here; the first read of the result waits for it."""
     src = x.spec
     same = src is not dst and src.mesh is dst.mesh and x.is_initialized
     begin = beginning(src, dst) if same else None

@@ -1,4 +1,4 @@
-"""backward and torch.autograd.grad: torch's own, run on the locals."""
+"""backward and torch.autograd.grad: run torch's own functions on the locals."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from disttensor.torch_private import run_backward as engine_backward
 
 Tensor = torch.Tensor
 
-# Whole argument of a custom autograd function that runs -> the DistTensor that it was made of: set
-# by disttensor.patches.whole_function
+# Full tensor argument of a custom autograd function that runs -> the DistTensor that it was made
+# from; set by disttensor.patches.whole_function
 BEHIND: ContextVar[Mapping[Tensor, MeshTensor]] = ContextVar("behind", default={})  # noqa: B039
 
 
@@ -42,8 +42,8 @@ class Backward(MeshTensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """As Tensor.backward. A scalar that is Partial(sum) needs no reduction to be
-        differentiated."""
+        """Does the same as Tensor.backward. A scalar that is Partial(sum) is differentiated without
+        a reduction."""
         spec = self.spec
         program.enters("backward", spec)
         if gradient is not None or not starts_from_one(spec):
@@ -53,7 +53,7 @@ class Backward(MeshTensor):
 
 @cached(1024)
 def starts_from_one(spec: DistSpec) -> bool:
-    """Is 1, as torch makes it of a scalar, what the local's gradient is at the loss?"""
+    """Returns True if a gradient of 1, torch's default for a scalar, is right for the local."""
     layout = spec.layout
     whole = not layout.sharded and all(op == "sum" for _, op in layout.partial)
     return whole and spec.mesh.coordinate is not None
@@ -66,7 +66,7 @@ def run_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """torch.autograd.backward on locals, ``inputs`` may be DistTensors."""
+    """Runs torch.autograd.backward on locals; ``inputs`` may be DistTensors."""
     if create_graph or TAPE.get() is not None:
         _check_crossing(roots, keeps=create_graph)
     inputs = None if inputs is None else _leaves_of(inputs)
@@ -77,15 +77,14 @@ def run_engine(
     roots: Any, grads: Any, retain_graph: bool | None, create_graph: bool = False,
     inputs: Any = None,
 ) -> None:  # fmt: skip
-    """torch.autograd.backward. If it ends with an error, whoever follows backwards puts things in
-    order."""
+    """Runs torch.autograd.backward. After an error, ``callbacks.after_backward_error`` clean up."""
     _followed(torch.autograd.backward, roots, grads, retain_graph, create_graph, None, inputs)
 
 
 def run_given(
     roots: Sequence[Any], grads: Sequence[Tensor], retain_graph: bool, inputs: Sequence[Any] = ()
 ) -> None:
-    """``run_engine`` of plain tensors, or edges of the graph, which all have a gradient."""
+    """Runs a backward from regular tensors, or edges of the graph, which all have a gradient."""
     _followed(engine_backward, tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
 
 
@@ -105,7 +104,7 @@ def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any)
 
 
 def _leaves_of(inputs: Any) -> list[Tensor]:
-    """The locals that stand for ``inputs`` of a backward, and the anchors that make it run every
+    """Returns the locals of the ``inputs`` of a backward, and the anchors, which make it run every
     transfer."""
     out: list[Tensor] = token.anchors()
     for given in (inputs,) if isinstance(inputs, Tensor) else inputs:
@@ -116,13 +115,13 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
             collector = collector_of(x)
             out += [leaf for _, leaf in grad_leaves(x)]
             out += [leaf for _, leaf in (collector.grad_leaves() if collector is not None else ())]
-        elif not out:  # torch wants one at least, and no input lies on this rank
+        elif not out:  # torch requires at least one input, and none lies on this rank
             out.append(token.leaf(x.spec.mesh.device, x.spec.dtype))
     return out
 
 
 def seed(x: MeshTensor, gradient: Any) -> Tensor:
-    """The gradient of x's local that stands for ``gradient`` of the global tensor (None: 1 for a
+    """Returns the gradient of x's local for the ``gradient`` of the global tensor (None: 1 for a
     scalar)."""
     typed, divide = dual(Typed(x.spec))
     if gradient is None:
@@ -146,8 +145,8 @@ def seed(x: MeshTensor, gradient: Any) -> Tensor:
 
 
 def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The locals of ``outputs``, and the gradients that they get. One gradient, or None, stands for
-    all."""
+    """Returns the locals of ``outputs`` and their gradients. A single gradient, or None, is for all
+    outputs."""
     outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     one = grads is None or isinstance(grads, Tensor)
     pairs = list(zip(outs, (grads,) * len(outs) if one else tuple(grads), strict=True))
@@ -161,7 +160,7 @@ def autograd_backward(
     tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
     create_graph: bool = False, grad_variables: Any = None, inputs: Any = None,
 ) -> None:  # fmt: skip
-    """torch.autograd.backward over DistTensors (and plain tensors beside them)."""
+    """Runs torch.autograd.backward on DistTensors and regular tensors."""
     roots, grads = _roots(tensors, grad_tensors if grad_tensors is not None else grad_variables)
     run_backward(roots, grads, retain_graph, create_graph, inputs)
 
@@ -171,7 +170,7 @@ def autograd_grad(
     create_graph: bool = False, allow_unused: bool | None = None, is_grads_batched: bool = False,
     materialize_grads: bool = False, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """torch.autograd.grad over DistTensors (and plain tensors beside them)."""
+    """Runs torch.autograd.grad on DistTensors and regular tensors."""
     if is_grads_batched:
         given = (grad_outputs,) if isinstance(grad_outputs, Tensor) else tuple(grad_outputs)
         n = next(len(g) for g in given if g is not None)
@@ -193,7 +192,7 @@ def autograd_grad(
     leaves = [leaf for uses in ways for _, _, leaf in uses]
     wanted = leaves + token.anchors()
     given = ()
-    # In a backward it is part of that, which adds gradients up.
+    # Inside a backward, this call is part of that backward, which adds gradients up.
     context = RETURNED if current_backward() == -1 else current_context()
     if wanted:
         with backward_context(context):
@@ -201,7 +200,7 @@ def autograd_grad(
                 torch.autograd.grad, roots, wanted, grads, retain_graph, create_graph,
                 allow_unused=True,
             )  # fmt: skip
-    # With create_graph: of the transfers that this backward ran here, there and back.
+    # With create_graph: tokens of the transfers that this backward ran here.
     tokens = [g for g in given[len(leaves) :] if g is not None and g.requires_grad]
 
     def tied(g: Tensor) -> Tensor:
@@ -234,8 +233,8 @@ def autograd_grad(
 
 
 def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tensor]]) -> MeshTensor:
-    """The gradient of x, from those of its ``_ways``, in a layout that ranks outside the mesh know:
-    how it is pending follows from uses, which they do not see."""
+    """Returns the gradient of x from the gradients of its ``_ways``, in a layout that ranks off the
+    mesh know: they do not see the uses, which decide how the gradient is pending."""
     parts = []
     for owner in dict.fromkeys(of for of, _, _ in pieces):
         mine = [(axes, g) for of, axes, g in pieces if of is owner]
@@ -247,9 +246,9 @@ def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tens
 
 
 def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
-    """Raises NotImplementedError where a backward from here would bring a gradient to another mesh
-    that has no use of it: inside the step of a schedule, and, ``keeps``, for the graph of ``.grad``
-    that other meshes do not have."""
+    """Raises NotImplementedError if a backward from here would send a gradient to another mesh that
+    does not use it. This holds inside a step of a schedule and, with ``keeps``, for the graph of
+    ``.grad``, which other meshes do not have."""
     in_schedule = TAPE.get() is not None
     if not (in_schedule or keeps) or not token.anchors():
         return
@@ -271,8 +270,8 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
 
 
 def _ways(x: Any) -> list[tuple[GradCollector | None, Axes, Tensor]]:
-    """The tensors in autograd's graph that an input stands for, and the collector that has them;
-    none on a rank outside its mesh."""
+    """Returns the tensors in autograd's graph that an input stands for, each with its collector;
+    an empty list on a rank off its mesh."""
     if not isinstance(x, MeshTensor):
         return [(None, (), x)]
     if not x.is_initialized:

@@ -1,8 +1,7 @@
-"""What every part of DistTensor is written against: this rank's piece, the spec, and the leaves on
-which gradients collect.
+"""The base class of DistTensor: this rank's local, the spec, and the leaves that collect gradients.
 
-``DistTensor`` (``dist_tensor.py``) puts the parts together; a part makes another tensor of its kind
-with ``like``.
+``DistTensor`` (``dist_tensor.py``) joins the mixins; a mixin makes another tensor of its class with
+``like``.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ T = TypeVar("T", bound="MeshTensor")
 
 
 class GradCollector(Protocol):
-    """Collects the gradients of a leaf on tensors of its own, and brings them to the leaf (see
+    """Collects the gradients of a leaf on other tensors, and brings them to the leaf (see
     ``disttensor.fsdp.param``)."""
 
-    feature: str  # whose it is, for errors
+    feature: str  # its name in errors
     hooks: OrderedDict[int, Callable[[Any], Any]]  # called when the leaf has its gradient
 
     def grad_leaves(self) -> list[tuple[Axes, Tensor]]: ...
     def gradient(self, pieces: list[tuple[Axes, Tensor]]) -> Any: ...  # of the leaf, in the graph
-    def waiting(self) -> Any: ...  # what has collected and is not reduced yet, a DistTensor or None
+    def waiting(self) -> Any: ...  # the collected gradient before its reduction, or None
     def drop(self) -> None: ...
     def renew(self) -> None: ...
 
 
 class GradState:
-    """What gradients need beside the local. Made when first needed, by ``grad_state``; written in
-    this module only.
+    """State of gradients, apart from the local. ``grad_state`` makes it on first use; only this
+    module writes to it.
 
-    aliases    axes -> (the local as varying uses read it, writes by then; -1: any number; the
-               region of activation checkpointing that it was made in)
-    origin     makes an alias from what the tensor was made of: ``origin(axes)``
-    former     aliases from before there were hooks, or of other regions
-    hooked     a leaf whose hooks must see whole gradients
-    grad       what ``.grad`` gave last
-    owner      weak: the leaf whose gradient this tensor is
-    collector  gathers the gradients of this leaf in its stead
+    aliases    axes -> (the local for uses varying over them, its version then (-1: any version),
+               the region of activation checkpointing it was made in)
+    origin     ``origin(axes)`` makes an alias from the source of the tensor
+    former     aliases from before hooks were registered, or of other regions
+    hooked     True for a leaf whose hooks must see the reduced gradient
+    grad       the last result of ``.grad``
+    owner      weak reference to the leaf whose gradient this tensor is
+    collector  collects the gradients of this leaf on other tensors
     fixed_by   the feature that relies on the leaf's layout and dtype
-    place      of its gradient, in memory that stays
+    place      the persistent memory of its gradient
     """
 
     aliases: dict[Axes, tuple[Tensor, int, Any]] | None = None
@@ -69,7 +68,7 @@ class GradState:
 
 
 class MeshTensor(Tensor):
-    """``local`` and ``spec``, and what is kept beside them, each with one owner: None until it is
+    """``local``, ``spec`` and optional state. One module writes each state; None until first
     needed."""
 
     local: Tensor
@@ -78,11 +77,11 @@ class MeshTensor(Tensor):
     _view_state: ViewState | None = None  # disttensor.tensor.views
     # torch's mark of an nn.Parameter: set by ``nn.Parameter`` and ``as_parameter``
     _is_param: bool = False
-    # a pending value as an earlier call reduced it: disttensor.dispatch.reduction_cache
+    # the result of an earlier reduction of a pending value: disttensor.dispatch.reduction_cache
     _reduced: Any = None
 
     def like(self, local: Tensor, spec: DistSpec) -> Self:
-        """Another tensor of this class."""
+        """Returns another tensor of this class."""
         out: Self = make_subclass(type(self), spec.meta_tensor)
         out.local = local
         out.spec = spec
@@ -90,13 +89,14 @@ class MeshTensor(Tensor):
 
     @property
     def is_initialized(self) -> bool:
-        """False on a rank outside the mesh, which knows the metadata only."""
+        """False on a rank off the mesh, which has the metadata only."""
         return self.spec.mesh.coordinate is not None
 
     def local_for(self, axes: Axes) -> Tensor:
-        """The local for a use that varies over ``axes`` (sorted; the value is replicated there).
+        """Returns the local for a use that varies over ``axes`` (sorted; the value is replicated
+        there).
 
-        The value is ``local``'s; what differs is the meaning of its gradient: see
+        Its value is the value of ``local``, but its gradient has another meaning: see
         ``disttensor.autograd.grad_types``.
         """
         state = self._grad_state
@@ -126,8 +126,7 @@ class MeshTensor(Tensor):
         return alias
 
     def forget_uses(self) -> None:
-        """After an in-place write: aliases made before are of the old value, and so are reductions
-        and copies."""
+        """Drops aliases, reductions and copies of the old value, after an in-place write."""
         state = self._grad_state
         if state is not None:
             state.origin = None
@@ -140,8 +139,7 @@ class MeshTensor(Tensor):
 
 
 def as_parameter(x: T) -> T:
-    """``x`` itself is an ``nn.Parameter`` from now on; ``nn.Parameter(x)`` would be another
-    tensor."""
+    """Marks ``x`` itself as an ``nn.Parameter``; ``nn.Parameter(x)`` would make another tensor."""
     x._is_param = True
     return x
 
@@ -154,7 +152,7 @@ def grad_state(x: MeshTensor) -> GradState:
 
 
 def place_of(x: MeshTensor) -> Place:
-    """Where its gradient lies that is summed with others."""
+    """Returns the place of a gradient that is summed in one bucket with others."""
     state = grad_state(x)
     if state.place is None:
         state.place = Place()
@@ -162,17 +160,17 @@ def place_of(x: MeshTensor) -> Place:
 
 
 def from_origin(origin: Callable[[Axes], Tensor]) -> GradState:
-    """The state of a new tensor whose aliases are made from what it was made of."""
+    """Returns the state of a new tensor whose aliases ``origin`` makes from its source."""
     state = GradState()
     state.origin = origin
     return state
 
 
 def grad_leaves(x: MeshTensor) -> list[tuple[Axes, Tensor]]:
-    """The tensors in autograd's graph whose gradients sum to x's: the local, and one alias per set
-    of varying axes.
+    """Returns the tensors in autograd's graph whose gradients sum to x's gradient: the local, and
+    one alias per set of varying axes.
 
-    For a leaf the aliases are leaves too; else they were made from x's origin.
+    The aliases of a leaf are leaves too; other aliases were made from x's origin.
     """
     state = x._grad_state
     if state is None:
@@ -184,7 +182,7 @@ def grad_leaves(x: MeshTensor) -> list[tuple[Axes, Tensor]]:
 
 
 def count_leaves(x: MeshTensor) -> int:
-    """How many ``grad_leaves`` a leaf x without an origin has."""
+    """Returns the number of ``grad_leaves`` of a leaf x without an origin."""
     state = x._grad_state
     if state is None:
         return 1
@@ -192,7 +190,7 @@ def count_leaves(x: MeshTensor) -> int:
 
 
 def alias_leaves(x: MeshTensor) -> list[Tensor]:
-    """The second leaves of a leaf x."""
+    """Returns the second leaves of a leaf x."""
     state = x._grad_state
     if state is None or state.aliases is None:
         return []
@@ -200,10 +198,10 @@ def alias_leaves(x: MeshTensor) -> list[Tensor]:
 
 
 def through(x: MeshTensor, dst: DistSpec, axes: Axes) -> Axes:
-    """The axes over which a move to ``dst`` (used varying over ``axes``) reads this replicated
-    value varying.
+    """Returns the axes over which the source of a reshard is read varying, for a use of the result
+    at ``dst`` that varies over ``axes``.
 
-    A leaf that is cut collects the cut pieces as contributions, which costs nothing now.
+    A leaf that is cut collects the cut pieces as contributions, without communication.
     """
     spec, state = x.spec, x._grad_state
     leaf = x.local.is_leaf and (state is None or (not state.hooked and state.origin is None))
@@ -216,8 +214,8 @@ def through(x: MeshTensor, dst: DistSpec, axes: Axes) -> Axes:
 
 
 def freeze_leaves(x: MeshTensor, hooked: bool = False) -> None:
-    """From now on every use of x goes through its local (which has hooks); earlier ones are
-    remembered."""
+    """Makes every later use of x go through its local (which has hooks). Earlier aliases are kept
+    in ``former``."""
     state = grad_state(x)
     state.former = tuple(grad_leaves(x)[1:])
     state.aliases = state.origin = None
@@ -225,7 +223,7 @@ def freeze_leaves(x: MeshTensor, hooked: bool = False) -> None:
 
 
 def keep_grad(x: MeshTensor, axes: Axes, g: Tensor) -> None:
-    """Make ``g`` the gradient that was collected for uses varying over ``axes``."""
+    """Sets ``g`` as the gradient that was collected for uses varying over ``axes``."""
     for own, leaf in grad_leaves(x):
         if own == axes:
             leaf.grad = g
@@ -245,12 +243,12 @@ def has_grads(x: MeshTensor) -> bool:
 
 
 def drop_grads(x: MeshTensor) -> None:
-    """Nothing has been collected."""
+    """Drops all collected gradients of x."""
     x.local.grad = None
     state = x._grad_state
     if state is None:
         return
-    if state.origin is None and not state.former:  # most leaves, and quickly
+    if state.origin is None and not state.former:  # the fast path for most leaves
         for alias, made_at, _ in state.aliases.values() if state.aliases is not None else ():
             if made_at < 0:
                 alias.grad = None
@@ -260,8 +258,8 @@ def drop_grads(x: MeshTensor) -> None:
 
 
 def remember_grad(x: MeshTensor, g: MeshTensor | None, made: bool = False) -> None:
-    """``g`` is what ``x.grad`` gives. ``made``: of x's own, so that a reduction of it is one of x's
-    gradient."""
+    """Stores ``g`` as the result of ``x.grad``. With ``made``, a reduction of ``g`` also reduces
+    the gradient of x."""
     if g is not None and made:
         grad_state(g).owner = weakref.ref(x)
     if g is not None or x._grad_state is not None:
@@ -269,7 +267,7 @@ def remember_grad(x: MeshTensor, g: MeshTensor | None, made: bool = False) -> No
 
 
 def set_origin(x: MeshTensor, origin: Callable[[Axes], Tensor] | None) -> None:
-    """Aliases of x are made by ``origin``, and those that there are no longer count."""
+    """Sets the function that makes aliases of x, and drops the existing aliases."""
     if origin is not None or x._grad_state is not None:
         state = grad_state(x)
         state.aliases, state.origin = None, origin
@@ -280,7 +278,7 @@ def given_uses(
     origin: Callable[[Axes], Tensor] | None,
     aliases: Sequence[tuple[Axes, Tensor]],
 ) -> None:
-    """The uses of a new tensor: how aliases of it are made, and those that were made by now."""
+    """Sets the uses of a new tensor: the function that makes aliases, and the existing aliases."""
     state = grad_state(x)
     state.origin = origin
     if aliases:
@@ -289,8 +287,7 @@ def given_uses(
 
 
 def forget_hooked_aliases(x: MeshTensor) -> None:
-    """The memory of x is another one: aliases of a leaf with hooks are in the graph, of the old
-    value."""
+    """Drops the aliases of a hooked leaf whose memory was replaced: they hold the old value."""
     state = x._grad_state
     if state is not None and state.hooked:
         state.aliases = None
@@ -301,7 +298,7 @@ def set_collector(x: MeshTensor, collector: GradCollector) -> None:
 
 
 def fix_spec(x: MeshTensor, feature: str) -> None:
-    """From now on ``p.data = value`` keeps the layout and the dtype of x."""
+    """Makes ``p.data = value`` require the layout and the dtype of x, for ``feature``."""
     grad_state(x).fixed_by = feature
 
 

@@ -1,8 +1,8 @@
 """DistTensor in torch.distributed.checkpoint: the pieces that this rank writes and reads.
 
-The protocol is torch's, and its DTensor has the same: so does a file, which any mesh can read.
-Ranks that hold the same piece all offer it; torch's planner has one of them write it, and evens out
-what each rank writes. A rank outside the mesh offers and wants nothing.
+DTensor uses the same protocol, so the files are the same and any mesh can read them. Ranks that
+hold the same piece all offer it; torch's planner selects one of them to write it and balances the
+load. A rank off the mesh writes and reads nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Tensor = torch.Tensor
 
 
 def settled(spec: DistSpec) -> DistSpec:
-    """``spec`` where each local is a box of the value; else without what is pending, and without
-    the axes that a user's own placements cut in another way."""
+    """Returns a spec whose locals are boxes of the value: ``spec`` if they are, else ``spec``
+    without pending reductions and without the axes of a user's own placements."""
     layout = spec.layout
     if not layout.partial and not layout.own:
         return spec
@@ -34,15 +34,15 @@ def settled(spec: DistSpec) -> DistSpec:
 
 
 def has_box(x: MeshTensor) -> bool:
-    """Does this rank hold some of the value? Of a value without elements, each rank of the mesh
-    does."""
+    """Returns True if this rank holds part of the value. Every rank of the mesh holds part of a
+    value without elements."""
     return x.is_initialized and (0 not in x.local.shape or 0 in x.spec.shape)
 
 
 def prepare_to_read(x: MeshTensor) -> Box | None:
-    """The box that a file is to give, straight into the local, or None. All ranks of the mesh count
-    it as a write, those whose piece is empty too. Raises RuntimeError where a write to the local is
-    none to the value."""
+    """Returns the box of a file to read directly into the local, or None. All ranks of the mesh
+    count this as a write, also with an empty piece. Raises RuntimeError if a write to the local
+    would not change the value."""
     spec, state = x.spec, x._view_state
     if settled(spec) is not spec or (state is not None and state.func is not None):
         raise RuntimeError(
@@ -57,10 +57,10 @@ def prepare_to_read(x: MeshTensor) -> Box | None:
 
 
 class Checkpointable(MeshTensor):
-    _settled: Any = None  # what is written in the place of a value that is still pending
+    _settled: Any = None  # the reduced value, written for a value that is still pending
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What to write. Every rank of the mesh must make the call: what is pending is reduced."""
+        """Returns the items to write. A pending value is reduced: all ranks of the mesh call it."""
         planner: Any = import_module("torch.distributed.checkpoint.planner")
         metadata: Any = import_module("torch.distributed.checkpoint.metadata")
         if self._view_state is not None:
@@ -79,11 +79,11 @@ class Checkpointable(MeshTensor):
         return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What to read, straight into the local."""
+        """Returns the boxes to read directly into the local."""
         return [] if prepare_to_read(self) is None else _chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The piece of this rank, to be written or read into."""
+        """Returns the piece of this rank, to be written or read into."""
         x: MeshTensor = self if self._settled is None else self._settled
         return x.local.detach()
 

@@ -1,8 +1,8 @@
 """DistTensor: a global tensor of which this rank holds a piece.
 
 The wrapper is never in an autograd graph: ``local`` is, and PyTorch's own autograd runs on it.
-Metadata is answered from the spec, gradients from the locals, and every torch function goes through
-``disttensor.dispatch``.
+The spec provides the metadata, the locals provide the gradients, and every torch function goes
+through ``disttensor.dispatch``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Tensor = torch.Tensor
 
 
 class _Tracers(threading.local):
-    """The names of the tracers and transforms of torch that run on this thread, outermost
-    first: see ``disttensor.patches.tracers``."""
+    """Names of the tracers and transforms of torch that run on this thread, outermost first: see
+    ``disttensor.patches.tracers``."""
 
     names: tuple[str, ...] = ()
 
@@ -59,8 +59,8 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
     """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of
     DistTensors.
 
-    ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` say how it lies;
-    everything else is answered as for the global tensor.
+    ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` describe its layout;
+    everything else behaves as on the global tensor.
 
     >>> x = dt.shard_tensor(torch.arange(6.0), mesh, [dt.Shard(0), dt.Replicate()])
     >>> isinstance(x, torch.Tensor), x.shape, (x * 2).sum().item()
@@ -70,7 +70,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
     __slots__ = ("local", "spec")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DistTensor:
-        """Never called: ``like`` and ``wrap`` make the wrapper below it."""
+        """Raises TypeError: ``like`` and ``wrap`` use ``make_subclass``."""
         raise TypeError(
             f"{cls.__name__}(...): a DistTensor is made by dt.shard_tensor(data, mesh, "
             "placements), dt.from_local(...) or a factory as dt.zeros(...)"
@@ -82,8 +82,8 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The wrapper holds no data and is in no graph, so only this is answered: a number, for
-        which ``torch.full(size, x)`` asks, and a copy that needs no graph (``torch.tensor(x)``)."""
+        """Runs the few operators that reach the wrapper, which holds no data and is in no graph:
+        a number (for ``torch.full(size, x)``), and copies without a graph (``torch.tensor(x)``)."""
         x: Any = args[0] if args else None
         if func is torch.ops.aten._local_scalar_dense.default:
             return x.item()
@@ -109,14 +109,14 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         )
 
     def __copy__(self) -> DistTensor:
-        """A leaf in the same memory, as torch's."""
+        """Returns a leaf in the same memory, as ``Tensor.__copy__`` does."""
         out = self.detach()
         if self.local.requires_grad:
             out.requires_grad_()
         return as_parameter(out) if self._is_param else out
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What ``rebuild`` takes: this rank's piece, whose piece it is, and the spec."""
+        """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank."""
         spec = self.spec
         mesh = (spec.mesh.mesh.tolist(), spec.mesh.dim_names, spec.mesh.device_type)
         local = self.local.detach()
@@ -127,21 +127,21 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         return rebuild, (local, mesh, layout, tuple(spec.shape), spec.dtype, flags, world()[0])
 
 
-# What torch's functions that make a tensor of another one call from C++.
+# Operators that torch's functions call from C++ to copy a tensor.
 _COPIES = (
     torch.ops.aten._to_copy.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
     torch.ops.aten.lift_fresh.default,
 )  # fmt: skip
 
 
-# Told whether methods may carry out calls themselves, where they are C code.
+# Called with True if methods may look up a call themselves (``dispatch`` is C code).
 SHORTCUTS: list[Callable[[bool], None]] = []
 
 
 def carry_out_with(dispatch: Callable[..., Any]) -> None:
-    """Every torch function of a DistTensor is ``dispatch(cls, func, types, args, kwargs)``, without
-    the class if it is a builtin: a write to the class, by ``disttensor.dispatch``, which is built
-    on it. A slot to look up would cost each call."""
+    """Sets ``dispatch(cls, func, types, args, kwargs)`` as ``__torch_function__``; a builtin is
+    called without ``cls``. ``disttensor.dispatch`` imports this module, so it writes to the class;
+    looking up a slot would cost each call."""
     builtin = isinstance(dispatch, BuiltinFunctionType)
     DistTensor.__torch_function__ = dispatch if builtin else classmethod(dispatch)
     for tell in SHORTCUTS:
@@ -149,7 +149,7 @@ def carry_out_with(dispatch: Callable[..., Any]) -> None:
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
-    """Returns a DistTensor of what this rank computed."""
+    """Returns a DistTensor with the local ``local``."""
     out: DistTensor = make_subclass(DistTensor, spec.meta_tensor)
     out.local = local
     out.spec = spec
@@ -157,7 +157,7 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
 
 
 def arrived(x: DistTensor) -> DistTensor:
-    """``x``, which is awaited no more (see ``disttensor.tensor.awaited``)."""
+    """Waits for ``x`` if it is an ``Awaited`` (``disttensor.tensor.awaited``), and returns it."""
     _ = x.local
     return x
 
@@ -166,10 +166,10 @@ def rebuild(
     local: Tensor, mesh: Any, layout: Any, shape: Any, dtype: torch.dtype,
     flags: tuple[bool, bool], saved_by: int,
 ) -> DistTensor:  # fmt: skip
-    """A DistTensor from what a pickle holds: the piece of the rank ``saved_by``, and the spec.
+    """Returns a DistTensor from a pickle: the piece of the rank ``saved_by``, and the spec.
 
-    A rank outside the mesh needs no piece, and makes metadata of any. Raises RuntimeError on a
-    rank of the mesh whose own piece is another one.
+    A rank off the mesh needs no piece: it makes the metadata from any pickle. Raises RuntimeError
+    on a rank of the mesh whose own piece is another one.
     """
     spec = DistSpec(ProcessMesh(*mesh), Layout(*layout), shape, dtype)
     here, there = spec.mesh.coordinate, spec.mesh.coordinate_of(saved_by)

@@ -1,4 +1,4 @@
-"""``grad``: the gradients that collected on the leaves of a tensor, put together as one DistTensor.
+"""``grad``: joins the gradients collected on the leaves of a tensor into one DistTensor.
 
 It is ``Partial`` over the axes on which it is still a sum of contributions.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T", bound=MeshTensor)
 
 
 class Grad(MeshTensor):
-    """What is asked of autograd, answered from the local."""
+    """Attributes of autograd, read from the local."""
 
     @property
     def grad_fn(self) -> Any:
@@ -47,7 +47,7 @@ class Grad(MeshTensor):
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """The dtype that gradients of this leaf get; None: any."""
+        """The dtype of the gradients of this leaf; None: any dtype."""
         return self.local.grad_dtype
 
     @grad_dtype.setter
@@ -68,19 +68,19 @@ class Grad(MeshTensor):
 
 
 def grad_spec(x: MeshTensor, axes: Axes) -> DistSpec:
-    """The spec of a gradient that was collected for uses varying over ``axes``."""
+    """Returns the spec of a gradient that was collected for uses varying over ``axes``."""
     return dual(Typed(x.spec, axes))[0].spec
 
 
 def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
-    """Gradients of several ways of use as one, Partial over all their axes.
+    """Adds gradients of several uses into one that is Partial over all their axes.
 
-    A whole gradient enters as the share of the first rank of the axes it is whole on.
+    A gradient that is whole on some of these axes counts once, on the first rank of those axes.
     """
     if len(pieces) == 1:
         return pieces[0]
     union = tuple(sorted({a for axes, _ in pieces for a in axes}))
-    # to be differentiated again: every rank keeps every share in the graph
+    # for a second derivative, every rank keeps all gradients in the graph
     if any(g.requires_grad for _, g in pieces):
         to = dual(Typed(x.spec, union))[0]
         moved = [
@@ -97,7 +97,7 @@ def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes
 
 
 def get_grad(x: T) -> T | None:
-    """The gradient of x so far: one object per gradient tensor, so that ``p.grad is p.grad``."""
+    """Returns the gradient of x, one object per gradient tensor, so that ``p.grad is p.grad``."""
     state = x._grad_state
     axes: Axes = ()
     waiting: T | None
@@ -134,34 +134,34 @@ def get_grad(x: T) -> T | None:
 
 
 def _grow(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:
-    """Whoever holds what ``x.grad`` gave sees what has been added to it, as in one process. But a
-    gradient with a graph is another tensor there, too."""
+    """Updates ``shown``, an earlier result of ``x.grad``, to the accumulated gradient, as torch
+    does. A gradient with a graph stays as it was, as in torch."""
     if is_gradient(shown) and not total.requires_grad:
         shown.local, shown.spec = total, as_gradient(x, axes, total).spec
         shown.forget_uses()
 
 
 def as_gradient(x: T, axes: Axes, g: Tensor) -> T:
-    """The gradient of x's local (of its use varying over ``axes``) as a value: the gradient of
+    """Returns the gradient ``g`` of x's local (of its use varying over ``axes``) as the gradient of
     x."""
     typed, divided = dual(Typed(x.spec, axes))
     if divided != 1.0 and not x.local.is_leaf:
         g = g * divided
-    # inside the graph varying uses read it; what is made of it now does not
+    # in the graph it is read varying; later uses of it are not varying
     if typed.varying and g.requires_grad:
         g = move(g, typed, Typed(typed.spec), None)
     return x.like(g, typed.spec.with_dtype(g.dtype))
 
 
 def is_gradient(g: MeshTensor) -> bool:
-    """Was ``g`` given by some ``.grad``?"""
+    """Returns True if ``g`` is the result of some ``.grad``."""
     state = g._grad_state
     return state is not None and state.owner is not None
 
 
 def owner_of(g: T) -> T | None:
-    """The leaf that has ``g`` as its gradient now, or None. A gradient that is differentiated again
-    has none: reduced for good, it would lose its graph."""
+    """Returns the leaf whose current gradient is ``g``, or None. A gradient with a graph has no
+    owner: a reduction in place would drop its graph."""
     if g.local.requires_grad and torch.is_grad_enabled():
         return None
     state = g._grad_state
@@ -170,23 +170,22 @@ def owner_of(g: T) -> T | None:
 
 
 def reduced(spec: DistSpec) -> DistSpec:
-    """``spec`` of a pending gradient, once it is summed."""
+    """Returns ``spec``, of a pending gradient, after its reduction."""
     return spec.with_layout(Layout(spec.layout.dims, (), spec.layout.own))
 
 
 def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
-    """``g``, the pending gradient of ``x``, has been reduced to ``total``: the same value, in the
-    same object."""
+    """Sets ``g``, the pending gradient of ``x``, to its reduction ``total``, in the same object."""
     drop_grads(x)
     g.local, g.spec = total, reduced(g.spec)
     x.local.grad = total
 
 
 def set_grad(x: MeshTensor, value: Any) -> None:
-    """None, or a gradient of x's shape: a DistTensor (pending reductions stay pending) or a plain,
-    global tensor."""
+    """Sets the gradient of x: None, a DistTensor (pending reductions stay pending), or a regular
+    tensor with the global value."""
     state = x._grad_state
-    if value is None and (state is None or state.collector is None):  # in each step: quickly
+    if value is None and (state is None or state.collector is None):  # the fast path of each step
         if state is None:
             x.local.grad = None
         else:
@@ -208,7 +207,7 @@ def set_grad(x: MeshTensor, value: Any) -> None:
     axes: Axes = ()
     if isinstance(value, MeshTensor):
         state = x._grad_state
-        # else it has no place for a pending one
+        # other leaves cannot hold a pending gradient
         if x.local.requires_grad and x.local.is_leaf and (state is None or not state.hooked):
             whole = x.spec.varies
             axes = tuple(a for a, op in value.spec.layout.partial if op == "sum" and a not in whole)
@@ -216,7 +215,7 @@ def set_grad(x: MeshTensor, value: Any) -> None:
     else:
         spec = grad_spec(x, ())
         local = cross_mesh.run(value, spec.replicated(), spec)
-    if not local.is_contiguous() and x.local.is_contiguous():  # a slice: a piece of its own
+    if not local.is_contiguous() and x.local.is_contiguous():  # a slice needs its own memory
         local = local.contiguous()
     drop_grads(x)
     remember_grad(x, value if isinstance(value, MeshTensor) and local is value.local else None)
@@ -224,7 +223,7 @@ def set_grad(x: MeshTensor, value: Any) -> None:
 
 
 def _check(x: MeshTensor, value: Any) -> None:
-    """Can ``value`` be the gradient of x?"""
+    """Raises TypeError or RuntimeError if ``value`` cannot be the gradient of x."""
     who = f"grad of {x.spec!r}"
     if not isinstance(value, Tensor):
         raise TypeError(f"{who}: a tensor or None is expected, not {type(value).__name__}")

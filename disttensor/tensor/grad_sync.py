@@ -1,6 +1,5 @@
-"""Gradients that are still a sum of contributions are reduced before an optimizer reads them: large
-ones where they lie, the others in flat collectives, each for all that wait on the same axes, in
-buckets of at most BUCKET_BYTES."""
+"""Reduces pending gradients before an optimizer reads them: large gradients in their own memory,
+the others in flat collectives, one for each set of axes and bucket of at most BUCKET_BYTES."""
 
 from __future__ import annotations
 
@@ -27,17 +26,14 @@ from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
 
-_SETTLES = "disttensor_settles"  # the mark of a leaf whose gradients do
+_SETTLES = "disttensor_settles"  # marks a leaf whose gradients are moved to their place
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
 
-# Called with the parameters whose gradients are about to be read.
-
-
 class Pending(NamedTuple):
-    """A parameter (its number in the call), its gradient that waits to be reduced, and how many
-    elements that takes of a flat tensor. So all ranks lay out their flat tensors alike, and
-    replicas are summed in one order, whatever else lies beside them."""
+    """A parameter (its number in the call), its pending gradient, and the gradient's slot in a flat
+    tensor. All ranks lay out their flat tensors alike and replicas are summed in one order,
+    whatever other gradients are pending."""
 
     number: int
     param: DistTensor
@@ -46,12 +42,12 @@ class Pending(NamedTuple):
 
 
 def sync_gradients(*params: Any) -> None:
-    """Reduce the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
+    """Reduces the pending gradients of ``params`` (modules, tensors, or iterables of tensors).
 
-    One flat all-reduce for each bucket of gradients that wait on the same mesh axes, and one for
-    each that is large, in its own memory where nobody else can see that. Nothing is sent
-    where nothing is pending, so a second call costs nothing. Plain tensors are passed by.
-    Optimizers, ``clip_grad_norm_`` and GradScaler do this themselves.
+    Runs one flat all-reduce for each bucket of gradients pending on the same mesh axes. A large
+    gradient is reduced in its own memory if no other reference sees it. A call without pending
+    gradients sends nothing. Regular tensors are skipped.
+    Optimizers, ``clip_grad_norm_`` and GradScaler call this themselves.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
     >>> (w * 2).sum().backward()
@@ -71,7 +67,7 @@ def sync_gradients(*params: Any) -> None:
 
 
 def tensors_of(params: Any, who: str = "sync_gradients: params") -> Iterable[Any]:
-    """The tensors of a module, of an iterable, or the one that was given."""
+    """Returns the parameters of a module, the tensors of an iterable, or a single tensor."""
     if isinstance(params, torch.nn.Module):
         return params.parameters()
     if isinstance(params, Tensor):
@@ -80,8 +76,8 @@ def tensors_of(params: Any, who: str = "sync_gradients: params") -> Iterable[Any
 
 
 def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
-    """What waits, in the order of ``params``, each parameter once. Follows from specs alone: alike
-    on all ranks."""
+    """Yields buckets of pending gradients in the order of ``params``, each parameter once. Depends
+    on specs alone, so all ranks get the same buckets."""
     by_axes: dict[tuple[ProcessMesh, Axes, torch.dtype, bool], list[Pending]] = {}
     seen: set[int] = set()
     for number, p in enumerate(list(params)):
@@ -108,28 +104,28 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
 
 @cached(4096)
 def _waits_on(spec: DistSpec) -> tuple[Axes, Slot]:
-    """The axes over which a gradient of this spec is to be summed, and what all ranks know of
-    it."""
+    """Returns the axes over which a gradient of this spec is to be summed, and its slot, which is
+    the same on all ranks."""
     busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
     return busy, Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
 
 
 def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
-    """The totals of all members' gradients over the axes that they all wait on, once the works are
-    done."""
+    """Starts the reduction of one bucket, and returns the totals (valid after the works have
+    finished) and the works."""
     spec = members[0].grad.spec
     busy, _ = _waits_on(spec)
     totals = [m.grad.local for m in members]
-    if totals[0].requires_grad:  # of backward(create_graph=True): it keeps its graph
+    if totals[0].requires_grad:  # of backward(create_graph=True): keep the graph
         with torch.enable_grad():
             return [resharded(m.grad, reduced(m.grad.spec)).local for m in members], []
     if not busy:
         return [t.detach() for t in totals], []
     group = spec.mesh.group(busy)
-    if desync.enabled:  # flat tensors of other gradients may have one size
+    if desync.enabled:  # flat tensors of other gradients may have the same size
         names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
         desync.compare(group, f"sync_gradients of {names}")
-    # ``m.grad.local`` is one reference
+    # ``m.grad.local`` counts as one reference
     places = [_settled(m.param) for m in members]
     slots = [m.slot for m in members]
     works = sums(totals, slots, group, spec.dtype, places=places, held=1, is_grad=True)
@@ -137,8 +133,8 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
 
 
 def _settled(x: DistTensor) -> Place:
-    """The place of the gradient of x, which comes to lie there in each backward from now on, if it
-    has one leaf that waits."""
+    """Returns the place of the gradient of x. If x has one leaf with pending gradients, each later
+    backward moves its gradient there."""
     place, aliases = place_of(x), alias_leaves(x)
     if len(aliases) == 1 and not hasattr(aliases[0], _SETTLES):
         setattr(aliases[0], _SETTLES, True)

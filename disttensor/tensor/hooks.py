@@ -1,4 +1,4 @@
-"""Hooks on gradients. Those on a leaf see the whole gradient: uses from then on reduce it in the
+"""Hooks on gradients. Hooks on a leaf see the reduced gradient: later uses reduce it in the
 backward."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from disttensor.tensor.versions import version
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
-_SHOWN = "_disttensor_shown"  # of a local gradient: what hooks get for it, weakly
+_SHOWN = "_disttensor_shown"  # attribute of a local gradient: weak references to DistTensors of it
 
 
 class Handles(RemovableHandle):
-    """Removes a hook from all tensors that it was put on. ``id`` is a number of its own."""
+    """Removes a hook from all tensors on which it was registered. ``id`` is unique."""
 
     def __init__(self, handles: list[Any]) -> None:
         super().__init__(OrderedDict())
@@ -39,8 +39,8 @@ class Handles(RemovableHandle):
 
 class Hooks(MeshTensor):
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """The hook gets the gradient as a DistTensor and may give another one, as for a plain
-        tensor."""
+        """Registers a hook, as Tensor.register_hook does. The hook gets the gradient as a
+        DistTensor and may return another one."""
         if not self.is_initialized and self.local.requires_grad:
             return Handles([])  # the gradient does not come here
         collector = collector_of(self)
@@ -57,8 +57,8 @@ class Hooks(MeshTensor):
         return Handles([t.register_hook(_on_local(self, hook, axes)) for axes, t in found])
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """The hook is called with this leaf once per backward, when all its uses have their
-        gradient."""
+        """Registers a hook that is called with this leaf once per backward, when all its uses have
+        their gradients."""
         if not self.local.is_leaf:
             raise RuntimeError(
                 "post accumulate grad hooks cannot be registered on non-leaf tensors"
@@ -71,7 +71,7 @@ class Hooks(MeshTensor):
             collector.hooks[handle.id] = hook
             return handle
         freeze_leaves(self, hooked=True)
-        waiting = [-1]  # the backward that calls the hook as it ends; one that failed never does
+        waiting = [-1]  # the backward at whose end the hook runs (not after an error)
 
         def done() -> None:
             waiting[0] = -1
@@ -97,29 +97,28 @@ class Hooks(MeshTensor):
 
 
 def _on_local(x: MeshTensor, hook: Callable[[Any], Any], axes: Axes) -> Callable[[Tensor], Any]:
-    """``hook`` for the gradient of the local of x's use varying over ``axes``."""
+    """Returns ``hook`` for the gradient of the local of x's use varying over ``axes``."""
 
     def local_hook(g: Tensor) -> Any:
         grad = on_local(x, g, axes)
         before = version(grad.local)
         out = hook(grad)
         if out is None and grad.local is not g and version(grad.local) != before:
-            out = grad  # written to in place: a copy
+            out = grad  # a copy of g, which the hook wrote to in place
         return None if out is None else to_local(x, out, axes)
 
     return local_hook
 
 
 def _meaning(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, float]:
-    """What the gradient of a local is a piece of, and by how much it is divided (of a pending
-    average)."""
+    """Returns the spec of the gradient of a local, and its divisor (for a pending average)."""
     typed, divided = dual(Typed(x.spec, axes))
     return typed.spec.with_dtype(dtype), 1.0 if x.local.is_leaf else divided
 
 
 def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
-    """The gradient ``g`` of the local of x's use varying over ``axes``, as a DistTensor: the same
-    object for each hook, as long as a hook holds it."""
+    """Returns the gradient ``g`` of the local of x's use varying over ``axes`` as a DistTensor: the
+    same object for each hook, as long as a hook refers to it."""
     spec, scale = _meaning(x, axes, g.dtype)
     key = spec, scale
     known = g.__dict__.get(_SHOWN, {}).get(key)
@@ -131,7 +130,7 @@ def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
 
 
 def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
-    """The way back, of what a hook gives."""
+    """Converts the gradient returned by a hook to a gradient of the local."""
     spec, scale = _meaning(x, axes, out.dtype)
     if isinstance(out, MeshTensor):
         local = resharded(out, spec).local

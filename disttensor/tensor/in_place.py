@@ -1,5 +1,5 @@
-"""What changes a tensor in place other than by computing: requires_grad_, detach_, data, and
-becoming a view of itself."""
+"""In-place changes that are no computation: requires_grad_, detach_, data, set_, and an in-place
+change of shape."""
 
 # mypy: disable-error-code="override"
 
@@ -66,7 +66,7 @@ class InPlace(MeshTensor):
         return self
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """x has the memory of another DistTensor from now on."""
+        """Gives x the memory of another DistTensor."""
         if not isinstance(source, MeshTensor) or args or kwargs:
             raise TypeError(
                 f"set_ of {self.spec!r}: a DistTensor is expected, and nothing else: memory and "
@@ -89,7 +89,7 @@ class InPlace(MeshTensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        """x takes the piece and the layout of ``value``, its uses included."""
+        """Gives x the piece and the layout of ``value``, for all uses of x."""
         if not isinstance(value, MeshTensor):
             raise TypeError(
                 f"data of {self.spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, "
@@ -115,7 +115,7 @@ class InPlace(MeshTensor):
         if not self.is_initialized:
             _replace_token(self, self.local.requires_grad)
         elif value.is_initialized and self.local.is_meta and not value.local.is_meta:
-            # torch's own ``data`` has no way from meta to memory
+            # torch's own ``data`` cannot replace a meta tensor by a tensor with memory
             local = value.local.data.requires_grad_(self.local.requires_grad)
             self.local = whole_grad(local, value.spec)
             if state is not None:
@@ -135,14 +135,14 @@ class InPlace(MeshTensor):
 
 
 def _replace_token(x: MeshTensor, requires_grad: bool) -> None:
-    """The token of a leaf that requires grad, or of one that does not."""
+    """Replaces the token of x by a leaf that requires grad, or by one that does not."""
     device = x.spec.mesh.device
     token.replaced[0] += 1
     x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.detached(device)
 
 
 def _sharing(x: InPlace, local: Tensor) -> Any:
-    """A DistTensor like x, of ``local``, which shares x's memory."""
+    """Returns a DistTensor with the spec of x and ``local``, which shares x's memory."""
     out = x.like(local, x.spec)
     if x._view_state is not None:
         views.inherit(out, x)
@@ -150,7 +150,7 @@ def _sharing(x: InPlace, local: Tensor) -> Any:
 
 
 def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
-    """x is ``value`` from now on: what an in-place change of shape does."""
+    """Makes x take the local and the spec of ``value``, for an in-place change of shape."""
     if x.local.requires_grad and x.local.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             f"{x.spec!r} is a leaf that requires grad: it cannot be changed in place"
@@ -165,7 +165,7 @@ def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
 
 
 def _change_spec(x: MeshTensor, spec: DistSpec) -> None:
-    """The wrapper takes the shape and dtype of ``spec``, for those who look at it from C++."""
+    """Sets the spec of x, and the shape and dtype of its wrapper, which C++ reads."""
     stand_in = x.like(x.local, spec)
     x.spec = spec
     with no_torch_function():

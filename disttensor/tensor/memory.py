@@ -1,9 +1,8 @@
-"""The memory of a DistTensor, for those who ask below torch's functions: an identity everywhere,
-and data only where this rank's local is the whole tensor.
+"""The memory of a DistTensor as seen by code below torch's functions: an identity on every rank,
+and data only if this rank's local is the whole tensor.
 
-Who writes a file multiplies the global shape by the size of an element and reads that much from
-``data_ptr()``: of a piece, it would read past its end. Who looks for tied weights compares
-addresses, and reads nothing.
+A writer of files multiplies the global shape by the size of an element and reads as many bytes from
+``data_ptr()``: past the end of a piece. A search for tied weights only compares addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from disttensor.torch_private import STORAGE_ID, storage_id
 
 
 def is_whole(x: MeshTensor) -> bool:
-    """Is the local, element for element, what a plain tensor of x would hold?"""
+    """Returns True if the local has the elements of the global tensor, without pending sums."""
     spec = x.spec
     pending = any(spec.mesh.shape[axis] > 1 for axis in spec.layout.partial_axes)
     return x.is_initialized and spec.local_shape == spec.shape and not (pending or spec.layout.own)
@@ -34,8 +33,8 @@ def refusal(spec: DistSpec) -> str:
 
 @total_ordering
 class Address:
-    """In the place of the address of a piece: compares, hashes and adds as the number does; nobody
-    reads memory by it."""
+    """Stands for the address of a piece: compares, hashes and adds like the number, but cannot be
+    used to read memory."""
 
     __slots__ = ("number", "spec")
 
@@ -46,8 +45,8 @@ class Address:
         return self.number == (other.number if isinstance(other, Address) else other)
 
     def __lt__(self, other: Any) -> bool:
-        """Before any number: that is of other memory, as what x[-1] of a split x gives, so it says
-        nothing of where a piece ends."""
+        """Orders an Address before any number: a number is the address of other memory (for example
+        of ``x[-1]`` of a split x), so it is no end of a piece."""
         return not isinstance(other, Address) or self.number < other.number
 
     def __hash__(self) -> int:
@@ -69,11 +68,11 @@ class Address:
         raise RuntimeError(refusal(self.spec))
 
     __int__ = __index__ = _refuse
-    _as_parameter_ = property(_refuse)  # what ctypes asks for
+    _as_parameter_ = property(_refuse)  # read by ctypes
 
 
 class PieceStorage:
-    """In the place of the storage of a piece: its identity, and the size of the whole."""
+    """Stands for the storage of a piece: has its identity, and the size of the global tensor."""
 
     def __init__(self, x: MeshTensor) -> None:
         self._local, self._spec = x.local.untyped_storage(), x.spec
@@ -105,14 +104,14 @@ class PieceStorage:
 
 
 def data_ptr(x: MeshTensor) -> Any:
-    """The address of the whole tensor, or of a piece, for comparison only."""
+    """Returns the address of the whole tensor, or an ``Address`` of a piece for comparisons."""
     local = x.local
     number = local.data_ptr()
     return number if is_whole(x) else Address(number or storage_id(local.untyped_storage()), x.spec)
 
 
 def storage(x: Any, name: str) -> Any:
-    """What ``name`` (``untyped_storage`` or its like) gives for a plain tensor, or an identity."""
+    """Returns the storage (``name``: ``untyped_storage`` or its like), or a ``PieceStorage``."""
     local = x.local
     if is_whole(x) and not local.storage_offset() and local.stride() == x.stride():
         return getattr(local, name)()

@@ -1,5 +1,4 @@
-"""What is answered from the spec, as for the global tensor: no communication, and the same on every
-rank."""
+"""Metadata of the global tensor, read from the spec: no communication, the same on every rank."""
 
 # mypy: disable-error-code="override"
 
@@ -17,13 +16,13 @@ from disttensor.tensor.base import MeshTensor
 
 
 def _of_local(name: str) -> Any:
-    """A question about storage and device, answered for the piece of this rank. Without a property
-    each would be a dispatch."""
+    """Returns a property that reads an attribute of the local (storage and device). Without it each
+    read would be a dispatch."""
     return property(attrgetter(f"local.{name}"))
 
 
 def _named(name: str) -> Any:
-    """An attribute that other libraries have, and DistTensor has not."""
+    """Returns a property that raises AttributeError, for a name that other libraries have."""
 
     def get(x: Any) -> Any:
         raise AttributeError(
@@ -49,12 +48,12 @@ class Metadata(MeshTensor):
 
     @property
     def dims_mapping(self) -> list[int | list[int]]:
-        """For each dim -1, the mesh axis that splits it, or a list of axes (major first)."""
+        """For each dim: -1, the mesh axis that splits it, or a list of axes (major first)."""
         return dims_mapping_of(self.spec.layout)
 
     @property
     def partial_status(self) -> dict[int, str]:
-        """mesh axis -> reduction that is still to be done."""
+        """Maps each mesh axis with a pending reduction to the reduction."""
         return dict(self.spec.layout.partial)
 
     @property
@@ -113,10 +112,10 @@ class Metadata(MeshTensor):
         return self.spec.dtype.is_complex
 
     def stride(self, dim: int | None = None) -> Any:
-        """Strides of the global tensor, with the order of dims that the local has (0 where it
+        """Returns the strides of the global tensor, with the order of dims of the local (0 where it
         repeats).
 
-        A rank outside the mesh takes for granted that it is contiguous.
+        A rank off the mesh assumes that the tensor is contiguous.
         """
         if self.is_initialized:
             strides = global_strides(self.local.stride(), self.spec.local_shape, self.spec.shape)

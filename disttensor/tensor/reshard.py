@@ -1,10 +1,9 @@
-"""The verb reshard on a tensor: within its mesh, and from one mesh to another; differentiable.
+"""Reshards a tensor, differentiably: within its mesh, and from one mesh to another.
 
-To another mesh, every rank of the world makes the call and does its part: ranks of the source send,
-ranks of the target receive, the others pass the token on. The backward moves the gradient from the
-dual of the target to the dual of the source (see ``disttensor.autograd.grad_types``), and is
-reached on every rank that sent or received: through the local where there is one, else through the
-token.
+A reshard to another mesh is called by every rank of the world: ranks of the source send, ranks of
+the target receive, the others pass the token on. The backward sends the gradient from the dual of
+the target to the dual of the source (see ``disttensor.autograd.grad_types``). Every rank that sent
+or received reaches it: through the local if there is one, else through the token.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from reshard.cross_mesh import start
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound=MeshTensor)
-# of the micro-batch that runs: see disttensor.pipeline
+# the tape of the micro-batch that runs: see disttensor.pipeline
 TAPE: ContextVar[Any] = ContextVar("tape", default=None)
 
 
 @cached(4096)
 def relabels(src: DistSpec, dst: DistSpec) -> bool:
-    """Do the layouts differ on axes of one rank only, so that both are the same memory?"""
+    """Returns True if the layouts differ on axes of size 1 only, so that both share one memory."""
     ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
     return all(n == 1 or p == q for p, q, n in ends)
 
 
 class Ends(NamedTuple):
-    """stays, with_grad: is a local of the one spec one of the other, of values, and of what
-    requires grad too? (A pending reduction that has no gradient is refused, on one rank too:
-    ``dual`` says so.) cuts: does the move split what is whole on an axis?"""
+    """stays, with_grad: True if a local of the source is a local of the target (with_grad: also one
+    that requires grad; a pending reduction without a gradient, as ``max``, is refused on one rank
+    too). cuts: True if the move splits a dim on an axis that the source is replicated on."""
 
     stays: bool
     with_grad: bool
@@ -63,8 +62,8 @@ def ends(src: DistSpec, dst: DistSpec) -> Ends:
 
 
 def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
-    """The local of x resharded to ``dst``, a spec of the same mesh, for a use that varies over
-    ``axes``."""
+    """Returns the local of x resharded to ``dst``, a spec of the same mesh, for a use that varies
+    over ``axes``."""
     src = x.spec
     if src is dst:
         return x.local_for(axes)
@@ -81,10 +80,10 @@ def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
 
 
 def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
-    """``x`` in the layout ``dst``; x itself where nothing changes.
+    """Returns ``x`` in the layout ``dst``, or x itself if it has this layout.
 
-    ``fresh``: else it shares no memory with x (a piece of a replicated tensor would be a view of
-    it).
+    ``fresh``: a new result shares no memory with x (a piece of a replicated tensor would be a view
+    of it).
     """
     if dst.mesh is not x.spec.mesh:
         return _cross(x, dst)
@@ -102,7 +101,7 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
 
 
 def set_result_of(out: MeshTensor, x: MeshTensor, moved: Tensor) -> None:
-    """``out`` is a reshard of x, and ``moved`` its local."""
+    """Marks ``out`` as a reshard of x, with the local ``moved``."""
     made_at = version(moved)
     set_origin(out, partial(again, x, out.spec, moved, moved.detach(), made_at))
 
@@ -110,9 +109,9 @@ def set_result_of(out: MeshTensor, x: MeshTensor, moved: Tensor) -> None:
 def again(
     x: MeshTensor, dst: DistSpec, moved: Tensor, known: Tensor, made_at: int, axes: Axes
 ) -> Tensor:
-    """The origin of the result of a reshard: ``x`` moved to ``dst`` for a use that varies, of which
-    the value is ``known``."""
-    # written to since, perhaps through a view: it is no longer x's value
+    """Origin of the result of a reshard: reshards ``x`` for a use varying over ``axes``, with the
+    value ``known``."""
+    # written to since, perhaps through a view: no longer the value of x
     if version(moved) != made_at:
         return along(moved, way(dst, (), dst, axes), None)
     read = through(x, dst, axes)
@@ -129,7 +128,7 @@ def target(
     dims_mapping: Any,
     partial_status: Any,
 ) -> DistSpec:
-    """The spec of the tensor of ``src`` on ``mesh`` in another layout."""
+    """Returns the spec of a tensor of ``src`` on ``mesh`` in another layout."""
     key: Any = None
     if dims_mapping is None and partial_status is None:
         if placements is None:
@@ -138,7 +137,7 @@ def target(
             key = src, mesh, *placements
     try:
         dst = _targets.get(key)
-    except TypeError:  # what cannot be hashed is no placement, either
+    except TypeError:  # an unhashable value is no placement, either
         dst = key = None
     if dst is None:
         dst = spec_of(mesh, src.shape, src.dtype, placements, dims_mapping, partial_status)
@@ -151,8 +150,8 @@ def target(
 
 
 def _by_way_of_roots(x: T, dst: DistSpec) -> T:
-    """``x`` from or to a sub-mesh, which is another one on each rank: the reshard between the roots
-    is the same on all. On its root a tensor has the same local."""
+    """Reshards ``x`` from or to a sub-mesh by way of the root meshes. A sub-mesh differs between
+    ranks; the reshard between the roots is the same on all. The local is the same on both."""
     seen = x.like(_alias(x.local_for(())), x.spec.on_root())
     out = resharded(seen, dst.on_root())
     local = _alias(out.local_for(()))
@@ -162,12 +161,12 @@ def _by_way_of_roots(x: T, dst: DistSpec) -> T:
 
 
 def _alias(local: Tensor) -> Tensor:
-    """No leaf: what varies over an axis of the root is reduced in the backward."""
+    """Returns a non-leaf view: a use that varies over an axis of the root is then reduced."""
     return local.view_as(local)
 
 
 def _cross(x: T, dst: DistSpec) -> T:
-    """``x`` on another mesh, in the layout ``dst``. Called by every rank of the world."""
+    """Reshards ``x`` to ``dst`` on another mesh. Every rank of the world calls this."""
     src = x.spec
     if src.on_root() is not src or dst.on_root() is not dst:
         return _by_way_of_roots(x, dst)
@@ -192,7 +191,7 @@ def _cross(x: T, dst: DistSpec) -> T:
         arrival = start(local.detach(), src, dst, tag)
         held = tape.arrive(arrival, src, dst, tag) if tape is not None else arrival.wait()
         held = apart(held, local) if sends and receives else held
-    if where is not None:  # a region that is computed again sends and receives nothing again
+    if where is not None:  # the recomputation of a region sends and receives nothing
         activation_checkpoint.note(where, held)
     if not needed:
         return x.like(held.detach() if receives else token.detached(dst.mesh.device), dst)

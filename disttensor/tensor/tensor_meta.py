@@ -1,4 +1,4 @@
-"""A DistTensor without its mesh and its data: what other ranks are told of it."""
+"""Metadata of a DistTensor without its mesh and its data, to be sent to other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 
 
 class TensorMeta(NamedTuple):
-    """All that a rank outside the mesh needs to know of a tensor."""
+    """All metadata of a tensor that a rank off the mesh needs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -20,7 +20,7 @@ class TensorMeta(NamedTuple):
 
 
 def described(value: Any) -> Any:
-    """A result with a TensorMeta in place of each DistTensor."""
+    """Replaces each DistTensor in a result by its TensorMeta."""
     if isinstance(value, DistTensor):
         spec = value.spec
         return TensorMeta(tuple(spec.shape), spec.dtype, spec.layout, value.requires_grad)

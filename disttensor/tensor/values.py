@@ -1,5 +1,4 @@
-"""DistTensor as a Python value: its piece, numbers, lists, arrays, text, copies. The value is the
-global one."""
+"""DistTensor as a Python value: its local, numbers, lists, arrays, text, copies."""
 
 # mypy: disable-error-code="override"
 
@@ -28,9 +27,9 @@ Tensor = torch.Tensor
 
 
 class values_everywhere(Setting, default=False):
-    """``with values_everywhere():`` numbers that Python asks for (``item``, ``bool``, ``tolist``,
-    ``numpy``) reach ranks outside the mesh of the tensor too: its ranks send them. Every rank of
-    the world must run the block.
+    """``with values_everywhere():`` makes ``item``, ``bool``, ``tolist``, ``numpy`` and the like
+    return the value on ranks off the mesh of the tensor too, which the ranks of the mesh send.
+    Every rank of the world must run the block.
 
     >>> with dt.values_everywhere():
     ...     dt.ones(2, mesh=mesh).sum().item()
@@ -42,8 +41,8 @@ class values_everywhere(Setting, default=False):
 
 
 def broadcast_value(x: Any) -> Tensor:
-    """The value of ``x`` as a plain tensor on every rank of the world, outside its mesh too. Every
-    rank must make the call.
+    """Returns the value of ``x`` as a regular tensor on every rank of the world, also off its mesh.
+    Every rank must make the call.
 
     >>> dt.broadcast_value(dt.ones(2, mesh=mesh).sum()).item()
     2.0
@@ -65,7 +64,7 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
 
 
 def _value(x: MeshTensor) -> Tensor:
-    """The global value, for Python. Raises RuntimeError on a rank that has no part of it."""
+    """Returns the global value. Raises RuntimeError on a rank that has no part of it."""
     if values_everywhere.current():
         return full_tensor(x, everywhere=True)
     if not x.is_initialized:
@@ -80,8 +79,8 @@ def _value(x: MeshTensor) -> Tensor:
 
 class Values(MeshTensor):
     def to_local(self, *, grad_axes: Any = ()) -> Tensor:
-        """This rank's piece, a plain tensor in the local autograd graph; of size 0 on a rank
-        outside the mesh.
+        """Returns this rank's piece, a regular tensor in the local autograd graph; of size 0 on a
+        rank off the mesh.
 
         ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a
         replicated value differently on each rank, so that its gradient is a contribution to be
@@ -99,11 +98,11 @@ class Values(MeshTensor):
         return may_start(self.local_for(axes))
 
     def full_tensor(self, *, everywhere: bool = False) -> Tensor:
-        """The global tensor as a plain one, on every rank of the mesh: differentiable, a collective
-        where it is split.
+        """Returns the global tensor as a regular one on every rank of the mesh: differentiable, a
+        collective if it is split.
 
-        Ranks outside the mesh get a tensor of no elements; with ``everywhere`` they get the value
-        too (not differentiable there), and every rank of the world must make the call.
+        Ranks off the mesh get a tensor without elements. With ``everywhere`` they get the value too
+        (not differentiable there), and every rank of the world must make the call.
         """
         check_bool("full_tensor: everywhere", everywhere)
         return full_tensor(self, everywhere=everywhere)
@@ -193,7 +192,7 @@ class Values(MeshTensor):
         return format(self.local.item() if here else self.item(), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """The spec first, then the piece of this rank. No communication."""
+        """Returns the spec, then the piece of this rank. No communication."""
         kind = "Parameter of DistTensor" if self._is_param else "DistTensor"
         grad = ", requires_grad" if self.local.requires_grad else ""
         piece = "this rank is outside: no data"
@@ -215,7 +214,7 @@ class Values(MeshTensor):
         new = self.like(whole_grad(local, self.spec), self.spec)
         memo[id(self)] = as_parameter(new) if self._is_param else new
         grad = None if self._is_param else get_grad(self)  # as nn.Parameter does
-        # not in memo: what detach gives is gone soon, and its id is another tensor's
+        # not in memo: the result of detach is freed soon, and its id is reused
         if grad is not None:
             set_grad(new, self.like(grad.local.detach(), grad.spec).__deepcopy__({}))
         return new

@@ -1,12 +1,12 @@
-"""How often the memory of a tensor was written to. What is made of a value and kept beside it (a
-reduction, a gathered copy, an alias) is read while this stays.
+"""Counts writes to the memory of a tensor. A result kept for a value (a reduction, a gathered copy,
+an alias) is valid as long as the count is unchanged.
 
-Autograd counts writes in ``_version``, but not all: ``x.data`` has a count of its own, inference
-tensors have none, and kernels outside autograd (fused optimizers, custom ops) raise none. Such
-writes are counted here when the dispatcher carries them out, so on all ranks alike, and the storage
-has the number of the last one. Memory that may be written to in a way that neither counts, as
-by another name after ``x.data`` or by NumPy after ``to_local()``, is marked (``hand_out``): of a
-pending sum in it nothing is kept.
+Autograd counts writes in ``_version``, with three exceptions: ``x.data`` has its own count,
+inference tensors have none, and kernels outside autograd (fused optimizers, custom ops) change
+none. The dispatcher counts such writes here, so all ranks count alike; the storage has the number
+of the last one. Some writes are not counted at all, for example through another name after
+``x.data``, or by NumPy after ``to_local()``. ``hand_out`` marks such memory: no reduction of a
+pending value in it is kept.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-UNCOUNTED = [0]  # how many writes were counted here, to whatever memory
-INFERENCE: list[bool] = []  # not empty: something is kept beside an inference tensor
+UNCOUNTED = [0]  # the number of writes counted here, to any memory
+INFERENCE: list[bool] = []  # not empty: some result is kept for an inference tensor
 
 
 def version(local: torch.Tensor) -> int:
-    """Grows with each write to the memory of ``local``, through whatever shares it."""
+    """Returns a number that grows with each write to the memory of ``local``, also by views."""
     by_autograd = 0 if local.is_inference() else local._version
     if not UNCOUNTED[0]:
         return by_autograd
@@ -29,8 +29,8 @@ def version(local: torch.Tensor) -> int:
 
 
 def hand_out(local: torch.Tensor, twice: bool = False) -> None:
-    """From now on the memory of ``local`` may be written to without a count. ``twice``: two
-    DistTensors have it that count apart, after ``x.data = y``."""
+    """Marks memory of ``local`` that may be written to without a count. ``twice``: two DistTensors
+    share it and count separately, after ``x.data = y``."""
     storage: Any = local.untyped_storage()
     storage.handed_out = twice or counts_twice(local)
 
@@ -44,7 +44,7 @@ def counts_twice(local: torch.Tensor) -> bool:
 
 
 def count(*locals_: torch.Tensor) -> None:
-    """The memory of each was written to, and autograd has not counted it."""
+    """Counts a write to the memory of each tensor that autograd has not counted."""
     UNCOUNTED[0] += len(locals_)
     for local in locals_:
         storage: Any = local.untyped_storage()

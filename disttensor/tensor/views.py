@@ -1,9 +1,9 @@
-"""What shares memory with a tensor: copies in place of views, and views on a rank outside the mesh.
+"""Copies in place of views, and views on a rank off the mesh.
 
-A view function that had to move data gives a copy. In one process a write to either would show in
-the other. So a write to such a copy is refused, or brought back to its source; and after a write to
-the source (through whatever view of it) the copy is stale: its local is replaced by a
-``StaleView``, and any use of it raises. Reading costs nothing extra.
+A view function that had to move data returns a copy. In one process a write to either tensor would
+be visible in the other. So a write to such a copy is refused or brought back to its source. After a
+write to the source (also through a view of it) the copy is stale: its local is replaced by a
+``StaleView``, and any use of it raises. Reads cost nothing extra.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from disttensor.pytree import collect
 from disttensor.tensor.versions import count
 from disttensor.torch_private import make_subclass, storage_id
 
-LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> the copies that were taken from it
-# storages of copies whose write is being brought back: they are up to date
+LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> its copies in place of views
+# storages of copies whose write is being brought back: they are not stale
 _current: list[int] = []
 
 
 class ViewState:
-    """What the views of a tensor need beside it. Made when first needed, and written in this module
-    only.
+    """State of the views of a tensor. Made on first use; only this module writes to it.
 
-    func, storages  of a copy: the view function, and the memory that it came from (kept alive)
+    func, storages  of a copy: the view function, and the memory of its source (kept alive)
     write_back      brings a write to this copy back to its source; None: it would be lost
-    uncounted       autograd counts writes to this apart from those to what shares it: ``.data``
-    base, views     outside the mesh: whose memory this shares; weakly, those that share this one's
+    uncounted       True for ``.data``: autograd counts writes to it separately
+    base, views     off the mesh: the tensor whose memory this shares; weak references to its views
     """
 
     func: Any = None
@@ -47,8 +46,8 @@ class ViewState:
 
 
 class StaleView(torch.Tensor):
-    """In place of the local of a copy whose source was written to. A tensor, since methods of
-    tensors take nothing else, and would not come to ask it."""
+    """Replaces the local of a copy after a write to its source. It is a tensor, because methods of
+    tensors accept nothing else and would not call its ``__torch_function__``."""
 
     message: str
 
@@ -63,14 +62,14 @@ class StaleView(torch.Tensor):
 def enter(
     copy: Any, source: Any, func: Any, write_back: Callable[[Any], Any] | None = None
 ) -> None:
-    """``copy`` was taken from ``source`` (both DistTensors) by the view function ``func``, which
+    """Registers ``copy``: the view function ``func`` made it from ``source`` (both DistTensors) and
     moved data."""
     above = source._view_state.storages if source._view_state is not None else ()
     _follow(copy, func, (source.local.untyped_storage(), *above), write_back)
 
 
 def inherit(view: Any, source: Any) -> None:
-    """``view`` shares the memory of ``source``: where that is a copy, so is the view."""
+    """Marks ``view``, which shares the memory of ``source``, as a copy if ``source`` is one."""
     state = source._view_state
     if state is not None and state.func is not None:
         back = state.write_back
@@ -98,7 +97,7 @@ def _follow(
 
 
 def refuse_copy(x: Any, func: Any) -> None:
-    """Before a write to ``x`` by ``func``: raise where it would be lost."""
+    """Raises RuntimeError if a write to ``x`` by ``func`` would be lost."""
     state = x._view_state
     if state is not None and state.func is not None and state.write_back is None:
         raise RuntimeError(
@@ -109,7 +108,7 @@ def refuse_copy(x: Any, func: Any) -> None:
 
 
 def write_back(x: Any) -> None:
-    """After a write to ``x``: where it is a copy, bring the write to its source."""
+    """Brings a write to ``x`` to its source if x is a copy."""
     state = x._view_state
     if state is not None and state.uncounted:
         count(x.local)
@@ -119,7 +118,7 @@ def write_back(x: Any) -> None:
 
 
 def invalidate(written: torch.Tensor) -> None:
-    """The memory of ``written`` has changed: copies that were taken from it hold old values."""
+    """Marks copies of ``written``, whose memory has changed, as stale."""
     if not LIVE:
         return
     for ref in LIVE.get(storage_id(written.untyped_storage()), ()):
@@ -140,14 +139,14 @@ def invalidate(written: torch.Tensor) -> None:
 
 
 def check(copy: Any) -> None:
-    """Raise if ``copy`` is stale: for what would hand out its local unread."""
+    """Raises RuntimeError if ``copy`` is stale: called where its local is returned unread."""
     if isinstance(copy.local, StaleView):
         _ = copy.local.shape
 
 
 @contextmanager
 def up_to_date(copy: Any) -> Iterator[None]:
-    """While a write to ``copy`` is brought back to what it was taken from."""
+    """Keeps ``copy`` from becoming stale while a write to it is brought back to its source."""
     _current.append(storage_id(copy.local.untyped_storage()))
     try:
         yield
@@ -155,7 +154,7 @@ def up_to_date(copy: Any) -> Iterator[None]:
         _current.pop()
 
 
-# Outside the mesh ---------------------------------------------------------------------------------
+# Off the mesh -------------------------------------------------------------------------------------
 
 
 def view_state(x: Any) -> ViewState:
@@ -166,14 +165,14 @@ def view_state(x: Any) -> ViewState:
 
 
 def base_of(x: Any) -> Any:
-    """The tensor whose memory x shares; None where it has its own."""
+    """Returns the tensor whose memory x shares, or None if x has its own."""
     state = x._view_state
     return None if state is None else state.base
 
 
 def share(view: Any, base: Any) -> None:
-    """``view`` shares the memory of ``base`` on the ranks inside: what is written to one is written
-    to both."""
+    """Records that ``view`` shares the memory of ``base`` on ranks of the mesh: a write to one is a
+    write to both."""
     while (above := base_of(base)) is not None:
         base = above
     view._view_state = state = ViewState()
@@ -190,7 +189,7 @@ def share(view: Any, base: Any) -> None:
 
 
 def family(x: Any) -> list[Any]:
-    """All that share the memory of x, x among them."""
+    """Returns all tensors that share the memory of x, x among them."""
     base = base_of(x)
     base = x if base is None else base
     state = base._view_state
