@@ -1,5 +1,5 @@
-"""Data parallelism with sharded training state: segments of parameters, gathered when used, reduced
-when done.
+"""Data parallelism with sharded training state: segments of parameters are gathered before use,
+freed after it, and their gradients reduced.
 
-Not here: strategies that combine it with other parallelisms (``disttensor.parallel``).
+``disttensor.parallel`` combines it with other parallelisms.
 """

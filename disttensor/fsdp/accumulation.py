@@ -1,4 +1,4 @@
-"""Several backwards that add up: the segments whose reductions wait for the last of them.
+"""Gradient accumulation over several backwards: segments whose reduction waits for the last one.
 
 Micro-batches may reach different parameters. A segment that the last backward does not reach is
 reduced when its ``accumulate`` ends, on all ranks in the order of definition.
@@ -17,8 +17,8 @@ from disttensor.fsdp.segment import Segment
 class Accumulation:
     """The state between the backwards of one accumulation.
 
-    deferred  segments whose gradients wait for the last micro-batch; ``reduce`` reduces those of
-              one completely
+    deferred  segments whose gradients wait for the last micro-batch; ``reduce`` reduces the
+              gradients of one segment completely
     """
 
     def __init__(self, reduce: Callable[[Segment], list[Steps]]) -> None:
@@ -26,7 +26,7 @@ class Accumulation:
         self.deferred: set[Segment] = set()
 
     def after(self, backward: Backward, context: BackwardContext) -> None:
-        """After a backward."""
+        """Updates the deferred segments after a backward."""
         if context.is_last:
             self.deferred.difference_update(backward.entered)
             return
@@ -36,7 +36,7 @@ class Accumulation:
                 param.collect()
 
     def flush(self) -> None:
-        """Reduces what waits for a last micro-batch: it is over, or gradients are about to be
+        """Reduces the deferred segments, when the accumulation ends or gradients are about to be
         read."""
         for segment in sorted(self.deferred, key=lambda s: s.index):
             for steps in self.reduce(segment):

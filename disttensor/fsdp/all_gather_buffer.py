@@ -1,7 +1,7 @@
 """The memory of unsharded parameters: gathered in one all-gather, freed, and gathered again.
 
-To autograd it is the same memory after each gather, so what a forward saved is valid again in the
-backward.
+Autograd sees the same memory after each gather, so tensors saved by a forward are valid again in
+the backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 class AllGatherBuffer:
     """The memory of the unsharded parameters of one dtype (and one group of ranks). ``is_brief``:
-    few segments are gathered at once, so what one gives back is kept for the next."""
+    few segments are gathered at once, so freed memory is kept for the next segment."""
 
     def __init__(
         self, params: Sequence[FSDPParam], dtype: torch.dtype, group: collectives.Group | None, *,
@@ -34,7 +34,7 @@ class AllGatherBuffer:
         device = params[0].spec.mesh.device
         self.memory = torch.empty(self.layout.n * self.layout.total, dtype=dtype, device=device)
         self.blocks = self.layout.blocks(self.memory)
-        self.moved: list[tuple[FSDPParam, Tensor, Tensor]] = []  # those split along another dim
+        self.moved: list[tuple[FSDPParam, Tensor, Tensor]] = []  # parameters not split along dim 0
         for param, rows in zip(params, self.layout.tensors(self.memory), strict=True):
             whole = rows.view(param.spec.local_shape) if param.dim else rows
             param.use_memory(whole)
@@ -45,12 +45,12 @@ class AllGatherBuffer:
         self._arriving: tuple[Work[Tensor], Tensor, Any] | None = None
         self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
         self._version = 1  # of the memory while it is gathered
-        self._filled_at = 0  # its version then, with what autograd does not count
+        self._filled_at = 0  # its version then, including writes that autograd does not count
         self.memory.untyped_storage().resize_(0)
         self.free()
 
     def is_current(self) -> bool:
-        """Are the values of the last gather those of the parameters now?"""
+        """Returns True if the last gather has the present values of the parameters."""
         return self._gathered_versions == self._versions() and not self._is_written_unseen()
 
     def _is_written_unseen(self) -> bool:
@@ -60,7 +60,7 @@ class AllGatherBuffer:
         return [p.version() for p in self.params]
 
     def start(self) -> None:
-        """Start the all-gather."""
+        """Starts the all-gather."""
         if self._arriving is not None or self.is_gathered:
             return
         shards = [p.rows(p.sharded_param.local.detach()) for p in self.params]
@@ -78,7 +78,7 @@ class AllGatherBuffer:
         early = self._arriving is not None
         self.start()
         out, versions = self._wait()
-        # it started before an optimizer step, or another write: stale values
+        # started before an optimizer step or another write: the values are stale
         if versions != self._versions() or (early and self._is_written_unseen()):
             self.start()
             out, versions = self._wait()
@@ -88,7 +88,7 @@ class AllGatherBuffer:
             self.layout.unpack(out.view(self.layout.n, -1), self.blocks)
             for param, rows, whole in self.moved:
                 whole.copy_(param.from_rows(rows.clone()))
-        # With the same values it is what autograd saved; otherwise autograd must see a write.
+        # Unchanged values are the values that autograd saved; else autograd must see a write.
         self._version += not unchanged
         self._set_version(self._version)
         self._filled_at = version(self.memory)
@@ -108,7 +108,7 @@ class AllGatherBuffer:
             buffers.drain(storage)
         else:
             storage.resize_(0)
-        self._set_version(0)  # a node that would read it now raises
+        self._set_version(0)  # a node that reads it now raises
         self.is_gathered = False
 
     def _allocate(self) -> None:
@@ -119,7 +119,7 @@ class AllGatherBuffer:
             buffers.fill(storage, self.nbytes)
 
     def was_written(self) -> bool:
-        """Did somebody write to the unsharded parameters?"""
+        """Returns True if the unsharded parameters were written to since the gather."""
         return self.is_gathered and version(self.memory) != self._filled_at
 
     def _set_version(self, number: int) -> None:

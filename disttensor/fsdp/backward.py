@@ -1,11 +1,11 @@
-"""One backward: reductions start when the last gradient of a segment has come, and run beside the
-rest of the backward.
+"""One backward: a reduction starts when the last gradient of a segment has arrived, and overlaps
+with the rest of the backward.
 
-All ranks start them in one order, that of the segments' forwards read backwards: a segment that is
-ready waits for those that the backward has entered and that come before it. Where forwards have no
-hooks, as gradients alone tell of a segment, it waits for those that came with it the last time: the
-order in which they arrive is that of a rank's own graph, which is another where a piece is empty.
-What is not complete when the backward ends is reduced then.
+All ranks start reductions in the reverse order of the segments' forwards: a segment that is ready
+waits for entered segments that come before it. Segments without forward hooks are entered by their
+gradients. They wait for the segments that the last backward reached with them, because gradients
+arrive in another order on a rank with an empty piece, whose graph differs. The end of the backward
+reduces all other segments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MOST = 2  # reductions to shards under way at once: each holds the gradients of
 class Backward:
     """The state of one call of autograd.
 
-    reduce(segment)  makes the steps that reduce the gradients of a segment
-    bounded          reductions hold memory of their own
+    reduce(segment)  returns the steps that reduce the gradients of a segment
+    bounded          True if reductions need extra memory: few of them run at once
     """
 
     def __init__(self, id: int, reduce: Callable[[Segment], list[Steps]], bounded: bool) -> None:
@@ -37,20 +37,20 @@ class Backward:
         self.entered: dict[Segment, None] = {}
         self.to_leave: dict[Segment, int] = {}  # forwards whose nodes have not all run
         self.came: dict[Segment, set[int]] = {}  # leaves that have their gradient
-        self.waiting: dict[Segment, set[int]] = {}  # leaves that had one last time, and not yet now
+        self.waiting: dict[Segment, set[int]] = {}  # expected leaves without a gradient so far
         self.together: set[int] = set()  # ``companions`` that are in ``order``, by identity
-        self.order: list[tuple[int, int, Segment]] = []  # a heap: what is to be started next
+        self.order: list[tuple[int, int, Segment]] = []  # a heap: the segments to start next
         self.ready: set[Segment] = set()
         self.launched: set[Segment] = set()
         self.late: set[Segment] = set()
         self.running: deque[tuple[Steps, Work[Any]]] = deque()
 
     def plan(self, segment: Segment) -> None:
-        """The backward will enter a forward of the segment, and leave it."""
+        """Counts a forward of the segment that the backward will enter and leave."""
         self.to_leave[segment] = self.to_leave.get(segment, 0) + 1
 
     def recomputed(self, segment: Segment) -> None:
-        """A forward ran again: free it if the backward has not come to the segment yet."""
+        """Frees the segment after a recomputed forward, unless the backward has entered it."""
         if segment not in self.entered:
             segment.free()
 
@@ -71,7 +71,7 @@ class Backward:
             heapq.heappush(self.order, (-segment.position, segment.index, segment))
 
     def arrived(self, segment: Segment, leaf: int) -> None:
-        """A leaf has its gradient."""
+        """Records that a leaf has its gradient."""
         self.begin(segment)
         self.came[segment].add(leaf)
         if segment in self.launched:
@@ -84,8 +84,8 @@ class Backward:
             self.launch()
 
     def leave(self, segment: Segment, launch: bool) -> None:
-        """A forward was left. In the first backward the number of gradients is unknown: all have
-        come once the backward has left (``launch``: that is so)."""
+        """Leaves a forward. The first backward does not know the number of gradients: all have
+        arrived when it has left every forward, unless ``launch`` is False."""
         self.to_leave[segment] -= 1
         known = segment.expected or segment in self.launched
         if launch and not known and self.is_done_with(segment):
@@ -93,7 +93,7 @@ class Backward:
             self.launch()
 
     def launch(self) -> None:
-        """Start what is ready, in order."""
+        """Starts the segments that are ready, in order."""
         while self.order:
             segment = self.order[0][-1]
             if segment not in self.launched:
@@ -112,15 +112,15 @@ class Backward:
             self._advance(steps)
 
     def is_done_with(self, segment: Segment) -> bool:
-        """Have all nodes run that need the parameters of the segment?"""
+        """Returns True if all nodes that need the parameters of the segment have run."""
         return not self.to_leave.get(segment)
 
     def in_order(self) -> list[Segment]:
-        """The segments that it has entered, as all ranks order them."""
+        """Returns the entered segments in the order that all ranks share."""
         return sorted(self.entered, key=lambda s: (-s.position, s.index))
 
     def finish(self) -> None:
-        """At the end of the backward: start the rest, and wait for everything."""
+        """Ends the backward: starts the remaining reductions, and waits for all."""
         last_first = self.in_order()
         for segment in last_first:
             if segment not in self.launched:
@@ -133,15 +133,15 @@ class Backward:
         while self.running:
             self._resume()
         for segment, came in self.came.items():
-            if came:  # else its gradients may have been put off to a backward of their own
+            if came:  # else its gradients may be deferred to a later backward
                 segment.expected = frozenset(came)
         together = dict.fromkeys(s for s, came in self.came.items() if came and not s.copied)
         for segment in together:
             segment.companions = together
 
     def abandon(self) -> None:
-        """The backward ended with an error: finish the reductions that have started. Which of them
-        are over by now depends on the rank, and gradients must not."""
+        """Finishes started reductions after an error. Some may be over, depending on the rank;
+        gradients must not depend on it."""
         while self.running:
             self._resume()
 

@@ -4,7 +4,7 @@
     cut along dim 0 as torch.chunk does                  row 1:  a3 a4 --  b2 --
 
 Row i holds piece i of every tensor; short pieces are padded, so that all rows have one length. An
-all-gather joins rows, a reduce-scatter sums what n ranks have for each row. Pure: shapes only.
+all-gather joins rows, a reduce-scatter sums each row over n ranks. This module uses shapes only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Tensor = torch.Tensor
 
 
 class BucketLayout:
-    """How tensors of these (local) shapes lie in ``n`` rows.
+    """The positions of tensors with these (local) shapes in ``n`` rows.
 
-    sizes[j], offsets[j]  elements of tensor j in a row, and where they begin
+    sizes[j], offsets[j]  elements of tensor j in a row, and the index of the first
     total                 the length of a row
     """
 
@@ -37,7 +37,7 @@ class BucketLayout:
         self.total = self.offsets.pop()
 
     def pack_row(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """[total]: the row of the rank that holds these pieces."""
+        """Returns the row [total] of the rank that holds these pieces."""
         row = buffers.empty(self.total, dtype, pieces[0].device)
         parts, flat = [], []
         for piece, part in zip(pieces, row.split(self.sizes), strict=True):
@@ -53,23 +53,23 @@ class BucketLayout:
         return row
 
     def blocks(self, memory: Tensor) -> list[Tensor]:
-        """[n * total] as one [n, size] for each tensor, which begins with the tensor's elements."""
+        """Splits [n * total] into one [n, size] per tensor, which starts with its elements."""
         parts = memory.split([self.n * size for size in self.sizes])
         return [p.view(self.n, size) for p, size in zip(parts, self.sizes, strict=True)]
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
-        """The tensors that lie in ``memory`` ([n * total]): views."""
+        """Returns the tensors in ``memory`` ([n * total]) as views."""
         return [
             block.view(-1)[: math.prod(shape)].view(shape)
             for block, shape in zip(self.blocks(memory), self.shapes, strict=True)
         ]
 
     def unpack(self, rows: Tensor, blocks: list[Tensor]) -> None:
-        """Copy the pieces of all ranks, [n, total], to their places."""
+        """Copies the pieces of all ranks, [n, total], to their places."""
         torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=blocks)
 
     def pieces(self, row: Tensor, index: int) -> list[Tensor]:
-        """[total], the row of rank ``index``, as its pieces: views without the padding."""
+        """Splits [total], the row of rank ``index``, into its pieces: views without the padding."""
         out = []
         for j, part in enumerate(row.split(self.sizes)):
             shape = self.piece_shape(j, index)
@@ -81,12 +81,12 @@ class BucketLayout:
         return (chunk(shape[0], self.n, index)[1], *shape[1:]) if shape else ()
 
     def piece(self, j: int, tensor: Tensor, index: int) -> Tensor:
-        """Piece ``index`` of tensor j: a view."""
+        """Returns piece ``index`` of tensor j as a view."""
         return chunk_of(tensor, self.n, index) if self.shapes[j] else tensor
 
 
 def chunk_of(tensor: Tensor, n: int, index: int) -> Tensor:
-    """Piece ``index`` of n along dim 0: a view."""
+    """Returns piece ``index`` of n along dim 0 as a view."""
     start, length = chunk(len(tensor), n, index)
     return tensor[start : start + length]
 
@@ -95,10 +95,10 @@ Bucket = tuple[BucketLayout, Sequence[Tensor], Sequence[float]]  # layout, its t
 
 
 def pack(buckets: Sequence[Bucket], dtype: torch.dtype) -> Tensor:
-    """[n, sum of (total + len(tail))]: the tensors cut into rows, those of a bucket followed by its
-    tail in each row."""
+    """Returns [n, sum of (total + len(tail))]: rows of all tensors, where the tensors of each
+    bucket are followed by its tail."""
     n, first = buckets[0][0].n, buckets[0][1][0]
-    # Upcast sums have the dtype of the parameter; what is sent has one dtype.
+    # Upcast sums have the dtype of the parameter; one message has one dtype.
     of = functools.reduce(torch.promote_types, (t.dtype for _, full, _ in buckets for t in full))
     width = sum(b.total + len(tail) for b, _, tail in buckets)
     out = buffers.empty(n * width, dtype, first.device).view(n, width)

@@ -4,7 +4,7 @@
     after it           show the sharded ones again, free the memory
     before its backward and after: the same, in the other order; then its gradients are reduced
 
-Which segment is next is what the last forward did.
+The order of the last forward predicts the next segment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
 
-_ENGINES: list[weakref.ref[Engine]] = []  # in the order of their making, which all ranks share
+_ENGINES: list[weakref.ref[Engine]] = []  # in order of creation, which all ranks share
 
 
 class Engine:
@@ -56,8 +56,8 @@ class Engine:
         self.context: BackwardContext | None = None  # see ``accumulate``
         self.calls = 0  # forwards of the root that are on the stack
         self.epoch = 0
-        self.order: list[Segment] = []  # in which the forwards of this epoch began
-        self.last_order: list[Segment] = []  # the same of the epoch before
+        self.order: list[Segment] = []  # segments in the order of their forwards in this epoch
+        self.last_order: list[Segment] = []  # the same for the previous epoch
         self.backward: Backward | None = None
         self.held: set[Segment] = set()  # not freed before the backward ends
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
@@ -87,7 +87,7 @@ class Engine:
         root.register_forward_hook(self._root_ends, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """An engine for the copies of its modules, whose hooks are copied with them."""
+        """Returns an engine for the copies of its modules, whose hooks are copied with them."""
         root = self.root()
         if id(root) not in memo:
             raise RuntimeError(
@@ -139,10 +139,9 @@ class Engine:
 
     @unseen
     def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
-        """The forward begins here, ahead of what brings parameters to the mesh of another stage:
-        they are brought unsharded always. Each rank has a moment of its own at which the forwards
-        of a segment are over, as its schedule goes from one micro-batch to another, also while this
-        one waits for what it is given."""
+        """Begins the forward before hooks that bring parameters to the mesh of another stage: such
+        parameters must be unsharded. On each rank the forwards of a segment end at other times,
+        also while this module waits for its arguments, as schedules switch micro-batches."""
         self._show(segment, current_backward() != -1)
         self._runs(segment, module)
 
@@ -152,8 +151,8 @@ class Engine:
         callbacks.recompute_contexts[segment] = partial(self._shown_again, segment)
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
-        """Ends the forwards whose hooks were not called, unless one runs besides that of
-        ``begins``."""
+        """Ends the forwards whose end hooks were not called, unless other forwards than the one
+        that ``begins`` are on the stack."""
         running = [m for s in self.segments for m in s.running]
         if any(calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
             return
@@ -178,7 +177,7 @@ class Engine:
 
     @unseen
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
-        if module not in segment.running:  # another hook before its forward has failed
+        if module not in segment.running:  # another hook before its forward raised an error
             return None
         segment.running.remove(module)
         segment.in_graph |= segment.forwards.end()
@@ -199,12 +198,12 @@ class Engine:
             )
             outputs = find_tensors(output, attributes=True)
         segment.ran.add(module)
-        # By itself, as of a method of the root, a module is all that runs for sure.
+        # Without a forward of the root, only this module is certain to run.
         is_over = not segment.running and (
             not self.calls or len(segment.ran) == len(segment.modules)
         )
         for x in outputs if segment.is_freed else ():
-            if isinstance(x, DistTensor):  # it is not made again of what will be freed
+            if isinstance(x, DistTensor):  # its aliases must not be made from freed memory
                 set_origin(x, None)
         if is_over:
             self._close(segment)
@@ -225,9 +224,9 @@ class Engine:
                 if segment.shown or segment.is_open:
                     self._close(segment)
                 elif not segment.is_gathered:
-                    segment.free()  # gathered ahead, and not used
+                    segment.free()  # prefetched, and not used
                 elif segment.persist:
-                    self._hook_leaves(segment)  # a parameter that is shared may have a new use
+                    self._hook_leaves(segment)  # a shared parameter may have a new use
 
     def _note_position(self, segment: Segment) -> None:
         if segment.epoch != self.epoch:
@@ -235,14 +234,14 @@ class Engine:
             self.order.append(segment)
 
     def _prefetch(self, segment: Segment, order: list[Segment]) -> None:
-        """Start to gather the segments that come after this one in ``order``."""
+        """Starts to gather the segments that follow this one in ``order``."""
         if self.prefetch and segment in order:
             at = order.index(segment) + 1
             for other in order[at : at + self.prefetch]:
                 other.start()
 
     def _close(self, segment: Segment) -> None:
-        """The forwards of this segment are over."""
+        """Ends the forwards of this segment."""
         self._hook_leaves(segment)
         in_graph, segment.is_open, segment.in_graph = segment.in_graph, False, False
         segment.ran.clear()
@@ -258,7 +257,7 @@ class Engine:
             )
 
     def _hook_leaves(self, segment: Segment) -> None:
-        """Have ``_arrived`` called with each gradient of the leaves that are new."""
+        """Registers ``_arrived`` as a hook on new leaves."""
         for param in segment.params:
             new = param.new_leaves()
             if new:
@@ -268,7 +267,7 @@ class Engine:
                     at_once(leaf)
                 at = len(segment.leaves)
                 segment.leaves.append(param.name)
-                # Weak: a hook of autograd is no part of what the garbage collector sees.
+                # Weak: the garbage collector does not see hooks of autograd.
                 place = None if param.is_copy else place_of(param.sharded_param)
                 hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at, place)
                 leaf.register_post_accumulate_grad_hook(hook)
@@ -276,7 +275,7 @@ class Engine:
     # Backward -------------------------------------------------------------------------------------
 
     def _present(self) -> Backward:
-        """The backward that runs now."""
+        """Returns the state of the backward that runs now."""
         id = this_backward()
         if self.backward is None or self.backward.id != id:
             self.clean_up()
@@ -287,7 +286,7 @@ class Engine:
             reduce = partial(self._reduce, None if torch.is_grad_enabled() else context)
             self.backward = Backward(id, reduce, bounded=self.scatter)
             when_over(partial(self._finish, self.backward, context))
-            when_failed(clean_up)  # also where it was not started by a DistTensor
+            when_failed(clean_up)  # also for a backward that no DistTensor started
         return self.backward
 
     @unseen
@@ -304,14 +303,15 @@ class Engine:
             segment.kept |= backward.keeps_graph
             segment.show()
             order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
-            if first:  # often the root's, whose forward began first
+            if first:  # often the root's segment, whose forward began first
                 order = [segment, *[s for s in order if s is not segment]]
             self._prefetch(segment, order)
 
     @contextmanager
     def _shown_again(self, segment: Segment) -> Iterator[None]:
-        """For a region inside its modules that is computed again: the backward may not have come to
-        the segment, as its results are on another stage. Hidden as the backward ends."""
+        """Gathers and shows the segment while a region inside its modules is recomputed. The
+        backward may not have entered the segment, whose results are on another stage. The end of
+        the backward hides it."""
         self._recomputes(segment)
         yield
 
@@ -389,11 +389,11 @@ class Engine:
                 hook(param.sharded_param)
 
     def clean_up(self) -> None:
-        """After a backward that ended with an error."""
+        """Resets the state after a backward that ended with an error."""
         if self.backward is not None:
             backward = self.backward
             backward.abandon()
-            if any(s.running for s in self.segments):  # of a region that was computed again
+            if any(s.running for s in self.segments):  # of a recomputed region
                 self._drop_forwards()
             self._end(backward)
             for param in [p for s in backward.entered for p in s.params]:
@@ -412,7 +412,7 @@ def _arrived(
         owner._arrived(of, number)
 
 
-# Of all engines: called by what reads or abandons gradients ---------------------------------------
+# For all engines: called before gradients are read or dropped -------------------------------------
 
 
 def engines() -> list[Engine]:
@@ -421,7 +421,7 @@ def engines() -> list[Engine]:
 
 
 def flush(params: Sequence[Any]) -> None:
-    """Before the gradients of ``params`` are read: reduce what is deferred of them."""
+    """Reduces the deferred gradients of ``params`` before they are read."""
     for engine in engines():
         if engine.accumulation.deferred and not engine.param_ids.isdisjoint(map(id, params)):
             engine.flush()
@@ -430,14 +430,14 @@ def flush(params: Sequence[Any]) -> None:
 
 @unseen
 def _starts(node: Any) -> None:
-    """A call of autograd comes to a node at which it may have started."""
+    """Follows a call of autograd from a node at which it may have started."""
     copied = [s.forwards for engine in engines() for s in engine.segments if s.copied]
     if copied:
         follow(node, copied)
 
 
 def clean_up() -> None:
-    """After a backward that ended with an error."""
+    """Resets all engines after a backward that ended with an error."""
     if current_backward() == -1:
         forget()
         for engine in engines():

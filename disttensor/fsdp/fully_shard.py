@@ -56,38 +56,39 @@ def shard_data_parallel(
     mp_policy: Any = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Shard the training state of ``module`` over ``shard_axis`` in place, and return it.
+    """Shards the training state of ``module`` over ``shard_axis`` in place, and returns it.
 
-    Every parameter becomes a DistTensor split along dim 0 over the axis (beside what tensor
-    parallelism splits), which the optimizer, built after this call, and ``state_dict`` see. While a
-    forward or backward of its segment runs, the module holds it unsharded. Experts that the axis
-    splits already stay as they lie. Values come from the first rank of the mesh.
+    Every parameter becomes a DistTensor split along dim 0 over the axis (in addition to splits by
+    tensor parallelism). The optimizer, built after this call, and ``state_dict`` see the shards.
+    During a forward or backward of its segment, the module holds the unsharded parameter. Experts
+    that the axis already splits stay unchanged. Values come from the first rank of the mesh.
 
     ``stage`` 1: the optimizer's state is sharded; unsharded parameters are kept, gradients
     all-reduced. 2: gradients too (reduce-scattered, half the bytes). 3: parameters too: gathered
     per segment before use, freed after the forward (unless ``reshard_after_forward`` is False),
     gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
-    ``segments``: what is gathered and reduced at once: SegmentBySize (the default: 32 MiB, 25 with
-    ``shard_axis=None``), SegmentByAnchors, or names of modules, among which a list of names is one
-    segment of several modules. ``mesh``: where plain parameters go; None if all are DistTensors,
-    each on its own mesh (of a pipeline stage). A sub-mesh beside
-    that of tensor parallelism, ``mesh["dp"]`` beside ``mesh["tp"]``: all parameters and buffers
-    come to lie on the axes of both, ``mesh["dp", "tp"]``, and so have the inputs to.
-    ``replicate_axis``: an axis of replicas beside it (HSDP); it only has to exist. Gradients are
-    summed over all axes over which they are Partial, whatever these are called.
+    ``segments``: parameters that are gathered and reduced at once: SegmentBySize (the default:
+    32 MiB, 25 with ``shard_axis=None``), SegmentByAnchors, or names of modules. A list of names
+    among these is one segment of several modules.
+    ``mesh``: the mesh of regular parameters; None if all are DistTensors, each on its own mesh (of
+    a pipeline stage). It may be a sub-mesh next to the sub-mesh of tensor parallelism, as
+    ``mesh["dp"]`` and ``mesh["tp"]``: all parameters and buffers are then on ``mesh["dp", "tp"]``,
+    and the inputs must be, too.
+    ``replicate_axis``: an additional axis of replicas (HSDP); it only has to exist. Gradients are
+    summed over all axes over which they are Partial, under any name.
     ``shard_axis=None``: nothing is sharded; gradients are reduced in segments during the backward.
     ``param_dtype``: of unsharded parameters and of floating arguments of the modules; the sharded
     parameters keep theirs. ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up
     in the dtype of the sharded parameters. ``mp_policy``: a MixedPrecisionPolicy of
-    torch.distributed.fsdp for the module, or a dict of them by names or globs of modules. It holds
-    for the parameters in a module, but for those in a module inside it that has its own. Floating
-    arguments of the module and of those that its segments gather are cast to its ``param_dtype``
-    (unless ``cast_forward_inputs`` is False), floating results of the module to ``output_dtype``.
-    ``shard_placement_fn``: gives the Shard along which a parameter is split, or None for Shard(0).
-    ``ignored_params``: parameters that stay as they are, on the devices, dtypes and values that
-    they have. A plain one counts as replicated: its gradient is whole on every rank.
+    torch.distributed.fsdp for the module, or a dict of policies by names or globs of modules. The
+    policy of a module applies to the modules in it that have none. Floating arguments of the named
+    modules and of modules whose segments are gathered are cast to ``param_dtype`` (unless
+    ``cast_forward_inputs`` is False), floating results of the named modules to ``output_dtype``.
+    ``shard_placement_fn``: returns the Shard along which a parameter is split, or None: Shard(0).
+    ``ignored_params``: parameters that stay unchanged, with their devices, dtypes and values. A
+    regular one counts as replicated: its gradient is whole on every rank.
 
-    Raises ValueError for an axis, a stage, or segments that do not fit, before anything is changed.
+    Raises ValueError for an axis, a stage, or segments that do not fit, before any change.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> model = dt.shard_data_parallel(model, mesh, shard_axis="dp", stage=3)
@@ -142,8 +143,8 @@ def shard_data_parallel(
             module.register_forward_pre_hook(off_mesh.root_begins, prepend=True)
             module.register_forward_hook(off_mesh.root_ends, always_call=True)
             continue
-        # A backward can enter a module that several stages run in at any of its nodes: there is no
-        # moment to gather.
+        # A backward can enter a module that several stages run in at any of its nodes, so there is
+        # no point at which to gather.
         persist = stage < 3 or any(len(_meshes(m, None, ignored)) > 1 for m in spec.modules)
         brief = not persist and reshard_after_forward
         free = brief and module not in spec.modules
@@ -164,7 +165,7 @@ def _checked(
     stage: int,
     segments: Segments, prefetch: int, ignored: frozenset[int],
 ) -> list[SegmentSpec]:  # fmt: skip
-    """The segments, after all checks."""
+    """Checks the arguments, and returns the segments."""
     who = "shard_data_parallel"
     if stage not in (1, 2, 3) or type(stage) is not int:
         raise ValueError(
@@ -218,7 +219,7 @@ def _checked(
 
 
 def _ignored(module: nn.Module, params: Any) -> frozenset[int]:
-    """The ids of ``ignored_params``, after checks."""
+    """Checks ``ignored_params``, and returns their ids."""
     who, expected = "shard_data_parallel: ignored_params", "a set of parameters of the module"
     own = set(map(id, module.parameters()))
     if isinstance(params, torch.Tensor):
@@ -235,7 +236,7 @@ def _ignored(module: nn.Module, params: Any) -> frozenset[int]:
 
 
 def _split_by(p: nn.Parameter, axis: str | None, mesh: ProcessMesh | None) -> bool:
-    """Does the plan of the model split ``p`` over the axis? Then it stays so."""
+    """Returns True if the plan of the model already splits ``p`` over the axis."""
     if axis is None or not isinstance(p, DistTensor):
         return False
     spec = _spec_on(p, mesh)
@@ -243,7 +244,7 @@ def _split_by(p: nn.Parameter, axis: str | None, mesh: ProcessMesh | None) -> bo
 
 
 def _spec_on(p: DistTensor, mesh: ProcessMesh | None) -> DistSpec:
-    """The spec of ``p``, on ``mesh`` if that is of the same root."""
+    """Returns the spec of ``p``, on ``mesh`` if both have the same root."""
     alike = mesh is not None and mesh.root is p.spec.mesh.root
     return p.spec.seen_from(mesh) if mesh is not None and alike else p.spec
 
@@ -251,7 +252,7 @@ def _spec_on(p: DistTensor, mesh: ProcessMesh | None) -> DistSpec:
 def _shard_dims(
     module: nn.Module, function: Any, shard_axis: str | None, ignored: frozenset[int]
 ) -> dict[str, int]:
-    """name -> the dim that ``shard_placement_fn`` says, where it is not 0."""
+    """Maps parameter names to the dims that ``shard_placement_fn`` returns, leaving out None."""
     who = "shard_data_parallel: shard_placement_fn"
     if function is None:
         return {}
@@ -272,7 +273,7 @@ def _shard_dims(
 
 
 def _joined(module: nn.Module, mesh: ProcessMesh, ignored: frozenset[int]) -> ProcessMesh:
-    """``mesh`` with the axes of all meshes of the same root that tensors of the module lie on."""
+    """Returns ``mesh`` with the axes of all meshes of its root that the module's tensors are on."""
     root, own = mesh.root, [s.value for s in slots(module) if id(s.value) not in ignored]
     meshes = [x.spec.mesh for x in own if isinstance(x, DistTensor)]
     axes = {a for m in [mesh, *meshes] if m.root is root for a in m.root_axes}
@@ -293,7 +294,7 @@ def _place(
     module: nn.Module, mesh: ProcessMesh, shard_axis: str | None, ignored: frozenset[int],
     dims: dict[str, int],
 ) -> None:  # fmt: skip
-    """Plain tensors become DistTensors, those on the meta device only in shards."""
+    """Makes DistTensors of regular tensors; tensors on the meta device are made as shards."""
     plan: dict[Any, Any] = {}
     if shard_axis is not None:
         for name, p in module.named_parameters():
@@ -307,7 +308,7 @@ def _place(
     made: dict[int, DistTensor] = {}
     for slot in slots(module):  # from sub-meshes
         x: Any = slot.value
-        if id(x) in ignored or has_own_operators(x):  # it stays as it is
+        if id(x) in ignored or has_own_operators(x):  # left unchanged
             continue
         spec = _spec_on(x, mesh)
         if spec is not x.spec and id(x) not in made:
@@ -320,7 +321,7 @@ def _place(
 def _shard_all(
     module: nn.Module, before: Iterable[Slot], shard_axis: str | None, dims: dict[str, int]
 ) -> dict[str, DistTensor]:
-    """name -> parameter, split by the axis, in all its slots."""
+    """Splits the parameters by the axis, in all their slots, and returns them by name."""
     made: dict[int, DistTensor] = {}
     sharded: dict[str, DistTensor] = {}
     for slot in before:
@@ -338,7 +339,7 @@ def _shard_all(
 
 
 def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:
-    """``p`` split along ``dim`` by one more mesh axis, the minor one there."""
+    """Returns ``p`` split along ``dim`` by one more mesh axis, the minor one there."""
     spec = p.spec
     if not spec.ndim or not math.prod(spec.shape) or axis in spec.layout.sharded:
         return p
@@ -354,12 +355,12 @@ def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:
 
 @contextmanager
 def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterator[None]:
-    """For the backward of one of several micro-batches, whose gradients add up until ``last``.
+    """Accumulates gradients of several micro-batches until the backward with ``last``.
 
-    ``reduce="scatter"``: each one reduce-scatters over the shard axis and adds to the sharded sum;
-    only the last reduces over all other axes, after adding. ``"none"``: nothing is communicated
-    until the last, and unsharded gradients are kept; ``p.grad`` is their sum so far, Partial on the
-    shard axis too. An optimizer's step and ``sync_gradients`` reduce it, should no last one come.
+    ``reduce="scatter"``: each backward reduce-scatters over the shard axis and adds to the sharded
+    sum; only the last reduces over all other axes, after adding. ``"none"``: only the last
+    communicates, and unsharded gradients are kept; ``p.grad`` is their sum so far, Partial on the
+    shard axis too. An optimizer's step and ``sync_gradients`` reduce it if no last backward comes.
     Without this context every backward reduces completely. Micro-batches may reach different
     parameters. A segment that the last one does not reach is reduced when the context ends.
 

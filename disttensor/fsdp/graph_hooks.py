@@ -1,10 +1,10 @@
-"""Which nodes of autograd's graph a forward of a segment made, and when a backward runs them.
+"""The nodes of autograd's graph that a forward of a segment made, and when a backward runs them.
 
-Autograd numbers nodes as they are made, and runs those of a graph from the highest number down. So
-the nodes of a forward are those with the numbers between its begin and its end, whatever became of
-its results: returned, or kept in attributes, closures or globals. When a call of autograd starts,
-its graph is walked once, and each forward that has nodes in it is entered before the first of them
-and left after the last. Hooks run before nodes, so nothing is put into the graph.
+Autograd numbers nodes as they are made, and runs the nodes of a graph from the highest number down.
+So the nodes of a forward have the numbers between its begin and its end, even if its results are
+kept in attributes, closures or globals. When a call of autograd starts, its graph is walked once.
+Each forward that has nodes in it is entered before the first of them and left after the last. Hooks
+run before nodes, so nothing is added to the graph.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from disttensor.torch_private import (
 )
 
 Tensor = torch.Tensor
-_KEPT = 64  # forwards of a segment whose nodes are known apart
+_KEPT = 64  # forwards of a segment whose nodes are kept separately
 
 
 class Forwards:
     """The nodes that the forwards of one segment made.
 
-    numbers  (the first, that after the last) of each forward, by ``node_count``. Many old ones
-             become one: a backward through such a graph may enter the segment without a need
+    numbers  (its first number, the number after its last) of each forward, by ``node_count``. Old
+             entries are merged: a backward through such a graph may enter the segment needlessly
     plan     called for each forward that a backward will enter, then ``enter`` and ``leave``
     """
 
@@ -50,7 +50,7 @@ class Forwards:
         self._begun.setdefault(node_count(), []).append(next_number())
 
     def end(self) -> bool:
-        """Did the forward make nodes?"""
+        """Ends a forward, and returns True if it made nodes."""
         begun = self._begun[node_count()]
         first, last = begun.pop(), next_number()
         if not begun:  # the outermost
@@ -62,12 +62,12 @@ class Forwards:
         return last > first
 
     def abandon(self) -> None:
-        """The forwards that have begun ended with an error."""
+        """Drops the forwards that have begun and ended with an error."""
         self._begun.clear()
 
 
 class _Walk:
-    """One call of autograd: its nodes, as far as they are known, and the hooks on them."""
+    """One call of autograd: its nodes seen so far, and the hooks on them."""
 
     def __init__(self) -> None:
         self.seen: set[Any] = set()
@@ -82,21 +82,21 @@ _WALKS: dict[int, _Walk] = {}  # by the number of the call
 
 
 def forget() -> None:
-    """Of calls that ended with an error nothing is known any more."""
+    """Drops the state of calls that ended with an error."""
     if current_backward() == -1:
         while _WALKS:
             _WALKS.popitem()[1].remove_hooks()
 
 
 def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
-    """Have segments entered and left in the part of the graph that begins with ``start``, the node
-    that is about to run."""
+    """Registers hooks that enter and leave segments in the part of the graph that begins with
+    ``start``, the node that is about to run."""
     task = current_backward()
     walk = _WALKS.get(task)
     if walk is None:
         walk = _WALKS[task] = _Walk()
         after_backward(lambda: _WALKS.pop(task).remove_hooks())
-        when_failed(forget)  # also where no DistTensor started it
+        when_failed(forget)  # also for a backward that no DistTensor started
     if start in walk.seen:
         return
     nodes = sorted(_new_nodes(start, walk.seen), key=node_number)
@@ -126,7 +126,7 @@ def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
 
 
 class _Pass:
-    """One call of autograd goes through the nodes of one forward."""
+    """The pass of one call of autograd through the nodes of one forward."""
 
     __slots__ = ("forwards", "task")
 
@@ -135,9 +135,9 @@ class _Pass:
 
 
 def before_node(x: Tensor, run: Callable[[], None]) -> None:
-    """Call ``run`` whenever the node that made x is about to run, if there is one here."""
+    """Calls ``run`` before each run of the node that made x, if this rank has that node."""
     if isinstance(x, DistTensor):
-        if not x.is_initialized:  # its node is that of other tensors, too
+        if not x.is_initialized:  # its node belongs to other tensors, too
             return
         x = x.local
     if x.grad_fn is not None:
@@ -145,7 +145,7 @@ def before_node(x: Tensor, run: Callable[[], None]) -> None:
 
 
 def _run(left: list[_Pass], entered: list[_Pass]) -> None:
-    """Segments are left before others are entered, so that fewer are gathered at once."""
+    """Leaves segments, then enters others, so that fewer are gathered at once."""
     task = current_backward()
     for one in left:
         if one.task == task:
@@ -169,7 +169,7 @@ def _new_nodes(start: Any, seen: set[Any]) -> list[Any]:
 
 
 def _last_that_runs(nodes: list[Any], end: int, begin: int) -> Any:
-    """Of ``nodes[begin:end]``, where the present call of autograd runs some of them."""
+    """Returns the last of ``nodes[begin:end]`` that the present call of autograd runs, or None."""
     for i in range(end - 1, begin - 1, -1):
         if nodes[i] is current_node() or is_in_backward(nodes[i]):
             return nodes[i]

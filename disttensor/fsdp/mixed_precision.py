@@ -1,4 +1,4 @@
-"""Mixed precision by module: the dtypes of parameters, of sums between ranks, of arguments and of
+"""Mixed precision by module: dtypes of parameters, of sums between ranks, of arguments and of
 results.
 
 A policy is any object with the attributes of ``torch.distributed.fsdp.MixedPrecisionPolicy``.
@@ -22,10 +22,10 @@ _EXPECTED = "a MixedPrecisionPolicy of torch.distributed.fsdp, or a dict {name o
 
 
 class Policy(NamedTuple):
-    """param_dtype          of unsharded parameters, None: their own
-    reduce_dtype         of sums between ranks, None: that of the unsharded parameters
-    output_dtype         of floating results of the modules that are named, None: as they are
-    cast_forward_inputs  floating arguments are cast to ``param_dtype``
+    """param_dtype          of unsharded parameters; None: their own dtype
+    reduce_dtype         of sums between ranks; None: the dtype of the unsharded parameters
+    output_dtype         of floating results of the named modules; None: no cast
+    cast_forward_inputs  True if floating arguments are cast to ``param_dtype``
     """
 
     param_dtype: torch.dtype | None = None
@@ -35,8 +35,8 @@ class Policy(NamedTuple):
 
 
 class Policies:
-    """``named``: the modules that have a policy of their own. ``of``: the policy of each module,
-    which is that of the nearest named module around it."""
+    """``named``: the modules with their own policy. ``of``: the policy of each module, taken from
+    the nearest named module around it."""
 
     def __init__(self, root: nn.Module, given: Any, default: Policy) -> None:
         self.named = _named(root, given)
@@ -67,7 +67,7 @@ class Policies:
             self._spread(child, f"{name}.{key}" if name else key, policy)
 
     def add_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Cast arguments of these and of the named modules, and results of the latter."""
+        """Casts arguments of these and of the named modules, and results of the named modules."""
         for module in dict.fromkeys([*modules, *self.named]):
             policy = self.of[module]
             if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -78,7 +78,7 @@ class Policies:
 
 
 def _named(root: nn.Module, given: Any) -> dict[nn.Module, Policy]:
-    """module -> policy. An exact name goes before a pattern, then the first entry counts."""
+    """Maps modules to policies. Exact names go before patterns; then the first entry counts."""
     if given is None:
         return {}
     entries = dict(given) if isinstance(given, Mapping) else {"": given}
@@ -115,7 +115,7 @@ def _checked(given: Any, pattern: str) -> Policy:
 
 
 def check_dtypes(who: str, **dtypes: Any) -> None:
-    """Raise TypeError or ValueError for what is neither None nor a floating dtype."""
+    """Raises TypeError or ValueError unless each value is None or a floating dtype."""
     for name, dtype in dtypes.items():
         known = isinstance(dtype, torch.dtype)
         if dtype is not None and not (known and dtype.is_floating_point):
@@ -124,7 +124,7 @@ def check_dtypes(who: str, **dtypes: Any) -> None:
 
 
 class _Cast:
-    harmless = True  # a module that has it can be skipped: its results do not depend on the call
+    harmless = True  # a module with this hook can be skipped: its results do not depend on the call
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

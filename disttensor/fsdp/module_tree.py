@@ -1,11 +1,10 @@
-"""The tree of a module's modules, in order of definition, and the segments that follow once each
-node has one.
+"""The tree of a module's modules, in order of definition, and the segments that follow from it.
 
-A parameter belongs to the segment of the node that holds it. The ``cover`` of a node is the module
-whose forward needs what the node holds: one that runs. A ModuleList has no forward, so what it
-holds itself is needed by the module around it; so are the children of nn.MultiheadAttention, which
-reads their parameters and never calls them. Sizes come from specs alone: all ranks, those outside a
-mesh too, find the same.
+A parameter belongs to the segment of the node that holds it. The ``cover`` of a node is a module
+with a forward that needs the parameters of the node. A ModuleList has no forward, so the module
+around it needs its own parameters. nn.MultiheadAttention reads the parameters of its children and
+never calls them, so it is their cover, too. Sizes come from specs alone: all ranks, also off the
+mesh, find the same segments.
 """
 
 from __future__ import annotations
@@ -33,14 +32,15 @@ class SegmentSpec(NamedTuple):
 
 
 class SegmentId:
-    """A segment: the index of its first node, and the name of its module if it is one's."""
+    """Identifies a segment: the index of its first node, and the name of its module if it has one
+    module."""
 
     def __init__(self, start: int, name: str = "") -> None:
         self.start, self.name = start, name
 
 
 class ModuleNode:
-    """A place of a module. A second place of the same module is a leaf with all its parameters."""
+    """A place of a module. Its second place is a leaf with all parameters of the module."""
 
     segment: SegmentId
     cover: ModuleNode  # runs, and needs the parameters of this one
@@ -52,8 +52,8 @@ class ModuleNode:
         self.index, self.end = index, index + 1  # of its subtree
         self.params: list[Tensor] = []
         self.total = self.nbytes = 0  # of its subtree; the bytes of a tied one at its first node
-        self.is_leaf = True  # nothing below holds parameters
-        self.own_segment = SegmentId(index, self.title)  # of what is in no smaller one
+        self.is_leaf = True  # no module in it holds parameters
+        self.own_segment = SegmentId(index, self.title)  # of parameters in no smaller segment
         forward = getattr(module.forward, "__func__", module.forward)
         self.is_read: bool = parent is not None and (
             parent.is_read or isinstance(parent.module, _READS_CHILDREN)
@@ -66,7 +66,7 @@ Use = tuple[Tensor, list[ModuleNode]]  # a parameter, and the modules that need 
 
 
 def module_tree(module: nn.Module, ignored: Collection[int] = ()) -> list[ModuleNode]:
-    """Returns all nodes, each before what is in it, without the parameters of these ids."""
+    """Returns all nodes, parents first, without the parameters whose ids are ``ignored``."""
     nodes: list[ModuleNode] = []
     seen: set[int] = set()
     counted: set[int] = set()
@@ -98,7 +98,7 @@ def module_tree(module: nn.Module, ignored: Collection[int] = ()) -> list[Module
 
 
 def _nbytes(p: Tensor) -> int:
-    """On the first rank of its mesh: no rank holds more, and all ranks know it."""
+    """Returns the bytes on the first rank of the mesh, which holds the most; all ranks know it."""
     if not isinstance(p, DistTensor):
         return p.numel() * p.itemsize
     _, sizes = p.spec.box_at((0,) * p.spec.mesh.ndim)
@@ -106,7 +106,7 @@ def _nbytes(p: Tensor) -> int:
 
 
 def segment_specs(nodes: list[ModuleNode]) -> list[SegmentSpec]:
-    """The segments, once each node has its ``segment`` and ``cover``."""
+    """Returns the segments, from the ``segment`` and ``cover`` of each node."""
     holders: dict[int, tuple[Tensor, list[ModuleNode]]] = {}
     for node in nodes:
         for p in node.params:
@@ -125,7 +125,7 @@ def segment_specs(nodes: list[ModuleNode]) -> list[SegmentSpec]:
 
 
 def _around(nodes: list[ModuleNode]) -> ModuleNode:
-    """The lowest node that all of these are in."""
+    """Returns the lowest node that contains all ``nodes``."""
     low, high = min(n.index for n in nodes), max(n.index for n in nodes)
     node = nodes[0]
     while not (node.index <= low and high < node.end):
@@ -135,7 +135,7 @@ def _around(nodes: list[ModuleNode]) -> ModuleNode:
 
 
 def _specs(segment: SegmentId, uses: list[Use]) -> Iterator[SegmentSpec]:
-    """One for each mesh that the parameters of a segment lie on."""
+    """Yields one SegmentSpec for each mesh of the parameters of a segment."""
     by_mesh: dict[Any, list[Use]] = {}
     for p, covers in uses:
         mesh = p.spec.mesh if isinstance(p, DistTensor) else None

@@ -1,8 +1,8 @@
-"""Segments of other stages: a rank off their mesh knows their unsharded parameters as metadata.
+"""Segments of other stages: a rank off their mesh has metadata of their unsharded parameters.
 
-On the mesh a module computes with unsharded parameters. The layouts of its results follow from
-theirs, so here the module shows stand-ins of them at the same moments. Nothing is gathered, and a
-module that is skipped whole stays so.
+On the mesh a module computes with unsharded parameters, whose layouts decide the layouts of its
+results. So a rank off the mesh shows stand-ins of them at the same times. It gathers nothing, and
+modules can still be skipped as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disttensor.meta import execute
 
 
 class OffMeshSegment:
-    """The parameters of some modules that lie on a mesh without this rank."""
+    """Parameters of some modules that are on a mesh without this rank."""
 
     def __init__(self, modules: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
         self.modules = tuple(modules)
@@ -37,20 +37,20 @@ class OffMeshSegment:
             module.register_forward_hook(_Ends(self), always_call=True)
 
     def begin(self, module: nn.Module) -> None:
-        """A forward of one of its modules: they show the unsharded parameters."""
+        """Begins a forward of one of its modules: they show the unsharded parameters."""
         self.running.append(module)
         callbacks.recompute_contexts[self] = self._shown_again
         self.show()
 
     def end(self, module: nn.Module) -> None:
-        if module in self.running:  # else another hook before its forward has failed
+        if module in self.running:  # else another hook before its forward raised an error
             self.running.remove(module)
         if not self.running:
             callbacks.recompute_contexts.pop(self, None)
 
     @contextmanager
     def _shown_again(self) -> Iterator[None]:
-        """While a region inside its modules is computed again."""
+        """Shows the unsharded parameters while a region inside its modules is recomputed."""
         was_shown = self.shown
         self.show()
         try:
@@ -79,14 +79,14 @@ class OffMeshSegment:
         self.calls += 1
 
     def root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """No forward of the root is left that could show them."""
+        """Hides the unsharded parameters at the end of a forward of the root."""
         self.calls = max(self.calls - 1, 0)
         if not self.running:
             self.hide()
 
 
 class _Hook:
-    harmless = True  # a module that has it can be skipped: its results do not depend on the call
+    harmless = True  # a module with this hook can be skipped: its results do not depend on the call
 
     def __init__(self, segment: OffMeshSegment) -> None:
         self.segment = segment

@@ -1,5 +1,5 @@
-"""Which forwards are on the stack. Hooks after a forward are not called where a KeyboardInterrupt
-ends it, nor where the micro-batch is abandoned that it is part of."""
+"""Counts the forwards on the stack. Hooks after a forward are not called if a KeyboardInterrupt
+ends it, or if its micro-batch is abandoned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disttensor.torch_private import module_call
 
 
 def calls_on_stack(module: nn.Module | None) -> int:
-    """Returns how many calls of ``module`` run, in all threads."""
+    """Returns the number of running calls of ``module``, in all threads."""
     count = 0
     for top in sys._current_frames().values():
         frame: FrameType | None = top

@@ -1,10 +1,10 @@
 """A parameter in its two states: sharded between steps, unsharded while it is used.
 
-``sharded_param`` is what the module, the optimizer and a checkpoint see: a DistTensor that the
-shard axis splits. During a forward or backward of its segment the module holds ``unsharded_param``
-instead: not split by that axis, in the dtype of the computation, and a leaf, so its gradients
-collect as on any leaf, by the axes over which uses vary (``DistTensor.local_for``). What comes of
-them is added to the gradient of ``sharded_param``. If nothing is split or cast, both are one.
+The module, the optimizer and a checkpoint see ``sharded_param``: a DistTensor that the shard axis
+splits. During a forward or backward of its segment the module holds ``unsharded_param`` instead. It
+is not split by that axis, has the dtype of the computation, and is a leaf, so it collects gradients
+by the axes over which uses vary (``DistTensor.local_for``). Their reduction is added to the
+gradient of ``sharded_param``. If nothing is split or cast, both are one tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Tensor = torch.Tensor
 
 
 class FSDPParam:
-    """axis: splits dim ``dim`` of ``sharded_param``, None if none does. spec: of
+    """axis: the mesh axis that splits dim ``dim`` of ``sharded_param``, or None. spec: of
     ``unsharded_param``. reduce_dtype: of sums between ranks."""
 
     feature = "shard_data_parallel"  # for errors of disttensor.tensor
@@ -64,8 +64,8 @@ class FSDPParam:
         self._times_renewed = 0  # how often ``p.data = x`` has been done
         # gradients so far, in the dtype of the sharded parameter, to be summed over these axes
         self._sum: tuple[Axes, Tensor] | None = None
-        self._shown: DistTensor | None = None  # what waits, as ``p.grad`` has given it
-        self._hooked = 0  # how many leaves ``new_leaves`` has given
+        self._shown: DistTensor | None = None  # the last ``p.grad`` of a gradient that waits
+        self._hooked = 0  # number of leaves that ``new_leaves`` has returned
         self._axes: Axes = ()
         self._leaves_seen: list[Axes] = []  # when ``_axes`` was computed
         # of users, after accumulation
@@ -90,7 +90,7 @@ class FSDPParam:
         token.replaced[0] += 1  # modules will show another tensor
 
     def use_memory(self, memory: Tensor) -> None:
-        """``memory`` is the local of ``unsharded_param`` from now on."""
+        """Makes ``memory`` the local of ``unsharded_param``."""
         leaf = memory.detach().requires_grad_(self.sharded_param.requires_grad)
         self.set_unsharded(wrap(leaf, self.spec))
         set_collector(self.sharded_param, self)
@@ -105,36 +105,37 @@ class FSDPParam:
         self._swap(self.unsharded_param, self.sharded_param)
 
     def _swap(self, old: DistTensor, new: DistTensor) -> None:
-        """The modules hold ``new`` in place of ``old``, unless somebody has put another tensor
-        there. It bypasses the guards of skipped modules, which must not see it: the table is that
-        of the owner now, as a guard may have replaced ``slot.table``."""
+        """Replaces ``old`` by ``new`` in the modules, unless another tensor was set there. Guards
+        of skipped modules must not see it, so it bypasses them and writes to the present table of
+        the owner: a guard may have replaced ``slot.table``."""
         for slot in self.slots:
             table: Any = slot.owner._parameters
             if table.get(slot.key) is old:
                 dict.__setitem__(table, slot.key, new)
 
     def renew(self) -> None:
-        """``p.data = x`` has been done."""
+        """Counts ``p.data = x``."""
         self._times_renewed += 1
 
     def version(self) -> tuple[int, int]:
-        """Changes with each counted write to ``sharded_param``, on ranks without a row too."""
+        """Returns a value that changes with each counted write to ``sharded_param``, also on ranks
+        without a row."""
         return version(self.sharded_param.local), self._times_renewed
 
     def is_written_unseen(self) -> bool:
-        """Returns True if writes to ``sharded_param`` may not be counted, as after ``p.data = y``
-        writes to y."""
+        """Returns True if writes to ``sharded_param`` may not be counted: after ``p.data = y``, a
+        write to y."""
         return counts_twice(self.sharded_param.local)
 
     # Gradients of ``unsharded_param`` -------------------------------------------------------------
 
     def grad_leaves(self) -> list[tuple[Axes, Tensor]]:
-        """(axes over which the uses vary, leaf that collects their gradient), without the leaf of
-        ``sharded_param`` itself: its gradient is complete."""
+        """Returns (axes over which the uses vary, leaf that collects their gradient) of each use,
+        without the leaf of ``sharded_param`` itself, whose gradient is complete."""
         return [use for use in grad_leaves(self.unsharded_param) if self.is_copy or use[0]]
 
     def new_leaves(self) -> list[Tensor]:
-        """The leaves that have come since the last call, that of ``sharded_param`` with them."""
+        """Returns the leaves made since the last call, also the leaf of ``sharded_param``."""
         if not self.unsharded_param.local.requires_grad:
             return []
         if count_leaves(self.unsharded_param) == self._hooked:  # most often
@@ -144,7 +145,7 @@ class FSDPParam:
         return new
 
     def pending_axes(self) -> Axes:
-        """The axes over which the gradient is to be summed: some use varied. Known on all ranks."""
+        """Returns the axes to sum the gradient over: some use varied. The same on all ranks."""
         varying = [axes for axes, _ in grad_leaves(self.unsharded_param)]
         if varying != self._leaves_seen:
             shape = self.spec.mesh.shape
@@ -154,8 +155,8 @@ class FSDPParam:
 
     @cached_property
     def divisible(self) -> bool:
-        """Do all ranks have locals of one size? Others get a bucket of their own: the order in
-        which a backend sums depends on the offset, and replicas must get the same bits."""
+        """True if all ranks have locals of one size. Other parameters get their own bucket: the
+        order in which a backend sums depends on the offset, and replicas must get the same bits."""
         return self.spec.is_even()
 
     def has_grads(self) -> bool:
@@ -163,17 +164,17 @@ class FSDPParam:
 
     @property
     def collects(self) -> bool:
-        """Must a gradient that waits be collected? Autograd adds up in the dtype of the leaf, and
-        where nobody looks."""
+        """True if the gradient must be collected now: autograd would add up in the dtype of the
+        leaf, or to a gradient that the user does not hold."""
         other = self.spec.dtype is not self.sharded_param.dtype
         return (other or self._shown is not None) and self.has_grads()
 
     def collect(self) -> None:
-        """Add the gradients so far up, in the dtype of the sharded parameter."""
+        """Adds the gradients up, in the dtype of the sharded parameter."""
         pending, complete = self.pop_grads()
         axes, coordinate = self.pending_axes(), self.spec.mesh.coordinate or ()
         total = pending
-        if complete is not None:  # the first rank brings it in
+        if complete is not None:  # the first rank contributes it
             if any(coordinate[a] for a in axes):
                 total = self.zeros() if total is None else total
             else:
@@ -182,14 +183,14 @@ class FSDPParam:
             self._sum = axes, total.to(self.sharded_param.dtype)
 
     def waiting(self) -> DistTensor | None:
-        """``p.grad`` between the backwards of an accumulation, if a gradient waits: the sum so far,
-        laid out as ``unsharded_param``, and pending. What ``sharded_param`` had is in it."""
+        """Returns ``p.grad`` between the backwards of an accumulation, if a gradient waits: the
+        pending sum, laid out as ``unsharded_param``, with the gradient of ``sharded_param``."""
         if current_backward() != -1 or not self.has_grads():
             return None
         self.collect()
         assert self._sum is not None
         axes, total = self._sum
-        if self.axis is not None and self.axis not in axes:  # nothing to wait for: it is cut now
+        if self.axis is not None and self.axis not in axes:  # complete over ``axis``: cut now
             self._sum, accumulated = None, self._accumulated
             self.accumulate_grad(self.own_piece(total).clone(), axes)
             self._accumulated = accumulated  # hooks are called after the last micro-batch
@@ -206,7 +207,7 @@ class FSDPParam:
         return self._shown
 
     def drop(self) -> None:
-        """Forget the gradients so far."""
+        """Drops the gradients collected so far."""
         self._sum = self._shown = None
         self._accumulated = False
         for _, leaf in self.grad_leaves():
@@ -217,15 +218,15 @@ class FSDPParam:
         return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.sharded_param.device)
 
     def pop_pieces(self) -> list[tuple[Axes, Tensor]]:
-        """The gradients of ``grad_leaves``, and forget them."""
+        """Returns the gradients of ``grad_leaves``, and drops them."""
         pieces = [] if self._sum is None else [self._sum]
         pieces += [(axes, leaf.grad) for axes, leaf in self.grad_leaves() if leaf.grad is not None]
         self.drop()
         return pieces
 
     def pop_grads(self) -> tuple[Tensor | None, Tensor | None]:
-        """(contribution of this rank, still to be summed over ``pending_axes()``; complete gradient
-        of uses that did not vary), and forget them. None: this rank has none."""
+        """Returns (contribution of this rank, to be summed over ``pending_axes()``; complete
+        gradient of uses that did not vary), and drops them. None: this rank has none."""
         union, coordinate = self.pending_axes(), self.spec.mesh.coordinate or ()
         pending: Tensor | None = None
         complete: Tensor | None = None
@@ -241,7 +242,7 @@ class FSDPParam:
                 complete = grad if complete is None else _add(complete, grad, kept)
                 continue
             contributes = True
-            # On an axis over which it is complete already, the first rank contributes it.
+            # Over an axis on which it is complete, the first rank contributes it.
             if not any(coordinate[a] for a in union if a not in axes):
                 pending = grad if pending is None else _add(pending, grad, kept)
         if contributes and pending is None:
@@ -249,8 +250,8 @@ class FSDPParam:
         return pending, complete
 
     def gradient(self, pieces: list[tuple[Axes, Tensor]]) -> DistTensor:
-        """The gradient of ``sharded_param`` that gradients of ``grad_leaves`` come to: a shard, in
-        the graph, and pending over the axes that do not split it."""
+        """Returns the gradient of ``sharded_param`` for gradients of ``grad_leaves``: a shard in
+        the graph, pending over the axes that do not split it."""
         whole = self.unsharded_param
         grad: Any = as_gradient(whole, *combined(whole, pieces)).to(self.sharded_param.dtype)
         partial = tuple((a, op) for a, op in grad.spec.layout.partial if a != self.axis)
@@ -259,13 +260,13 @@ class FSDPParam:
         )
 
     def accumulate_in_graph(self, grad: DistTensor) -> None:
-        """Add ``grad``, which is to be differentiated, to the gradient of the parameter."""
+        """Adds ``grad``, with its graph, to the gradient of the parameter."""
         earlier = get_grad(self.sharded_param)
         set_grad(self.sharded_param, grad if earlier is None else earlier + grad)
         self._accumulated = True
 
     def own_piece(self, grad: Tensor) -> Tensor:
-        """This rank's piece of a gradient of ``unsharded_param``: a view."""
+        """Returns this rank's piece of a gradient of ``unsharded_param`` as a view."""
         mesh = self.spec.mesh
         if self.axis is None or mesh.coordinate is None:
             return grad
@@ -273,7 +274,7 @@ class FSDPParam:
         return self.from_rows(piece)
 
     def rows(self, x: Tensor) -> Tensor:
-        """A view of ``x`` whose dim 0 is the one that ``axis`` splits, as a bucket cuts it."""
+        """Returns a view of ``x`` with the dim that ``axis`` splits as dim 0, for a bucket."""
         return x.movedim(self.dim, 0) if self.dim else x
 
     def from_rows(self, x: Tensor) -> Tensor:
@@ -288,7 +289,8 @@ class FSDPParam:
     # Gradients of ``sharded_param`` ---------------------------------------------------------------
 
     def pop_partial(self, axes: Axes) -> Tensor | None:
-        """The sum of earlier micro-batches on the parameter, still to be summed over ``axes``."""
+        """Removes and returns the parameter's gradient that is to be summed over ``axes``: the sum
+        of earlier micro-batches."""
         for own, leaf in grad_leaves(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
@@ -299,7 +301,7 @@ class FSDPParam:
         return None
 
     def accumulate_grad(self, grad: Tensor, axes: Axes) -> None:
-        """Add ``grad``, still to be summed over ``axes``, to the gradient of the parameter."""
+        """Adds ``grad``, to be summed over ``axes``, to the gradient of the parameter."""
         self._accumulated = True
         grad = grad.to(self.sharded_param.dtype)
         grad = grad.contiguous() if self.dim else grad
@@ -314,7 +316,7 @@ class FSDPParam:
             else:
                 keep_grad(self.sharded_param, axes, grad)
         shown, self._shown = self._shown, None
-        if shown is not None:  # whoever has asked for ``p.grad`` holds the gradient still
+        if shown is not None:  # the user may hold this ``p.grad``: update it
             now: Any = get_grad(self.sharded_param)
             shown.local, shown.spec = now.local, now.spec
             remember_grad(self.sharded_param, shown, made=True)
@@ -326,11 +328,11 @@ class FSDPParam:
 
 
 def _add(total: Tensor, grad: Tensor, kept: tuple[Axes, Tensor] | None) -> Tensor:
-    """The sum of both; in place in what was ``kept`` for that."""
+    """Returns the sum of both, in place if ``total`` is the tensor in ``kept``."""
     return total.add_(grad) if kept is not None and total is kept[1] else total + grad
 
 
 def shared(params: Iterable[FSDPParam], module: nn.Module) -> bool:
-    """Is one of these parameters that several modules have read by the hooks of ``module``, ahead
-    of its forward? One that lies on the mesh of another stage is brought so."""
+    """Returns True if ``module`` has hooks before its forward and several modules use one of these
+    parameters: such a hook may bring it to the mesh of another stage."""
     return bool(module._forward_pre_hooks) and any(len(p.slots) > 1 for p in params)

@@ -1,16 +1,16 @@
-"""The gradients of one segment, reduced: those of unsharded parameters become those of sharded
-ones.
+"""Reduces the gradients of one segment: gradients of unsharded parameters become gradients of
+sharded ones.
 
     unsharded {dp: P, fsdp: P}  --reduce-scatter over fsdp-->  {dp: P, fsdp: S}  --all-reduce over
     dp-->  {dp: R, fsdp: S}
 
-One flat collective for all parameters that wait on the same axes. Each reduction is a generator: it
-yields what is under way, and is resumed when that has arrived, so that several of them and the rest
-of the backward overlap.
+Parameters that wait on the same axes share one flat collective. Each reduction is a generator: it
+yields the collective that runs, and is resumed after its end, so that several reductions and the
+rest of the backward overlap.
 
-A row ends with one number per parameter: how many ranks have a gradient of it. If none has, the
-parameter gets none (as in one process), though every rank took part; what a rank sends never
-depends on what it has.
+A row ends with one number per parameter: the count of ranks that have a gradient of it. If the
+count is 0, the parameter gets no gradient (as in one process), though every rank took part. The
+messages of a rank never depend on the gradients that it has.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Steps = Generator[Work[Any], None, None]
 
 
 def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> list[Steps]:
-    """What reduces the gradients of these parameters: one generator for all that are sharded, and
-    one for each set of axes of others.
+    """Returns the reductions of the gradients of these parameters: one generator for all sharded
+    ones, and one for each set of axes of others.
 
     scatter  reduce to shards (stages 2 and 3); otherwise reduce full gradients, then cut them
-    last     reduce over axes that do not shard the parameter too; otherwise its gradient stays
+    last     also reduce over axes that do not shard the parameter; otherwise its gradient stays
              Partial on them
     """
     kinds: dict[tuple[Any, ...], list[FSDPParam]] = {}
@@ -64,7 +64,7 @@ def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> lis
 
 
 def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
-    """After backward(create_graph=True): each gradient is reduced by itself, differentiably.
+    """Reduces each gradient on its own, differentiably, after backward(create_graph=True).
 
     Raises RuntimeError, on all ranks, if some of them have no gradient of a parameter.
     """
@@ -88,9 +88,9 @@ def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
 
 
 def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
-    """Make the groups that reductions of these parameters need. All ranks of a group must take
-    part: that is in a forward, where they come in the order of the program, not in a backward,
-    where one may be waited for elsewhere."""
+    """Makes the groups that reductions of these parameters need. All ranks of a group must take
+    part. They do in a forward, which runs in program order; in a backward, another rank may already
+    wait elsewhere."""
     for param in params:
         axes, mesh = param.pending_axes(), param.spec.mesh
         groups = [(axes, "reduce")]
@@ -103,7 +103,8 @@ def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
 
 
 def _accumulate_complete(params: Sequence[FSDPParam]) -> list[Tensor | None]:
-    """Accumulate what is complete on every rank, which needs no communication. What is pending."""
+    """Accumulates gradients that are complete on every rank, without communication, and returns the
+    pending ones."""
     out = []
     for param in params:
         pending, complete = param.pop_grads()
@@ -117,7 +118,7 @@ def _accumulate_complete(params: Sequence[FSDPParam]) -> list[Tensor | None]:
 
 
 def _pop_grads(params: Sequence[FSDPParam]) -> tuple[list[Tensor], list[float]]:
-    """The contributions of this rank, zeros where it has none, and which it has."""
+    """Returns the contributions of this rank, zeros for missing ones, and 1.0 or 0.0 for each."""
     grads = _accumulate_complete(params)
     present = [float(grad is not None) for grad in grads]
     return [p.zeros() if g is None else g for p, g in zip(params, grads, strict=True)], present
@@ -126,9 +127,9 @@ def _pop_grads(params: Sequence[FSDPParam]) -> tuple[list[Tensor], list[float]]:
 class _Bucket:
     """Parameters that wait on the same axes, in a reduction to shards over ``axis``.
 
-    rest       the other axes, over which the shards are summed then
-    prescale   in fp16, applied before the reduce-scatter to avoid overflow until the all-reduce is
-               done; postscale after it, in the dtype of the parameter
+    rest       the other axes, over which the shards are summed next
+    prescale   against overflow in fp16, applied before the reduce-scatter; ``postscale`` after the
+               all-reduce, in the dtype of the parameter
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class _Bucket:
         self.params, self.mesh = params, mesh
         self.index = (mesh.coordinate or ())[axis]
         self.rest = tuple(a for a in axes if a != axis)
-        # A lane of its own: what follows a first sum comes in another order.
+        # A separate group: all-reduces after the reduce-scatters come in another order.
         self.replicas = mesh.group(self.rest, "replicas") if self.rest and last else None
         self.layout = BucketLayout([p.rows_shape for p in params], mesh.shape[axis])
         self.width = self.layout.total + len(params)
@@ -150,14 +151,14 @@ class _Bucket:
             self.prescale, self.postscale = factors("sum", ranks, dtype)
 
     def own_row(self, dtype: torch.dtype) -> Tensor:
-        """[width]: the row of this rank, of gradients that are complete over the axis."""
+        """Returns [width]: this rank's row of gradients that are complete over the axis."""
         grads, self.grads = self.grads, []
         pieces = [self.layout.piece(j, g, self.index) for j, g in enumerate(grads)]
         counts = grads[0].new_tensor(self.present, dtype=dtype)
         return torch.cat([self.layout.pack_row(pieces, dtype), counts])
 
     def reduce_replicas(self, row: Tensor) -> Steps:
-        """From [width], summed over the axis, to gradients of the parameters."""
+        """Reduces [width], summed over the axis, to gradients of the parameters."""
         rows = self.layout.pieces(row[: self.layout.total], self.index)
         pieces = [p.from_rows(piece) for p, piece in zip(self.params, rows, strict=True)]
         counts = row[self.layout.total :]
@@ -183,7 +184,7 @@ class _Bucket:
 def _reduce_scatter(
     groups: Sequence[tuple[Axes, Sequence[FSDPParam]]], axis: int, last: bool, dtype: torch.dtype
 ) -> Steps:
-    """One reduce-scatter over ``axis``; then each set of axes that is left."""
+    """Runs one reduce-scatter over ``axis``; then reduces over each set of remaining axes."""
     buckets = [_Bucket(params, axes, axis, last, dtype) for axes, params in groups]
     mesh = buckets[0].mesh
     widths = [bucket.width for bucket in buckets]
@@ -208,17 +209,17 @@ def _reduce_scatter(
 def _slice(
     params: Sequence[FSDPParam], axes: Axes, axis: int, last: bool, dtype: torch.dtype
 ) -> Steps:
-    """Nothing to sum over ``axis``; then over the others."""
+    """Cuts gradients that are complete over ``axis``; then reduces over the other axes."""
     bucket = _Bucket(params, axes, axis, last, dtype)
     row = bucket.own_row(dtype)
-    # What follows keeps the order of the reductions that did communicate.
+    # Yield to keep the order of the reductions that communicated.
     yield finished(row)
     yield from bucket.reduce_replicas(row)
 
 
 @torch.no_grad()
 def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> Steps:
-    """Over all axes at once."""
+    """Reduces over all axes at once."""
     mesh = params[0].spec.mesh
     grads, present = _pop_grads(params)
     slots = [Slot(grad.numel(), param.divisible) for param, grad in zip(params, grads, strict=True)]

@@ -1,4 +1,4 @@
-"""Replicas of a tensor: broadcast from the first rank at start-up, and compared on demand."""
+"""Replicas of a tensor: broadcast from the first rank at start-up, and compared on request."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from disttensor.core.placement import Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
-_FLAT = 1 << 28  # bytes of one broadcast: more would only take more memory
-_SHOWN = 20  # tensors that an error names
+_FLAT = 1 << 28  # bytes of one broadcast: more would only need more memory
+_SHOWN = 20  # most tensors that an error names
 
 
 def replicated_axes(spec: DistSpec) -> tuple[int, ...]:
-    """The mesh axes of more than one rank on which a tensor is replicated."""
+    """Returns the mesh axes of more than one rank on which a tensor is replicated."""
     ends = enumerate(zip(spec.placements, spec.mesh.shape, strict=True))
     return tuple(a for a, (p, size) in ends if size > 1 and type(p) is Replicate)
 
 
 def _shared(tensors: Iterable[Any]) -> Iterator[tuple[DistTensor, ProcessMesh, tuple[int, ...]]]:
-    """Each DistTensor that other ranks have copies of, once, where this rank has one."""
+    """Yields, once, each DistTensor of this rank that other ranks have copies of."""
     seen: set[int] = set()
     for x in tensors:
         if not isinstance(x, DistTensor) or id(x) in seen or not x.is_initialized:
@@ -39,8 +39,8 @@ def _shared(tensors: Iterable[Any]) -> Iterator[tuple[DistTensor, ProcessMesh, t
 
 
 def replicas_of(value: Any, meshes: Sequence[ProcessMesh]) -> list[DistTensor]:
-    """Returns ``value`` if it is a DistTensor; of a tensor subclass with operators of its own its
-    inner tensors as DistTensors that share their memory, where there is one mesh."""
+    """Returns ``value`` if it is a DistTensor; for a tensor subclass with its own operators, its
+    inner tensors as DistTensors on the same memory, if there is one mesh."""
     if isinstance(value, DistTensor):
         return [value]
     if not has_own_operators(value) or len(meshes) != 1:
@@ -57,11 +57,11 @@ def replicas_of(value: Any, meshes: Sequence[ProcessMesh]) -> list[DistTensor]:
 
 
 def broadcast_replicas(tensors: Iterable[DistTensor]) -> None:
-    """Give all replicas of each tensor the values of the first rank along the axes on which it is
+    """Gives all replicas of each tensor the values of the first rank along the axes on which it is
     replicated, in place.
 
-    All ranks of the meshes make the call, with the same tensors in the same order; on ranks outside
-    nothing happens. Tensors of one mesh, of the same axes and dtype, go in one flat broadcast (of
+    All ranks of the meshes make the call, with the same tensors in the same order; ranks off the
+    meshes do nothing. Tensors of one mesh with the same axes and dtype share a flat broadcast (of
     at most 256 MiB).
     """
     batches: dict[Any, list[list[DistTensor]]] = {}
@@ -92,11 +92,11 @@ def _broadcast(locals_: list[torch.Tensor], group: collectives.Group) -> None:
 
 
 def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
-    """Raise RuntimeError unless all replicas of each parameter and buffer are equal, bit for bit.
+    """Raises RuntimeError unless all replicas of each parameter and buffer are equal, bit for bit.
 
     Every rank of the world makes the call, with a module or with tensors. Digests are sent, not
-    values. All ranks alike get the error, which names the parameters and the ranks. Plain tensors,
-    and what is split or pending, have no replicas.
+    values. All ranks raise the same error, which names the parameters and the ranks. Regular
+    tensors, and axes on which a tensor is split or pending, have no replicas.
 
     >>> model = dt.shard_module(torch.nn.Linear(4, 4), mesh)
     >>> dt.check_replicas(model)
@@ -139,7 +139,7 @@ def _named(source: Any) -> Iterator[tuple[str, Any]]:
 def _differences(
     of_ranks: list[dict[str, tuple[str, str]]], group: collectives.Group
 ) -> list[tuple[str, str]]:
-    """(name, what differs) for each tensor that is not alike on all members of ``group``."""
+    """Returns (name, difference) for each tensor that differs between members of ``group``."""
     out = []
     for name in dict.fromkeys(name for mine in of_ranks for name in mine):
         has = [mine.get(name) for mine in of_ranks]

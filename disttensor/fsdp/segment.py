@@ -26,10 +26,10 @@ Tensor = torch.Tensor
 class Segment:
     """The parameters of some modules.
 
-    modules             those whose forward uses the parameters
-    persist             gathered parameters stay until their values change (stages 1 and 2)
-    free_after_forward  they are freed after the forward, and gathered again for the backward
-    is_brief            few segments are gathered at once: their memory is kept for the next
+    modules             modules whose forward uses the parameters
+    persist             True if gathered parameters stay until they change (stages 1 and 2)
+    free_after_forward  True if they are freed after the forward, and gathered for the backward
+    is_brief            True if few segments are gathered at once: the next reuses their memory
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Segment:
         self.is_brief = is_brief
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         self.shown = False
-        self.kept = False  # gathered until the values change: graphs of second derivatives use it
-        self.unsharded = 0  # contexts of ``unshard`` that keep it gathered
+        self.kept = False  # gathered until the values change, for graphs of second derivatives
+        self.unsharded = 0  # number of ``unshard`` contexts that keep it gathered
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
             kinds.setdefault((param.spec.dtype, param.axis), []).append(param)
@@ -54,7 +54,7 @@ class Segment:
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # the forward of the root in which it has its position
-        self.running: list[nn.Module] = []  # those whose forwards are on the stack
+        self.running: list[nn.Module] = []  # modules whose forwards are on the stack
         self.ran: set[nn.Module] = set()
         self.forwards: Forwards  # set by the engine
         self.is_open = False  # a forward has begun that a backward may enter, and is not over
@@ -65,7 +65,7 @@ class Segment:
         self.companions: dict[Segment, None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
-        """The segment of copies of its modules, which are freed."""
+        """Returns a segment of copies of its modules, not gathered."""
         new = memo[id(self)] = Segment.__new__(Segment)
         new.__init__(  # type: ignore[misc]
             self.name,
@@ -83,52 +83,52 @@ class Segment:
 
     @property
     def is_freed(self) -> bool:
-        """Are the unsharded parameters freed between uses?"""
+        """True if the unsharded parameters are freed between uses."""
         return bool(self.buffers) and not self.persist
 
     @property
     def busy(self) -> bool:
-        """Is a forward of it on the stack, or between two of its modules?"""
+        """True if a forward of it is on the stack, or between two of its modules."""
         return bool(self.running) or self.is_open
 
     def start(self) -> None:
-        """Start the all-gather, where one is needed."""
+        """Starts the all-gather if it is needed."""
         for buffer in self.buffers:
-            # What stays for long may be out of date.
+            # Gathered values that persist may be out of date.
             if buffer.is_gathered and not self.shown and not buffer.is_current():
                 buffer.is_gathered = self.kept = False
             buffer.start()
 
     def gather(self) -> None:
-        """The unsharded parameters have their values when this returns."""
+        """Waits until the unsharded parameters have their values; starts the gather if needed."""
         self.start()
         for buffer in self.buffers:
             buffer.finish()
 
     def shares_memory(self, x: Tensor) -> bool:
-        """Is x an unsharded parameter, or a view of one, whose memory is about to be freed?"""
+        """Returns True if x is an unsharded parameter about to be freed, or a view of one."""
         if self.persist or type(x) is not DistTensor:
             return False
         at = storage_id(x.local.untyped_storage())
         return any(storage_id(b.memory.untyped_storage()) == at for b in self.buffers)
 
     def show(self) -> None:
-        """The modules hold the unsharded parameters."""
+        """Makes the modules hold the unsharded parameters."""
         if not self.shown:
             self.shown = True
             for param in self.copied:
                 param.show_unsharded()
 
     def hide(self) -> None:
-        """The modules hold the sharded parameters."""
+        """Makes the modules hold the sharded parameters."""
         if self.shown:
             self.shown = False
             for param in self.copied:
                 param.show_sharded()
 
     def free(self, always: bool = False) -> None:
-        """Hide, and give back the memory unless it persists, or something keeps it and not
-        ``always``."""
+        """Hides the parameters and frees their memory, unless it persists. Memory that graphs or
+        ``unshard`` keep is freed only with ``always``."""
         self.hide()
         if not self.persist and (always or not (self.kept or self.unsharded)):
             for buffer in self.buffers:

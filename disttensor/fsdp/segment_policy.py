@@ -1,7 +1,7 @@
-"""Segment policies: which parameters of a module are gathered, freed and reduced together. Nothing
-here changes a module.
+"""Segment policies: which parameters of a module are gathered, freed and reduced together.
 
-A policy gives each node of the tree of modules (``disttensor.fsdp.module_tree``) its segment.
+A policy gives each node of the tree of modules (``disttensor.fsdp.module_tree``) its segment. It
+changes no module.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class SegmentPolicy(ABC):
 
     @abstractmethod
     def assign(self, nodes: list[ModuleNode]) -> None:
-        """Set ``segment`` and ``cover`` of each node. The first node is the module itself, and each
-        stands before what is in it. ``one_each`` does it for nodes that are a segment each."""
+        """Sets ``segment`` and ``cover`` of each node. The first node is the module itself; parents
+        come before children. ``one_each`` does this for nodes that are one segment each."""
 
 
 def one_each(nodes: list[ModuleNode], roots: Collection[ModuleNode]) -> None:
-    """Each of ``roots`` is a segment, without those of them inside it; all the rest is one."""
+    """Makes each of ``roots`` a segment, without roots inside it, and the rest one segment."""
     runs: dict[ModuleNode, ModuleNode | None] = {}  # the highest in its segment that runs
     for node in nodes:
         if node.parent is None or node in roots:
@@ -53,9 +53,9 @@ class SegmentBySize(SegmentPolicy):
     """Neighbouring modules share a segment while their parameters fit into ``megabytes`` (of 2**20
     bytes) on a rank.
 
-    A module with more is divided into those that it is made of. What such a module holds directly
-    is a segment of its own. What counts is the first rank of a mesh, which holds the most. Raises
-    ValueError unless positive.
+    A larger module is divided into its children; the parameters that it holds itself are a separate
+    segment. Sizes are taken from the first rank of a mesh, which holds the most. Raises ValueError
+    unless positive.
 
     >>> dt.SegmentBySize(8)
     SegmentBySize(megabytes=8)
@@ -84,8 +84,8 @@ class SegmentByAnchors(SegmentPolicy):
     """A segment begins at each of the modules ``names`` and goes on, in order of definition, to the
     next of them.
 
-    What stands before the first is a segment too. What a module around anchors holds directly is a
-    segment of its own. Raises ValueError for no name and for one given twice.
+    Modules before the first are a segment too. Parameters that a module around anchors holds itself
+    are a separate segment. Raises ValueError for an empty list and for a repeated name.
 
     >>> dt.SegmentByAnchors(["blocks.0", "blocks.4", "norm"]).names
     ('blocks.0', 'blocks.4', 'norm')
@@ -128,8 +128,8 @@ class SegmentByAnchors(SegmentPolicy):
 
 
 class _SegmentByNames(SegmentPolicy):
-    """Each module that a name or glob means is a segment. Modules that a list of names and globs
-    means share a segment."""
+    """Each module that a name or glob matches is a segment. A list of names and globs is one
+    segment of all modules that they match."""
 
     def __init__(self, patterns: Any) -> None:
         self.patterns = _checked("segments", patterns)
@@ -166,17 +166,17 @@ Segments = SegmentPolicy | Sequence[str | Sequence[str]]
 def segments_of(
     module: nn.Module, how: Segments, ignored: Collection[int] = ()
 ) -> list[SegmentSpec]:
-    """Each parameter of ``module`` in one segment; segments and what is in them in order of
+    """Assigns each parameter of ``module`` to one segment; returns the segments in order of
     definition.
 
     ``how``: a policy, or names of modules, or globs in which ``*`` stands for one part of a name:
-    each module that matches is a segment, without those inside it that match too; all the rest is
-    one. A list of names and globs among them is one segment of several modules, whatever else
-    matches these. ``ignored``: ids of parameters that are in no segment. A parameter that several
-    segments hold (it is tied, or its module has several places) is in the one of the lowest module
-    around all its places. Parameters on different meshes are in different segments. ``module``
-    itself is taken to run, with a forward or without. Raises
-    ValueError for names that no module has, and TypeError for what is not a list of names.
+    each module that matches is a segment, without matches inside it; the rest is one segment. A
+    list of names and globs among them is one segment of several modules, which has priority.
+    ``ignored``: ids of parameters that are in no segment. A parameter of several segments (it is
+    tied, or its module has several places) goes to the segment of the lowest module around all its
+    places. Parameters on different meshes are in different segments. ``module`` itself is assumed
+    to run, even without a forward. Raises ValueError for names that match no module, and TypeError
+    if the names are not a list of names.
     """
     policy = how if isinstance(how, SegmentPolicy) else _SegmentByNames(how)
     nodes = module_tree(module, ignored)
@@ -185,7 +185,7 @@ def segments_of(
 
 
 def _units(nodes: list[ModuleNode], fits: Callable[[ModuleNode], bool]) -> Iterator[ModuleNode]:
-    """The largest modules that run and ``fits``; what is around them belongs to its runner."""
+    """Yields the largest modules that run and ``fits``; the rest goes to its runner's segment."""
     index = 0
     while index < len(nodes):
         node = nodes[index]
@@ -198,7 +198,8 @@ def _units(nodes: list[ModuleNode], fits: Callable[[ModuleNode], bool]) -> Itera
 
 
 def _checked(what: str, names: Any) -> tuple[str, ...]:
-    """Names as a tuple. Raises TypeError and ValueError for what is no list of different names."""
+    """Returns names as a tuple. Raises TypeError or ValueError unless they are a list of different
+    names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         sizes = ", or dt.SegmentBySize(megabytes)" if what == "segments" else ""
         raise TypeError(f"{what}: a list of names of modules is wanted{sizes}, not {names!r}")
@@ -220,7 +221,7 @@ def _checked(what: str, names: Any) -> tuple[str, ...]:
 
 
 def _names_of(entry: Any) -> tuple[Any, ...]:
-    """The names in an entry of ``segments``: of one module, or of several that share a segment."""
+    """Returns the names in an entry of ``segments``: one name, or a list for a shared segment."""
     return tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
 
 

@@ -1,9 +1,9 @@
-"""Work of the engine that the user's modes do not see.
+"""Hides the engine's operators from the user's modes.
 
-A ``TorchDispatchMode`` or ``TorchFunctionMode`` counts, logs or replays what the program computes;
-selective recomputation replays operators by their place in the order. All-gathers and reductions
-run at other moments in a recomputation than in its forward. Their operators differ between ranks
-where pieces are padded.
+A ``TorchDispatchMode`` or ``TorchFunctionMode`` counts, logs or replays the operators of a program;
+selective recomputation replays operators by their position. All-gathers and reductions run at other
+times in a recomputation than in its forward, and their operators differ between ranks if pieces are
+padded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def unseen(function: F) -> F:
-    """``function``, run outside the user's modes."""
+    """Returns ``function``, run outside the user's modes."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def unseen(function: F) -> F:
 
 @contextmanager
 def _modes_aside() -> Iterator[None]:
-    """Modes that say so (``sees_engine``) and torch's own, as of fake tensors, stay."""
+    """Removes the user's modes, except modes with ``sees_engine`` and torch's (fake tensors)."""
     there = [mode for mode in dispatch_modes() if getattr(mode, "_mode_key", None) is None]
     functions = [pop_function_mode() for _ in range(count_function_modes())]
     _exchange(there, [mode for mode in there if getattr(mode, "sees_engine", False)])

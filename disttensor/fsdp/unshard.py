@@ -1,4 +1,4 @@
-"""unshard: parameters that stay gathered between forwards."""
+"""unshard: keeps parameters gathered between forwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from disttensor.tensor.dist_tensor import DistTensor
 def unshard(module: nn.Module) -> Iterator[None]:
     """Gathers the parameters of ``module``, and keeps them gathered until the context ends.
 
-    Forwards and backwards in it gather only what an optimizer's step or another write has changed
-    since. Between forwards the module holds its shards, as always. ``module``: one that
-    shard_data_parallel was given, one in it, or one around several; what shares a segment with its
-    parameters is gathered too. All ranks enter the context. Raises ValueError for a module without
-    DistTensors.
+    Forwards and backwards in it only gather after an optimizer's step or another write. Between
+    forwards the module holds its shards, as always. ``module``: the module given to
+    shard_data_parallel, a module in it, or one around several; parameters that share a segment with
+    its parameters are gathered too. All ranks enter the context. Raises ValueError for a module
+    without DistTensors.
 
     >>> model = dt.shard_data_parallel(torch.nn.Linear(4, 2), mesh, shard_axis="dp")
     >>> with dt.unshard(model), dt.record_comms() as log:
