@@ -240,6 +240,12 @@ def test_background_collectives_give_what_the_others_give(ranks):
 
 
 @on_ranks(2)
+def test_a_process_that_has_made_a_group_lingers_at_its_end():
+    assert group_of([0, 1]).pg
+    assert groups._linger.cache_info().currsize == 1
+
+
+@on_ranks(2)
 def test_a_started_collective_does_not_wait_for_the_others():
     group, ahead = group_of([0, 1]), ProcessMesh([0, 1], ("dp",)).group((0,), "ahead")
     x, out = torch.ones(4), torch.empty(8)
