@@ -80,7 +80,7 @@ def rows() -> list[Row]:
     tensors = [dt.shard_tensor(t.detach(), mesh, [S0]).requires_grad_() for t in pieces]
 
     def mapped(fn: Any) -> Any:
-        return dt.local_map(fn, [[S0]] * 3, [S0])
+        return dt.local_map(fn, in_placements=[[S0]] * 3, out_placements=[S0])
 
     out = []
     for backend in BACKENDS:

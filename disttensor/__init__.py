@@ -9,6 +9,7 @@ The examples in docstrings run after ``import torch, disttensor as dt; mesh = dt
 from disttensor import versions as _versions
 
 with _versions.importing():
+    from disttensor import errors  # noqa: F401
     from disttensor.errors import (
         CommError, CustomFunctionError, FallbackWarning, MismatchError, StrictError,
     )  # fmt: skip
@@ -35,7 +36,8 @@ with _versions.importing():
     from disttensor.optim.clip_grad import clip_grad_norm_
     from disttensor.optim.grad_scaler import shard_scaler
     from disttensor.api.create import (
-        empty, from_fn, full, ones, rand, randn, randperm, reshard, shard_tensor, zeros,
+        arange, distribute_tensor, empty, from_fn, full, ones, rand, randint, randn, randperm,
+        reshard, shard_tensor, zeros,
     )  # fmt: skip
     from disttensor.api.from_local import from_local
     from disttensor.api.interop import from_dtensor, to_dtensor
@@ -52,13 +54,14 @@ with _versions.importing():
     from disttensor.fsdp.replicas import check_replicas
     from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+    from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.fsdp.unshard import unshard
     from disttensor.parallel.strategy import Strategy
     from disttensor.api.info import info
     from disttensor.simulate import devices  # noqa: F401
     from disttensor.simulate.plan_strategy import plan_strategy
     from disttensor.simulate.run import simulate
-    from disttensor import patches
+    from disttensor import attention, debugging, experts, patches, pretrained  # noqa: F401
 
     patches.install()
 
@@ -70,13 +73,15 @@ __all__ = [
     "Explanation", "FallbackWarning", "Group",
     "Layout", "MismatchError", "Partial", "Placement", "ProcessMesh", "Replicate",
     "SegmentByAnchors", "SegmentBySize", "Shard", "Strategy",
-    "StrictError", "accumulate", "attention_policy", "broadcast_value", "check_replicas",
-    "clip_grad_norm_", "combine_tokens", "debug", "dispatch_tokens",
+    "StrictError", "accumulate", "arange", "attention_policy", "broadcast_value", "check_replicas",
+    "clip_grad_norm_", "combine_tokens", "debug", "dispatch_tokens", "distribute_tensor",
     "empty", "expert_load", "explain", "from_dtensor",
-    "from_fn", "from_local", "full", "info", "init_mesh", "load_pretrained", "local_map",
+    "from_fn", "from_local", "full", "fully_shard", "info", "init_mesh", "load_pretrained",
+    "local_map",
     "manual_seed", "never_skip", "ones", "plan_strategy",
-    "rand", "randn", "randperm",
-    "record_comms", "replay", "reshard", "rng", "save_pretrained", "shard_data_parallel",
+    "rand", "randint", "randn", "randperm",
+    "record_comms", "replay", "replicate", "reshard", "rng", "save_pretrained",
+    "shard_data_parallel",
     "shard_loader", "shard_module",
     "shard_scaler", "shard_tensor", "simulate", "strict", "sync_gradients",
     "to_dtensor", "unshard", "values_everywhere", "zeros",

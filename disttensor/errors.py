@@ -49,7 +49,15 @@ def said(place: Place) -> str:
     return "(autograd thread)" if place is None else f"{place[0]}:{place[1]}"
 
 
-class StrictError(RuntimeError):
+class DistTensorError(RuntimeError):
+    """The base class of the errors below, which are raised by this project alone.
+
+    >>> issubclass(dt.errors.MismatchError, dt.errors.DistTensorError)
+    True
+    """
+
+
+class StrictError(DistTensorError):
     """Inside strict(): a call that would communicate without being asked, or has no rule.
 
     >>> try:
@@ -88,11 +96,11 @@ def refuse_collectives(func: Any) -> None:
             "other ranks to collect: use x as it is, as the program does on one process (code that "
             "asks torch.distributed.is_initialized() has to take that way). To change what a rank "
             "holds, call reshard(x, mesh, placements); to communicate by hand, run that code on "
-            "the locals: local_map(fn, in_placements, out_placements)"
+            "the locals: local_map(fn, in_placements=..., out_placements=...)"
         )
 
 
-class MismatchError(RuntimeError):
+class MismatchError(DistTensorError):
     """Ranks do not run the same program: they disagree about a collective or a message, or made
     different calls since an optimizer step.
 
@@ -104,7 +112,7 @@ class MismatchError(RuntimeError):
     """
 
 
-class CommError(RuntimeError):
+class CommError(DistTensorError):
     """A collective failed or could not start; the message names the group and its ranks.
 
     >>> issubclass(dt.CommError, RuntimeError)
@@ -112,7 +120,7 @@ class CommError(RuntimeError):
     """
 
 
-class CustomFunctionError(RuntimeError):
+class CustomFunctionError(DistTensorError):
     """Reentrant checkpointing of a DistTensor, a custom autograd.Function that would cut its graph.
 
     >>> from torch.utils.checkpoint import checkpoint
@@ -126,5 +134,5 @@ class CustomFunctionError(RuntimeError):
     """
 
 
-class SimulationError(RuntimeError):
+class SimulationError(DistTensorError):
     """The program cannot be simulated as it is. The message names the line."""

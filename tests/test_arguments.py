@@ -294,7 +294,7 @@ CALLS = [
 
 # By parameter: a call that works -> parameter -> values that it cannot take, each in its place.
 COUNT, LEAST, FLAGS, WORD = "0 -1 1.5 True '2'", "-1 1.5 True '2'", "1 'no'", "3 'nonsense' ['a']"
-MESH, MODULE, PLACED = "3 'm' [0]", "None 3 'm' t", "3 'S0' (S0,None) (S0,R,R)"
+MESH, MODULE, PLACED = "3 'm' [0]", "None 3 'm' t", "3 'S0' (S0,3) (S0,R,R)"
 DTYPE, MAPPING, PARTIAL = "'float32' float 3", "3 ['a'] [0.5]", "3 [0] {'dp':3} {5:'sum'}"
 FUNCTION, AXIS, PLAN = "None 3 'x'", "None -1 0.5 ['a'] True", "3 'weight' [3]"
 DEVICE, TIME, DIM = "3 'nonsense'", "'x' -1 True", "None True '0' 0.5"
@@ -372,7 +372,7 @@ BAD: dict[str, dict[str, str]] = {
         "strict": f"None {FLAGS}", "init": "3 'x'"},
     "dt.local_map(torch.relu,out_placements=(S0,R))": {
         "fn": FUNCTION, "in_placements": "3 'x'", "out_placements": "3 'x' None",
-        "in_grad_placements": "3 'x'", "out_shapes": "3 'x' (4,-4) (4.0,)"},
+        "in_grad_placements": "3 'x'", "out_shapes": "3 'x' (4,-4) (4.0,)", "device_mesh": MESH},
     "dt.local_map(torch.relu,out_placements=[(S0,R)])": {"out_shapes": "3 [(4,),(4,)] [(-1,)]"},
     "dt.manual_seed(0)": {"seed": "None 1.5 True 'x'"},
     "dt.never_skip(lin())": {"module": MODULE},
@@ -385,6 +385,22 @@ BAD: dict[str, dict[str, str]] = {
         "x": "None 'x'", "mesh": MESH, "placements": PLACED, "dims_mapping": MAPPING,
         "partial_status": PARTIAL},
     "dt.rng('global')": {"policy": f"None {WORD}"},
+    "dt.arange(4,mesh=grid())": {
+        "start": "'x' [1] None", "end": "'x' [1]", "step": "'x' [1] None", **FULL},
+    "dt.randint(1,4,(2,),mesh=grid())": {
+        "low": "None 'x' 0.5 True", "high": "None 'x' 0.5 1 True", "size": "(-1,) (1.5,) 'x'",
+        "mesh": f"None {MESH}", "placements": PLACED, "dtype": DTYPE},
+    "dt.distribute_tensor(t,grid(),(S0,R))": {
+        "tensor": "None 'abc' [[1],[1,2]]", "device_mesh": MESH, "placements": PLACED,
+        "src_data_rank": "7 -1 '0' True 0.5"},
+    "dt.fully_shard(lin(),mesh=grid())": {
+        "module": MODULE, "mesh": MESH, "reshard_after_forward": f"None {FLAGS}",
+        "shard_placement_fn": "3 S0", "mp_policy": "3 {0:3}", "ignored_params": "3 ['weight'] [t]",
+        "segments": "3 'x' [3]"},
+    "dt.replicate(lin(),mesh=grid()['dp'])": {
+        "module": MODULE, "mesh": f"{MESH} grid()", "mp_policy": "3 {0:3}",
+        "ignored_params": "3 ['weight'] [t]"},
+    "x.redistribute()": {"device_mesh": MESH, "placements": PLACED},
     "dt.save_pretrained(lin(),'a')": {
         "model": MODULE, "folder": "None 3 []", "max_shard_size": "None 0 -1 5e9 True '5XB'",
         "names": "3 'x' [1]"},
@@ -421,7 +437,7 @@ BAD: dict[str, dict[str, str]] = {
     **{f"pipeline.{name}(1,1)": MAKER for name in ("one_f_one_b", "zero_bubble")},
     "pipeline.named('gpipe',1,1)": {**MAKER, "schedule": f"None {WORD}"},
     "pipeline.plot(pipeline.gpipe(1,1),'nowhere/a.svg')": {
-        "what": "None 3 'x'", "path": "3 None 'a.png' []", "title": "3"},
+        "what": "None 3 'x'", "path": "3 None 'a.xyz' []", "title": "3"},
     "pipeline.run(step,[1.0])": {
         "step": FUNCTION, "micro_batches": "None 3 'x' []", "schedule": f"None {WORD}",
         "stages": "3 [3] []"},
@@ -448,7 +464,8 @@ BAD: dict[str, dict[str, str]] = {
     "grid().axis(0)": {"name": "None 'x' 0.5 7 -3 True"},
     "ProcessMesh.from_device_mesh(grid().to_device_mesh())": {"mesh": "None 3 'x'"},
     "x.full_tensor()": {"everywhere": f"None {FLAGS}"},
-    "x.to_local()": {"grad_axes": "'x' 7 0.5 ['x'] [True]"},
+    "x.to_local()": {
+        "grad_axes": "'x' 7 0.5 ['x'] [True]", "grad_placements": "3 'S0' (S0,) (P,P)"},
     "plans.experts(lin(),0)": {"model": MODULE, "mesh_axis": AXIS, "mesh": MESH},
     "plans.megatron(lin(),0)": {"model": MODULE, "mesh_axis": AXIS, "mesh": MESH},
     "devices.Device(name='d',peak={torch.float32:1e12},bandwidth=1e9)": {
@@ -471,9 +488,11 @@ WORDS = {
     "run: micro_batches": "micro.batches", "split: modules": "layers|modules",
     "apply: layers": "modules?", "accumulate: model": "module",
     "axis: name": "axis", "to_local: grad_axes": "axis|grad_axes",
+    "to_local: grad_placements": "(grad_)?placements",
 }  # fmt: skip
 # Parameters that take everything: they are passed on, or are a value that may be plain.
 FREE = {
+    "local_map: positional",  # deprecated
     "broadcast_value: x", "explain: args", "explain: kwargs", "from_fn: args", "save: state",
     "load: state",
 }  # fmt: skip

@@ -15,15 +15,15 @@ from tests.test_imports import FILES
 
 # Most lines of Python: of a package, or of the modules at the root ("root").
 LINES = {
-    "api": 780,
+    "api": 880,
     "autograd": 1_360,
     "checkpoint": 1_660,
     "comm": 3_320,
-    "core": 1_100,
+    "core": 1_180,
     "data": 460,
     "dispatch": 2_540,
     "experts": 600,
-    "fsdp": 3_120,
+    "fsdp": 3_220,
     "meta": 1_120,
     "nn": 700,
     "ops": 9_000,
@@ -34,7 +34,7 @@ LINES = {
     "random": 860,
     "replay": 1_840,
     "reshard": 1_620,
-    "root": 1_390,
+    "root": 1_440,
     "simulate": 5_320,
     "tensor": 2_740,
 }  # fmt: skip

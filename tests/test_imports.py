@@ -46,6 +46,9 @@ ROOMS = (
     "parallel",
     "simulate",
     "patches",
+    "attention",
+    "debugging",
+    "pretrained",
 )
 
 # The families of rules, from the bottom up, above the engine at the root of ``ops``.

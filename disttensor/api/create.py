@@ -20,7 +20,8 @@ from disttensor.checks import (
     check_shape,
 )
 from disttensor.comm import collectives, objects, program
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.comm.process_group import world
+from disttensor.core.mesh import ProcessMesh, as_mesh, init_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import spec_of
 from disttensor.meta import execute, infer
@@ -54,7 +55,7 @@ def shard_tensor(
     >>> x.process_mesh, x.dims_mapping
     (ProcessMesh(dp=1, tp=1), [0, 1])
     """
-    a_mesh("shard_tensor: mesh", mesh)
+    mesh = as_mesh("shard_tensor: mesh", mesh)
     check_dtype("shard_tensor: dtype", dtype)
     check_bool("shard_tensor: check", check)
     if src_rank is not None:
@@ -172,7 +173,7 @@ def reshard(
     [-1, 1]
     """
     if mesh is not None and not isinstance(mesh, ProcessMesh):
-        a_mesh("reshard: mesh", mesh)
+        mesh = as_mesh("reshard: mesh", mesh)
     if not isinstance(x, DistTensor):
         if mesh is None:
             raise ValueError("reshard of a plain tensor needs a mesh")
@@ -203,7 +204,7 @@ def from_fn(
     """
     who = getattr(fn, "__name__", "from_fn")  # a partial has no name
     check_callable("from_fn: fn", fn, "a factory, as torch.zeros,")
-    a_mesh(f"{who}: mesh", mesh)
+    mesh = as_mesh(f"{who}: mesh", mesh)
     check_dtype(f"{who}: dtype", dtype)
     size = check_shape(f"{who}: size", shape if isinstance(shape, Sequence) else (shape,))
     if fn is torch.randperm and len(size) != 1:
@@ -271,6 +272,79 @@ zeros, ones, empty, rand, randn = map(
     _factory, (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn)
 )
 randperm = _factory(torch.randperm)
+
+
+def arange(
+    start: Any, end: Any = None, step: Any = 1, *, mesh: ProcessMesh,
+    placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> DistTensor:  # fmt: skip
+    """torch.arange on a mesh. Each rank makes all values and keeps its piece.
+
+    >>> dt.arange(2, 8, 2, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
+    [2, 4, 6]
+    """
+    check_dtype("arange: dtype", dtype)
+    for name, value in (("start", start), ("end", end), ("step", step)):
+        if not isinstance(value, Number) and (name, value) != ("end", None):
+            raise argument_error(f"arange: {name}", value, "a number")
+    start, end = (0, start) if end is None else (start, end)
+    values = torch.arange(start, end, step, dtype=dtype)
+    check_differentiable("arange", requires_grad, values.dtype)
+    return shard_tensor(values, mesh, placements, requires_grad=requires_grad)
+
+
+def randint(
+    low: int, high: Any, size: Any = None, *, mesh: ProcessMesh,
+    placements: Sequence[Placement] | None = None, dtype: torch.dtype = torch.int64,
+) -> DistTensor:  # fmt: skip
+    """torch.randint on a mesh: ``randint(high, size)`` or ``randint(low, high, size)``. The numbers
+    follow from the global position, so they do not depend on the placements.
+
+    >>> x = dt.randint(3, 9, (4, 2), mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+    >>> x.shape, bool((x >= 3).all()), bool((x < 9).all())
+    (torch.Size([4, 2]), True, True)
+    """
+    low, high, size = (0, low, high) if size is None else (low, high, size)
+    check_int("randint: low", low)
+    check_int("randint: high", high)
+    if low >= high:
+        raise ValueError(
+            f"randint: low={low}, high={high}: numbers from low up to high - 1 are drawn"
+        )
+    return empty(size, mesh=mesh, placements=placements, dtype=dtype).random_(low, high)  # type: ignore[return-value]
+
+
+def distribute_tensor(
+    tensor: Any, device_mesh: Any = None, placements: Sequence[Placement] | None = None, *,
+    src_data_rank: int | None = 0,
+) -> DistTensor:  # fmt: skip
+    """torch's ``distribute_tensor``: ``shard_tensor`` of the data of one rank.
+
+    Args:
+        tensor: the global tensor; only its shape and dtype matter on ranks that do not send it.
+        device_mesh: a ProcessMesh or torch's DeviceMesh; None: a mesh of all ranks with one axis.
+        placements: one for each mesh axis; None: replicated.
+        src_data_rank: the place of the rank that sends its data, the same on every mesh axis.
+            None: each rank uses its own data, which must be alike, and nothing is sent.
+
+    Raises TypeError or ValueError for arguments that do not fit.
+
+    >>> dt.distribute_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)]).placements
+    (Shard(0), Shard(1))
+    """
+    if device_mesh is None:
+        device_mesh = init_mesh((world()[1],))
+    mesh, source = as_mesh("distribute_tensor: device_mesh", device_mesh), None
+    if src_data_rank is not None and not isinstance(tensor, DistTensor):
+        check_int("distribute_tensor: src_data_rank", src_data_rank, 0)
+        if src_data_rank >= min(mesh.root.shape):
+            raise ValueError(
+                f"distribute_tensor: src_data_rank={src_data_rank}: {mesh.root!r} has an axis of "
+                f"{min(mesh.root.shape)} rank(s)"
+            )
+        source = int(mesh.root.mesh[(src_data_rank,) * mesh.root.ndim])
+    return shard_tensor(tensor, mesh, placements, src_rank=source)
 
 
 def full(

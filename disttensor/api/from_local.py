@@ -11,7 +11,7 @@ import torch
 from disttensor.checks import check_dense, check_shape
 from disttensor.comm import desync, objects, program
 from disttensor.core.layout import Layout
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, checked, layout_from, spec_of
 from disttensor.meta import execute
@@ -37,7 +37,7 @@ def from_local(
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
     """
-    a_mesh("from_local: mesh", mesh)
+    mesh = as_mesh("from_local: mesh", mesh)
     check_dense("from_local: local", local, meta=True)
     if shape is not None:
         shape = check_shape("from_local: shape", shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +22,8 @@ from disttensor.checks import (
 )
 from disttensor.comm import objects, p2p
 from disttensor.core.layout import layout_of
-from disttensor.core.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
+from disttensor.core.placement import as_placement
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import Uncacheable, key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
@@ -34,14 +36,15 @@ from disttensor.tensor.tensor_meta import described
 
 def local_map(
     fn: Callable[..., Any],
+    *positional: Any,
     in_placements: Any = None,
     out_placements: Any = None,
     in_grad_placements: Any = None,
-    *,
+    device_mesh: Any = None,
     out_shapes: Any = None,
 ) -> Callable[..., Any]:
-    """``local_map(fn, in_placements, out_placements)(*args)``: fn gets plain local tensors,
-    differentiable.
+    """``local_map(fn, out_placements=..., in_placements=...)(*args)``: fn gets plain local tensors,
+    differentiable. The placements are given by name, as torch's ``local_map`` has another order.
 
     in_placements: for each tensor argument its placements (it is resharded to them), None keeps
     what it has. out_placements: placements of each result (one sequence for a single result), None
@@ -49,6 +52,7 @@ def local_map(
     exchanged) or is given by ``out_shapes``. Ranks outside the mesh make the call too, and hear
     what came out: in every call, or with ``out_shapes`` in the first of its kind (in a pipeline, of
     each micro-batch).
+    device_mesh: where regular tensors go that are given; None: the mesh of the DistTensors.
     in_grad_placements: for each tensor argument what its local gradient means. By default that
     follows from the placements: S -> S, P -> R, and R -> Partial where some argument or result
     varies over the axis, else R.
@@ -59,6 +63,18 @@ def local_map(
     [2.0, 2.0, 2.0, 2.0]
     """
     check_callable("local_map: fn", fn)
+    if positional:
+        warnings.warn(
+            "local_map: give in_placements and out_placements by name; torch's local_map has them "
+            "in the other order, so positions will be refused in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        given = (*positional, None, None, None)
+        in_placements, out_placements = in_placements or given[0], out_placements or given[1]
+        in_grad_placements = in_grad_placements or given[2]
+    if device_mesh is not None:
+        device_mesh = as_mesh("local_map: device_mesh", device_mesh)
     if out_placements is None:
         raise ValueError(
             "local_map: out_placements says what the results are; give placements for each result"
@@ -90,9 +106,14 @@ def local_map(
                 "local_map: a DistTensor in a dataclass: fn gets the pieces of tensors in lists, "
                 "tuples and dicts; give the fields as arguments of their own"
             )
-        if not any(isinstance(t, DistTensor) for t in tensors):
-            raise ValueError("local_map: no argument is a DistTensor, so the mesh is not known")
-        mesh = one_mesh(fn, tensors)
+        has_mesh = any(isinstance(t, DistTensor) for t in tensors)
+        if not has_mesh and device_mesh is None:
+            raise ValueError(
+                "local_map: no argument is a DistTensor, so the mesh is not known: give device_mesh"
+            )
+        mesh = one_mesh(fn, tensors) if has_mesh else device_mesh
+        if device_mesh not in (None, mesh):
+            raise ValueError(f"local_map: device_mesh={device_mesh!r}; the tensors are on {mesh!r}")
         single = not _nested(out_placements)
         outs = [out_placements] if single else list(out_placements)
         shapes = [out_shapes] * len(outs) if single or out_shapes is None else list(out_shapes)
@@ -112,7 +133,7 @@ def local_map(
             )
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
-            vary |= {a for a, p in enumerate(o or ()) if str(p) != "R"}
+            vary |= {a for a, p in enumerate(o or ()) if not as_placement(p).is_replicate()}
         key = None if out_shapes is None else _kind(args, kwargs, tensors)
         if key is not None:  # micro-batches come in another order on other ranks
             key = p2p.CHANNEL.get(), key

@@ -14,7 +14,7 @@ from disttensor.checkpoint.safetensors_files import Stored, read_box, stored_in
 from disttensor.checkpoint.save_pretrained import INDEX, check_names, renamed
 from disttensor.checks import check_bool, check_sequence, check_type
 from disttensor.core.layout import Box
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
@@ -64,7 +64,7 @@ def load_pretrained(
     check_bool("load_pretrained: strict", strict)
     check_names("load_pretrained", names)
     if mesh is not None:
-        a_mesh("load_pretrained: mesh", mesh)
+        mesh = as_mesh("load_pretrained: mesh", mesh)
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
     parts = _parts(model, stored, names, strict)
     if mesh is not None:

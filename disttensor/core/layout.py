@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from disttensor.checks import check_int, check_sequence, check_type
-from disttensor.core.placement import Partial, Placement, Replicate, Shard, show
+from disttensor.core.placement import Partial, Placement, Replicate, Shard, as_placement, show
 
 Axes = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -96,11 +96,12 @@ def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Lay
 
     Raises ValueError for a wrong number of placements or a dim out of range.
     """
-    if isinstance(placements, (Shard, Replicate, Partial)):
-        placements = (placements,)
-    placements = check_sequence(
+    if placements is not None and isinstance(as_placement(placements), Placement):
+        placements = (placements,)  # type: ignore[assignment]
+    given = check_sequence(
         "placements", placements, "a list of Shard(dim), Replicate() or Partial(op)"
     )
+    placements = [as_placement(p) for p in given]
     for p in placements:
         if not isinstance(p, (Shard, Replicate, Partial)):
             raise TypeError(

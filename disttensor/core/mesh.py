@@ -29,6 +29,23 @@ from disttensor.torch_private import root_of
 _CPU = torch.device("cpu")
 
 
+class MeshSize(int):
+    """The size of a mesh: an int, and callable as ``DeviceMesh.size`` of torch is."""
+
+    mesh: ProcessMesh
+
+    def __new__(cls, value: int, mesh: ProcessMesh) -> MeshSize:
+        self = super().__new__(cls, value)
+        self.mesh = mesh
+        return self
+
+    def __call__(self, mesh_dim: str | int | None = None) -> int:
+        return int(self) if mesh_dim is None else self.mesh.shape[self.mesh.axis(mesh_dim)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
 class ProcessMesh:
     """``ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))``: global ranks on named axes.
 
@@ -94,8 +111,10 @@ class ProcessMesh:
         return len(self.shape)
 
     @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def size(self) -> MeshSize:
+        """How many ranks there are; called, ``mesh.size()`` or ``mesh.size(axis)``, it answers as
+        the method of a DeviceMesh."""
+        return MeshSize(len(self.ranks), self)
 
     @property
     def mesh(self) -> np.ndarray[Any, Any]:
@@ -248,6 +267,45 @@ class ProcessMesh:
         self._device_mesh = mesh
         current_runtime().shared.append(self)
 
+    # The names of torch's DeviceMesh --------------------------------------------------------------
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return self.dim_names
+
+    def get_coordinate(self) -> list[int] | None:
+        """Returns this rank's place, or None off the mesh."""
+        return None if self.coordinate is None else list(self.coordinate)
+
+    def get_rank(self) -> int:
+        return world()[0]
+
+    def get_local_rank(self, mesh_dim: str | int | None = None) -> int:
+        """Returns this rank's place on an axis, which a mesh of one axis need not name. Raises
+        ValueError off the mesh."""
+        axis = self._one_axis("get_local_rank", mesh_dim)
+        self._ranks_over((axis,), " and has no place on it")
+        return self.coordinate[axis]  # type: ignore[index]
+
+    def get_group(self, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
+        """Returns the process group of an axis, which a mesh of one axis need not name."""
+        return self.to_device_mesh().get_group(self._one_axis("get_group", mesh_dim))
+
+    def _one_axis(self, who: str, mesh_dim: str | int | None) -> int:
+        if mesh_dim is None and self.ndim > 1:
+            raise ValueError(
+                f"{who}: {self!r} has {self.ndim} axes; name one: mesh.{who}({self.dim_names[0]!r})"
+            )
+        return self.axis(0 if mesh_dim is None else mesh_dim)
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> ProcessMesh:
+        """Returns the mesh of the same ranks with one axis. Raises ValueError for a sub-mesh, whose
+        ranks differ from rank to rank."""
+        if self._root is not None:
+            raise ValueError(f"_flatten of {self!r}: flatten the whole mesh, {self.root!r}")
+        name = mesh_dim_name or "_".join(self.dim_names)
+        return ProcessMesh(list(self.ranks), (name,), self.device_type)
+
     def __repr__(self) -> str:
         if self._root is not None:
             names = self.dim_names if self.ndim > 1 else self.dim_names[0]
@@ -333,11 +391,12 @@ def check_device_type(who: str, device_type: Any) -> None:
         raise argument_error(f"{who}: device_type", device_type, expected, ValueError)
 
 
-def a_mesh(who: str, value: object) -> None:
-    """Raise TypeError for what is no ProcessMesh."""
-    check_type(
-        who, value, ProcessMesh, "a ProcessMesh (of dt.init_mesh, or ProcessMesh.from_device_mesh)"
-    )
+def as_mesh(who: str, value: Any) -> ProcessMesh:
+    """Returns a ProcessMesh, or the one of a DeviceMesh. Raises TypeError for anything else."""
+    if isinstance(value, DeviceMesh):
+        return ProcessMesh.from_device_mesh(value)
+    check_type(who, value, ProcessMesh, "a ProcessMesh (of dt.init_mesh), or torch's DeviceMesh")
+    return value
 
 
 def _default_device_type() -> str:

@@ -18,8 +18,24 @@ from disttensor.checks import check_int
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
 
+class _Questions:
+    """The questions that torch's placements answer."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Returns True for ``Shard`` (of this dim). ``Balanced`` holds other rows, and is none."""
+        return type(self) is Shard and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        return type(self) is Replicate
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return type(self) is Partial and reduce_op in (None, self.reduce_op)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Shard:
+class Shard(_Questions):
     """Rank i of the mesh axis holds the i-th contiguous piece of ``dim`` (as torch.chunk cuts it).
 
     ``order`` is this axis's position among the axes that split the same dim, major first. None
@@ -70,7 +86,7 @@ class Balanced(Shard):
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(_Questions):
     """Every rank of the mesh axis holds the same bits.
 
     >>> dt.zeros(3, mesh=mesh, placements=[dt.Replicate(), dt.Replicate()]).dims_mapping
@@ -82,7 +98,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Partial:
+class Partial(_Questions):
     """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis: still to be done.
 
     >>> x = dt.shard_tensor(torch.ones(3), mesh, [dt.Replicate(), dt.Partial("sum")])
@@ -107,6 +123,20 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
+_OF_TORCH = "torch.distributed.tensor.placement_types"
+
+
+def as_placement(value: Any) -> Any:
+    """Returns the placement for one of torch's, or for None, which replicates. Any other value is
+    returned as it is."""
+    if value is None:
+        return Replicate()
+    if type(value).__module__ != _OF_TORCH:
+        return value
+    name = type(value).__name__  # private ones, as _StridedShard, have no counterpart
+    if name == "Partial":
+        return Partial({"product": "prod"}.get(value.reduce_op, value.reduce_op))
+    return Shard(value.dim) if name == "Shard" else Replicate() if name == "Replicate" else value
 
 
 def show(placements: Sequence[Placement]) -> str:

@@ -18,7 +18,7 @@ from disttensor.core.layout import (
     layout_of,
     replicated,
 )
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.torch_private import outside_modes, refuse_memory
 
@@ -183,7 +183,7 @@ class DistSpec:
 
 def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
     """Raise TypeError or ValueError for what makes no spec."""
-    a_mesh("mesh", mesh)
+    mesh = as_mesh("mesh", mesh)
     check_type("dtype", dtype, torch.dtype, "a dtype of torch, as torch.float32,")
     check_type("layout", layout, Layout, "a Layout")
     check_shape("shape", shape)
@@ -204,7 +204,7 @@ def layout_from(
     partial_status: Any,
 ) -> Layout:
     """A layout from either of the two notations; neither means replicated."""
-    a_mesh("mesh", mesh)
+    mesh = as_mesh("mesh", mesh)
     if placements is not None and (dims_mapping is not None or partial_status is not None):
         raise ValueError("give placements, or dims_mapping and partial_status, not both")
     if placements is not None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor.checks import check_sequence
 from disttensor.comm import collectives, objects
 from disttensor.core.layout import Box, box_at, layout_of
-from disttensor.core.mesh import ProcessMesh, a_mesh
-from disttensor.core.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.mesh import ProcessMesh, as_mesh
+from disttensor.core.placement import Partial, Placement, Replicate, Shard, as_placement
 from disttensor.core.spec import spec_of
 from disttensor.meta import execute
 from disttensor.pytree import Path
@@ -34,14 +35,15 @@ _EMPTY: dict[str, Callable[[torch.dtype], Any]] = {
 
 def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
     """entry of a batch -> where it goes; None -> where all of it goes."""
-    one_mesh = isinstance(mesh, ProcessMesh)
-    for m in () if one_mesh else _by_key("mesh", mesh).values():
-        a_mesh("shard_loader: mesh", m)
-    flat = list(_by_key("placements", placements).values())
+    one_mesh = isinstance(mesh, (ProcessMesh, DeviceMesh))
+    listed = {None: mesh} if one_mesh else _by_key("mesh", mesh)
+    meshes: Any = {key: as_mesh("shard_loader: mesh", m) for key, m in listed.items()}
+    flat = [as_placement(p) for p in _by_key("placements", placements).values()]
     one_layout = all(isinstance(p, Placement) for p in flat)
+    mesh = meshes[None] if one_mesh else mesh
     if one_mesh and one_layout:
         return {None: (mesh, _checked(placements, mesh, alone=True))}
-    meshes = None if one_mesh else _by_key("mesh", mesh)
+    meshes = None if one_mesh else meshes
     layouts = None if one_layout else _by_key("placements", placements)
     keys = meshes if meshes is not None else layouts or {}
     if meshes is not None and layouts is not None and meshes.keys() != layouts.keys():
@@ -77,7 +79,9 @@ def _by_key(name: str, value: Any) -> dict[Any, Any]:
 
 def _checked(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
     """``alone``: the placements are those of all entries."""
-    for p in check_sequence("shard_loader: placements", placements, "a list of placements"):
+    given = check_sequence("shard_loader: placements", placements, "a list of placements")
+    placements = [as_placement(p) for p in given]
+    for p in placements:
         pending = isinstance(p, Partial) and p.reduce_op in _EMPTY and not alone
         if type(p) not in (Shard, Replicate) and not pending:
             raise ValueError(

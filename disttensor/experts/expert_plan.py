@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from disttensor.checks import check_int, check_sequence, check_type
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.experts.proposal import Proposal
 
@@ -54,7 +54,7 @@ def experts(
     """
     check_type("plans.experts: model", model, nn.Module, "a module")
     if mesh is not None:
-        a_mesh("plans.experts: mesh", mesh)
+        mesh = as_mesh("plans.experts: mesh", mesh)
     given = (mesh_axis,) if isinstance(mesh_axis, (int, str)) else mesh_axis
     listed = check_sequence("plans.experts: mesh_axis", given, "an axis, or a list of them,")
     if mesh is None and any(isinstance(a, str) for a in listed):

@@ -22,7 +22,7 @@ from disttensor.checks import (
 )
 from disttensor.comm import collectives
 from disttensor.core.layout import Layout
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.core.spec import DistSpec
 from disttensor.experts.expert_plan import expert_tensors
@@ -104,7 +104,7 @@ def shard_data_parallel(
     ignored = _ignored(module, ignored_params)
     policies = Policies(module, mp_policy, Policy(param_dtype, reduce_dtype))
     if mesh is not None:
-        a_mesh("shard_data_parallel: mesh", mesh)
+        mesh = as_mesh("shard_data_parallel: mesh", mesh)
         mesh = _joined(module, mesh, ignored)
     specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch, ignored)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh, ignored)):
@@ -160,6 +160,11 @@ def shard_data_parallel(
     return module
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Returns True if ``shard_data_parallel`` was called for this module."""
+    return _ENGINE in module.__dict__
+
+
 def _checked(
     module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None,
     stage: int,
@@ -173,7 +178,7 @@ def _checked(
             "parameters too"
         )
     check_int(f"{who}: prefetch", prefetch, 0, "a number of segments")
-    if any(_ENGINE in m.__dict__ for m in module.modules()):
+    if any(is_sharded(m) for m in module.modules()):
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
         raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")

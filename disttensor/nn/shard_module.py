@@ -12,7 +12,7 @@ from torch import nn
 from disttensor.api.create import shard_tensor
 from disttensor.checks import check_callable, check_type, has_own_operators
 from disttensor.core.layout import layout_of, replicated
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement, Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.experts import expert_modules
@@ -53,7 +53,7 @@ def shard_module(
     ([1, -1], [-1, 1])
     """
     a_module("shard_module: module", module)
-    a_mesh("shard_module: mesh", mesh)
+    mesh = as_mesh("shard_module: mesh", mesh)
     check_plan("shard_module", plan, init)
     before = slots(module)
     if callable(plan):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from disttensor.checks import check_int, check_type
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.experts.expert_plan import expert_tensors
 from disttensor.experts.expert_plan import experts as experts
@@ -76,7 +76,7 @@ def megatron(
             "that is, the mesh says: megatron(model, 'tp', mesh)"
         )
     if mesh is not None:
-        a_mesh("plans.megatron: mesh", mesh)
+        mesh = as_mesh("plans.megatron: mesh", mesh)
         axis = mesh.axis(mesh_axis)
     else:
         axis = check_int("plans.megatron: mesh_axis", mesh_axis, 0)

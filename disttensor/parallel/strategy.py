@@ -15,7 +15,7 @@ from disttensor.checks import check_bool, check_int, check_sequence, check_type
 from disttensor.comm import collectives
 from disttensor.comm.process_group import join_world
 from disttensor.comm.rendezvous import create_groups
-from disttensor.core.mesh import ProcessMesh, a_mesh, check_device_type, init_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh, check_device_type, init_mesh
 from disttensor.core.placement import Placement, Replicate, Shard
 from disttensor.experts.expert_plan import expert_tensors
 from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
@@ -258,8 +258,8 @@ class Strategy:
         check_plan("Strategy.apply", plan, init)
         if visits is not None and not isinstance(visits, (list, tuple)):
             check_int("Strategy.apply: visits", visits, 1)
-        for mesh in visits if isinstance(visits, (list, tuple)) else ():
-            a_mesh("Strategy.apply: visits: entry", mesh)
+        if isinstance(visits, (list, tuple)):
+            visits = [as_mesh("Strategy.apply: visits: entry", mesh) for mesh in visits]
         places = _on_stage(plan, model)
         degrees, stages = self.degrees(), self.stages()
         if visits is None:

@@ -15,7 +15,7 @@ import torch
 from disttensor.autograd.accumulation import BackwardContext, backward_context
 from disttensor.checks import check_callable, check_sequence
 from disttensor.comm import collectives, lone_failure, p2p
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.foresight import Foresight
 from disttensor.pipeline.micro_batch import MicroBatch, Step
@@ -159,8 +159,8 @@ _EXAMPLES = {
 
 def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int, list[str]]:
     """The meshes without repetition, how often each is visited, and in which shapes that may be."""
-    for mesh in check_sequence("pipeline.run: stages", stages, "a list of meshes"):
-        a_mesh("pipeline.run: stages: entry", mesh)
+    listed = check_sequence("pipeline.run: stages", stages, "a list of meshes")
+    stages = [as_mesh("pipeline.run: stages: entry", mesh) for mesh in listed]
     order = list(dict.fromkeys(stages))
     chunks = len(stages) // len(order) if order else 0
     ways = {

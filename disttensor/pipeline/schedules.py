@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from disttensor.checks import check_int, check_sequence
-from disttensor.core.mesh import ProcessMesh, a_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.steady import interleaved, mixed, sizes
@@ -137,11 +137,8 @@ def visits(stages: Sequence[ProcessMesh], schedule: str, times: int = 2) -> list
 
     Raises ValueError for an unknown name.
     """
-    meshes: list[ProcessMesh] = list(
-        check_sequence("pipeline.visits: stages", stages, "a list of meshes")
-    )
-    for mesh in meshes:
-        a_mesh("pipeline.visits: stages: entry", mesh)
+    listed = check_sequence("pipeline.visits: stages", stages, "a list of meshes")
+    meshes = [as_mesh("pipeline.visits: stages: entry", mesh) for mesh in listed]
     check_int("pipeline.visits: times", times, 1)
     builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
     if builtin is None:

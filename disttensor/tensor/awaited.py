@@ -83,7 +83,7 @@ class Awaited(DistTensor):
 
     def __getattr__(self, name: str) -> Any:
         if name != "local":
-            if name in ("mesh", "device_mesh"):  # the error of a DistTensor
+            if name == "mesh":  # the error of a DistTensor
                 _ = self.local
                 return getattr(self, name)
             raise AttributeError(f"'DistTensor' object has no attribute {name!r}")

@@ -8,7 +8,7 @@ through ``disttensor.dispatch``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from disttensor.autograd import token
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
-from disttensor.core.mesh import ProcessMesh
+from disttensor.core.mesh import ProcessMesh, as_mesh
+from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec
 from disttensor.errors import refuse_collectives
 from disttensor.tensor.backward import Backward
@@ -28,6 +29,7 @@ from disttensor.tensor.grad import Grad
 from disttensor.tensor.hooks import Hooks
 from disttensor.tensor.in_place import InPlace
 from disttensor.tensor.metadata import Metadata
+from disttensor.tensor.reshard import resharded, target
 from disttensor.tensor.values import Values
 from disttensor.torch_private import make_subclass
 
@@ -105,8 +107,29 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "
             "be: something called it with torch functions disabled, or from C++. Give it "
             "x.full_tensor(), a plain tensor, or run that code on the locals: local_map(fn, "
-            "in_placements, out_placements)"
+            "in_placements=..., out_placements=...)"
         )
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None
+    ) -> DistTensor:
+        """Returns the tensor in another layout, as ``dt.reshard``, and waits for it.
+
+        Args:
+            device_mesh: a ProcessMesh or torch's DeviceMesh; None: the mesh of the tensor.
+            placements: one for each mesh axis; None: the placements of the tensor.
+
+        Raises TypeError or ValueError for a mesh or placements that do not fit.
+
+        >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+        >>> x.redistribute(placements=[dt.Replicate(), dt.Shard(0)]).placements
+        (Replicate(), Shard(0))
+        """
+        mesh = self.spec.mesh
+        if device_mesh is not None:
+            mesh = as_mesh("redistribute: device_mesh", device_mesh)
+        how = self.placements if placements is None else placements
+        return resharded(self, target(self.spec, mesh, how, None, None), fresh=True)
 
     def __copy__(self) -> DistTensor:
         """Returns a leaf in the same memory, as ``Tensor.__copy__`` does."""

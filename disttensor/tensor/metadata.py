@@ -36,10 +36,15 @@ def _named(name: str) -> Any:
 class Metadata(MeshTensor):
     """Layout, shape, dtype and strides."""
 
-    mesh, device_mesh = _named("mesh"), _named("device_mesh")
+    mesh = _named("mesh")
 
     @property
     def process_mesh(self) -> ProcessMesh:
+        return self.spec.mesh
+
+    @property
+    def device_mesh(self) -> ProcessMesh:
+        """The mesh, by the name that it has on torch's DTensor."""
         return self.spec.mesh
 
     @property

@@ -10,10 +10,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from disttensor.autograd.grad_types import whole_grad
+from disttensor.autograd.grad_types import Typed, dual, whole_grad
 from disttensor.autograd.starts import may_start
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import collectives, objects
+from disttensor.core.layout import Axes, layout_of
 from disttensor.errors import user_line
 from disttensor.settings import Setting
 from disttensor.tensor import views
@@ -77,15 +78,33 @@ def _value(x: MeshTensor) -> Tensor:
     return full_tensor(x)
 
 
+def _axes_of(x: MeshTensor, grad_placements: Any, grad_axes: Any) -> Axes:
+    """The ``grad_axes`` for which the gradient of the local has these placements."""
+    spec = x.spec
+    grads = layout_of(grad_placements, spec.ndim, spec.mesh.ndim)
+    axes = tuple(a for a, op in grads.partial if op == "sum" and a not in spec.varies)
+    if grad_axes or dual(Typed(spec, axes))[0].spec.layout != grads:
+        raise ValueError(
+            f"to_local: grad_placements={list(grad_placements)} of {spec!r}: a gradient has Shard "
+            "for Shard, Replicate for Partial, and Replicate or Partial('sum') for Replicate; and "
+            "grad_axes is not given beside it. Redistribute the tensor first"
+        )
+    return axes
+
+
 class Values(MeshTensor):
-    def to_local(self, *, grad_axes: Any = ()) -> Tensor:
+    def to_local(self, *, grad_axes: Any = (), grad_placements: Any = None) -> Tensor:
         """Returns this rank's piece, a regular tensor in the local autograd graph; of size 0 on a
         rank off the mesh.
 
         ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a
         replicated value differently on each rank, so that its gradient is a contribution to be
-        summed.
+        summed. ``grad_placements``: the same as torch's DTensor says it, the placements of the
+        gradient. Raises ValueError for those that do not follow from the placements of the value:
+        Shard for Shard, Replicate for Partial, Replicate or Partial("sum") for Replicate.
         """
+        if grad_placements is not None:
+            grad_axes = _axes_of(self, grad_placements, grad_axes)
         given = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
         listed = check_sequence("to_local: grad_axes", given, "axes of the mesh")
         axes = tuple(sorted(self.spec.mesh.axis(a) for a in listed))

@@ -136,7 +136,9 @@ class World:
     def mapped(self, x: Any) -> Any:
         """local_map of something linear and elementwise."""
         if isinstance(x, DistTensor):
-            return dt.local_map(lambda t: t * 2.0, None, list(x.placements), out_shapes=x.shape)(x)
+            return dt.local_map(
+                lambda t: t * 2.0, out_placements=list(x.placements), out_shapes=x.shape
+            )(x)
         return x * 2.0
 
     def ckpt(self, fn: Callable[..., Any], *args: Any) -> Any:

@@ -152,7 +152,9 @@ def test_the_locals_of_local_map_compile_with_inductor() -> None:
     """Forward and backward, on pieces of 3 and 2 rows, in one graph each."""
     torch._dynamo.reset()
     counters.clear()
-    run = dt.local_map(torch.compile(fused), [[Shard(0)]] * 2, [Shard(0)])
+    run = dt.local_map(
+        torch.compile(fused), in_placements=[[Shard(0)]] * 2, out_placements=[Shard(0)]
+    )
     values = [f32(5, 3), f32(5, 3).flip(0)]
     ours = [place(t, line(), [Shard(0)]).requires_grad_() for t in values]
     plain = [t.clone().requires_grad_() for t in values]

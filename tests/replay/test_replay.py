@@ -275,7 +275,12 @@ COPIED = ("view of an argument", "writes to a view")  # a copy in some layouts: 
 
 def _on_pieces(x, y):
     at = [x.placements, y.placements]
-    run = dt.local_map(lambda a, b: a.exp() * b.mean(), at, [x.placements], out_shapes=[(5, 6)])
+    run = dt.local_map(
+        lambda a, b: a.exp() * b.mean(),
+        in_placements=at,
+        out_placements=[x.placements],
+        out_shapes=[(5, 6)],
+    )
     return run(x, y)
 
 

@@ -315,7 +315,7 @@ WAYS = {
     "once more": lambda y: dt.reshard(y, y.process_mesh, [S1]),
     "back": lambda y: dt.reshard(dt.reshard(y, y.process_mesh, [S0]), y.process_mesh, [R]),
     "a call that reshards": resorted,
-    "local_map": lambda y: dt.local_map(torch.sin, [[R]], [R])(y),
+    "local_map": lambda y: dt.local_map(torch.sin, in_placements=[[R]], out_placements=[R])(y),
     "custom function": lambda y: Twice.apply(y),
     "checkpoint": lambda y: checkpoint(lambda t: t.sin() * t, y, use_reentrant=False),
     "backward hook": hooked,

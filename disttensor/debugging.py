@@ -1,0 +1,19 @@
+"""Tools that explain a program or find its faults.
+
+>>> with dt.debugging.record_comms() as log:
+...     y = dt.debugging.explain(torch.relu, dt.ones(4, mesh=mesh))
+>>> len(log.records)
+0
+"""
+
+from disttensor.api.info import info
+from disttensor.comm.desync import debug as compare_ranks
+from disttensor.comm.log import CommLog, CommRecord, record_comms
+from disttensor.dispatch.explain import Explanation, explain
+from disttensor.dispatch.strict import strict
+from disttensor.fsdp.replicas import check_replicas
+
+__all__ = [
+    "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks", "explain", "info",
+    "record_comms", "strict",
+]  # fmt: skip

@@ -1,0 +1,197 @@
+"""The names that PyTorch users know: they do what torch's own do, on the same ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TheirPartial
+from torch.distributed.tensor import Replicate as TheirReplicate
+from torch.distributed.tensor import Shard as TheirShard
+from torch.distributed.tensor import distribute_tensor as their_distribute_tensor
+
+import disttensor as dt
+from disttensor.core.placement import as_placement
+from tests.support.layouts import S0, S1, P, R, counted, everywhere, grid, same
+
+PAIRS = [
+    (dt.Shard(1), TheirShard(1)), (dt.Shard(-1), TheirShard(-1)), (R, TheirReplicate()),
+    (P, TheirPartial()), (dt.Partial("max"), TheirPartial("max")),
+    (dt.Partial("prod"), TheirPartial("product")),
+]  # fmt: skip
+
+
+def theirs(mesh: dt.ProcessMesh) -> DeviceMesh:
+    return mesh.to_device_mesh()
+
+
+def test_placements_of_torch_are_ours():
+    for ours, of_torch in PAIRS:
+        assert as_placement(of_torch) == ours and as_placement(ours) is ours
+        for question in ("is_shard", "is_replicate", "is_partial"):
+            assert getattr(ours, question)() == getattr(of_torch, question)()
+    assert dt.Shard(1).is_shard(1) and not dt.Shard(1).is_shard(0)
+    assert P.is_partial("sum") and not P.is_partial("max")
+    assert not dt.Balanced(0).is_shard() and as_placement(None) == R
+
+
+@everywhere
+def test_torch_meshes_and_placements_are_taken_wherever_ours_are():
+    plain, mesh = counted(6, 5), theirs(grid())
+    x = dt.shard_tensor(plain, mesh, [TheirShard(0), None])
+    assert x.process_mesh is grid() and x.placements == (S0, R)
+    same(x, plain)
+    assert dt.reshard(x, mesh, [TheirReplicate(), TheirShard(1)]).placements == (R, S1)
+    assert dt.zeros(4, mesh=mesh, placements=[TheirShard(0), R]).placements == (S0, R)
+    local = dt.from_local(torch.ones(2, 2), mesh, [TheirShard(0), TheirPartial()])
+    assert local.placements == (S0, P)
+    model = dt.shard_module(nn.Linear(4, 6), mesh, {"weight": [TheirShard(0), TheirReplicate()]})
+    assert model.weight.placements == (S0, R) and model.bias.placements == (R, R)
+    double = dt.local_map(
+        lambda t: t * 2, in_placements=[[TheirShard(0), TheirReplicate()]],
+        out_placements=[TheirShard(0), TheirReplicate()], device_mesh=mesh,
+    )  # fmt: skip
+    same(double(x), plain * 2)
+    same(double(plain), plain * 2)  # of a regular tensor, on that mesh
+    loader = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4)
+    (first, *_) = dt.shard_loader(loader, mesh, [TheirShard(0), TheirReplicate()])
+    assert first.placements == (S0, R) and first.tolist() == [0.0, 1.0, 2.0, 3.0]
+    for wrong in ([TheirShard(0)], [TheirShard(2), None], [3, None]):
+        with pytest.raises((TypeError, ValueError), match="placements"):
+            dt.shard_tensor(plain, mesh, wrong)
+
+
+@everywhere
+def test_a_mesh_answers_as_a_device_mesh():
+    ours = grid()
+    of_torch = init_device_mesh("cpu", ours.shape, mesh_dim_names=ours.dim_names)
+    for mesh in (ours, of_torch):
+        assert mesh.size() == ours.size == 4 or ours.size == mesh.size()
+    for axis in (0, 1, *ours.dim_names):
+        number = ours.dim_names.index(axis) if isinstance(axis, str) else axis
+        assert ours.size(axis) == of_torch.size(number)
+        assert ours.get_local_rank(axis) == of_torch.get_local_rank(axis)
+        assert ours.get_group(axis).size() == of_torch.get_group(axis).size()
+    assert ours.get_coordinate() == list(of_torch.get_coordinate())
+    assert ours.get_rank() == of_torch.get_rank() and ours.mesh_dim_names == of_torch.mesh_dim_names
+    flat = ours._flatten()
+    assert flat.shape == (ours.size,) and flat.get_local_rank() == ours.get_rank()
+    assert pickle.loads(pickle.dumps(ours.size)) == copy.copy(ours.size) == ours.size
+    for call in (ours.get_local_rank, ours.get_group):
+        with pytest.raises(ValueError, match="has 2 axes; name one"):
+            call()
+    with pytest.raises(ValueError, match="flatten the whole mesh"):
+        ours[ours.dim_names[0]]._flatten()
+
+
+@everywhere
+def test_redistribute_and_distribute_tensor_are_those_of_torch():
+    plain, mesh = counted(5, 3), grid()
+    for source in (0, 1, None) if mesh.size > 1 else (0, None):
+        mine = plain if source is None or mesh.get_coordinate() == [source] * 2 else plain * 0
+        x = dt.distribute_tensor(mine, mesh, [S0, S1], src_data_rank=source)
+        assert x.placements == (S0, S1)
+        same(x, plain)
+    y = their_distribute_tensor(plain, theirs(mesh), [TheirShard(0), TheirShard(1)])
+    for wanted in ([R, R], [R, S0], [S1, S0]):
+        expected = y.redistribute(placements=dt_to_torch(wanted))
+        out = x.redistribute(placements=wanted)
+        assert isinstance(expected, DTensor) and out.placements == tuple(wanted)
+        same(out.to_local(), x.redistribute(mesh, wanted).to_local())
+        same(out, plain)
+    leaf = dt.shard_tensor(plain, mesh, [S0, R], requires_grad=True)
+    (leaf.redistribute(theirs(mesh), [R, S1]) * plain).sum().backward()
+    same(leaf.grad, plain)
+    with pytest.raises(TypeError, match=r"redistribute: device_mesh"):
+        x.redistribute("mesh", [R, R])
+    with pytest.raises(ValueError, match=r"src_data_rank=2: .* an axis of \d rank"):
+        dt.distribute_tensor(plain, mesh, [S0, R], src_data_rank=2)
+
+
+def dt_to_torch(placements):
+    return [TheirShard(p.dim) if p.is_shard() else TheirReplicate() for p in placements]
+
+
+@everywhere
+def test_gradients_of_locals_have_the_placements_that_are_asked_for():
+    plain, mesh = counted(4, 3), grid()
+    rank = 1.0 + mesh.get_rank()
+    w = dt.shard_tensor(plain, mesh, [R, S0], requires_grad=True)
+    (w.to_local(grad_placements=[TheirPartial(), TheirShard(0)]) * rank).sum().backward()
+    by_hand = dt.shard_tensor(plain, mesh, [R, S0], requires_grad=True)
+    (by_hand.to_local(grad_axes=0) * rank).sum().backward()
+    same(w.grad, by_hand.grad.full_tensor())
+    for wrong in ([S0, S0], [R, P], [R, R]):
+        with pytest.raises(ValueError, match="to_local: grad_placements"):
+            w.to_local(grad_placements=wrong)
+
+
+@everywhere
+def test_numbers_of_factories_do_not_depend_on_placements():
+    mesh, found = grid(), []
+    for placements in ([R, R], [S0, R], [S1, S0], [dt.Balanced(0), R]):
+        dt.manual_seed(7)
+        x = dt.randint(3, 50, (5, 4), mesh=mesh, placements=placements)
+        assert x.dtype == torch.int64 and x.placements == tuple(placements)
+        found.append(x.tolist())
+        a = dt.arange(1, 9, 2, mesh=mesh, placements=[S0, R])
+        assert a.tolist() == [1, 3, 5, 7] and a.placements == (S0, R)
+    assert all(f == found[0] for f in found) and len({n for row in found[0] for n in row}) > 5
+    assert dt.arange(5.0, mesh=mesh, requires_grad=True).requires_grad
+    with pytest.raises(ValueError, match="low=3, high=3"):
+        dt.randint(3, 3, (2,), mesh=mesh)
+
+
+@everywhere
+def test_fully_shard_and_replicate_train_as_one_process():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    rows = counted(8, 4).sin().float()
+    line = dt.init_mesh((grid().size,), ("dp",))
+    models = {
+        "shards": (dt.fully_shard, line, [S0]),
+        "torch's mesh": (dt.fully_shard, theirs(line), [S0]),
+        "HSDP": (dt.fully_shard, grid(), [S0, S0]),
+        "replicas": (dt.replicate, line, [S0]),
+    }
+    for wrap, mesh, placements in models.values():
+        expected, model = copy.deepcopy(plain), wrap(copy.deepcopy(plain), mesh=mesh)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (expected, model)]
+        for _ in range(3):
+            batch = dt.shard_tensor(rows, mesh, placements)
+            losses = [
+                F.mse_loss(expected(rows), rows[:, :2]),
+                F.mse_loss(model(batch), batch[:, :2]),
+            ]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            same(losses[1], losses[0])
+        for key, value in expected.state_dict().items():
+            same(model.state_dict()[key], value)
+        with pytest.raises(
+            ValueError, match="sharded already" if wrap is dt.fully_shard else "already"
+        ):
+            wrap(nn.Sequential(model), mesh=mesh)
+    with pytest.raises(ValueError, match="at most 1 are expected"):
+        dt.replicate(copy.deepcopy(plain), mesh=grid())
+
+
+@everywhere
+def test_positions_of_local_map_are_deprecated_and_work():
+    x = dt.shard_tensor(counted(4, 3), grid(), [S0, R])
+    with pytest.warns(DeprecationWarning, match="by name"):
+        double = dt.local_map(lambda t: t * 2, [[S0, R]], [S0, R])
+    same(double(x), counted(4, 3) * 2)
+
+
+def test_errors_have_one_base_class():
+    for name in ("CommError", "CustomFunctionError", "MismatchError", "StrictError"):
+        assert issubclass(getattr(dt, name), dt.errors.DistTensorError)
