@@ -68,8 +68,8 @@ class Tape:
         self._count = 0  # that numbers the nodes of its graph
         self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
         self._sent = False
-        self._region: Any = None  # of the last transfer, and the meshes that it computes on
-        self._met: dict[frozenset[int], ProcessMesh] = {}
+        self._region: Any = None  # of the last transfer
+        self._met: dict[frozenset[int], ProcessMesh] = {}  # meshes of the region, by ranks
         self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
         self._weights: dict[int, SplitBackward] = {}  # of visits whose I is over, and not their W
 
@@ -133,8 +133,9 @@ class Tape:
             )
 
     def _check_region(self, run: Any, src: ProcessMesh, dst: ProcessMesh) -> None:
-        """The backward of each visit computes the region again: ranks that several of its meshes
-        share would do so more often than others, and their collectives would not match."""
+        """Raises ValueError if two meshes of a region share some of their ranks only. The backward
+        of each visit computes the region again: the shared ranks would do so more often, and their
+        collectives would not match."""
         if run is not self._region:
             self._region, self._met = run, {}
         for mesh in (src, dst):

@@ -111,7 +111,7 @@ class Store:
 def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
     ended, raised, monkeypatch
 ):
-    """With an error of its own it has posted that."""
+    """A rank with an error of its own has posted the error."""
     now = time.monotonic()
     clock = itertools.count(now)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))  # a second for each look

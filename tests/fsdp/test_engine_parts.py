@@ -62,7 +62,7 @@ def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
 
 
 def test_a_gradient_that_arrives_settles_in_its_place() -> None:
-    """At once: what autograd has put it in is free before the backward ends."""
+    """The memory that autograd has allocated is free before the backward ends."""
     leaf, place = torch.zeros(3, requires_grad=True), Place()
     bucket = bucket_of([place], [leaf.shape], [3], leaf, leaf.dtype)
     leaf.grad = torch.ones(3)

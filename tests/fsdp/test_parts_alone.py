@@ -100,8 +100,8 @@ def test_parts_on_the_meshes_of_stages() -> None:
 
 class CallsItself(Model):
     def forward(self, x: Any, mesh: Any = None, inner: bool = False) -> Any:
-        """``inner``: the part that the outer forward calls first. Then the parameters of ``two``
-        are read outside of its forward, while the segment of ``one`` and ``two`` is shown."""
+        """Calls itself with ``inner`` first. The outer forward then reads the parameters of ``two``
+        while the segment of ``one`` and ``two`` is shown, and does not call ``two``."""
         if inner:
             return self.one(x)
         x = self.one(torch.tanh(self(x, inner=True)))

@@ -272,8 +272,9 @@ def test_what_cannot_be_run():
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 @on_ranks(3)
 def test_a_region_on_two_meshes_that_share_ranks(ranks):
-    """With the same ranks it is computed again on all of them alike. Else it is refused: rank 0
-    would sum over the stage once more than rank 1, for the visit that rank 1 does not have."""
+    """Meshes of the same ranks compute the region again alike. Other meshes are refused: rank 0
+    would sum over the stage once more than rank 1, which does not have the visit of the mesh
+    aside."""
     stages = [dt.ProcessMesh([0, 1], ("x",)), dt.ProcessMesh([2], ("x",))]
     aside, whole = dt.ProcessMesh(ranks, ("y",)), [dt.Replicate()]
     w = dt.randn(6, 6, mesh=aside, requires_grad=True)

@@ -63,7 +63,7 @@ def test_stages_and_the_rank_that_tells_the_loss_are_kinds():
 
 
 def test_ranks_that_send_another_number_of_messages_are_kinds():
-    """Two ranks have the whole, three receive it: one sends it twice."""
+    """Two ranks have the tensor and three ranks receive it: one rank sends it twice."""
 
     def build():
         first, second = dt.ProcessMesh([0, 1], ("x",)), dt.ProcessMesh([2, 3, 4], ("x",))
