@@ -108,6 +108,35 @@ def test_where_one_micro_batch_keeps_memory_all_are_run(kept, ran, monkeypatch) 
     assert [k.memory.peak for k in report.kinds] == [k.memory.peak for k in whole.kinds]
 
 
+def test_where_one_micro_batch_needs_more_memory_for_a_moment_all_are_run(monkeypatch) -> None:
+    """The step ends with the same memory."""
+
+    def build():
+        stages = dt.Strategy(pp=2).stages()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        dt.pipeline.split(model, stages)
+        count = []
+
+        def loss(x):
+            x = dt.shard_tensor(x, stages[0])
+            y = model(x)
+            count.append(len(count))
+            for held in (x, y.detach()):  # on both stages
+                held.expand(2000 if len(count) == 6 else 1, *held.shape).clone()
+            return y.sum()
+
+        def step():
+            count.clear()
+            pipeline.run(loss, [torch.ones(2, 4)] * 10, stages=stages)
+
+        return step
+
+    report = dt.simulate(build, world=2)
+    whole = every_micro_batch(monkeypatch, build, 2)
+    peaks = [k.memory.peak for k in whole.kinds]
+    assert [k.memory.peak for k in report.kinds] == peaks and max(peaks) > 2000 * 2 * 4 * 4
+
+
 @pytest.mark.parametrize("schedule", sorted(NAMES))
 def test_few_micro_batches_come_to_all_situations_and_to_the_last_backward(schedule) -> None:
     chunks = 2 if NAMES[schedule].needs_stages else 1
