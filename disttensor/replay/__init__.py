@@ -1,3 +1,3 @@
-"""Replay: the local program of a forward, recorded once for each kind of call, then run as
-straight-line code of plain locals. ``replay`` (``replay.py``) is the door.
+"""Replay: records the local program of a forward once for each kind of call, then runs it as
+straight-line code on local tensors. The entry point is ``replay`` (``replay.py``).
 """

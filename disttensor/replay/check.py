@@ -1,4 +1,4 @@
-"""A replay beside the calls one by one: the same bits, the same program."""
+"""Compares a replay with eager calls: the same bits, the same program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def beside_eager(
     name: str, program: Program, inputs: Sequence[Any], written: Sequence[Any],
     eager: Callable[[], tuple[Any, Program | str]],
 ) -> Any:  # fmt: skip
-    """The result of ``eager()``. Raises RuntimeError where the program gives or writes (to
-    ``written``) another bit, another spec, or where another one would be recorded now."""
+    """Returns the result of ``eager()``. Raises RuntimeError if the program returns or writes (to
+    ``written``) other bits or specs, or if a new recording gives another program."""
     before = counter.get_state(), torch.get_rng_state(), _copies(written)
     mine = _described(program.run(*inputs), written)
     torch.set_rng_state(before[1])
@@ -65,7 +65,7 @@ def _copies(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def _described(result: Any, written: Sequence[Any]) -> list[tuple[str, bool, Tensor]]:
-    """Spec, requires_grad and bits of each tensor."""
+    """Returns spec, requires_grad and bits of each tensor."""
     return [
         (
             repr(x.spec) if isinstance(x, DistTensor) else f"{x.dtype}{list(x.shape)}",

@@ -1,4 +1,4 @@
-"""Functions of plain tensors, as a recording sees them: questions, what is refused, calls."""
+"""Classifies functions of regular tensors for a recording: questions, refused functions, calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from disttensor.dispatch.decompose import body_of
 
-# Questions about a tensor whose answers follow from its metadata, or are read by our own code.
+# Questions about a tensor whose answers follow from its metadata, or that our own code asks.
 _ASKED = frozenset({
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_version",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
@@ -29,10 +29,10 @@ _REFUSED = frozenset({
     "retain_grad", "register_post_accumulate_grad_hook", "swap_tensors", "rename_",
 })  # fmt: skip
 _SETS = ("set_", "_set_", "manual_seed", "seed", "use_deterministic", "init_")
-_IDLE = frozenset({"detach", "view_as"})  # may be left out where nobody reads the result
+_IDLE = frozenset({"detach", "view_as"})  # left out if the result is unused
 
-# Functions in Python that look at options and sizes, and end in functions of C++. Not here: those
-# that look at settings of the process (``torch.backends``, deterministic algorithms).
+# Python functions that read options and sizes, and call C++ functions. Functions that also read
+# settings of the process (``torch.backends``, deterministic algorithms) are not listed.
 _BODIES = frozenset({
     "layer_norm", "rms_norm", "group_norm", "embedding", "cross_entropy", "nll_loss", "mse_loss",
     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
@@ -40,7 +40,7 @@ _BODIES = frozenset({
     "relu6", "silu", "mish", "elu", "selu", "celu", "glu", "leaky_relu", "hardtanh", "hardswish",
     "hardsigmoid", "sigmoid", "tanh", "tanhshrink", "softsign",
 })  # fmt: skip
-# Casts: of a tensor that has the dtype they give that tensor itself.
+# Casts: they return a tensor itself if it has the dtype already.
 _CASTS = frozenset({
     "to", "float", "double", "half", "bfloat16", "int", "long", "short", "bool", "char", "byte",
     "cfloat", "cdouble",
@@ -58,13 +58,13 @@ _BY_SPEC = frozenset({
 
 
 def by_spec(func: Any) -> bool:
-    """Does the answer follow from specs and flags, which a kind of call has in common?"""
+    """Returns True if the answer follows from specs and flags, which are part of the key."""
     name = getattr(func, "__name__", "")
     return (getattr(func.__self__, "__name__", "") if name == "__get__" else name) in _BY_SPEC
 
 
 def kind_of(func: Any) -> str:
-    """What a function of torch is to a recording. Attributes come as their getters."""
+    """Returns how a recording treats a function of torch. Attributes come as their getters."""
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__delete__"):
         return ASSIGNMENT
@@ -78,20 +78,20 @@ def kind_of(func: Any) -> str:
 
 
 def body(func: Any) -> Callable[..., Any] | None:
-    """What a function of ``torch.nn.functional`` runs; None where it is to stay one call."""
+    """Returns the body of a function of ``torch.nn.functional``, or None if it stays one call."""
     mine = getattr(func, "__module__", "") == "torch.nn.functional"
     return body_of(func) if mine and func.__name__ in _BODIES else None
 
 
 def idle_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> bool:
-    """Is it a cast that gave its tensor itself, as it does for all of that dtype?"""
+    """Returns True for a cast that returned its tensor, as for all tensors of that dtype."""
     only = all(isinstance(a, (torch.dtype, bool)) for a in (*args[1:], *kwargs.values()))
     return bool(args) and out is args[0] and only and getattr(func, "__name__", "") in _CASTS
 
 
 def permuted(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The dims of the first argument, in the order in which ``func`` gives them, where it does
-    nothing else."""
+    """Returns the order in which ``func`` puts the dims of its first argument, or None if it does
+    anything else."""
     name = getattr(func, "__name__", "")
     if kwargs or name not in ("transpose", "permute"):
         return None

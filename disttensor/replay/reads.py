@@ -1,4 +1,4 @@
-"""Reads: values that Python code reads, where each is kept, and whether it is there still."""
+"""Reads: values that Python code reads, where they are stored, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Reads:
         self._whole: list[tuple[Any, list[Any]]] = []
         self._codes: list[tuple[types.FunctionType, Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
-        self._kept: list[Any] = []  # ids are those of living objects
+        self._kept: list[Any] = []  # keeps objects alive whose ids are used
 
     def name(self, owner: Any, table: Mapping[str, Any], name: str) -> bool:
-        """Code reads ``name`` of ``owner``, whose names are in ``table``. Is that new?"""
+        """Records that code reads ``name`` of ``owner``, with the names ``table``; True if new."""
         _, names, values = self._names.setdefault(id(owner), (table, [], []))
         if name in names:
             return False
@@ -37,14 +37,14 @@ class Reads:
         return True
 
     def function(self, f: types.FunctionType) -> list[Any]:
-        """Its code, defaults and closure; what lies in these two."""
+        """Records the code, defaults and closure of ``f``, and returns the values in them."""
         contents = [_content(cell) for cell in f.__closure__ or ()]
         self._cells += zip(f.__closure__ or (), contents, strict=True)
         self._codes.append((f, f.__code__, (f.__defaults__, f.__kwdefaults__)))
         return [*contents, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
 
     def elements(self, value: Any) -> list[Any]:
-        """All that lies in a container."""
+        """Records and returns the elements of a container."""
         parts = _elements(value)
         if type(value) is not tuple:
             self._whole.append((value, parts))
@@ -54,7 +54,7 @@ class Reads:
         self._arrays.append((value, value.copy()))
 
     def unchanged(self) -> bool:
-        """Is all as it was?"""
+        """Returns True if all recorded values are unchanged."""
         for table, names, values in self._names.values():
             if not _same(list(map(table.get, names, repeat(_NONE))), values):
                 return False
@@ -89,7 +89,7 @@ def _alike(now: Any, then: Any) -> bool:
 
 
 def equal(now: Any, then: Any) -> bool:
-    """Two constants of one type and value; 0.0 is not -0.0."""
+    """Returns True if two constants have the same type and value; 0.0 is not -0.0."""
     same = type(now) is type(then) and type(now) in CONSTANTS and bool(now == then)
     return same and (type(now) not in (float, complex) or repr(now) == repr(then))
 
@@ -102,7 +102,7 @@ def _content(cell: Any) -> Any:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes that code reads, also in functions inside it."""
+    """Returns the names of globals and attributes that code reads, also in functions inside it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,15 +1,15 @@
-"""Recording: one ordinary run of a forward, in which every call on locals is put on a tape.
+"""Recording: one ordinary run of a forward that writes every call on locals to a tape.
 
-The run goes the way of every call, through the dispatcher and its runners, which are tapped while
-it lasts (``taps.py``). One line each are
+The run goes through the dispatcher and its runners as usual; taps (``taps.py``) watch them. One
+line of the tape is
 
     the local function of a plan, ``move``, ``cross_mesh.run``    whatever they do inside
-    functions of plain tensors, the user's and ours between    seen by a function mode
-    custom autograd functions of plain tensors
+    a function of regular tensors, of the user or ours         seen by a function mode
+    a custom autograd function of regular tensors
     ``local_for`` and ``written`` of a source                  an argument, a parameter, ...
 
-Nothing is guessed: a tensor that none of these has made, and that is no source, ends the recording,
-and so does what a replay would miss: values that Python reads, messages, hooks, other modes.
+A tensor that none of these made, and that is no source, ends the recording. So does everything that
+a replay would miss: values read by Python, messages, hooks, other modes.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ Function = Callable[..., Any]
 
 
 class Program(NamedTuple):
-    """What was recorded: ``run(*inputs)`` is the forward; ``calls``: what other ranks are told of
-    it; ``cut``: (source, is it a leaf without hooks), where that has a say; ``written``: the
-    sources that it writes to, by name."""
+    """A recorded forward: ``run(*inputs)`` runs it; ``calls``: calls compared with other ranks;
+    ``cut``: (source, True if it is a leaf without hooks) where this matters; ``written``: the names
+    of the sources that it writes to."""
 
     run: Function
     text: str
@@ -72,11 +72,11 @@ class Program(NamedTuple):
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
-_lock = threading.Lock()  # the taps are of the process
+_lock = threading.Lock()  # taps apply to the whole process
 
 
 class Ambient(NamedTuple):
-    """The state outside of a call that its result may depend on."""
+    """State outside of a call on which its result may depend."""
 
     settings: Snapshot
     region: Any
@@ -91,9 +91,9 @@ def ambient(device: str) -> Ambient:
 def record(
     forward: Callable[[], Any], sources: dict[str, Tensor], parameters: list[str], device: str
 ) -> tuple[Any, Program | str]:
-    """The result of ``forward()``, and the Program for the next such calls, or why there is none.
+    """Returns the result of ``forward()``, and its Program or the reason why it has none.
 
-    ``sources``: name -> tensor; ``parameters``: the names of those that are given in each call.
+    ``sources``: name -> tensor; ``parameters``: the names of sources that are given in each call.
     """
     if not _lock.acquire(blocking=False):
         return forward(), ""  # another thread records; next time
@@ -107,7 +107,7 @@ def record(
         except Unfit as why:
             return result, str(why)
         finally:
-            recorder.tape = Tape({})  # results may hold the recorder, and would hold all on it
+            recorder.tape = Tape({})  # results may hold the recorder, and through it the tape
     finally:
         _lock.release()
 
@@ -126,10 +126,10 @@ class Recorder(TorchFunctionMode):
             if name not in parameters:
                 self.tape.scope[name] = x
         self.why = ""
-        self.quiet = 0  # inside what is one line already
-        self.within = 0  # inside how many calls of DistTensors
+        self.quiet = 0  # greater than 0 inside a call that is already one line
+        self.within = 0  # number of calls of DistTensors around this one
         self.writes = False
-        self.opening = False  # inside a local function whose calls are lines
+        self.opening = False  # inside a local function whose calls become lines
         self.calls: list[Call] = []
         self.cut: dict[int, tuple[Any, bool]] = {}
         self.written: dict[str, None] = {}
@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
         self.generator = _generator(device)
         self.seen = log.CommLog()
         self.draws = 0  # random calls made inside of lines
-        self.sent = 0  # collectives made inside of lines
+        self.sent = 0  # collectives run inside of lines
         self.states = {
             name: (x.local, x.spec) for name, x in sources.items() if isinstance(x, MeshTensor)
         }
@@ -149,10 +149,10 @@ class Recorder(TorchFunctionMode):
         self.why = self.why or why
 
     def listens(self) -> bool:
-        """Is what runs now to be a line of its own?"""
+        """Returns True if a call that runs now becomes its own line."""
         return not self.quiet and recording(self)
 
-    # What is run and noted ------------------------------------------------------------------------
+    # Recorded calls -------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,7 +161,7 @@ class Recorder(TorchFunctionMode):
         if DistTensor in types:
             if infer.dynamic(func, args, kwargs):
                 self.refuse(f"{name_of(func)}: the shape of its result depends on data")
-            if func is _SET_DATA:  # a wrapper becomes another one, below its class
+            if func is _SET_DATA:  # changes a wrapper below its class
                 with no_torch_function():
                     return func(*args, **kwargs)
             self.within += 1
@@ -173,7 +173,7 @@ class Recorder(TorchFunctionMode):
         return self.plain(func, args, kwargs)
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of plain tensors."""
+        """Runs and records a function of regular tensors."""
         kind = kind_of(func)
         if kind == QUESTION:
             if self.opening and not by_spec(func):
@@ -185,7 +185,7 @@ class Recorder(TorchFunctionMode):
             self.refuse("it draws from a generator of its own, which it may seed anew")
         inner = None if self.why else body(func)
         if inner is not None:
-            with self:  # it sees what the body calls
+            with self:  # records the calls of the body
                 return self.opened(inner, func)(*args, **kwargs)
         with self.drawing():
             out = func(*args, **kwargs)
@@ -221,7 +221,7 @@ class Recorder(TorchFunctionMode):
             self.refuse(str(why))
 
     def one_line(self, func: Function, idle: bool = False) -> Function:
-        """``func``, which is one line where this thread records."""
+        """Returns ``func``, recorded as one line on the recording thread."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.listens():
@@ -235,9 +235,9 @@ class Recorder(TorchFunctionMode):
         return call
 
     def opened(self, func: Function, name: Function | None = None) -> Function:
-        """``func``, a local function, or the body of the one that is called ``name``, whose calls
-        are lines of their own, where that is all that it does. It is one line where it draws,
-        communicates, or looks at what may differ from call to call."""
+        """Returns ``func``, recorded as one line for each call that it makes. ``func`` is a local
+        function, or the body of the function ``name``. It becomes one line if it draws,
+        communicates, or reads a value that may differ between calls."""
         name = name or func
         whole = self.one_line(name)
 
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Around a line: between lines nobody may seed torch's generator."""
+        """Surrounds a line: the generator of torch must not be seeded between lines."""
         self.same_generator()
         yield
         self.follow_generator()
@@ -292,11 +292,11 @@ class Recorder(TorchFunctionMode):
                 self.sent += len(self.seen) - sent
 
     def source_of(self, x: Any) -> str | None:
-        """The name of ``x``, where it is a source and its use is to be a line."""
+        """Returns the name of ``x`` if it is a source and its use becomes a line."""
         return self.tape.source_of(x) if self.listens() else None
 
     def use(self, source: str, axes: Any, alias: Tensor) -> None:
-        """``alias`` is the local of a source for uses that vary over ``axes``."""
+        """Records that ``alias`` is the local of a source for uses that vary over ``axes``."""
         if self.tape.knows(alias):
             return
         name = self.tape.bind(alias)
@@ -307,7 +307,7 @@ class Recorder(TorchFunctionMode):
         self.tape.line(f"{name} = {call}", name)
 
     def wrote(self, x: DistTensor, written: Function) -> None:
-        """``written(x)`` has been called."""
+        """Records a call ``written(x)``."""
         self.writes = True
         source = self.tape.source_of(x)
         if self.why:
@@ -318,10 +318,10 @@ class Recorder(TorchFunctionMode):
         else:
             self.tape.line(f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})")
 
-    # What came of it ------------------------------------------------------------------------------
+    # The recorded program -------------------------------------------------------------------------
 
     def program(self, result: Any, before: tuple[Any, ...]) -> Program:
-        """Raises Unfit."""
+        """Returns the Program. Raises Unfit if the forward cannot be replayed."""
         after = _world()
         self.same_generator()
         if after[0] - before[0] != self.draws or after[1] != before[1]:
@@ -346,8 +346,8 @@ class Recorder(TorchFunctionMode):
 
 
 def _generator(device: str) -> bytes:
-    """The state of torch's generators."""
-    counter.get_state()  # marks a generator that was seeded as seen: its state is another then
+    """Returns the state of torch's generators."""
+    counter.get_state()  # takes notice of a new seed, which changes the state of its generator
     states = [torch.default_generator.get_state()]
     if device == "cuda":
         states.append(torch.cuda.get_rng_state())
@@ -356,7 +356,7 @@ def _generator(device: str) -> bytes:
 
 
 def _world() -> tuple[Any, ...]:
-    """What a forward may change outside of its tensors."""
+    """Returns the state outside of tensors that a forward may change."""
     numpy_state: Any = np.random.get_state()
     seed, calls = counter.get_state()
     return (

@@ -1,9 +1,9 @@
-"""``replay``: a module or a function whose local program is recorded once for each kind of call.
+"""``replay``: records the local program of a module or a function once for each kind of call.
 
-A call of a kind is looked up by all that the program may depend on: specs, ``requires_grad`` and
+The key of a call contains everything that the program may depend on: specs, ``requires_grad`` and
 identity of tensors, constants among the arguments, training flags, the modes of torch, the policies
-of this package. All of that is the same on all ranks, so they decide alike; and a replay sends what
-the recorded run has sent, in the same order, so that it would be no difference if they did not.
+of this package. These are the same on all ranks, so all ranks decide alike. A replay sends the same
+messages as the recorded run, in the same order, so a different decision would do no harm, either.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
-_MOST = 64  # kinds of calls that are kept
-_TRIALS = 16  # recordings beyond the number of calls that they have saved
+_MOST = 64  # most kinds of calls that are kept
+_TRIALS = 16  # recordings allowed in addition to one for each replay
 _logger = logging.getLogger("disttensor.replay")
 
 
 def replay(target: F) -> F:
-    """``target``, a module or a function of DistTensors, that runs its local program as
+    """Returns ``target``, a module or a function of DistTensors, that runs its local program as
     straight-line code from the second call of a kind on.
 
-    A module is given back itself, with a ``forward`` of its own. Results, gradients, random numbers
-    and communication are those of the calls one by one. What cannot be recorded runs as ever:
-    ``why()`` of the forward, or of the function, says what and why. Say it on all ranks alike.
+    A module is returned itself, with its own ``forward``. Results, gradients, random numbers and
+    communication are the same as in eager calls. A call that cannot be recorded runs eagerly; ``why()``
+    of the forward, or of the function, returns the reasons. All ranks must call ``replay`` alike.
 
     >>> model = dt.shard_module(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), mesh)
     >>> model = dt.replay(model)
@@ -59,7 +59,7 @@ def replay(target: F) -> F:
         held = target.__dict__.get("forward")
         if held is None:
             Replay(target).put()
-        elif not isinstance(held, InstanceForward):  # a Skip stays: there is nothing to compute
+        elif not isinstance(held, InstanceForward):  # a Skip stays: it computes nothing
             raise ValueError(
                 f"replay: the forward of this {type(target).__name__} was put on the instance; "
                 "give a function that calls it: replay(lambda *args: module(*args))"
@@ -70,14 +70,14 @@ def replay(target: F) -> F:
 
 
 class _NoKey(Exception):
-    """The call has an argument that no key can hold."""
+    """Raised for an argument that cannot be part of a key."""
 
 
 class Replay(InstanceForward):
-    """The forward of a module, or a function, and the programs recorded of it. Copied and pickled
-    with the module, without the programs.
+    """The forward of a module, or a function, and its recorded programs. Copies and pickles of the
+    module contain it without the programs.
 
-    ``replays``: how many calls were replays. ``programs``: their texts, for people.
+    ``replays``: the number of calls that were replays. ``programs``: their texts, for people.
     """
 
     def __init__(self, target: Any) -> None:
@@ -89,7 +89,7 @@ class Replay(InstanceForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module: Any = state["module"]
         self.eager = self.class_forward if isinstance(self.module, nn.Module) else self.module
-        self._cases: Cache[Any, Any] = Cache(_MOST)  # a Program, or why there is none
+        self._cases: Cache[Any, Any] = Cache(_MOST)  # key -> Program, or the reason for having none
         self._compared: set[Any] = set()
         self._around: Surroundings | None = None
         self._assigned = self._trials = self.replays = 0
@@ -102,7 +102,7 @@ class Replay(InstanceForward):
         return super().__signature__ if whole else inspect.signature(self.module)
 
     def why(self) -> list[str]:
-        """Why calls so far were not recorded: for people."""
+        """Returns the reasons why calls were not recorded: for people."""
         return list(self._why)
 
     @property
@@ -148,7 +148,7 @@ class Replay(InstanceForward):
         return getattr(found, "__qualname__", repr(found))
 
     def _look(self) -> Surroundings | None:
-        """Look through what the forward reads anew. None: it is no more to be recorded."""
+        """Finds again what the forward reads. Returns None if it is not recorded any more."""
         if not self._may_try():
             return None
         self._cases.clear()
@@ -166,7 +166,7 @@ class Replay(InstanceForward):
     def _record(
         self, around: Surroundings, key: Any, inputs: Sequence[Any], args: Any, kwargs: Any
     ) -> Any:
-        if current_backward() != -1:  # a region that is computed again
+        if current_backward() != -1:  # a recomputed region
             return self.eager(*args, **kwargs)
         why = _unfit((*inputs, *around.tensors))
         if why or not self._may_try():
@@ -178,7 +178,7 @@ class Replay(InstanceForward):
         if around.marks() != marks:
             case = ASSIGNS
             self._assigned += 1
-            if self._assigned > 2:  # the first call may fill what later ones read
+            if self._assigned > 2:  # the first call may fill caches of later ones
                 self._never = ASSIGNS
         elif not around.unchanged():
             case = "it changes what it reads"
@@ -202,7 +202,7 @@ class Replay(InstanceForward):
     def _check(
         self, around: Surroundings, case: Program, inputs: Sequence[Any], args: Any, kwargs: Any
     ) -> Any:
-        """The first replay under ``dt.debug``: beside the calls one by one."""
+        """Compares the first replay under ``dt.debug`` with eager calls."""
         sources = {f"x{i}": x for i, x in enumerate(inputs)}
         sources |= {f"p{i}": t for i, t in enumerate(around.tensors)}
         return check.beside_eager(
@@ -211,7 +211,7 @@ class Replay(InstanceForward):
         )  # fmt: skip
 
     def _key(self, around: Surroundings, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-        """What a program depends on; and the tensors among the arguments, each once."""
+        """Returns the key of a call, and the tensors among the arguments, each once."""
         inputs: list[Any] = []
         parts: list[Any] = [len(args)]
         for x in args:
@@ -239,7 +239,7 @@ def _device(inputs: Sequence[Any]) -> str:
 
 
 def _flags(x: DistTensor) -> tuple[Any, ...]:
-    """What a program may depend on of an argument besides its spec."""
+    """Returns properties of an argument, other than its spec, that a program may depend on."""
     local = x.local
     if local.requires_grad:
         return (True, free_leaf(x), local.stride()) if local.is_leaf else (True, local.stride())
@@ -271,7 +271,7 @@ def _part(value: Any, inputs: list[Any]) -> Any:
 
 
 def _contents(value: Any) -> Any:
-    """What lies in lists, tuples and dicts, by identity."""
+    """Returns the contents of lists, tuples and dicts, by identity."""
     if type(value) is list or type(value) is tuple:
         return [_contents(v) for v in value]
     if type(value) is dict:
@@ -280,7 +280,7 @@ def _contents(value: Any) -> Any:
 
 
 def _unfit(tensors: Sequence[Any]) -> str:
-    """Why calls of these tensors are not recorded; "" for nothing."""
+    """Returns the reason why calls of these tensors are not recorded, or ""."""
     dist = [t for t in tensors if type(t) is DistTensor]
     if not all(t.is_initialized for t in dist):
         return "this rank is outside the mesh, where nothing is computed"

@@ -1,5 +1,5 @@
-"""Results of a program: DistTensors made of its variables once, at its end, with all that the eager
-ones have beside their locals."""
+"""Results of a program: makes DistTensors of its variables at its end, with the same state as the
+DistTensors of eager calls."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Function = Callable[..., Any]
 
 
 class Results:
-    """Writes the end of a program. ``writes``: it writes to something, so that what its results
-    were made of need not be what it was."""
+    """Writes the end of a program. ``writes``: the program writes to tensors, so the sources of its
+    results may have changed."""
 
     def __init__(self, tape: Tape, writes: bool) -> None:
         self.tape, self.writes = tape, writes
         self.made: dict[int, str] = {}  # id of a DistTensor -> its variable
 
     def text(self, value: Any) -> str:
-        """What gives this result again. Raises Unfit for what cannot be."""
+        """Returns the text that makes this result again. Raises Unfit if there is none."""
         kind = type(value)
         if kind is DistTensor:
             return self.tensor(value)
@@ -61,8 +61,8 @@ class Results:
         return name
 
     def _source(self, source: str, x: DistTensor) -> str:
-        """An argument that is a result: itself where the function gave its local itself, as
-        ``contiguous`` does where there is nothing to do."""
+        """Returns the text of a result that is an argument: the argument itself, if the function
+        returned its local unchanged, as ``contiguous`` may do."""
         local = self.tape.name(x.local)
         if local == self.tape.is_read(source):
             return source
@@ -100,7 +100,7 @@ class Results:
         return name
 
     def _origin(self, x: DistTensor, origin: Any) -> str:
-        """What makes aliases of a result, from what the result was made of."""
+        """Returns the text that makes the origin of a result, from the sources of the result."""
         make = _ORIGINS.get(getattr(origin, "func", None))
         if make is None or self.writes:
             raise Unfit("a result is made anew for each use, and the program writes to tensors")
@@ -125,7 +125,7 @@ class Results:
 
 
 class Later:
-    """A part that is asked for when the program runs: ``func(*parts)``."""
+    """A part that is computed when the program runs: ``func(*parts)``."""
 
     def __init__(self, func: Function, *parts: Any) -> None:
         self.func, self.parts = func, parts
@@ -158,7 +158,7 @@ def _of_cheap(x: Any, origin: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-# of each kind of origin: the parts that a new one is made of
+# kind of origin -> function that returns the parts of a new origin
 _ORIGINS: dict[Any, Callable[[Any, Any], list[Any]]] = {
     run.view_of_use: _of_view,
     tensor_reshard.again: _of_reshard,

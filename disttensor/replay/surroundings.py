@@ -1,11 +1,11 @@
-"""Surroundings: what a function or a module reads besides its arguments, as far as that can be
-seen, and whether it is as it was.
+"""Surroundings: everything that a function or a module reads, except its arguments, as far as it
+can be found, and whether it has changed.
 
-Of modules: parameters, buffers, attributes and hooks, of all in the tree (``meta.guards.Subtree``,
-which is told of changes), and what their methods read. Of functions and methods: code, closures,
-defaults, globals, attributes of modules and classes by their names. Of objects that one of these
-reads: their attributes and those of their classes. Of objects in objects: which object it is, and
-no more. Code of torch and of Python's own library is not looked at.
+Modules: parameters, buffers, attributes and hooks of the whole tree (``meta.guards.Subtree``, which
+is notified of changes), and everything that their methods read. Functions and methods: code,
+closures, defaults, globals, attributes of modules and classes by their names. Objects that one of
+these reads: their attributes and the attributes of their classes. Objects in objects: their
+identity only. Code of torch and of Python's own library is left out.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from disttensor.tensor.dist_tensor import DistTensor, arrived
 Tensor = torch.Tensor
 Names = frozenset[str]
 
-_DEEP = 8  # how far values and functions in each other are followed
+_DEEP = 8  # depth to which values and functions in each other are followed
 _OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
 _STDLIB = os.path.dirname(os.__file__)
 _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-# What is called of a module or another object, if nothing else is said.
+# Names that code calls of a module or another object without writing them.
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
 
 
 class Surroundings:
-    """``tensors``: all that a forward may start from besides its arguments, each once. ``why``: it
-    is not to be recorded as it is; "": it is."""
+    """``tensors``: all tensors that a forward may read except its arguments, each once. ``why``:
+    the reason for not recording it, or ""."""
 
     def __init__(self, target: Any) -> None:
         self.trees: list[Subtree] = []
@@ -75,7 +75,7 @@ class Surroundings:
         if any(collector_of(t) is not None for t in self._dist):
             self.why = "its parameters are in sharded segments (shard_data_parallel)"
 
-    # Looking --------------------------------------------------------------------------------------
+    # Finding what is read -------------------------------------------------------------------------
 
     def _tensor(self, t: Any) -> None:
         if id(t) not in self._seen:
@@ -103,8 +103,8 @@ class Surroundings:
             self.why = "there are hooks on modules in it"
 
     def _code_of(self, kind: type, names: Names, depth: int) -> Names:
-        """Follow the methods and attributes of a class that are called by ``names``, and those that
-        these call: all names."""
+        """Follows the methods and attributes of a class with these ``names``, and everything that
+        they call. Returns all names."""
         kinds = [k for k in kind.__mro__ if not _ours(k.__module__)]
         todo, known = set(names), set(names)
         while kinds and todo:
@@ -126,7 +126,7 @@ class Surroundings:
         return reached
 
     def _value(self, value: Any, depth: int, names: Names) -> None:
-        """Follow a value that code with these ``names`` can reach."""
+        """Follows a value that code with these ``names`` can reach."""
         if isinstance(value, Tensor):
             self._tensor(value)
         elif isinstance(value, nn.Module):
@@ -142,7 +142,7 @@ class Surroundings:
                 self._value(part, depth + 1, inside)
 
     def _attributes(self, owner: Any, depth: int, names: Names) -> None:
-        """Of modules and classes: what is called by the names."""
+        """Follows the attributes of modules and classes with these names."""
         if isinstance(owner, type):
             if not _ours(owner.__module__):
                 self._code_of(owner, names, depth)
@@ -152,7 +152,7 @@ class Surroundings:
                     self._value(vars(owner)[name], depth + 1, names)
 
     def _parts(self, value: Any, depth: int, names: Names) -> Iterator[tuple[Any, Names]]:
-        """What a value is made of, and the names that are read of that."""
+        """Yields the parts of a value, and the names that are read of each part."""
         parts: Iterable[Any] = ()
         if isinstance(value, CONTAINERS):
             parts = self._reads.elements(value)
@@ -177,7 +177,7 @@ class Surroundings:
             parts = [
                 part
                 for part in self._reads.elements(value.__dict__)
-                if not _is_object(part)  # which object it is, and no more
+                if not _is_object(part)  # only its identity counts
             ]
         for part in parts:
             yield part, names
@@ -187,10 +187,10 @@ class Surroundings:
             if name in f.__globals__ and self._reads.name(f.__globals__, f.__globals__, name):
                 yield f.__globals__[name]
 
-    # Asking ---------------------------------------------------------------------------------------
+    # Finding changes ------------------------------------------------------------------------------
 
     def unchanged(self) -> bool:
-        """Is all as it was, but for training flags and what ``state`` says?"""
+        """Returns True if nothing changed, except training flags and ``state``."""
         for tree in self.trees:
             if not tree.unchanged():
                 return False
@@ -201,8 +201,8 @@ class Surroundings:
         )
 
     def _same_tensors(self) -> bool:
-        """Do modules have the same tensors? Sharded state is shown past the guards, and counts
-        when it shows others."""
+        """Returns True if modules have the same tensors. Sharded state is shown without notice to
+        the guards; showing other tensors counts as a change."""
         if self._replaced == token.replaced[0]:
             return True
         self._replaced = token.replaced[0]
@@ -212,9 +212,9 @@ class Surroundings:
         )
 
     def state(self) -> int:
-        """A number for the specs, strides and ``requires_grad`` of the tensors. To look at them
-        all would bring them all into the cache: they are looked at when some tensor of the process
-        has changed."""
+        """Returns a number for the specs, strides and ``requires_grad`` of the tensors. They are
+        compared only after a change of some tensor of the process, as reading them all would load
+        them into the cache."""
         if self._looked != token.replaced[0] or self._plain:
             self._looked = token.replaced[0]
             key = (
@@ -227,24 +227,24 @@ class Surroundings:
         return self._state
 
     def flags(self) -> tuple[Any, ...]:
-        """``training`` of all modules."""
+        """Returns ``training`` of all modules."""
         trees = self.trees
         return trees[0].flags() if len(trees) == 1 else tuple([t.flags() for t in trees])
 
     def marks(self) -> list[Any]:
-        """What a forward that assigns to attributes changes."""
+        """Returns a value that changes if a forward assigns to attributes."""
         return [(tree.changes, tree.attributes()) for tree in self.trees]
 
 
 def _generators() -> tuple[type, ...]:
-    """The classes of generators of random numbers; numpy loads its own when asked for them."""
+    """Returns the classes of random generators. numpy loads its own on first use."""
     own = sys.modules.get("numpy.random")
     return (random.Random, own.Generator, own.RandomState) if own else (random.Random,)
 
 
 def _ours(module: str) -> bool:
-    """Returns True for code of torch, numpy, Python's own library and ours. A user's own module may
-    have the name of one of these (``trace``, ``token``)."""
+    """Returns True for code of torch, numpy, Python's own library and this package. A user's module
+    may have the name of one of these (``trace``, ``token``)."""
     root = module.partition(".")[0]
     if root not in sys.stdlib_module_names:
         return root in _OURS
@@ -253,6 +253,6 @@ def _ours(module: str) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """An object of a class of the user's, that is no function."""
+    """Returns True for an object of a user's class that is no function."""
     known = (Tensor, nn.Module, np.ndarray, type, types.ModuleType, *CONTAINERS, *_generators())
     return not isinstance(value, known) and not callable(value)

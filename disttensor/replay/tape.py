@@ -1,8 +1,8 @@
-"""Tape: the calls on locals that one forward makes, as lines of a Python function of its own.
+"""Tape: the calls on locals that one forward makes, as lines of a generated Python function.
 
-Each line is one call; a tensor is a variable from the line that makes it on. What the function
-starts from, the *sources* (arguments, parameters, captured tensors), is read when a line first
-needs it, so that an alias of a leaf is the one that collects gradients then.
+Each line is one call, and assigns tensors to variables. The function reads each of its *sources*
+(arguments, parameters, captured tensors) at the first line that needs it, so that it gets the alias
+of a leaf that collects gradients at that time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _VARIABLE = re.compile(r"\bt\d+\b")
 
 
 class Line(NamedTuple):
-    """``text``: an assignment or a call; ``makes``: the variables in it that are new; ``idle``: it
-    may be left out where nobody reads what it makes; ``order``: it does nothing but put the dims
-    of the variable ``of`` into another order."""
+    """``text``: an assignment or a call; ``makes``: the new variables in it; ``idle``: it may be
+    left out if these are unused; ``order``: set if it only permutes the dims of the variable
+    ``of``."""
 
     text: str
     makes: frozenset[str]
@@ -45,7 +45,7 @@ class Tape:
         self.scope: dict[str, Any] = {}
         self._constants: dict[int, str] = {}
         self._names: dict[int, str] = {}  # id of a plain tensor -> its variable
-        self._kept: list[Any] = []  # ids are those of living objects
+        self._kept: list[Any] = []  # keeps objects alive whose ids are used
         self._made = 0
         self.sources = {id(x): name for name, x in sources.items()}
         self._locals = {id(getattr(x, "local", x)): name for name, x in sources.items()}
@@ -67,7 +67,7 @@ class Tape:
         return name
 
     def name(self, t: Tensor) -> str:
-        """The variable that has this plain tensor. Raises Unfit for one from nowhere."""
+        """Returns the variable of a regular tensor. Raises Unfit for a tensor of unknown origin."""
         found = self._names.get(id(t))
         if found is None:
             source = self._locals.get(id(t))
@@ -86,18 +86,18 @@ class Tape:
         return found
 
     def source_of(self, x: Any) -> str | None:
-        """The name of a source, which ``x`` itself may be."""
+        """Returns the name of ``x`` if it is a source, else None."""
         return self.sources.get(id(x))
 
     def is_read(self, source: str) -> str | None:
-        """The variable that has the local of a source, as it was when it was read."""
+        """Returns the variable that has the local of a source as read, or None if unread."""
         return self._read.get(source)
 
     def knows(self, t: Tensor) -> bool:
         return id(t) in self._names
 
     def place(self) -> Any:
-        """Where the tape is now, to go back there."""
+        """Returns the present position of the tape, for ``back``."""
         return len(self.lines), dict(self._names), dict(self._read)
 
     def back(self, place: Any) -> None:
@@ -113,8 +113,8 @@ class Tape:
         self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
         order: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """``out = func(*args, **kwargs)`` is what has been run; ``order``: it puts the dims of the
-        first argument into that order."""
+        """Records ``out = func(*args, **kwargs)``, which has run; ``order``: the order in which it
+        puts the dims of the first argument."""
         words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items())]
         call = f"{self.constant(func)}({', '.join(words)})"
         made: list[str] = []
@@ -147,20 +147,20 @@ class Tape:
         return "_"
 
     def bind(self, t: Tensor) -> str:
-        """A new variable for ``t``."""
+        """Returns a new variable for ``t``."""
         name = self._names[id(t)] = self.fresh()
         self._kept.append(t)
         return name
 
     def _merged(self, needed: set[str]) -> list[Line]:
-        """The lines; those that put dims into another order, one after the other, are one where
-        nobody else reads what is between."""
+        """Returns the lines, with consecutive permutations merged into one if the tensor between
+        them is read nowhere else."""
         reads = Counter(name for line in self.lines for name in _VARIABLE.findall(line.text))
         made: dict[str, Line] = {}
         out: list[Line] = []
         for line in self.lines:
             before = made.get(line.of)
-            # what is made in one line is read in this one alone
+            # made by one line and read by this line only
             if before is not None and reads[line.of] == 2 and line.of not in needed:
                 out.remove(before)
                 order, (name,) = tuple(before.order[d] for d in line.order), line.makes
@@ -174,9 +174,8 @@ class Tape:
     # Results --------------------------------------------------------------------------------------
 
     def function(self, parameters: list[str], result: str) -> tuple[Function, str]:
-        """The function of ``parameters`` that runs the lines and gives ``result``, and its text.
-        A variable goes when it has been read for the last time, as it would in the user's
-        code."""
+        """Returns the function of ``parameters`` that runs the lines and returns ``result``, and
+        its text. It deletes each variable after its last use, as user code would."""
         needed = set(_VARIABLE.findall(result))
         kept: list[str] = []
         for line in reversed(self._merged(needed)):
@@ -184,7 +183,7 @@ class Tape:
                 continue
             read = set(_VARIABLE.findall(line.text))
             over = sorted((read | line.makes) - needed, key=lambda name: int(name[1:]))
-            if over:  # a result that nobody reads goes, too
+            if over:  # also deletes unused results
                 kept.append(f"    del {', '.join(over)}")
             kept.append(f"    {line.text}")
             needed = (needed - line.makes) | (read - line.makes)
@@ -200,7 +199,7 @@ def is_constant(value: Any) -> bool:
 
 
 def spelled(value: Any, text: Callable[[Any], str]) -> str:
-    """A list, tuple or dict of what ``text`` gives for its items."""
+    """Returns the text of a list, tuple or dict whose items have the text ``text(item)``."""
     if type(value) is list:
         return "[" + ", ".join(map(text, value)) + "]"
     if type(value) is tuple:

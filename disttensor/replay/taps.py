@@ -1,7 +1,7 @@
-"""Taps: what calls go through while one thread records.
+"""Taps: replace functions of this package while one thread records.
 
-Each tap stands in front of a name of ours, does what that does, and tells the recorder of its own
-thread. On other threads, and inside what is one line already, it does nothing else.
+Each tap calls the function that it replaces and reports the call to the recorder of its thread. On
+other threads, and inside a call that is already one line, it only calls the function.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _now = threading.local()
 
 
 def recording(recorder: Any) -> bool:
-    """Does this thread record with ``recorder``?"""
+    """Returns True if this thread records with ``recorder``."""
     return getattr(_now, "recorder", None) is recorder
 
 
 @contextmanager
 def taps(recorder: Any) -> Iterator[None]:
-    """They stand while the block runs. One recorder of the process at a time."""
+    """Installs the taps while the block runs. The process has one recorder at a time."""
     modules: dict[str, Any] = {
         "base": base, "run": run,
         "fallback": fallback, "rematerialize": rematerialize,
         "tensor_reshard": tensor_reshard, "awaited": awaited,
     }  # fmt: skip
-    plans: Cache[Any, Any] = Cache(16384)  # new runners, of local functions that are tapped
+    plans: Cache[Any, Any] = Cache(16384)  # new plans, of tapped local functions
     table: list[tuple[Any, str, Callable[[Any, Any], Any]]] = [
         (dispatch, "PLANS", lambda recorder, original: plans),
         (dispatch, "_known", lambda recorder, original: plans.get),
@@ -87,7 +87,7 @@ def _one_line(recorder: Any, original: Function) -> Function:
 
 
 def _quiet(recorder: Any, original: Function) -> Function:
-    """What finds out about a call, and is none itself."""
+    """Wraps a function that prepares a call: its own calls are not recorded."""
 
     def find(*args: Any, **kwargs: Any) -> Any:
         if not recording(recorder):
@@ -99,7 +99,7 @@ def _quiet(recorder: Any, original: Function) -> Function:
 
 
 def _at_once(recorder: Any, original: Function) -> Function:
-    """What is recorded is waited for where it is called."""
+    """Makes reshards wait at once while this thread records."""
 
     def beginning(*ends: DistSpec) -> Any:
         return None if recording(recorder) else original(*ends)
@@ -139,7 +139,7 @@ def _local_fn(recorder: Any, original: Function) -> Function:
 
 
 def _local_for(recorder: Any, original: Function) -> Function:
-    """An alias of a source is asked for in each replay; it collects gradients."""
+    """Records aliases of sources: a replay reads them again, as they collect gradients."""
 
     def local_for(x: DistTensor, axes: Any) -> torch.Tensor:
         source = recorder.source_of(x)
@@ -156,7 +156,7 @@ def _local_for(recorder: Any, original: Function) -> Function:
 
 
 def _through(recorder: Any, original: Function) -> Function:
-    """Whether a source is a leaf without hooks decides how it is cut."""
+    """Records whether a source is a leaf without hooks, which decides how it is cut."""
 
     def through(x: DistTensor, dst: Any, axes: Any) -> Any:
         if recorder.source_of(x) is not None:
@@ -167,7 +167,7 @@ def _through(recorder: Any, original: Function) -> Function:
 
 
 def free_leaf(x: MeshTensor) -> bool:
-    """Is it a leaf whose uses collect gradients of their own?"""
+    """Returns True for a leaf whose varying uses collect their own gradients."""
     found = x._grad_state
     return x.local.is_leaf and (found is None or (not found.hooked and found.origin is None))
 
@@ -196,7 +196,7 @@ def _uncounted(recorder: Any, original: Function) -> Function:
 
 
 def _custom(recorder: Any, original: Any) -> Any:
-    """A custom function of plain tensors is one line, backward and all."""
+    """Records a custom function of regular tensors, with its backward, as one line."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(cls)
@@ -208,8 +208,8 @@ def _custom(recorder: Any, original: Any) -> Any:
 
 
 def _forked(recorder: Any, original: Function) -> Function:
-    """What is gathered for sees generators seeded for it, a replay does not: that it draws nothing
-    is seen from the count of random calls, which else changes here."""
+    """Records the fallback, which forks the generators; a replay does not. The fallback changes the
+    count of random calls, by which draws are found, so this tap hides it."""
 
     @contextmanager
     def forked(*args: Any, **kwargs: Any) -> Iterator[None]:
