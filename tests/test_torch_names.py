@@ -195,3 +195,50 @@ def test_positions_of_local_map_are_deprecated_and_work():
 def test_errors_have_one_base_class():
     for name in ("CommError", "CustomFunctionError", "MismatchError", "StrictError"):
         assert issubclass(getattr(dt, name), dt.errors.DistTensorError)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(10, 6)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.tokens(x))
+        return h + self.down(F.gelu(self.up(h)))
+
+
+@everywhere
+def test_styles_of_parallelize_module_are_values_of_a_plan():
+    from torch.distributed.tensor import parallel
+
+    torch.manual_seed(0)
+    plain, numbers = Block().double(), torch.arange(8).reshape(2, 4)
+    plan = {
+        "tokens": parallel.RowwiseParallel(input_layouts=TheirReplicate()),
+        "up": parallel.ColwiseParallel(),
+        "down": parallel.RowwiseParallel(),
+        "norm": parallel.SequenceParallel(),
+        "": parallel.PrepareModuleInput(
+            input_layouts=TheirReplicate(), desired_input_layouts=TheirReplicate()
+        ),
+    }
+    mesh = grid()
+    model = dt.shard_module(copy.deepcopy(plain), mesh, plan)
+    where = {name: p.placements for name, p in model.named_parameters()}
+    assert where == {
+        "tokens.weight": (R, S0), "norm.weight": (R, R), "norm.bias": (R, R),
+        "up.weight": (R, S0), "up.bias": (R, S0), "down.weight": (R, S1), "down.bias": (R, R),
+    }  # fmt: skip
+    y = model(dt.shard_tensor(numbers, mesh, [S0, R]))
+    expected = plain(numbers)
+    same(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        same(p.grad, q.grad)
+    with pytest.raises(TypeError, match=r"'norm'.* splits nn.Linear and nn.Embedding"):
+        dt.shard_module(copy.deepcopy(plain), mesh, {"norm": parallel.ColwiseParallel()})
+    unnamed = dt.ProcessMesh(mesh.mesh, ("a", "b"))
+    with pytest.raises(ValueError, match=r"'up'.*no axis is named 'tp'"):
+        dt.shard_module(copy.deepcopy(plain), unnamed, {"up": parallel.ColwiseParallel()})

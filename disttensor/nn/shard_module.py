@@ -19,6 +19,7 @@ from disttensor.experts import expert_modules
 from disttensor.meta import execute, skip
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
+from disttensor.nn.torch_styles import is_style, placements_of, splits
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
@@ -35,7 +36,9 @@ def shard_module(
     """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, and return it.
 
     ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or
-    a compiled regex) to placements; the first entry that matches counts, exact names before
+    a compiled regex) to placements, or names of modules to styles of torch's
+    ``parallelize_module`` (``ColwiseParallel()``), which split over the axis ``"tp"`` or the only
+    one; the first entry that matches counts, exact names before
     patterns. Or it is a function (name, module, mesh) that is called for each submodule and shards
     what it likes with ``shard_tensor``. What is not named is replicated, and so is a 0-d tensor
     (``num_batches_tracked``) that an entry names beside others. Tied parameters stay tied.
@@ -209,14 +212,14 @@ def _choose(
     modules = {name for name, _ in module.named_modules()}
     chosen: dict[str, Sequence[Placement]] = {}
     for exact in (True, False):
-        for pattern, placements in (plan or {}).items():
+        for pattern, given in (plan or {}).items():
             if not isinstance(pattern, (str, re.Pattern)):
                 raise TypeError(
                     f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) "
                     "or a compiled regex"
                 )
             literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
-            if literal is not exact:
+            if literal is not exact or (is_style(given) and not splits(given)):
                 continue
             hits = [name for name in tensors if covers(pattern, name, modules)]
             if not hits:
@@ -230,6 +233,9 @@ def _choose(
                 if several and not tensors[name].ndim:
                     continue  # a count beside what is split, as num_batches_tracked
                 if name not in chosen and mesh is not None:
+                    placements = given
+                    if is_style(given):
+                        placements = _of_style(pattern, given, module, name, mesh)
                     _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
                     chosen[name] = placements
     by_tensor: dict[int, str] = {}
@@ -245,6 +251,15 @@ def _choose(
             if one is None and other is not None:
                 chosen[first] = other
     return chosen
+
+
+def _of_style(
+    pattern: Any, style: Any, module: nn.Module, name: str, mesh: ProcessMesh
+) -> Sequence[Placement]:
+    try:
+        return placements_of(style, module, name, mesh)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"shard_module: plan entry {pattern!r}: {error}") from None
 
 
 def _check_placements(
