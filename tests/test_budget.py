@@ -25,7 +25,7 @@ LINES = {
     "experts": 600,
     "fsdp": 3_220,
     "meta": 1_120,
-    "nn": 700,
+    "nn": 760,
     "ops": 9_000,
     "optim": 480,
     "parallel": 820,
