@@ -1,5 +1,4 @@
-"""Pipeline parallelism: schedules as values, what carries them out, and pictures of what each rank
-did when."""
+"""Pipeline parallelism: schedules as values, a runner for them, and timelines of all ranks."""
 
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.costs import Costs

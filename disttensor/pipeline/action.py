@@ -1,4 +1,4 @@
-"""What a stage does at one time: an action, and how it is written."""
+"""Actions: the work of a stage at one time, and their text form."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from disttensor.checks import check_sequence
 
 KINDS = ("F", "B", "I", "W")
 _TEXT = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
-_SHOWN = 4  # of many wrong actions an error names so many
+_SHOWN = 4  # most wrong actions that an error names
 
 
 class Action(NamedTuple):
     """One forward ("F") or backward ("B") of a micro-batch through a stage, on its visit ``chunk``.
-    A backward may be done in two parts: the gradients of the visit's inputs ("I"), which go on to
-    the stage before, and later those of its weights ("W").
+    A backward may be split into two parts: the gradients of the visit's inputs ("I"), which are
+    sent to the stage before, and later the gradients of its weights ("W").
 
     >>> print(pipeline.Action("F", 3), pipeline.Action("W", 3, chunk=1))
     F3 W3.1
@@ -31,7 +31,7 @@ class Action(NamedTuple):
 
 
 def read(order: str | Iterable[Action | str], stage: int) -> Iterator[Action]:
-    """The actions of an order, as text or as Actions. Raises ValueError for what is none."""
+    """Yields the Actions of an order of texts or Actions. Raises ValueError for anything else."""
     row = order.split() if isinstance(order, str) else order
     for item in check_sequence(f"Schedule: order of stage {stage}", row, 'actions, as "F0 B0",'):
         if isinstance(item, str):
@@ -61,7 +61,7 @@ def listed(actions: list[Action]) -> str:
 
 
 def wrong_in(order: tuple[Action, ...], micro_batches: int, chunks: int) -> Iterator[str]:
-    """What is wrong with the order of one stage, whatever the others do."""
+    """Yields the errors in the order of one stage that do not depend on other stages."""
     place = {action: i for i, action in reversed(list(enumerate(order)))}
     visits = [(m, c) for m in range(micro_batches) for c in range(chunks)]
     missing = []

@@ -20,14 +20,14 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class Abandoned(BaseException):
-    """Raised inside a paused function whose owner gave up."""
+    """Raised inside a paused function that its owner abandons."""
 
 
 class Coroutine:
-    """``resume()`` runs ``fn`` until it calls ``pause()`` or ends; True when it has ended. What it
-    raises, resume raises.
+    """``resume()`` runs ``fn`` until it calls ``pause()`` or ends, and returns True if it has
+    ended. It raises the errors of ``fn``.
 
-    The thread has the context variables, and torch's state per thread, of where this is made.
+    The thread has the context variables, and torch's thread state, of the creation of this object.
     """
 
     def __init__(self, fn: Callable[[], Any]) -> None:
@@ -52,14 +52,14 @@ class Coroutine:
         return self.ended
 
     def pause(self) -> None:
-        """Called by the function: hand over to the owner, and go on when it resumes."""
+        """Returns control to the owner until it resumes; called by the function."""
         self._back.release()
         self._go.acquire()
         if self._given_up:
             raise Abandoned
 
     def abandon(self) -> None:
-        """End a function that is paused."""
+        """Ends a paused function."""
         if self._started and not self.ended:
             self._given_up = True
             self._go.release()
@@ -77,8 +77,8 @@ class Coroutine:
 
 
 class _Worker(threading.Thread):
-    """A thread that carries out one function after another: what libraries keep for each thread,
-    as room to multiply matrices in, is made once."""
+    """A thread that runs one function after another, so that the memory that libraries keep per
+    thread (as workspaces of matrix products) is allocated once."""
 
     _idle: ClassVar[list[_Worker]] = []
 
@@ -89,7 +89,7 @@ class _Worker(threading.Thread):
 
     @classmethod
     def carry_out(cls, job: Callable[[], None], done: Callable[[], None]) -> None:
-        """Run ``job`` and, once the thread is free for another one, ``done``."""
+        """Runs ``job`` and, when the thread is free for another job, ``done``."""
         try:
             worker = cls._idle.pop()
         except IndexError:
@@ -111,7 +111,7 @@ class _Worker(threading.Thread):
 
 
 class _Gate:
-    """``acquire`` waits for one ``release``: a threading.Semaphore, which is Python, in C."""
+    """``acquire`` waits for one ``release``: a semaphore in C (threading.Semaphore is Python)."""
 
     __slots__ = ("acquire", "release")
 
@@ -120,12 +120,13 @@ class _Gate:
         self.acquire, self.release = tokens.get, partial(tokens.put, None)
 
 
-if hasattr(os, "register_at_fork"):  # threads stay behind
+if hasattr(os, "register_at_fork"):  # a forked process has no threads
     os.register_at_fork(after_in_child=_Worker._idle.clear)
 
 
 def _torch_state() -> Callable[[], ExitStack]:
-    """What torch keeps per thread and not in context variables: enters it in another thread."""
+    """Returns a function that enters the present thread state of torch in another thread. It covers
+    state that is not in context variables."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]

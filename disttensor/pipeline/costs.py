@@ -1,4 +1,4 @@
-"""How long the actions of a pipeline take, and how long a schedule takes by that."""
+"""Durations of the actions of a pipeline, and the duration of a schedule with them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Numbers = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any one unit: of a forward F, of the gradients of inputs I and of weights W, each as
-    one number or as one for each virtual stage, and of a transfer from stage to stage.
+    """Times in any one unit: of a forward F, of the gradients of inputs I and of weights W, each
+    one number or one for each virtual stage, and of a transfer from stage to stage.
 
     >>> pipeline.Costs(1.0, 1.0, [1.0, 2.0], transfer=0.1).of_action(1, "B")
     3.0
 
-    Raises TypeError and ValueError for what is no duration.
+    Raises TypeError or ValueError for values that are no durations.
     """
 
     forward: Numbers
@@ -48,9 +48,9 @@ class Costs:
 
     @classmethod
     def of(cls, timeline: Timeline, transfer: float = 0.0) -> Costs:
-        """The medians of a recorded run, for each virtual stage; waits are left out. A B that is no
-        I and W counts as halves. All ranks that share the timeline get the same. Raises ValueError
-        for a timeline without actions and for one of schedules of both shapes.
+        """Returns the medians of a recorded run for each virtual stage, without waits. A B without
+        I and W counts as two halves. All ranks that share the timeline get the same costs. Raises
+        ValueError for a timeline without actions, or with schedules of both shapes.
 
         >>> with pipeline.record() as recorded:
         ...     losses = pipeline.run(lambda x: (w * x).sum(), [1.0, 2.0])
@@ -88,14 +88,14 @@ class Costs:
         return cls(forward, inputs, weights, transfer)
 
     def of_action(self, virtual: int, kind: str) -> float:
-        """The time of an action of this kind on a virtual stage."""
+        """Returns the time of an action of this kind on a virtual stage."""
         if kind == "B":
             return self.of_action(virtual, "I") + self.of_action(virtual, "W")
         value = {"F": self.forward, "I": self.inputs, "W": self.weights}[kind]
         return value[virtual] if isinstance(value, Sequence) else value
 
     def check(self, virtual_stages: int) -> None:
-        """Raises ValueError where there are costs for another number of virtual stages."""
+        """Raises ValueError if the costs are for another number of virtual stages."""
         for name in ("forward", "inputs", "weights"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != virtual_stages:
@@ -105,7 +105,7 @@ class Costs:
                 )
 
     def span(self, schedule: Schedule) -> float:
-        """From the first start to the last end, if every action starts as soon as it can.
+        """Returns the time from the first start to the last end if every action starts early.
 
         >>> pipeline.Costs(1, 1, 1).span(pipeline.one_f_one_b(2, 2))
         9.0

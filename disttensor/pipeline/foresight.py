@@ -1,11 +1,11 @@
-"""What a micro-batch will receive is asked for before its forward begins, so that it comes while
-another one is computed.
+"""Posts the receives of a micro-batch before its forward begins, so that its messages arrive while
+another micro-batch is computed.
 
-Nothing says it before the program of the micro-batch has run that far. But it is what the one
-before has received, if both are given the same but for the numbers in their tensors. So each asks
-for the next one, as its messages say by their tags whose they are. A program that does something
-else all the same finds that out alone: its messages have other sizes or places, and come as ever.
-From then on nothing is asked for ahead.
+The program has not said yet what it will receive. But if two micro-batches differ only in the
+numbers in their tensors, the second receives the same messages as the first. So each micro-batch
+posts the receives of the next one; the tags of messages name their micro-batch. If a program
+receives something else after all, only its own rank notices: messages of other sizes or places
+arrive as usual. From then on no receives are posted early.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from reshard.cross_mesh import expect
 
 
 class Foresight:
-    """Of a run: ``row`` is what this rank's stage does, in this order."""
+    """Early receives of one run. ``row``: the actions of this rank's stage, in order."""
 
     def __init__(self, row: Iterable[Action], running: list[MicroBatch]) -> None:
         firsts = [a.micro_batch for a in row if a.kind == "F" and a.chunk == 0]
-        fits = len({m.channel for m in running}) == len(running)  # else some count together
+        fits = len({m.channel for m in running}) == len(running)  # else some share a channel
         self.next = dict(pairwise(firsts)) if fits else {}
         self.running = running
         self.kinds: dict[int, Any] = {}
         self.asked: dict[int, list[p2p.Early]] = {}
 
     def after(self, number: int) -> None:
-        """The first visit of this micro-batch is over: ask for what the next one receives."""
+        """Posts the receives of the next micro-batch, after the first visit of this one."""
         one, now = self.running[number], current_runtime()
         if p2p.in_vain(self.asked.pop(number, ())):
             now.foresees = False
@@ -58,7 +58,8 @@ class Foresight:
 
 
 def kind_of(batch: Any) -> Any:
-    """Equal for micro-batches with which a program does the same, as far as that can be told.
+    """Returns equal values for micro-batches with which a program sends the same messages, as far
+    as shapes, dtypes and constants decide this.
 
     >>> kind_of({"tokens": torch.ones(2, 3)}) == kind_of({"tokens": torch.zeros(2, 3)})
     True

@@ -1,4 +1,4 @@
-"""One micro-batch on this rank: its program, its tape, and what is done of it when."""
+"""One micro-batch on this rank: its program, its tape, and its actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MicroBatch:
     def __init__(self, step: Step, batch: Any, number: int, channel: int, chunks: int) -> None:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
         self.channel = channel
-        self.begins = 0  # transfers of the channel before its program
+        self.begins = 0  # number of transfers on its channel before its program
         self.recorders = recorders()
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
@@ -41,8 +41,8 @@ class MicroBatch:
         self.next_to: set[int] = set()
 
     def at(self, stage: int, plan: Schedule, order: Sequence[ProcessMesh] | None) -> None:
-        """This rank's stage, and the ``order`` of visits that the program has to keep to, if any.
-        After ``next_to`` visits the program does not leave the stage."""
+        """Sets this rank's stage and, if given, the ``order`` of visits of the program. After the
+        visits in ``next_to`` the program stays on the stage."""
         self.tape.stage, self.tape.order = stage, order
         self.shape = plan.shape if plan.chunks > 1 else "loop"
         ways = [plan.virtual(stage, chunk) for chunk in range(plan.chunks)]
@@ -58,12 +58,12 @@ class MicroBatch:
             if not self.weights(action.chunk):
                 return
         elif not self.backward(action.chunk, put_off_weights=kind == "I"):
-            kind = "B"  # nothing could be put off
+            kind = "B"  # no gradients of weights were deferred
         if self.recorders:
             self._note(kind, action.chunk, start)
 
     def forward(self, chunk: int) -> None:
-        """Go on to the end of this visit, or of the step in the last visit of the schedule."""
+        """Runs the program to the end of this visit, or of the step in the last visit."""
         self.chunk = chunk
         if self.coroutine is None:
             self._run_step()
@@ -75,7 +75,7 @@ class MicroBatch:
                 return
 
     def backward(self, chunk: int, put_off_weights: bool = False) -> bool:
-        """True where gradients of weights were put off."""
+        """Runs the backward of a visit. Returns True if gradients of weights were deferred."""
         self.chunk = chunk
         with p2p.channel(self.channel):
             put_off = self.tape.backward(self.loss, *self._visits(chunk), put_off_weights)
@@ -86,7 +86,7 @@ class MicroBatch:
         return put_off
 
     def weights(self, chunk: int) -> bool:
-        """The gradients that the backward of this visit has put off; False where there are none."""
+        """Computes the gradients that the backward of this visit deferred; False if none."""
         if chunk not in self.put_off:
             return False
         self.chunk = chunk
@@ -96,8 +96,8 @@ class MicroBatch:
         return True
 
     def _visits(self, chunk: int) -> tuple[int, int]:
-        """The first and the last visit, as the tape counts them, of one of the schedule. Where the
-        program does not say that the next one begins, both are one, done with the later."""
+        """Returns the first and the last visit of the tape for a visit of the schedule. If the
+        program does not mark the begin of a next visit, both visits run with the later one."""
         first = chunk
         if self.next_to and not self.tape.turned:
             if chunk in self.next_to:
@@ -109,7 +109,7 @@ class MicroBatch:
         if self.coroutine is not None:
             self.coroutine.abandon()
         self.tape.close()
-        # It and its tape name each other: what it holds would wait for Python's garbage collection.
+        # It and its tape form a cycle: without this, garbage collection would free its memory.
         self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
 
     def _run_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Which modules are the layers of a model, and how many each stage gets. Changes nothing."""
+"""Finds the layers of a model, and the number of layers of each stage. Changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Layers = list[tuple[str, nn.Module]]
 def chosen(
     modules: nn.Module | str | Iterable[nn.Module | str], of: nn.Module | None
 ) -> tuple[nn.Module, Layers]:
-    """The module in which names count, and (name, layer) in order. Raises as ``split`` says."""
+    """Returns the module in which names count, and (name, layer) in order. Raises as ``split``."""
     if of is not None:
         check_type("pipeline.split: of", of, nn.Module, "a module")
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
@@ -93,7 +93,7 @@ def deal(
     of: nn.Module | None = None,
     sample: Any = None,
 ) -> list[int]:
-    """How many of the layers each stage gets; the first ones one more where that does not divide.
+    """Returns the number of layers of each stage; the first stages get one more if it is uneven.
 
     >>> deal([(name, torch.nn.ReLU()) for name in "abcde"], [mesh, mesh])
     [3, 2]
@@ -136,9 +136,9 @@ def balanced(
     layers: Layers, number: int, balance: Balance = "parameters", of: nn.Module | None = None,
     sample: Any = None,
 ) -> list[int]:  # fmt: skip
-    """How many layers each of ``number`` stages gets, so that the one that costs most costs as
-    little as can be: by "parameters" or "time" (of the model ``of`` on a ``sample``), or by the
-    cost of each layer.
+    """Returns the number of layers of each of ``number`` stages that makes the cost of the most
+    expensive stage smallest. Costs are "parameters" or "time" (of the model ``of`` on a
+    ``sample``), or the cost of each layer.
 
     >>> balanced([(str(n), torch.nn.Linear(4, n)) for n in (9, 1, 2, 3)], 2)
     [1, 3]
@@ -159,7 +159,7 @@ def balanced(
 
 
 def elements(layers: Layers, of: nn.Module | None = None, sample: Any = None) -> list[int]:
-    """Elements of the parameters of each layer. A tied parameter counts where it comes first."""
+    """Returns the parameter elements of each layer. A tied parameter counts in its first layer."""
     seen: set[int] = set()
     costs = []
     for _, layer in layers:
@@ -170,14 +170,14 @@ def elements(layers: Layers, of: nn.Module | None = None, sample: Any = None) ->
 
 
 Balance = str | Sequence[float]
-# Costs of layers, of a model, by a sample of its inputs. The simulator, a room above, adds "time".
+# Name -> costs of layers, of a model, for a sample of its inputs. ``simulate`` adds "time".
 BALANCES: dict[str, Callable[[Layers, nn.Module | None, Any], Sequence[float]]] = {
     "parameters": elements
 }
 
 
 def _check_balance(balance: Any, counts: Any, layers: Layers) -> None:
-    """Raises unless it is a name of BALANCES, or a cost of each layer."""
+    """Raises ValueError or TypeError unless it is a name in BALANCES, or a cost of each layer."""
     if isinstance(balance, str) or not isinstance(balance, Sequence):
         if balance not in list(BALANCES) or counts is not None:
             raise ValueError(
@@ -195,7 +195,7 @@ def _check_balance(balance: Any, counts: Any, layers: Layers) -> None:
 
 
 def check_tensors(slots: Iterable[Slot], home: Mapping[int, ProcessMesh]) -> None:
-    """Raise for a tensor on another mesh than ``home`` says, or a parameter that has none."""
+    """Raises ValueError for a tensor on another mesh than ``home``, or a parameter on none."""
     plain = []
     for name, owner, _, key, value in slots:
         mesh = home.get(id(value))

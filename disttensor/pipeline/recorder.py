@@ -1,4 +1,4 @@
-"""Recording what this rank does when, for ``plot`` and the bubble."""
+"""Records the actions of this rank, for ``plot`` and the bubble."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _open: ContextVar[tuple[Recorder, ...]] = ContextVar("recorders", default=())
 
 
 class Recorder:
-    """The events of this rank; ``timeline()`` puts those of all ranks together.
+    """The events of this rank; ``timeline()`` combines the events of all ranks.
 
     >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
     >>> with pipeline.record() as recorded:
@@ -36,26 +36,26 @@ class Recorder:
         _open.set(tuple(one for one in _open.get() if one is not self))
 
     def begins(self, action: Action) -> None:
-        """A forward or a backward begins. Nothing to a Recorder, which hears of its end."""
+        """Called before an action. A Recorder ignores it: it records the end."""
 
     def follows(
         self, order: Sequence[ProcessMesh], schedule: Schedule, stage: int
     ) -> Mapping[int, int]:
-        """The run under way visits these meshes, in these orders; this rank is in ``stage``. Gives
-        micro-batches that are not to be run, each with one that stands for it: none."""
+        """Called with the meshes and the schedule of the present run, and this rank's stage.
+        Returns micro-batches to leave out, each with one that stands for it: none here."""
         return {}
 
     def ends(self) -> None:
-        """The run under way is over. Nothing to a Recorder."""
+        """Called at the end of a run. A Recorder ignores it."""
 
     def timeline(self) -> Timeline:
-        """Of all ranks, which all make this call. The clock is one machine's."""
+        """Returns the timeline of all ranks, which all make this call. Uses one machine's clock."""
         everyone = objects.gather_objects(self.events, collectives.world_group())
         return Timeline([event for events in everyone for event in events])
 
 
 def record() -> Recorder:
-    """``with pipeline.record() as recorded:`` notes what the runs inside do; see Recorder.
+    """Records the runs inside ``with pipeline.record() as recorded:``; see Recorder.
 
     >>> with pipeline.record() as recorded:
     ...     pass
@@ -66,12 +66,12 @@ def record() -> Recorder:
 
 
 def recorders() -> tuple[Recorder, ...]:
-    """Those that are open."""
+    """Returns the open recorders."""
     return _open.get()
 
 
 def note(kind: str, stage: int, micro_batch: int, chunk: int, start: float, shape: str) -> None:
-    """A forward, a backward or a wait that began at ``start`` and ends now."""
+    """Records a forward, a backward or a wait that began at ``start`` and ends now."""
     recorders = _open.get()
     if recorders:
         end = time.perf_counter()

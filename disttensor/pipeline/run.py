@@ -1,8 +1,8 @@
-"""Carrying out a schedule: the forwards and backwards of all micro-batches, in the order of this
-rank's stage.
+"""Runs a schedule: the forwards and backwards of all micro-batches, in the order of this rank's
+stage.
 
-Every rank runs the same step on every micro-batch. The stages follow from the meshes that its
-tensors come to; a stage waits for what it receives, and for nothing else.
+Every rank runs the same step on every micro-batch. The stages follow from the meshes of its
+tensors. A stage waits only for the messages that it receives.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def run(
     *,
     stages: Sequence[ProcessMesh] | None = None,
 ) -> list[Any]:
-    """The losses of ``step(micro_batch)`` for each micro-batch, detached; gradients add up in the
-    parameters' ``grad``.
+    """Runs ``step`` and a backward for each micro-batch, and returns the detached losses; gradients
+    add up in the parameters' ``grad``.
 
-    It is ``[step(m) for m in micro_batches]`` with ``loss.backward()`` for each, in another order.
+    It equals ``[step(m) for m in micro_batches]`` with ``loss.backward()`` each, in another order.
     ``step`` is the ordinary global program of one micro-batch: it brings tensors from stage to
     stage with ``reshard`` (or ``pipeline.split`` does) and returns a loss of one element.
     Micro-batches may differ in shape. Under ``no_grad`` there are forwards only.
 
     ``schedule``: "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "interleaved_zero_bubble",
     "zbv", "dualpipev", a Schedule, or a function (stages, micro_batches, chunks) that makes one.
-    ``stages``: the meshes in the order in which the program visits them. Without it that order is
-    found by running the first micro-batch; a schedule with several visits of a mesh needs it:
+    ``stages``: the meshes in the order in which the program visits them. By default a run of the
+    first micro-batch finds the order. A schedule with several visits of a mesh needs it, as
     ``[mesh0, mesh1, mesh0, mesh1]``, or there and back, ``[mesh0, mesh1, mesh1, mesh0]``. Raises
-    ValueError for a schedule that does not fit or can never finish, before anything is sent, and
+    ValueError for a schedule that does not fit or can never finish, before any message is sent, and
     TypeError for a step that returns no loss.
 
     >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
@@ -80,7 +80,7 @@ def run(
         for i, (batch, channel) in enumerate(zip(batches, p2p.channels(len(batches)), strict=True))
     ]
     may_return = bool(builtin and builtin.may_return)
-    # In one visit of all forwards the program may go to and fro: no backward waits in between.
+    # If all forwards are one visit, the program may return to a mesh: no backward is in between.
     way = None if may_return and chunks == 1 else stages
     try:
         _carry_out(running, schedule, order, chunks, way, may_return=may_return)
@@ -111,7 +111,7 @@ def _carry_out(
             micro_batch.carry_out(Action("F", micro_batch.number, chunks - 1))
         return
     done: set[Action] = set()
-    if order is None:  # the first micro-batch shows which meshes there are
+    if order is None:  # the first micro-batch shows the meshes
         _check_common_start(schedule)
         first = running[0]
         first.carry_out(Action("F", 0))
@@ -132,7 +132,7 @@ def _carry_out(
     left_out: dict[int, int] = {}
     for recorder in recorders():
         left_out |= recorder.follows(order, plan, stage)
-    # The last backward of each visit; I is none, as gradients of weights come after it.
+    # The last backward of each visit. I does not count, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
     foresight = Foresight(row, running)
     for action in row:
@@ -158,7 +158,7 @@ _EXAMPLES = {
 
 
 def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int, list[str]]:
-    """The meshes without repetition, how often each is visited, and in which shapes that may be."""
+    """Returns the meshes without repetition, the number of visits of each, and possible shapes."""
     listed = check_sequence("pipeline.run: stages", stages, "a list of meshes")
     stages = [as_mesh("pipeline.run: stages: entry", mesh) for mesh in listed]
     order = list(dict.fromkeys(stages))

@@ -1,11 +1,10 @@
-"""A schedule: for each stage of a pipeline, the order of its forwards and backwards. A value, no
-more.
+"""A schedule: for each stage of a pipeline, the order of its forwards and backwards, as a value.
 
 A stage may be visited several times (chunks): the program then goes through *virtual* stages 0, 1,
-2, ... and its backward through the same ones in reverse. Virtual stage v is visit ``v // stages``
-of stage ``v % stages`` (shape "loop"), or the stages are passed to and fro (shape "v": 0, 1, 2, 2,
-1, 0). ``F(v, m)`` needs ``F(v - 1, m)``; ``B(v, m)`` and ``I(v, m)`` need ``F(v, m)`` and the
-B or I of v + 1; ``W(v, m)`` needs ``I(v, m)``. Sending never blocks.
+2, ... and its backward through the same stages in reverse. Virtual stage v is visit ``v // stages``
+of stage ``v % stages`` (shape "loop"), or stages are visited to and fro (shape "v": 0, 1, 2, 2, 1,
+0). ``F(v, m)`` needs ``F(v - 1, m)``; ``B(v, m)`` and ``I(v, m)`` need ``F(v, m)`` and the
+B or I of v + 1; ``W(v, m)`` needs ``I(v, m)``. Sends never block.
 
 The examples of this package run after ``from disttensor import pipeline``.
 """
@@ -25,7 +24,7 @@ SHAPES = ("loop", "v")
 
 
 class Tick(NamedTuple):
-    """When a stage carries out an action, if all stages take the same time and sending takes none.
+    """The time of an action, if all stages take the same time and transfers take none.
 
     >>> pipeline.gpipe(1, 1).ticks()[0][1]
     Tick(action=Action(kind='B', micro_batch=0, chunk=0), start=1, end=3)
@@ -37,23 +36,23 @@ class Tick(NamedTuple):
 
 
 def virtual(shape: str, stages: int, stage: int, chunk: int) -> int:
-    """Which virtual stage the visit ``chunk`` of ``stage`` is, on the way ``shape`` over so many
+    """Returns the virtual stage of the visit ``chunk`` of ``stage``, for a shape and a number of
     stages."""
     return chunk * stages + (stages - 1 - stage if shape == "v" and chunk % 2 else stage)
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """``orders[s]``: what stage s carries out, in this order; as text or as Actions. Frozen,
-    hashable. ``shape``: the way over the stages of several visits, "loop" (0, 1, 0, 1) or "v"
-    (0, 1, 1, 0).
+    """``orders[s]``: the actions of stage s in order, as text or as Actions. Frozen, hashable.
+    ``shape``: the order of several visits of the stages, "loop" (0, 1, 0, 1) or "v" (0, 1, 1,
+    0).
 
     >>> mine = pipeline.Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])
     >>> mine.check()
     >>> mine == pipeline.one_f_one_b(2, 2), mine.stages, mine.micro_batches, mine.peak(0)
     (True, 2, 2, 2)
 
-    Raises ValueError for what is no action; ``check`` finds what is wrong with the order.
+    Raises ValueError for an invalid action; ``check`` finds errors in the order.
     """
 
     orders: tuple[tuple[Action, ...], ...]
@@ -81,12 +80,12 @@ class Schedule:
 
     @cached_property
     def chunks(self) -> int:
-        """How often the program visits each stage."""
+        """Returns the number of visits of each stage."""
         return 1 + max(a.chunk for order in self.orders for a in order)
 
     def peak(self, stage: int) -> int:
-        """The most micro-batches (times chunks) of which ``stage`` holds something: after their F
-        and before the end of their backward, B or W."""
+        """Returns the most micro-batches (times chunks) whose activations ``stage`` holds: from
+        their F to the end of their backward, B or W."""
         check_int("peak: stage", stage)
         if not 0 <= stage < self.stages:
             raise ValueError(
@@ -119,15 +118,15 @@ class Schedule:
     def ticks(
         self, forward: float = 1, backward: float = 2, weights: float | None = None
     ) -> list[list[Tick]]:
-        """The actions of each stage with start and end, by the costs of F and B. ``weights``: the
-        part of ``backward`` that is W, the rest is I; half of it where it is not given."""
+        """Returns the actions of each stage with start and end, for the costs of F and B.
+        ``weights``: the part of ``backward`` that is W (default: half of it); the rest is I."""
         costs = self._costs(forward, backward, weights)
         return self.simulated(lambda stage, action: costs[action.kind])[0]
 
     def bubble(
         self, forward: float = 1, backward: float = 2, weights: float | None = None
     ) -> float:
-        """The idle part of all stages' time, 0 to 1: (p - 1) / (m + p - 1) for "gpipe" and "1f1b".
+        """Returns the idle fraction of all stages: (p - 1) / (m + p - 1) for "gpipe" and "1f1b".
 
         >>> pipeline.gpipe(4, 1).bubble(), pipeline.one_f_one_b(2, 3).bubble()
         (0.75, 0.25)
@@ -158,11 +157,11 @@ class Schedule:
         return "Schedule([\n" + "".join(f"    {line},\n" for line in lines) + f"]{shape})"
 
     def virtual(self, stage: int, chunk: int) -> int:
-        """Which virtual stage the visit ``chunk`` of ``stage`` is."""
+        """Returns the virtual stage of the visit ``chunk`` of ``stage``."""
         return virtual(self.shape, self.stages, stage, chunk)
 
     def _needs(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """(stage, action) of another virtual stage that must be over before, if any."""
+        """Returns (stage, action) of another virtual stage that must end before, if any."""
         if action.kind == "W":
             return None
         forward = action.kind == "F"
@@ -176,11 +175,11 @@ class Schedule:
     def simulated(
         self, cost: Callable[[int, Action], float], transfer: float = 0.0
     ) -> tuple[list[list[Tick]], list[str]]:
-        """The ticks as far as they go, and a line for each stage that does not come to its end.
+        """Returns the ticks until no stage can go on, and a line for each stage that has not ended.
         ``cost``: of an action on a stage; ``transfer``: from one stage to another.
 
-        Each stage does what is next as soon as it can, so the times do not depend on the order of
-        the loop. Takes for granted that each stage on its own is in order (``wrong_in``).
+        Each stage starts its next action as soon as it can, so the times do not depend on the order
+        of the loop. The order of each stage must be valid on its own (``wrong_in``).
         """
         ticks: list[list[Tick]] = [[] for _ in self.orders]
         over: dict[tuple[int, Action], float] = {}
@@ -198,9 +197,9 @@ class Schedule:
                 start = max(came, row[-1].end if row else 0)
                 end = start + cost(stage, action)
                 row.append(Tick(action, start, end))
-                if action.kind != "W":  # a gradient that goes on is that of B or of I
+                if action.kind != "W":  # B or I makes the gradient that is sent on
                     over[stage, action._replace(kind=_GOES_ON[action.kind])] = end
-            if len(row) > before:  # the virtual stages before and after may go on
+            if len(row) > before:  # the neighbouring virtual stages may go on
                 ready += {(stage - 1) % self.stages, (stage + 1) % self.stages}
         stuck = []
         for stage, (order, row) in enumerate(zip(self.orders, ticks, strict=True)):

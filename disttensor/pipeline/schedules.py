@@ -1,4 +1,4 @@
-"""The schedules with names. All run the backwards of a stage in the order of micro-batches."""
+"""The named schedules. All run the backwards of a stage in the order of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Maker = Callable[[int, int, int], Schedule]
 
 
 def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards: every micro-batch is live at once. Idle: (p - 1) / (m + p -
-    1).
+    """Runs all forwards, then all backwards: every micro-batch is live at once. Idle fraction:
+    (p - 1) / (m + p - 1).
 
     >>> pipeline.gpipe(2, 2)
     Schedule(['F0 F1 B0 B1', 'F0 F1 B0 B1'])
@@ -30,9 +30,9 @@ def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """A backward as soon as there is one: stage s of p never holds more than p - s micro-batches.
+    """Runs each backward as soon as it can: stage s of p holds at most p - s micro-batches.
 
-    As much idle time as "gpipe", less memory. From PipeDream-Flush (Narayanan et al. 2021).
+    The same idle time as "gpipe", less memory. From PipeDream-Flush (Narayanan et al. 2021).
 
     >>> pipeline.one_f_one_b(2, 3)
     Schedule(['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2'])
@@ -48,12 +48,12 @@ def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """1f1b where each stage is visited ``chunks`` times: about 1/chunks of the idle time, more
+    """Runs 1f1b with ``chunks`` visits of each stage: about 1/chunks of the idle time, more
     transfers and memory.
 
-    Micro-batches go through a chunk in groups of ``stages``, and where that does not divide their
-    number, in nearly equal groups of more: smaller ones would idle longer. The warm-up is
-    Megatron-LM's (Narayanan et al. 2021): 2 (p - 1 - s) forwards on stage s, and (chunks - 1)
+    Micro-batches go through a chunk in groups of ``stages``. If that does not divide their number,
+    the groups are larger and nearly equal, as smaller groups would idle longer. The warm-up is the
+    one of Megatron-LM (Narayanan et al. 2021): 2 (p - 1 - s) forwards on stage s, and (chunks - 1)
     groups.
 
     >>> pipeline.interleaved_1f1b(2, 2, 2)
@@ -69,9 +69,9 @@ def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
 
 
 class Builtin(NamedTuple):
-    """needs_stages: it visits a mesh several times, so the order of visits has to be given.
-    may_return: the program may come back to an earlier mesh within a visit. shape: the way over
-    the meshes, see ``Schedule``."""
+    """needs_stages: visits a mesh several times, so the order of visits has to be given.
+    may_return: the program may return to an earlier mesh within a visit. shape: the order of
+    visits, see ``Schedule``."""
 
     make: Maker
     needs_stages: bool = False
@@ -79,7 +79,7 @@ class Builtin(NamedTuple):
     shape: str = "loop"
 
 
-# All that there is to say about a schedule with a name is said here.
+# The only table of named schedules.
 NAMES = {
     "gpipe": Builtin(gpipe, may_return=True),
     "1f1b": Builtin(one_f_one_b),
@@ -94,13 +94,13 @@ NAMES = {
 def named(
     schedule: str | Schedule | Maker, stages: int, micro_batches: int, chunks: int = 1
 ) -> Schedule:
-    """The checked schedule for a name, for a function of (stages, micro_batches, chunks), or for
-    itself.
+    """Returns the checked schedule of a name, of a function of (stages, micro_batches, chunks), or
+    the checked Schedule itself.
 
     >>> pipeline.named("gpipe", 1, 2) == pipeline.named(pipeline.Schedule(["F0 F1 B0 B1"]), 1, 2)
     True
 
-    Raises ValueError for an unknown name, for other sizes than those asked for, and where ``check``
+    Raises ValueError for an unknown name, for other sizes than the given ones, and if ``check``
     does.
     """
     sizes(stages, micro_batches, chunks)
@@ -128,7 +128,7 @@ def named(
 
 
 def visits(stages: Sequence[ProcessMesh], schedule: str, times: int = 2) -> list[ProcessMesh]:
-    """The meshes of ``stages`` in the order in which a schedule with a name visits them, for
+    """Returns the meshes of ``stages`` in the order in which a named schedule visits them, for
     ``split`` and ``run``: each once, several ``times`` in a loop, or there and back.
 
     >>> first, second = mesh["dp"], mesh["tp"]

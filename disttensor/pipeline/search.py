@@ -1,8 +1,8 @@
-"""A schedule for given costs, found by trying: what can start first, starts first.
+"""Searches a schedule for given costs greedily: the action that can start first starts first.
 
-Each attempt goes through time once and gives a stage that is free what can start there soonest: an
-I, an F as long as there is room, and a W where nothing else could start before it would end.
-Attempts differ in what goes first of two that could start at once, and in the room that they use.
+Each attempt goes through time once and gives a free stage the action that can start there soonest:
+an I, an F if memory allows it, or a W if no other action could start before the end of the W.
+Attempts differ in the preference between actions that could start at once, and in their memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def search(
     costs: Costs, memory: int | Sequence[int] | None = None, *,
     stages: int, micro_batches: int, chunks: int = 1, shape: str = "loop",
 ) -> Schedule:  # fmt: skip
-    """The schedule that takes least time by ``costs``, of those that were tried and those with a
-    name. It is no proof that there is none that takes less.
+    """Returns the schedule that takes the least time by ``costs``, of the schedules tried and the
+    named ones. A faster one may exist.
 
-    ``memory``: of how many visits a stage may hold something at once (``Schedule.peak``), for all
-    or for each stage; None: as many as the first stage of "1f1b" does, stages times chunks. A
-    schedule follows from the arguments alone, so all ranks find the same one.
+    ``memory``: most visits whose activations a stage may hold (``Schedule.peak``), for all or for
+    each stage; None: as many as the first stage of "1f1b", stages times chunks. A schedule depends
+    on the arguments alone, so all ranks find the same one.
 
     >>> costs = pipeline.Costs(forward=1, inputs=1, weights=1)
     >>> found = pipeline.search(costs, memory=3, stages=2, micro_batches=4)
     >>> costs.span(found), costs.span(pipeline.zero_bubble(2, 4)), found.peak(0)
     (13.0, 13.0, 2)
 
-    Raises ValueError for a memory in which nothing could go on.
+    Raises ValueError for a memory that is too small for any schedule.
     """
     check_type("search: costs", costs, Costs, "Costs")
     sizes(stages, micro_batches, chunks)
@@ -62,14 +62,14 @@ def search(
 
 
 class _Wish(NamedTuple):
-    forward_first: bool  # than an I that could start as early
-    late_first: bool  # the last visit first, of those that could start as early
-    patience: float  # how much of its time a W may hold up another action
+    forward_first: bool  # before an I that could start as early
+    late_first: bool  # the last visit first, of the visits that could start as early
+    patience: float  # fraction of its time by which a W may delay another action
 
 
 class _Attempt:
-    """One way through time. Finished[kind, virtual stage, micro-batch] is when; ``live`` counts the
-    visits of a stage that are held."""
+    """One pass through time. finished[kind, virtual stage, micro-batch] is the end of an action;
+    ``live`` counts the visits that a stage holds."""
 
     def __init__(
         self, costs: Costs, room: Sequence[int], stages: int, micro_batches: int, chunks: int,
@@ -87,7 +87,7 @@ class _Attempt:
         self.made: list[list[Action]] = [[] for _ in range(stages)]
 
     def rows(self, wish: _Wish) -> list[list[Action]] | None:
-        """The order of each stage; None where nothing can go on in this memory."""
+        """Returns the order of each stage, or None if no stage can go on in this memory."""
         for _ in range(3 * self.micro_batches * (self.last + 1)):
             choices = [
                 (*found, stage)
@@ -122,14 +122,14 @@ class _Attempt:
         return best
 
     def _ready(self, stage: int) -> Iterator[tuple[float, Action]]:
-        """What could come next but a W, and when it could start."""
+        """Yields the actions other than W that could come next, and when they could start."""
         for chunk, virtual in enumerate(self.virtual[stage]):
             for kind, edge, step in (("F", 0, -1), ("I", self.last, 1)):
                 m = self.done[stage][kind, chunk]
                 if m == self.micro_batches:
                     continue
                 if kind == "F":
-                    # a later visit of the same micro-batch needs room as well
+                    # later visits of the same micro-batch need memory as well
                     if self.live[stage] + self.chunks - 1 - chunk >= self.room[stage]:
                         continue
                 elif m >= self.done[stage]["F", chunk]:
@@ -165,7 +165,7 @@ def _with_names(stages: int, micro_batches: int, chunks: int, shape: str) -> Ite
     for builtin in NAMES.values():
         try:
             made = builtin.make(stages, micro_batches, chunks)
-        except ValueError:  # it visits a mesh more or less often
+        except ValueError:  # visits a mesh more or less often
             continue
         if made.shape == shape or chunks == 1:
             yield made

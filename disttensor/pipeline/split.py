@@ -1,8 +1,8 @@
-"""split: the layers of an ordinary model on the meshes of stages; hooks bring the inputs of a layer
-to its mesh.
+"""split: places the layers of a model on the meshes of stages; hooks bring the inputs of a layer to
+its mesh.
 
 A layer on its stage is an ordinary module with DistTensor parameters and one forward pre-hook. A
-tied parameter that lies on an earlier stage is brought for the time of the layer's forward only.
+tied parameter of an earlier stage is brought to another layer for the time of its forward only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, repr=False)
 class Split:
-    """Which layer lies where: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the
+    """The places of layers: ``layers`` are (name, mesh) in order, ``stages`` the meshes in the
     order of the visits.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
@@ -76,29 +76,29 @@ def split(
     sample: Any = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> Split:
-    """Place the layers of a model on the meshes of stages, in place. Says what lies where.
+    """Places the layers of a model on the meshes of stages, in place. Returns the places.
 
     ``modules``: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs
     them; with ``of=model`` they may be names, and globs in which ``*`` stands for one part of a
-    name. ``stages``: meshes in the order of the visits; a mesh may come several times
-    (interleaved). Layers are dealt out in a row, ``counts[i]`` of them to stage i; with
-    ``balance="parameters"`` so that the fullest stage has as few elements of parameters as can be;
-    with ``"time"`` the same of the seconds that the simulator estimates for the kernels of a
-    forward on an H100: with ``sample``, a tuple of what ``of`` is called with or a dict of named
-    arguments, those of its forward, otherwise of products of 4096 rows with the matrices; with a
-    list of numbers, of those costs of the layers; without
-    any by number, as evenly as possible. ``plan`` and ``init`` are those of
-    ``shard_module``; names are full names in ``of`` (in ``modules`` without it).
+    name. ``stages``: meshes in the order of the visits; a mesh may occur several times
+    (interleaved). Layers are assigned in order, ``counts[i]`` of them to stage i. By default the
+    numbers are as even as possible. ``balance`` makes the largest cost of a stage as small as
+    possible instead. The costs of layers are a list of numbers, their elements of parameters
+    (``"parameters"``), or the kernel seconds of a forward that the simulator estimates for an H100
+    (``"time"``). ``sample`` holds the inputs of ``of`` for this estimate, a tuple of arguments or a
+    dict of named ones; without it, products of 4096 rows with the matrices are estimated. ``plan``
+    and ``init`` are arguments of ``shard_module``; names are full names in ``of`` (in ``modules``
+    without it).
 
-    No forward changes. What a layer is given comes to its mesh first, in the same placements
-    (replicated, if the mesh has another number of axes); plain tensors stay as they are. The output
-    of the last layer, and so the loss, lies on ``stages[-1]``. What a model does between its layers
-    with tensors of two stages needs a ``reshard`` there. A tied parameter lies on the first stage
-    that has it, and comes to another layer whenever that one runs; ``state_dict`` is as before. All
-    parameters of ``of`` must be in the layers or be DistTensors already; plain buffers outside of
-    them stay plain, and so count as replicated.
+    Forwards stay unchanged. The inputs of a layer are brought to its mesh first, in the same
+    placements (replicated, if the mesh has another number of axes); regular tensors are left alone.
+    The output of the last layer, and so the loss, is on ``stages[-1]``. Code between layers that
+    uses tensors of two stages needs a ``reshard``. A tied parameter is on the first stage that has
+    it, and is brought to another layer whenever that layer runs; ``state_dict`` is as before. All
+    parameters of ``of`` must be in the layers or be DistTensors already; regular buffers outside of
+    the layers stay regular, and so count as replicated.
 
-    Raises TypeError and ValueError for what cannot be placed, before anything is changed.
+    Raises TypeError or ValueError for tensors that cannot be placed, before any change.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> first, second = mesh["dp"], mesh["tp"]
@@ -144,14 +144,14 @@ def split(
 
 
 def _begins(stages: tuple[ProcessMesh, ...], layer: nn.Module, args: Any) -> None:
-    """The forward pre-hook of the first layer: is this the way that the schedule takes?"""
+    """Reports the visits of the model to the tape, which compares them with the schedule."""
     tape = TAPE.get()
     if tape is not None:
         tape.begins(stages)
 
 
 class _Borrowed:
-    """The tensors of a layer that lie on another mesh: (name of the owner in the layer, key)."""
+    """The tensors of a layer that are on another mesh: (name of the owner in the layer, key)."""
 
     def __init__(self, layer: nn.Module, mesh: ProcessMesh) -> None:
         self.names = [
@@ -161,7 +161,7 @@ class _Borrowed:
         ]
 
     def show(self, layer: nn.Module, bring: Callable[[Any], Any]) -> None:
-        """Until ``hide``, attributes hide the entries of ``_parameters`` and ``_buffers``."""
+        """Sets attributes that hide the entries of ``_parameters`` and ``_buffers``."""
         owners = [(layer.get_submodule(name), key) for name, key in self.names]
         brought = [bring({**owner._parameters, **owner._buffers}[key]) for owner, key in owners]
         places = [(owner.__dict__, key) for owner, key in owners]
@@ -177,7 +177,7 @@ class _Borrowed:
 
 @contextmanager
 def _shown_again(places: list[tuple[dict[str, Any], str]], brought: list[Any]) -> Iterator[None]:
-    """While the layer, or a region in it, is computed again."""
+    """Shows the tensors again while the layer, or a region in it, is recomputed."""
     before = [table.pop(key, None) for table, key in places]
     for (table, key), value in zip(places, brought, strict=True):
         table[key] = value
@@ -191,7 +191,7 @@ def _shown_again(places: list[tuple[dict[str, Any], str]], brought: list[Any]) -
 
 
 class _Bring:
-    """The forward pre-hook: DistTensors that a layer is given, and borrows, come to its mesh."""
+    """Forward pre-hook that brings the DistTensors that a layer gets or borrows to its mesh."""
 
     def __init__(self, mesh: ProcessMesh, borrowed: _Borrowed, turns: bool) -> None:
         self.mesh, self.borrowed, self.turns = mesh, borrowed, turns
@@ -209,7 +209,7 @@ class _Bring:
         return self._bring(layer, args, kwargs)
 
     def _turn(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A visit begins on the mesh of the one before."""
+        """Begins a visit on the mesh of the visit before."""
         tape = TAPE.get()
         if tape is None or not tape.turns:
             return args, kwargs
@@ -243,7 +243,8 @@ class _Bring:
 
 
 def _placements(x: DistTensor, mesh: ProcessMesh) -> list[Placement] | None:
-    """The same on the other mesh; pending sums are reduced first, as several calls will read it."""
+    """Returns the same placements on the other mesh, with pending sums reduced first, as several
+    calls may read the result."""
     if mesh.ndim != x.spec.mesh.ndim:
         return None
     return [Replicate() if isinstance(p, Partial) else p for p in x.spec.placements]

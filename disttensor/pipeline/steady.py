@@ -1,4 +1,4 @@
-"""What schedules share: the steady turn of forwards and backwards, groups of micro-batches."""
+"""Shared parts of schedules: alternating forwards and backwards, groups of micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disttensor.pipeline.action import Action
 
 
 def mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
-    """``warm`` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Returns ``warm`` forwards, then a forward and a backward in turn, then more backwards."""
     warm = min(warm, len(forwards))
     steady = len(forwards) - warm
     turns = zip(forwards[warm:], backwards[:steady], strict=True)
@@ -17,8 +17,8 @@ def mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Ac
 
 
 def groups_of(stages: int, micro_batches: int) -> list[range]:
-    """Micro-batches in groups of ``stages``; where that does not divide their number, in nearly
-    equal groups of more: smaller ones would idle longer."""
+    """Returns micro-batches in groups of ``stages``. If that does not divide their number, the
+    groups are larger and nearly equal: smaller groups would idle longer."""
     number = max(1, micro_batches // stages)
     cuts = [micro_batches * i // number for i in range(number + 1)]
     return [range(start, end) for start, end in pairwise(cuts)]
@@ -27,8 +27,8 @@ def groups_of(stages: int, micro_batches: int) -> list[range]:
 def interleaved(
     stages: int, micro_batches: int, chunks: int
 ) -> tuple[list[Action], list[Action], int]:
-    """The forwards and the backwards of each stage, group by group, and how many forwards of
-    earlier chunks come before the first backward."""
+    """Returns the forwards and the backwards of each stage, group by group, and the number of
+    forwards of earlier chunks before the first backward."""
     groups = groups_of(stages, micro_batches)
     forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
     backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]

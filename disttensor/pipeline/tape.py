@@ -1,9 +1,9 @@
 """A tape: the graph of one micro-batch, cut where its tensors go from mesh to mesh.
 
-A plain ``loss.backward()`` runs the transfers of the backward inside autograd, one blocking after
-another. A schedule does other work while it waits, so here autograd sees each visit of this rank on
-its own: what arrives is a leaf that keeps its gradient, what was sent is a root for which the
-gradient is received first. A backward of one *visit* (the time from a receive to the next receive
+A single ``loss.backward()`` would run the transfers of the backward inside autograd, one blocking
+after another. A schedule does other work while it waits. So autograd sees each visit of this rank
+separately: received tensors are leaves that keep their gradients; sent tensors are roots whose
+gradients are received first. A backward of one *visit* (the time from a receive to the next receive
 after a send) is one call of autograd.
 """
 
@@ -40,12 +40,12 @@ Tensor = torch.Tensor
 
 
 class Tape:
-    """The transfers of one micro-batch, as they happen; then its backward, visit by visit, last
-    first.
+    """The transfers of one micro-batch as they happen; then its backward, visit by visit, from the
+    last to the first.
 
-    ``pause()`` is called where a visit ends; ``waiting(wait)`` calls ``wait``, and notes how long
-    it took (None: nobody asks). ``visits``: how often the program may come to a mesh. ``turns``: a
-    visit may follow another one of the same mesh, see ``turn``.
+    ``pause()`` is called at the end of a visit; ``waiting(wait)`` calls ``wait`` and records its
+    time (None: not recorded). ``visits``: most visits of a mesh. ``turns``: a visit may follow
+    another visit of the same mesh, see ``turn``.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class Tape:
     ) -> None:  # fmt: skip
         self.pause, self.waiting = pause, waiting
         self.visits, self._visits = visits, dict[ProcessMesh, int]()
-        self.order: Sequence[ProcessMesh] | None = None  # of the visits, where it was given
+        self.order: Sequence[ProcessMesh] | None = None  # of the visits, if given
         self.turns, self.turned = turns, False
         self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
-        self._rests = False  # paused before the end of the program's way to the next visit
+        self._rests = False  # paused before the receive that begins the next visit
         self.transfers: list[Transfer] = []
         self.came: list[tuple[DistSpec, DistSpec, int]] = []  # in the first visit: from, to, tag
         self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
-        self.returns: list[tuple[ProcessMesh, ProcessMesh]] = []  # ways to an earlier mesh
+        self.returns: list[tuple[ProcessMesh, ProcessMesh]] = []  # transfers to an earlier mesh
         self.visit = 0
-        self.stage: int | None = None  # None: as the program comes to it
-        self._count = 0  # that numbers the nodes of its graph
-        self._began = [-1]  # for each visit: the sequence number of autograd at its beginning
+        self.stage: int | None = None  # None: the index of its mesh among the meshes visited
+        self._count = 0  # the node count (``node_count``) that numbers its graph
+        self._began = [-1]  # for each visit: the sequence number of autograd at its begin
         self._sent = False
         self._region: Any = None  # of the last transfer
         self._met: dict[frozenset[int], ProcessMesh] = {}  # meshes of the region, by ranks
-        self._regions: list[tuple[int, int]] = []  # nodes of those that are computed again
-        self._weights: dict[int, SplitBackward] = {}  # of visits whose I is over, and not their W
+        self._regions: list[tuple[int, int]] = []  # node numbers of recomputed regions
+        self._weights: dict[int, SplitBackward] = {}  # visits after their I and before their W
 
     def __enter__(self) -> Tape:
         self._tokens = TAPE.set(self), callbacks.before_metadata_receive.set(self._rest)
@@ -85,8 +85,8 @@ class Tape:
         activation_checkpoint.REGIONS.reset(self._region_token)
 
     def _rest(self) -> None:
-        """What this rank is about to hear comes from a visit of another mesh, which may run later:
-        if its own visit is over, it goes on with that of another micro-batch."""
+        """Pauses, if this rank's visit is over, before a receive of metadata from another mesh,
+        whose visit may run later. Another micro-batch goes on."""
         if self._sent and not self._rests:
             self._rests = True
             self.pause()
@@ -94,8 +94,8 @@ class Tape:
     # Forward: called by disttensor.tensor.reshard -------------------------------------------------
 
     def passes(self, src: ProcessMesh, dst: ProcessMesh, with_grad: bool) -> None:
-        """The program goes from one mesh to another, whether this rank has a part in it or not.
-        Raises ValueError, before the transfer, if it comes there too often or out of order."""
+        """Records a transfer of the program between two meshes, also if this rank has no part in
+        it. Raises ValueError, before the transfer, for a visit too many or out of order."""
         if dst in self._left:
             self._visits[dst] = self._visits.get(dst, 0) + 1
             self._left.discard(dst)
@@ -116,7 +116,7 @@ class Tape:
             self.returns.append((src, dst))
 
     def _check_order(self, src: ProcessMesh, dst: ProcessMesh) -> None:
-        """A visit needs earlier ones only. Of two in a row on one mesh the program says nothing."""
+        """Checks that a visit needs earlier visits only. Visits in a row on one mesh are one."""
         assert self.order is not None
         way = [mesh for mesh, _ in groupby(self.order)]
         if src not in way or dst not in way:
@@ -125,7 +125,7 @@ class Tape:
             [i for i, mesh in enumerate(way) if mesh is end][self._visits.get(end, 0) :][:1]
             for end in (src, dst)
         )
-        if from_ >= to:  # without an end: one visit more than there are
+        if from_ >= to:  # an empty list: more visits than the order has
             raise ValueError(
                 f"pipeline.run: the step goes from {src!r} to {dst!r}, at {user_line()}, which is "
                 f"not on the way that stages={list(self.order)} names. Give the meshes in the "
@@ -151,8 +151,8 @@ class Tape:
             self._met[own] = mesh
 
     def begins(self, stages: Sequence[ProcessMesh]) -> None:
-        """A model that is split over these visits begins to run. Raises ValueError, before anything
-        is sent, if the schedule takes another way."""
+        """Checks that a model split over these visits fits the order of the schedule. Raises
+        ValueError before any message is sent."""
         rest = iter(self.order or ())
         if self.order is not None and not all(mesh in rest for mesh in stages):
             raise ValueError(
@@ -162,13 +162,13 @@ class Tape:
             )
 
     def place(self) -> int:
-        """The stage of this rank: by default its mesh's place among those visited so far."""
+        """Returns this rank's stage: by default the index of its mesh among the meshes visited."""
         if self.stage is not None:
             return self.stage
         return next((i for i, m in enumerate(self.meshes) if m.coordinate is not None), 0)
 
     def arrive(self, arrival: Work[Tensor], src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
-        """The value of a transfer on this rank. A receive after a send begins a new visit."""
+        """Returns the value of a transfer. A receive after a send begins a new visit."""
         sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
         if receives and (self._sent or sends):
             if not self._rests:
@@ -184,7 +184,7 @@ class Tape:
         return arrival.wait()
 
     def turn(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
-        """The next visit begins on the same mesh, with these tensors."""
+        """Begins the next visit on the same mesh, with these tensors."""
         if not xs[0].is_initialized:
             return list(xs)
         self.pause()
@@ -202,7 +202,7 @@ class Tape:
         return x.like(received(token.anchor(value.device), [value], transfer), x.spec)
 
     def cut(self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
-        """The local (or token) of ``dst``, not joined in the graph to ``local``, that of src."""
+        """Returns the local (or token) of ``dst``, without an edge to ``local`` (of ``src``)."""
         sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
         transfer = Transfer(src, dst, tag)
         self.transfers.append(transfer)
@@ -217,7 +217,7 @@ class Tape:
         return received(anchor, [value], transfer)
 
     def _made_in(self, local: Tensor, now: int) -> int:
-        """The visit whose graph holds ``local``: a skip connection is sent in a later one."""
+        """Returns the visit whose graph holds ``local``, as a skip connection is sent later."""
         if local.grad_fn is None or not now:
             return now
         number = node_number(local.grad_fn)
@@ -226,8 +226,8 @@ class Tape:
     # Backward -------------------------------------------------------------------------------------
 
     def ends(self, loss: DistTensor) -> None:
-        """The program is over: which gradients will come for what was sent last is known. Raises
-        ValueError if it has visited a mesh less often than the schedule does."""
+        """Ends the program: the gradients that will arrive for its sends are now known. Raises
+        ValueError if it visited a mesh less often than the schedule."""
         if self.order is not None and self.turns:
             times = Counter(mesh for mesh, _ in groupby(self.order))
             for mesh, n in times.items():
@@ -243,15 +243,15 @@ class Tape:
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for gradients that will come, so that they are here when their visit goes back. Not
-        over NCCL, which knows no tags: they would be taken in the order of asking."""
+        """Posts receives of gradients, so that they arrive before their backward. Not over NCCL,
+        which has no tags: it would match them in the order of the posts."""
         if not is_nccl():
             for t in self.transfers:
                 if t.reached and t.arrival is None and t.received_in < 0:
                     t.arrival = t.start_back(None)
 
     def close(self) -> None:
-        """After an error: what was asked for may never come."""
+        """Drops posted receives after an error: their messages may never arrive."""
         if any(t.arrival is not None for t in self.transfers):
             with p2p.abandoning():
                 for t in self.transfers:
@@ -260,8 +260,8 @@ class Tape:
     def backward(
         self, loss: DistTensor, first: int, last: int, put_off_weights: bool = False
     ) -> bool:
-        """The backward of visits ``last`` to ``first``; the very last begins with ``loss``. True
-        where gradients of weights were put off: they are for ``weights``."""
+        """Runs the backward of visits ``last`` to ``first``; the last visit of all begins with
+        ``loss``. Returns True if gradients of weights were deferred to ``weights``."""
         for visit in range(last, first - 1, -1):
             roots: list[Tensor] = []
             grads: list[Tensor] = []
@@ -276,7 +276,7 @@ class Tape:
                 roots.append(t.local)
                 wait = t.arrival.wait
                 grads.append(wait() if self.waiting is None else self.waiting(wait))
-            # What this visit read of an earlier one of the same mesh is in that one's graph.
+            # The graph of an earlier visit of the same mesh holds the nodes that this visit read.
             with graph_of(self._count):
                 if roots and put_off_weights:
                     self._split(visit, roots, grads)
@@ -306,14 +306,14 @@ class Tape:
             self._weights[visit] = split
 
     def weights(self, first: int, last: int) -> None:
-        """The gradients of weights that ``backward`` of these visits put off."""
+        """Computes the gradients of weights that ``backward`` of these visits deferred."""
         with graph_of(self._count), one_backward():
             for visit in range(last, first - 1, -1):
                 if visit in self._weights:
                     self._weights.pop(visit).weights()
 
     def _answer(self, visit: int) -> None:
-        """Send the gradients of what this visit received; what it sent on gets its own later."""
+        """Sends the gradients of the tensors that this visit received, and drops sent locals."""
         for t in reversed(self.transfers):
             if t.received_in == visit and t.grad is not None:
                 t.arrival, t.grad = t.start_back(t.grad), None
@@ -327,7 +327,7 @@ class Tape:
 
 
 def _reach(token: Tensor) -> None:
-    """Note the transfers that a backward from a token, which holds no data, would reach."""
+    """Marks the transfers that a backward from a token, which holds no data, would reach."""
     for node in nodes_of([token]):
         transfer = getattr(node, "sent", None)
         if transfer is not None:

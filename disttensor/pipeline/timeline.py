@@ -1,4 +1,4 @@
-"""What each rank did when: recorded in a real run, or thought out from a schedule."""
+"""Timelines of ranks: recorded in a real run, or computed from a schedule."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _COLUMNS = 72  # of the chart in text
 
 class Event(NamedTuple):
     """A forward, a backward ("B", or "I" and "W"), or a wait for a peer inside one of them, on one
-    rank; ``start`` and ``end`` in seconds. ``shape``: the way of the schedule over the stages.
+    rank; ``start`` and ``end`` in seconds. ``shape``: the order of visits of the schedule.
 
-    A wait belongs to the forward or backward of the same micro-batch and chunk that it lies in.
+    A wait belongs to the forward or backward around it, of the same micro-batch and chunk.
 
     >>> event = pipeline.Event(1, 1, "F", micro_batch=3, chunk=0, start=0.25, end=0.75)
     >>> event.seconds, str(event.action)
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an event: one in which the rank computed, or a wait."""
+    """A part of an event in which the rank computed, or a wait."""
 
     event: Event
     start: float
@@ -60,8 +60,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Timeline:
-    """The events of one or more ranks, by one clock, in the order of their starts. ``+`` puts ranks
-    together.
+    """The events of one or more ranks, by one clock, in the order of their starts. ``+`` merges
+    timelines.
 
     >>> F, B = pipeline.Event(0, 0, "F", 0, 0, 0, 1), pipeline.Event(0, 0, "B", 0, 0, 3, 4)
     >>> run = pipeline.Timeline([F]) + pipeline.Timeline([B])
@@ -72,7 +72,7 @@ class Timeline:
     rank 1 |........F0======F1======B0##############B1##############................|
     0 to 9 ticks, bubble 33.3 %
 
-    Raises ValueError for events of another kind and for such as end before they start.
+    Raises ValueError for events of another kind and for events that end before they start.
     """
 
     events: tuple[Event, ...]
@@ -99,7 +99,7 @@ class Timeline:
         cls, schedule: Schedule, forward: float = 1, backward: float = 2,
         weights: float | None = None,
     ) -> Timeline:  # fmt: skip
-        """What a schedule does on ideal stages: a rank per stage, in ticks (``Schedule.ticks``)."""
+        """Returns the timeline of a schedule on ideal stages: one rank per stage, in ticks."""
         check_type("Timeline.of: schedule", schedule, Schedule, "a Schedule")
         rows = enumerate(schedule.ticks(forward, backward, weights))
         return cls(
@@ -121,7 +121,7 @@ class Timeline:
 
     @cached_property
     def span(self) -> float:
-        """From the first start to the last end of all ranks."""
+        """The time from the first start to the last end of all ranks."""
         return max(event.end for event in self.events) - self.start if self.events else 0.0
 
     def waits(self, rank: int) -> list[Piece]:
@@ -130,7 +130,7 @@ class Timeline:
         return [Piece(e, e.start, e.end) for e in mine if e.kind == "wait"]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """The forwards and backwards of ``rank`` without the waits inside them, in order."""
+        """Returns the forwards and backwards of ``rank`` without the waits inside, in order."""
         waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
         for event, _, _ in self.waits(rank):
             waits[event.micro_batch, event.chunk].append(event)
@@ -149,7 +149,7 @@ class Timeline:
         return sorted(pieces, key=lambda piece: piece.start)
 
     def busy(self, rank: int) -> float:
-        """How long ``rank`` computed; what it did for two micro-batches at one time counts once."""
+        """Returns the time in which ``rank`` computed; overlapping pieces count once."""
         total, at = 0.0, -math.inf
         for _, start, end in self.pieces(rank):
             total += max(end - max(start, at), 0)
@@ -158,7 +158,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time, 0 to 1, in which they did not compute."""
+        """The fraction of all ranks' time, 0 to 1, in which they did not compute."""
         total = len(self.ranks) * self.span
         return 1 - sum(map(self.busy, self.ranks)) / total if total else 0.0
 
@@ -205,8 +205,8 @@ class Timeline:
         )
 
     def __str__(self) -> str:
-        """A line per rank: forwards as F0==, backwards as B0## (in two parts as I0-- and W0++),
-        dots where the rank is idle."""
+        """Returns a line per rank: forwards as F0==, backwards as B0## (in two parts as I0-- and
+        W0++), dots where the rank is idle."""
         if not self.span:
             return repr(self)
         size, unit = scale(self.span, self.unit)

@@ -18,13 +18,13 @@ Tensor = torch.Tensor
 
 
 class Transfer:
-    """A transfer between meshes that this rank takes part in and whose gradient comes back.
+    """A transfer between meshes in which this rank takes part and whose gradient is sent back.
 
-    local     what this rank sent, in the graph of the visit that sent it; None if it only receives
-    upstream  the token of what it received without having sent it; None if nothing depends on it
+    local     the sent tensor, in the graph of its visit; None if this rank only receives
+    upstream  the token of a tensor that this rank receives and has not sent; None without a graph
     sent_in, received_in  numbers of the visits, -1 for none
-    reached   a gradient has to come for what was sent
-    grad      the gradient of what arrived, None as long as there is none
+    reached   True if a gradient of the sent tensor will arrive
+    grad      the gradient of the received tensor, None until it is computed
     """
 
     __slots__ = (
@@ -42,14 +42,14 @@ class Transfer:
         self.arrival: Work[Tensor] | None = None
 
     def start_back(self, grad: Tensor | None) -> Work[Tensor]:
-        """Start the way back of the gradient: ``grad`` of what arrived here, if anything did."""
+        """Starts to send the gradient back: ``grad`` of the received tensor, if there is one."""
         if grad is None:
             grad = token.detached(self.dst.mesh.device, self.dst.dtype)
         return start_back(grad, Typed(self.src), Typed(self.dst), self.tag)
 
 
 class Turn(Transfer):
-    """From a visit to the next one of the same mesh: nothing is sent."""
+    """A step from a visit to the next visit of the same mesh, without a message."""
 
     __slots__ = ()
 
@@ -59,12 +59,12 @@ class Turn(Transfer):
 
 
 class Received(torch.autograd.Function):
-    """What a transfer brought; its backward keeps the gradient, zeros too, as it is awaited."""
+    """The received tensor; its backward keeps the gradient, even if 0: the sender waits for it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
-        activation_checkpoint.join_region(ctx)  # as CrossMesh does when it is computed again
+        activation_checkpoint.join_region(ctx)  # as CrossMesh does in a recomputation
         return value[0].data
 
     @staticmethod
@@ -75,7 +75,7 @@ class Received(torch.autograd.Function):
 
 
 class Sent(torch.autograd.Function):
-    """The token of what was sent; its backward notes that a gradient will come."""
+    """The token of a sent tensor; its backward marks that a gradient will arrive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
@@ -89,6 +89,6 @@ class Sent(torch.autograd.Function):
         return None, None
 
 
-# Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
+# Calls C++ directly: the Python layer of Function.apply serves functorch, which is not used here.
 received: Callable[[Tensor, list[Tensor], Transfer], Tensor] = direct_apply(Received)
 sent: Callable[[Tensor, Transfer], Tensor] = direct_apply(Sent)

@@ -1,4 +1,4 @@
-"""What is said of weights whose gradients a schedule could not put off: once, which and why."""
+"""Warns once about weights whose gradients a schedule could not defer, with the reasons."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from disttensor.autograd.split_backward import AtOnce
 from disttensor.errors import FallbackWarning, user_line
 from disttensor.tensor.base import MeshTensor, grad_leaves
 
-MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that lie on stages
+MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were split over stages
 _SHOWN = 4  # weights of one reason that the warning names
 _said: set[tuple[str, ...]] = set()
 
 
 def tell(found: Iterable[AtOnce], stage: int) -> None:
-    """Warn that these gradients were made in I, unless that was said before."""
+    """Warns that these gradients were computed in I, unless this warning was issued before."""
     by_reason: dict[str, list[torch.Tensor]] = {}
     for weights, why in found:
         by_reason.setdefault(why, []).extend(weights)
@@ -49,7 +49,7 @@ def _listed(weights: list[torch.Tensor]) -> str:
 
 
 def _name_of(leaf: torch.Tensor) -> str:
-    """Its name in the model that was split; without one its shape."""
+    """Returns the name of a leaf in the model that was split, else its shape."""
     for model in MODELS:
         for name, p in model.named_parameters():
             if isinstance(p, MeshTensor) and any(leaf is own for _, own in grad_leaves(p)):

@@ -1,10 +1,10 @@
-"""The schedules in which the gradients of weights fill the bubble. A backward is I, which the stage
-before waits for, and W, which nobody waits for. On the very first stage, where nobody waits for I
-either, and on others while nobody waits, a W that would follow at once is one B with it: that takes
-less time than both.
+"""Schedules in which gradients of weights fill the bubble. A backward is split into I, which the
+stage before waits for, and W, which no stage waits for. An I directly followed by its W is merged
+into one B, which takes less time, if no stage waits for the I: on the first stage, and on others at
+such times.
 
-From Qi et al., Zero Bubble Pipeline Parallelism (2023; ZB-H1, ZB-V), and the DualPipe of DeepSeek
-cut in half, DualPipeV (2025).
+From Qi et al., Zero Bubble Pipeline Parallelism (2023; ZB-H1, ZB-V), and DualPipeV, the DualPipe of
+DeepSeek cut in half (2025).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from disttensor.pipeline.steady import interleaved, mixed, sizes
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """ZB-H1: "1f1b" with the W of stage s put off by s micro-batches. It holds no more than stage 0
-    of "1f1b", and idles (p - 1) (F + I - W), a third of that where F, I and W take as long.
+    """Runs ZB-H1: "1f1b" with the W of stage s deferred by s micro-batches. It holds no more than
+    stage 0 of "1f1b", and idles (p - 1) (F + I - W), a third of "1f1b" if F, I and W are equal.
 
     >>> pipeline.zero_bubble(2, 3)
     Schedule(['F0 F1 B0 F2 B1 B2', 'F0 I0 F1 I1 W0 F2 I2 W1 W2'])
@@ -38,7 +38,7 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """ "interleaved_1f1b" in which W is put off: a shorter way down, as an I is as long as an F.
+    """ "interleaved_1f1b" with deferred W: a shorter way down, as an I is as long as an F.
 
     >>> pipeline.interleaved_zero_bubble(1, 1, 2)
     Schedule(['F0 F0.1 I0.1 W0.1 B0'])
@@ -53,10 +53,10 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
 
 
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """ZB-V: every mesh is visited on the way there and on the way back, so that the first one has
-    the loss. It holds as much as "1f1b" and, where F, I and W take as long and there are 2 p - 1
-    micro-batches or more, idles p - 1 of them only. Backwards between the two ends are whole: in
-    the paper they are I and, at once, W, and nobody waits for that I before W is over.
+    """Runs ZB-V: visits every mesh on the way there and on the way back, so the first one has the
+    loss. It holds as much as "1f1b". If F, I and W are equal and there are 2 p - 1 micro-batches or
+    more, it idles p - 1 of them only. Backwards between the two ends are whole: the paper runs I
+    and W one after the other there, and no stage waits for that I before the end of W.
 
     >>> pipeline.zbv(1, 1)
     Schedule(['F0 F0.1 B0.1 B0'], shape='v')
@@ -66,7 +66,7 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     rows = []
     for s in range(stages):
         row = _Row()
-        # An I that is waited for is parted from its W: towards the ends, or always where both meet.
+        # An I that a stage waits for is apart from its W: near the ends, or always if both meet.
         back = "B.1" if m == micro_batches else "I.1 W.1"
         parted = (m - 2 * stages + s if s else m) if m == micro_batches else 0
         row.add("F.0", 2 * (stages - s) - 1)
@@ -86,8 +86,8 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """DualPipeV: as "zbv", with whole backwards, in turn with forwards of the other direction,
-    where nobody waits for them.
+    """Runs DualPipeV: like "zbv", with whole backwards, alternating with forwards of the other
+    direction, if no stage waits for them.
 
     >>> pipeline.dualpipev(1, 2)
     Schedule(['F0 F0.1 F1 B0.1 F1.1 B0 B1.1 B1'], shape='v')
@@ -113,8 +113,8 @@ def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 class _Row:
-    """The order of one stage: ``add("F.0 I.1")`` takes the next micro-batch of each; a W is that of
-    the oldest I that has none, of this chunk where one is given."""
+    """The order of one stage: ``add("F.0 I.1")`` takes the next micro-batch of each. A W belongs to
+    the oldest I without a W (of this chunk, if given)."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -143,7 +143,7 @@ class _Row:
 
 
 def _put_off(order: Iterable[Action], by: int) -> list[Action]:
-    """B as I, and as W after the I of ``by`` more micro-batches."""
+    """Splits each B into I, and W after the I of ``by`` more micro-batches."""
     made: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
@@ -158,13 +158,13 @@ def _put_off(order: Iterable[Action], by: int) -> list[Action]:
 
 
 def _without(rows: list[list[Action]], micro_batches: int) -> Schedule:
-    """The first micro-batches alone: a schedule for more of them is one for fewer."""
+    """Keeps the first micro-batches: a schedule for more of them is one for fewer."""
     return _made([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
 
 
 def _made(rows: list[list[Action]], shape: str = "loop") -> Schedule:
-    """The schedule of these orders, with each I and W of the very first stage that are neighbours
-    as one B."""
+    """Returns the schedule of these orders, with neighbouring I and W of the first stage's first
+    visit merged into one B."""
     first: list[Action] = []
     for action in rows[0]:
         before = action._replace(kind="I")

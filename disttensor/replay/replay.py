@@ -45,8 +45,9 @@ def replay(target: F) -> F:
     straight-line code from the second call of a kind on.
 
     A module is returned itself, with its own ``forward``. Results, gradients, random numbers and
-    communication are the same as in eager calls. A call that cannot be recorded runs eagerly; ``why()``
-    of the forward, or of the function, returns the reasons. All ranks must call ``replay`` alike.
+    communication are the same as in eager calls. A call that cannot be recorded runs eagerly;
+    ``why()`` of the forward, or of the function, returns the reasons. All ranks must call
+    ``replay`` alike.
 
     >>> model = dt.shard_module(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), mesh)
     >>> model = dt.replay(model)
