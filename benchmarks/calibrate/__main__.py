@@ -3,7 +3,9 @@
     python -m benchmarks.calibrate             # one process
     python -m benchmarks.calibrate --ranks 4   # four gloo processes, which share the cores
 
-Prints a Device, and with several ranks a Network, as Python code. The machine should be idle.
+Prints Python code that defines ``device``, and with several ranks ``network``. A file with it is an
+option of the simulator: ``python -m disttensor.simulate --device FILE ...``. The machine should be
+idle.
 """
 
 from .measure import main

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,7 +170,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="for each matrix product (0.3)")
     args = parser.parse_args()
     if args.ranks == 1:
-        print(code(measure(args.seconds)))
+        print(code(device=measure(args.seconds)))
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -185,11 +184,15 @@ def _rank(rank: int, ranks: int, port: int, seconds: float) -> None:
     dist.init_process_group("gloo")
     device, network = measure(seconds, together=True), measure_network()
     if rank == 0:
-        print(code(device), code(network), sep="\n")
+        print(code(device=device, network=network))
     dist.destroy_process_group()
 
 
-def code(value: Any) -> str:
-    """Returns a Device or a Network as a call of ``dt.devices``."""
-    given = ", ".join(f"{f.name}={getattr(value, f.name)!r}" for f in fields(value))
-    return f"dt.devices.{type(value).__name__}({given})".replace("=Link(", "=dt.devices.Link(")
+def code(**values: Device | Network) -> str:
+    """Returns Python code that defines these values."""
+    lines = ["import torch", "", "import disttensor as dt", ""]
+    for name, value in values.items():
+        given = ", ".join(f"{f.name}={getattr(value, f.name)!r}" for f in fields(value))
+        call = f"dt.devices.{type(value).__name__}({given})".replace("=Link(", "=dt.devices.Link(")
+        lines.append(f"{name} = {call}")
+    return "\n".join(lines)

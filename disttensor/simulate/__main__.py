@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from disttensor.errors import SimulationError
 from disttensor.simulate import devices
-from disttensor.simulate.devices import Network
+from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.run import simulate_program
 from disttensor.simulate.run_rank import of_script
 
@@ -24,10 +28,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2, metavar="N", help=steps)
     value = "the value of data that the script reads: losses, norms, flags (0)"
     parser.add_argument("--value", type=float, default=0.0, metavar="X", help=value)
-    costs = "the costs of kernels (h100)"
-    parser.add_argument("--device", choices=[*devices.NAMED], default="h100", help=costs)
-    node = "ranks of one node (8)"
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help=node)
+    costs = f"{', '.join(devices.NAMED)}, or a file of python -m benchmarks.calibrate (h100)"
+    parser.add_argument("--device", default="h100", metavar="NAME", help=costs)
+    node = "ranks of one node (8, or as in the file of --device)"
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help=node)
     parser.add_argument("--html", metavar="FILE", help="write a page with all pictures there")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     trace = "write the time line there, for Perfetto and chrome://tracing"
@@ -37,10 +41,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     program = of_script(args.script, args.arguments, args.steps)
     try:
+        device, network = costs_of(args.device, args.ranks_per_node)
         report = simulate_program(
             program, args.world, values=args.value,
-            device=devices.NAMED[args.device],
-            network=Network(ranks_per_node=args.ranks_per_node),
+            device=device, network=network,
         )  # fmt: skip
     except (SimulationError, ValueError) as error:
         sys.exit(f"error: {error}")
@@ -51,6 +55,23 @@ def main(arguments: list[str] | None = None) -> None:
         report.to_json(args.json)
     if args.trace:
         report.to_chrome_trace(args.trace)
+
+
+def costs_of(name: str, ranks_per_node: int | None) -> tuple[Device, Network]:
+    """Returns a named device and the default network, or those that a Python file defines as
+    ``device`` and, optionally, ``network``. Raises ValueError if there is neither."""
+    found: dict[str, Any] = {"device": devices.NAMED.get(name)}
+    if found["device"] is None and Path(name).is_file():
+        found = runpy.run_path(name)
+    if not isinstance(found.get("device"), Device):
+        raise ValueError(
+            f"--device {name}: one of {', '.join(devices.NAMED)} is expected, or a Python file "
+            "that defines device, as python -m benchmarks.calibrate prints one"
+        )
+    network = found.get("network", Network())
+    return found["device"], network if ranks_per_node is None else replace(
+        network, ranks_per_node=ranks_per_node
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import disttensor as dt
-from benchmarks.calibrate.measure import measure, measure_network
+from benchmarks.calibrate.measure import code, measure, measure_network
 from benchmarks.calibrate.reference_pipeline import of_collective, of_micro_batch
 from benchmarks.calibrate.reference_step import (
     events_of,
@@ -22,6 +22,7 @@ from benchmarks.calibrate.reference_step import (
 )
 from disttensor import pipeline
 from disttensor.fsdp.engine import Engine
+from disttensor.simulate.__main__ import costs_of
 from disttensor.simulate.events import Op
 from disttensor.simulate.shapes import cost
 from tests.support.pool import on_ranks
@@ -158,3 +159,19 @@ def test_a_network_of_one_rank_is_refused_by_name():
 def test_a_time_that_is_none_is_refused(seconds):
     with pytest.raises((TypeError, ValueError), match="measure: seconds"):
         measure(seconds=seconds)
+
+
+def test_the_command_reads_the_device_and_network_that_calibration_prints(tmp_path):
+    links = {"between": dt.devices.Link(1e9, 1e-5), "processor": dt.devices.Link(2e9, 1e-6)}
+    network = dt.devices.Network(ranks_per_node=3, **links)
+    device = dataclasses.replace(BARE, kernels={("mm", torch.float32): 1.5})
+    file = tmp_path / "cpu.py"
+    file.write_text(code(device=device, network=network))
+    assert costs_of(str(file), None) == (device, network)
+    assert costs_of(str(file), 2) == (device, dataclasses.replace(network, ranks_per_node=2))
+    file.write_text(code(device=device))
+    assert costs_of(str(file), None) == (device, dt.devices.Network())
+    assert costs_of("a100", None) == (dt.devices.A100, dt.devices.Network())
+    for name in ("cpu", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"--device .*: one of a100, h100, h200 is expected"):
+            costs_of(name, None)
