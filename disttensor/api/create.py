@@ -1,4 +1,4 @@
-"""What users call to make DistTensors, and to move them to another layout."""
+"""Functions that make DistTensors, and reshard them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def shard_tensor(
     requires_grad: bool | None = None,
     src_rank: int | None = None, check: bool = False,
 ) -> DistTensor:  # fmt: skip
-    """``data``, the global value on every rank, as a DistTensor: each rank keeps its piece.
+    """Returns ``data``, the global value on every rank, as a DistTensor: each rank keeps its piece.
 
-    ``src_rank``: only this global rank's data count and are sent to the others, so that ranks
-    cannot disagree (the others give a tensor of the same shape and dtype). ``check=True`` compares
-    the data of all ranks and names the one that differs. A leaf gives a leaf; data in a graph stays
-    in it. Neither placements nor dims_mapping: replicated. A rank outside the mesh gives data of
-    the same shape and dtype, and keeps nothing of it. A tensor on the meta device gives pieces
-    there (``module.to_empty(device=...)`` then makes memory). A DistTensor is resharded.
+    ``src_rank``: only the data of this global rank count and are sent to the others, so that ranks
+    cannot differ (the others give a tensor of the same shape and dtype). ``check=True`` compares
+    the data of all ranks and names the ranks that differ. A leaf gives a leaf; data in a graph
+    stays in it. Without placements and dims_mapping it is replicated. A rank off the mesh gives
+    data of the same shape and dtype, and keeps nothing of it. A tensor on the meta device gives
+    pieces there (``module.to_empty(device=...)`` then makes memory). A DistTensor is resharded.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Shard(1)])
     >>> x.process_mesh, x.dims_mapping
@@ -102,7 +102,7 @@ def shard_tensor(
 
 
 def _values(data: Any, meta: bool) -> Tensor:
-    """``data`` as a plain tensor, on the meta device only where ``meta``."""
+    """Returns ``data`` as a regular tensor; a tensor on the meta device is allowed if ``meta``."""
     if not isinstance(data, Tensor):
         try:
             return torch.as_tensor(data)
@@ -117,7 +117,7 @@ def _sharded_again(
     x: DistTensor, mesh: ProcessMesh, how: Any, dtype: torch.dtype | None,
     requires_grad: bool | None, src_rank: int | None,
 ) -> DistTensor:  # fmt: skip
-    """``shard_tensor`` of a DistTensor. Without a layout it keeps its placements."""
+    """Runs ``shard_tensor`` on a DistTensor. Without a layout it keeps its placements."""
     if src_rank is not None:
         raise ValueError(
             f"shard_tensor: src_rank={src_rank} of a DistTensor: no rank has another value of it"
@@ -133,7 +133,7 @@ def _sharded_again(
 
 
 def _as_parameter(x: DistTensor, data: Any) -> Any:
-    """A Parameter gives a Parameter."""
+    """Returns ``x``, as a Parameter if ``data`` is one."""
     is_param = isinstance(data, torch.nn.Parameter)
     return torch.nn.Parameter(x, x.requires_grad) if is_param else x
 
@@ -162,11 +162,11 @@ def reshard(
     dims_mapping: Any = None,
     partial_status: Any = None,
 ) -> DistTensor:
-    """``x`` in another layout, on its mesh or another one; differentiable. A plain tensor counts as
-    replicated.
+    """Returns ``x`` in another layout, on its mesh or another one; differentiable. A regular tensor
+    counts as replicated.
 
-    To another mesh: every rank of the world makes the call, ranks that are in neither mesh too.
-    What a receiver lacks comes from ranks that have it; the gradient goes the same way back.
+    To another mesh: every rank of the world makes the call, also ranks in neither mesh. Elements
+    that a receiver does not hold come from ranks that do; gradients go back the same way.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
     >>> dt.reshard(x, mesh, [dt.Replicate(), dt.Shard(1)]).dims_mapping
@@ -195,9 +195,9 @@ def from_fn(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """``fn(shape, *args)``, born sharded: each rank makes its piece only. ``fn`` is a factory of
-    torch
-    (zeros, ones, empty, full, rand, randn); random ones draw the bits that one process would draw.
+    """Returns ``fn(shape, *args)`` as a DistTensor; each rank makes its piece only. ``fn`` is a
+    factory of torch (zeros, ones, empty, full, rand, randn). Random factories draw the same numbers
+    as one process would.
 
     >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
     36.0
@@ -220,7 +220,7 @@ def from_fn(
     if requires_grad is not False:
         kind = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
         check_differentiable(who, requires_grad, kind)
-    if spec.layout.own:  # where such a piece lies in the whole, its reshard knows
+    if spec.layout.own:  # only the reshard to such a placement can cut its pieces
         bare = spec.with_layout(spec.layout.without_own()).placements
         whole = from_fn(fn, mesh, bare, shape, *args, dtype=dtype, **kwargs)
         out = resharded(whole, spec.with_dtype(whole.spec.dtype))
@@ -279,7 +279,7 @@ def arange(
     placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DistTensor:  # fmt: skip
-    """torch.arange on a mesh. Each rank makes all values and keeps its piece.
+    """Runs torch.arange on a mesh. Each rank makes all values and keeps its piece.
 
     >>> dt.arange(2, 8, 2, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
     [2, 4, 6]
@@ -298,8 +298,8 @@ def randint(
     low: int, high: Any, size: Any = None, *, mesh: ProcessMesh,
     placements: Sequence[Placement] | None = None, dtype: torch.dtype = torch.int64,
 ) -> DistTensor:  # fmt: skip
-    """torch.randint on a mesh: ``randint(high, size)`` or ``randint(low, high, size)``. The numbers
-    follow from the global position, so they do not depend on the placements.
+    """Runs torch.randint on a mesh: ``randint(high, size)`` or ``randint(low, high, size)``. The
+    numbers follow from the global position, so they do not depend on the placements.
 
     >>> x = dt.randint(3, 9, (4, 2), mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     >>> x.shape, bool((x >= 3).all()), bool((x < 9).all())
@@ -319,7 +319,7 @@ def distribute_tensor(
     tensor: Any, device_mesh: Any = None, placements: Sequence[Placement] | None = None, *,
     src_data_rank: int | None = 0,
 ) -> DistTensor:  # fmt: skip
-    """torch's ``distribute_tensor``: ``shard_tensor`` of the data of one rank.
+    """Runs ``shard_tensor`` on the data of one rank, as torch's ``distribute_tensor`` does.
 
     Args:
         tensor: the global tensor; only its shape and dtype matter on ranks that do not send it.
@@ -356,7 +356,7 @@ def full(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    """torch.full on a mesh.
+    """Runs torch.full on a mesh.
 
     >>> dt.full((2, 2), 3, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).tolist()
     [[3, 3], [3, 3]]

@@ -1,4 +1,4 @@
-"""from_local: what every rank holds, as the pieces of one DistTensor."""
+"""from_local: makes a DistTensor of pieces that the ranks hold."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def from_local(
     shape: Sequence[int] | None = None,
     dims_mapping: Any = None, partial_status: Any = None,
 ) -> DistTensor:  # fmt: skip
-    """This rank's ``local`` piece as part of a DistTensor; differentiable.
+    """Returns the DistTensor of which ``local`` is this rank's piece; differentiable.
 
     ``shape`` is the global shape; without it the ranks exchange the sizes and dtypes of their
-    pieces. The pieces must be those that torch.chunk cuts (5 over 4: 2, 2, 1, 0), of one dtype.
-    Raises ValueError, on all ranks alike, where they are not; with ``shape=`` on the rank whose
-    piece has another size, and for dtypes under ``dt.debug()`` only. On a rank outside the mesh
-    only requires_grad of ``local`` counts, and with ``shape=`` its dtype.
+    pieces. The pieces must be cut as by torch.chunk (5 over 4: 2, 2, 1, 0), of one dtype. Else it
+    raises ValueError on all ranks; with ``shape=`` on the rank whose piece has another size, and
+    for dtypes under ``dt.debug()`` only. On a rank off the mesh only requires_grad of ``local``
+    counts, and with ``shape=`` its dtype.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
@@ -60,7 +60,7 @@ def from_local(
 def from_pieces(
     local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
 ) -> DistTensor:
-    """``from_local`` on the ranks of the mesh."""
+    """Runs ``from_local`` on the ranks of the mesh."""
     if shape is None or desync.enabled:
         mine = tuple(local.shape), local.dtype
         everyone = objects.gather_objects(mine, mesh.group(tuple(range(mesh.ndim))))
@@ -103,8 +103,8 @@ def _check_pieces(spec: DistSpec, everyone: Sequence[tuple[int, ...]]) -> None:
 def _global_shape(
     everyone: Sequence[tuple[int, ...]], layout: Layout, mesh: ProcessMesh
 ) -> list[int]:
-    """The global shape from the pieces of all ranks: along the axes of each dim the sizes add
-    up."""
+    """Returns the global shape from the pieces of all ranks: the sizes add up along the axes of
+    each dim."""
     pieces = dict(zip(mesh.coordinates(), everyone, strict=True))
     origin = (0,) * mesh.ndim
     return [

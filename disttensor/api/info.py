@@ -1,4 +1,4 @@
-"""What runs here: versions, and which code carries out calls."""
+"""The versions of the software, and the code that runs calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from disttensor.dispatch import native
 
 
 def info() -> dict[str, str]:
-    """The versions of disttensor, torch and Python, and what carries out warm calls of DistTensors:
-    "C", or "Python" and why it is not C (see ``disttensor/dispatch/native.py``).
+    """Returns the versions of disttensor, torch and Python, and the code that runs warm calls of
+    DistTensors: "C", or "Python" with a reason (see ``disttensor/dispatch/native.py``).
 
     >>> list(dt.info())
     ['disttensor', 'torch', 'python', 'dispatch']

@@ -1,4 +1,5 @@
-"""torch's DTensor and DistTensor: the same layout is the same bytes, so nothing is copied."""
+"""Converts between torch's DTensor and DistTensor: the same layout has the same bytes, so nothing
+is copied."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ _FROM = {"product": "prod"}
 
 
 def _torch() -> Any:
-    """torch.distributed.tensor, loaded when it is first needed: its import costs more than all of
+    """Loads torch.distributed.tensor on first use: its import takes longer than all of
     disttensor's."""
     return import_module("torch.distributed.tensor")
 
 
 def to_dtensor(x: DistTensor) -> Any:
-    """x as torch's DTensor over the same local tensor; differentiable.
+    """Returns x as torch's DTensor over the same local tensor; differentiable.
 
-    Raises ValueError for what DTensor cannot say: a dim split in another order than the mesh's,
-    any/all reductions, placements of other types (``Balanced``, users' own), ranks that do not
-    ascend along an axis.
+    Raises ValueError for layouts that DTensor cannot express: a dim split in another order than the
+    mesh's, any/all reductions, placements of other types (``Balanced``, users' own), ranks that do
+    not ascend along an axis.
 
     >>> dt.to_dtensor(dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])).placements
     (Shard(dim=0), Replicate())
@@ -67,7 +68,7 @@ def to_dtensor(x: DistTensor) -> Any:
 
 
 def from_dtensor(x: Any) -> DistTensor:
-    """A torch DTensor as a DistTensor over the same local tensor; differentiable.
+    """Returns a torch DTensor as a DistTensor over the same local tensor; differentiable.
 
     Raises ValueError for private placements (_StridedShard and others).
 

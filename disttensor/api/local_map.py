@@ -1,4 +1,4 @@
-"""local_map: the user's own code on locals, with its place in the global program declared."""
+"""local_map: runs the user's own code on locals, with declared placements."""
 
 from __future__ import annotations
 
@@ -43,19 +43,18 @@ def local_map(
     device_mesh: Any = None,
     out_shapes: Any = None,
 ) -> Callable[..., Any]:
-    """``local_map(fn, out_placements=..., in_placements=...)(*args)``: fn gets plain local tensors,
-    differentiable. The placements are given by name, as torch's ``local_map`` has another order.
+    """Returns a function that calls ``fn`` with regular local tensors, differentiably. The
+    placements are given by name, as torch's ``local_map`` has another order.
 
-    in_placements: for each tensor argument its placements (it is resharded to them), None keeps
-    what it has. out_placements: placements of each result (one sequence for a single result), None
-    for one that is passed on as it is; the global shape follows from the pieces (sizes are
-    exchanged) or is given by ``out_shapes``. Ranks outside the mesh make the call too, and hear
-    what came out: in every call, or with ``out_shapes`` in the first of its kind (in a pipeline, of
-    each micro-batch).
-    device_mesh: where regular tensors go that are given; None: the mesh of the DistTensors.
-    in_grad_placements: for each tensor argument what its local gradient means. By default that
-    follows from the placements: S -> S, P -> R, and R -> Partial where some argument or result
-    varies over the axis, else R.
+    in_placements: the placements of each tensor argument, which is resharded to them; None keeps
+    its own. out_placements: placements of each result (one sequence for a single result), None for
+    a result that is returned unchanged. The global shape follows from the pieces (sizes are
+    exchanged) or is given by ``out_shapes``. Ranks off the mesh make the call too, and receive the
+    metadata of results: in every call, or with ``out_shapes`` in the first of its kind (in a
+    pipeline, of each micro-batch).
+    device_mesh: the mesh of regular tensors among the arguments; None: the mesh of the DistTensors.
+    in_grad_placements: the placements of the local gradient of each tensor argument. They default
+    to S -> S, P -> R, and R -> Partial if some argument or result varies over the axis, else R.
 
     >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     >>> twice = dt.local_map(lambda piece: piece * 2, out_placements=[dt.Shard(0), dt.Replicate()])
@@ -96,7 +95,7 @@ def local_map(
         if len(given) != (len(out_placements) if nested else 1):
             raise argument_error(who, out_shapes, "one for each of out_placements", ValueError)
 
-    # What ranks outside the mesh have been told, by kind of call.
+    # Kind of call -> metadata that ranks off the mesh have received.
     known: Cache[Any, Any] = Cache(1024, told=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -135,9 +134,9 @@ def local_map(
         for o in outs:
             vary |= {a for a, p in enumerate(o or ()) if not as_placement(p).is_replicate()}
         key = None if out_shapes is None else _kind(args, kwargs, tensors)
-        if key is not None:  # micro-batches come in another order on other ranks
+        if key is not None:  # other ranks may run micro-batches in another order
             key = p2p.CHANNEL.get(), key
-        if mesh.coordinate is None:  # the ranks inside say what came out
+        if mesh.coordinate is None:  # the ranks of the mesh send the metadata
             heard = key in known
             told = known[key] if heard else objects.recv_object(mesh.root.ranks, mesh.device)
             if key is not None:
@@ -188,8 +187,8 @@ def _number(tensors: list[torch.Tensor]) -> int:
 
 
 def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) -> torch.Tensor:
-    """The local of x in ``spec`` for a use that varies over the axes ``vary``, or whose gradient
-    has the given placements."""
+    """Returns the local of x in ``spec`` for a use that varies over the axes ``vary``, or whose
+    gradient has the given placements."""
     apart = spec.layout.varies()
     if placements is None:
         return moved_for(x, spec, tuple(sorted(vary - apart)))
@@ -201,7 +200,7 @@ def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) ->
 
 
 def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-    """Calls that give results of one description, where their shapes are given; None: not known."""
+    """Returns a key of calls with equal metadata of results, given their shapes, or None."""
     try:
         return (
             key_of(args),
@@ -214,8 +213,8 @@ def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
 
 
 def replicated_of(t: torch.Tensor, mesh: ProcessMesh) -> DistTensor:
-    """A plain tensor as a replicated one; its gradient reaches it (the alias of a leaf itself would
-    not)."""
+    """Returns a replicated DistTensor of a regular tensor, by an alias with its own node: the
+    gradient reaches the tensor."""
     return wrap(
         t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, plain_spec(t, mesh)
     )
@@ -230,8 +229,8 @@ def _nested(placements: Any) -> bool:
 
 
 class _Regrad(torch.autograd.Function):
-    """The value as it is; the gradient arrives in the layout ``given`` and goes on as that of
-    ``spec``."""
+    """The identity. Its backward takes a gradient in the layout ``given`` and reshards it to the
+    gradient's layout for ``spec``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:

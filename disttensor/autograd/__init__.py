@@ -1,5 +1,4 @@
-"""Gradients of locals: what the gradient of a piece means, differentiable collectives,
-recomputation.
+"""Gradients of locals: their meaning per placement, differentiable collectives, recomputation.
 
-Knows layouts and plain tensors; a DistTensor is unknown here (``disttensor.tensor``).
+It uses layouts and regular tensors only; DistTensors are in ``disttensor.tensor``.
 """

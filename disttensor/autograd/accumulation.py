@@ -1,8 +1,8 @@
-"""Which backward this is: the only one before the gradients are read, or one of several
+"""The context of a backward: the only backward before the gradients are read, or one of several
 micro-batches that add up.
 
-Set by the code that runs backwards, read by gradient reduction: contributions may wait for the last
-backward.
+Code that runs backwards sets it and gradient reduction reads it: contributions may wait for the
+last backward.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class BackwardContext(NamedTuple):
-    """is_last: no backward follows before the gradients are read. reduce: what those before it do,
-    "scatter", "none" (gradients are kept), or "nothing"."""
+    """is_last: no backward follows before the gradients are read. reduce: the action of earlier
+    backwards, "scatter", "none" (gradients are kept), or "nothing"."""
 
     is_last: bool = True
     reduce: str = "scatter"
@@ -20,7 +20,7 @@ class BackwardContext(NamedTuple):
 
 ONLY = BackwardContext()
 RETURNED = BackwardContext(False, "nothing")  # torch.autograd.grad: no gradient adds up
-# Of the process, and no context variable: hooks ask in the threads of autograd, which see none.
+# Global and no context variable: hooks read it in autograd's threads, which have no such variables.
 _stack = [ONLY]
 
 
@@ -29,7 +29,7 @@ def current_context() -> BackwardContext:
 
 
 class backward_context:
-    """For backwards of micro-batches in here."""
+    """Sets the context of the backwards of micro-batches in its block."""
 
     def __init__(self, context: BackwardContext) -> None:
         self.context = context

@@ -1,22 +1,22 @@
-"""Activation checkpointing: a region that is computed again draws what its forward drew.
+"""Activation checkpointing: a recomputed region draws the same random numbers as its forward.
 
-torch.utils.checkpoint (use_reentrant=False) runs a region again in the backward and puts torch's
-own generator back for it. The numbers of DistTensors follow from a counter that torch does not know
-of. So each random call is noted with the regions that it runs in, and in a recomputation the n-th
-call takes the n-th note:
+torch.utils.checkpoint (use_reentrant=False) runs a region again in the backward and restores
+torch's own generator for it. The numbers of DistTensors follow from a counter that torch does not
+save. So each random call adds a note to the regions that it runs in, and in a recomputation the
+n-th call takes the n-th note:
 
     the innermost recomputation around a call   gives its note (without one, the counter does)
     the forwards of regions inside that         note it, for recomputations of their own
 
 ``disttensor.patches.checkpoint`` opens a ``Run`` around each forward and each recomputation.
 
-Ranks that are in several meshes compute a region again at the first of its nodes that saved
-something, which other ranks may not have. What it communicates has all ranks come there first, so a
-node whose backward communicates saves something in its region (``join_region``), and unpacks it
+Ranks that are in several meshes recompute a region at the first of its nodes that saved a tensor,
+which other ranks may not have. All ranks must recompute it before they run its collectives. So a
+node whose backward communicates saves a tensor in its region (``join_region``), and unpacks it
 before it communicates (``recompute_region``).
 
-A region is computed again out of the place that its forward had in the program, so what was set up
-around that is set up for it again (``callbacks.recompute_contexts``).
+A recomputation runs at another point of the program than its forward, so contexts around the
+forward are entered again (``callbacks.recompute_contexts``).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import torch
 
 from disttensor.torch_private import current_backward, next_node, top_saved_tensors_hooks
 
-# of regions, around this code; changed in this module only
+# the innermost run around this code; only this module sets it
 INNERMOST: ContextVar[Run | None] = ContextVar("checkpointed region", default=None)
-# (first node, node after the last) of the outermost regions, for whoever sets a list
+# (first node, node after the last) of the outermost regions, if a list is set
 REGIONS: ContextVar[list[tuple[int, int]] | None] = ContextVar("regions", default=None)
 
 
 class Run:
-    """``with Run(notes, ...):`` the code inside is the forward of a region, which adds to its
-    notes, or a recomputation, which takes them one by one."""
+    """``with Run(notes, ...):`` runs the forward of a region, which adds to its notes, or a
+    recomputation, which takes the notes one by one."""
 
     __slots__ = ("begin", "ended", "is_recompute", "notes", "outer", "regions", "taken")
 
@@ -64,7 +64,7 @@ class Run:
 
 
 def current_run() -> Run | None:
-    """The innermost run of a region around this code; None outside of regions."""
+    """Returns the innermost run of a region around this code; None outside of regions."""
     return INNERMOST.get()
 
 
@@ -77,26 +77,26 @@ def outermost_run() -> Run | None:
 
 
 def recompute_around(run: Run | None) -> Run | None:
-    """The innermost recomputation that this code is part of."""
+    """Returns the innermost recomputation around this code, or None."""
     while run is not None and not run.is_recompute:
         run = run.outer
     return run
 
 
 def region() -> Any:
-    """What tells this code's region from others, a recomputation from its forward: (weak) the hook
-    on top of the stack of saved-tensors hooks. What was put into the graph in one region is not
-    used in another: each saves the same tensors in its forward and its recomputation."""
+    """Returns an identity of this code's region and run: a weak reference to the top hook of the
+    stack of saved-tensors hooks. Aliases made in one region are not used in another, because each
+    region saves the same tensors in its forward and its recomputation."""
     top = top_saved_tensors_hooks(True)
     return None if top is None else weakref.ref(top[0])
 
 
 def replayed(run: Run | None, sure: bool = True) -> Any:
-    """The note of the random call that a recomputation is about to repeat; None where numbers are
-    new.
+    """Returns the note of the random call that a recomputation is about to repeat, or None if its
+    numbers are new.
 
-    Raises RuntimeError where the recomputation draws more often than the forward did; gives None
-    there if it is not ``sure`` that anything will be drawn.
+    Raises RuntimeError if the recomputation draws more often than the forward; returns None then
+    if it is not ``sure`` that the call will draw.
     """
     source = recompute_around(run)
     if source is None or (not sure and source.taken >= len(source.notes)):
@@ -111,8 +111,8 @@ def replayed(run: Run | None, sure: bool = True) -> Any:
 
 
 def note(run: Run | None, what: Any) -> None:
-    """Note a random call with all regions that it runs in. Raises RuntimeError in a backward that
-    repeats no region."""
+    """Adds the note of a random call to all regions around it. Raises RuntimeError in a backward
+    that repeats no region."""
     source = recompute_around(run)
     if source is not None:
         source.taken += 1
@@ -130,17 +130,16 @@ def note(run: Run | None, what: Any) -> None:
 
 
 def join_region(ctx: Any) -> None:
-    """In the forward of a node whose backward communicates: tie it to the region that it is made
-    in, if any."""
+    """Ties a node whose backward communicates to the region around its forward, if there is one."""
     if top_saved_tensors_hooks(True) is not None:
         ctx.save_for_backward(torch.empty(0, device="cpu"))
         ctx.in_region = True
 
 
 def recompute_region(ctx: Any) -> None:
-    """In its backward, before it communicates: have the region computed again now. Hooks of the
-    user on saved tensors look like a region that never ends: there a node may serve several
-    backwards, and has nothing left after the first."""
+    """Recomputes the region of a node, in its backward, before it communicates. The user's own
+    saved-tensors hooks look like a region without an end: a node in it may serve several
+    backwards, and its saved tensor is freed after the first."""
     if getattr(ctx, "in_region", False):
         try:
             _ = ctx.saved_tensors

@@ -1,15 +1,15 @@
-"""A reduction of the backward begins when what it adds up is there, and is waited for later.
+"""A reduction of the backward starts when its input is complete, and is waited for later.
 
     x -> Move -> Ahead -> uses of x, as products with weights    (a backward goes from the right)
 
-It comes to ``Ahead`` when the gradient of all uses is complete, and begins its reduction; it comes
-to ``Move`` (``disttensor.autograd.grad_types``) for the result. Of all nodes that are ready
-autograd runs the one with the highest number, and a new node has the next number. So a few numbers
-are left out between the two, the *room*. The gradient of a weight takes one of them
-(``ops.linalg.beside``), and is computed while the reduction is under way.
+A backward reaches ``Ahead`` when the gradient of all uses is complete, and starts its reduction; at
+``Move`` (``disttensor.autograd.grad_types``) it waits for the result. Autograd runs the ready node
+with the highest number, and a new node has the next number. So a few numbers are left out between
+the two, the *room*. The gradient of a weight takes one of them (``ops.linalg.beside``), and is
+computed while the reduction runs.
 
-Numbers stay unique, and those of a node's inputs below its own: a backward runs the nodes of the
-program in one order, on all ranks alike, whatever a rank's piece is.
+Numbers stay unique, and the inputs of a node have lower numbers than the node. So a backward runs
+the nodes of the program in one order, the same on all ranks, whatever a rank's piece is.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ROOM = 4  # q, k and v, or gate and up, and one more
 
 
 class Ahead(torch.autograd.Function):
-    """The identity, whose backward begins what the ``Move`` before it will wait for.
+    """The identity; its backward starts the reduction that the ``Move`` before it waits for.
 
-    Where the gradient is to be differentiated again, nothing begins here: the Move does it all.
+    If the gradient will be differentiated again, only the Move reduces.
     """
 
     @staticmethod
@@ -55,11 +55,11 @@ _ahead: Any = direct_apply(Ahead)
 
 
 def ahead(moved: Tensor, begin: Begin, begun: Begun) -> Tensor:
-    """``moved``, the result of a Move that looks into ``begun``."""
+    """Returns ``moved``, the result of a Move that reads ``begun``, followed by an ``Ahead``."""
     if moved.grad_fn is None:
         return moved
     first = node_number(moved.grad_fn) + 1
     for _ in range(ROOM):
-        moved.view_as(moved)  # a node, and nothing else
+        moved.view_as(moved)  # uses up a number
     out: Tensor = _ahead(moved, begin, begun, first)
     return out

@@ -1,12 +1,12 @@
 """The autograd function of a transfer between meshes.
 
-Its backward is the transfer between the duals of its ends (``disttensor.autograd.grad_types``), and
-the backward of that is one again, so a gradient that has crossed may be differentiated again.
+Its backward is the transfer between the duals of its ends (``disttensor.autograd.grad_types``).
+That backward is a transfer again, so a gradient that has crossed may be differentiated again.
 
-What a gradient depends on is known where it was computed, and on no other rank. So a backward with
-``create_graph`` says on each rank which transfers it ran, there and back: the gradient of the
-*anchor* (``disttensor.autograd.token``) is then a token that leads to all of them, and
-``torch.autograd.grad`` makes each of its results depend on it. Whoever differentiates one reaches
+Only the rank that computed a gradient knows its dependencies. So a backward with ``create_graph``
+records on each rank the transfers that it ran, there and back: the gradient of the *anchor*
+(``disttensor.autograd.token``) is then a token that leads to all of them, and
+``torch.autograd.grad`` makes each of its results depend on it. A backward from any result reaches
 the same transfers on every rank.
 """
 
@@ -27,22 +27,22 @@ Tensor = torch.Tensor
 
 
 def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int) -> Work[Tensor]:
-    """The gradient of what crossed from ``src`` to ``dst`` with ``tag`` starts its way back:
-    ``grad`` is that of the local of dst, or of its token."""
+    """Starts to send the gradient ``grad`` of the local of ``dst``, or of its token, back through
+    the transfer from ``src`` to ``dst`` with ``tag``."""
     grad, at, to = _way_back(grad, src, dst)
     return start(grad, at.spec, to.spec, tag ^ 1)
 
 
 def crossed(x: Tensor, value: Tensor, src: Typed, dst: Typed, tag: int) -> Tensor:
-    """The local (or token) ``x`` of ``src`` as the local (or token) of ``dst``, of which ``value``
-    is known already."""
+    """Returns the local (or token) of ``dst`` for ``x``, the local (or token) of ``src``; ``value``
+    is its value."""
     out: Tensor = _cross_mesh(x, token.anchor(value.device), [value], src, dst, tag)[0]
     return out
 
 
 def apart(value: Tensor, local: Tensor) -> Tensor:
-    """What arrived, in other memory than ``local``, which was sent: where nothing moves it is a
-    view."""
+    """Returns the received ``value`` in other memory than ``local``, which was sent: within one
+    rank a transfer may be a view."""
     same = storage_id(value.untyped_storage()) == storage_id(local.untyped_storage())
     return value.clone() if same else value
 
@@ -54,26 +54,26 @@ def _way_back(grad: Tensor, src: Typed, dst: Typed) -> tuple[Tensor, Typed, Type
 
 @cached(4096)
 def _ends_back(src: Typed, dst: Typed) -> tuple[Typed, Typed, float]:
-    """From where to where a gradient goes, and by what it is scaled."""
+    """Returns the types between which a gradient goes back, and its scale."""
     (to, divide_src), (at, divide_dst) = dual(src), dual(dst)
     return at, to, divide_dst / divide_src
 
 
 class CrossMesh(torch.autograd.Function):
-    """Two results: the local (or token) of ``dst``, and a token of the transfer itself.
+    """Returns two results: the local (or token) of ``dst``, and a token of the transfer itself.
 
-    ``anchor`` requires grad, so that the results do where the source is on other ranks only.
+    ``anchor`` requires grad, so the results do, also if the source is only on other ranks.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, value: list[Tensor], src: Typed, dst: Typed, tag: int
     ) -> tuple[Tensor, Tensor]:
-        """``value`` is in a list to be no argument of autograd's."""
+        """Returns both. ``value`` is in a list, so that it is no argument of autograd's."""
         ctx.ends = src, dst, tag
         with no_dispatch():
             itself = torch.empty(0, device=anchor.device)
-        ctx.save_for_backward(itself)  # and so it is of its region: see activation_checkpoint
+        ctx.save_for_backward(itself)  # makes it part of its region: see activation_checkpoint
         ctx.in_region = True
         return value[0].data, itself
 
@@ -94,5 +94,5 @@ class CrossMesh(torch.autograd.Function):
         return back, both, None, None, None, None
 
 
-# Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
+# Calls C++ directly: the Python layer of Function.apply serves functorch, which is not used here.
 _cross_mesh: Any = direct_apply(CrossMesh)

@@ -1,4 +1,4 @@
-"""The graph below the roots of a backward, and the groups of weights that forks lead to."""
+"""The graph below the roots of a backward, and the groups of weights below its forks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Node = Any
 
 
 class Graph:
-    """The nodes below ``roots`` through which a leaf or one of ``anchors`` is reached.
+    """The nodes below ``roots`` that lead to a leaf or to one of ``anchors``.
 
-    children  of each node: those that lead there
+    children  of each node: the children that lead there
     order     all nodes, children before parents
-    way       the nodes that lead to an anchor. Where none is reached: those that lead to ``ends``,
-              the nodes nearest to the leaves that have several chains of nodes below them, each
-              with one leaf, or are such a chain that is used several times: those of the first
-              layer, and of a weight that is made of others
-    leaves    what collects the gradients of the leaves, anchors not among them
+    way       the nodes that lead to an anchor; if there is none, the nodes that lead to ``ends``.
+              An end is a node with several chains of nodes below it, each to one leaf, or with one
+              such chain that is used several times: a node of the first layer, or of a weight that
+              is computed from others
+    leaves    the nodes that accumulate the gradients of leaves, without anchors
     """
 
     def __init__(self, roots: Sequence[Node], anchors: Sequence[Node]) -> None:
@@ -56,12 +56,12 @@ class Graph:
 
 
 class Group:
-    """Weights whose gradients are made together: the nodes off the way that hang together.
+    """Weights whose gradients are computed together: connected nodes off the way.
 
-    starts  forks and ends above them; none where they hang from roots alone
-    handed  in place of such a fork: one that hands what comes to a node of the group, with that
-            node. It has nothing to do for the group, and is not run again
-    nodes   those off the way, the ``leaves`` among them
+    starts  forks and ends above them; empty if only roots are above them
+    handed  (fork, node) for a fork that hands its gradient on to a node of the group. The group
+            does not need to run such a fork again
+    nodes   the nodes off the way, including ``leaves``
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Group:
         self, roots: Sequence[Tensor], edges: Sequence[Node], grads: Sequence[Tensor],
         came: dict[Node, tuple[Tensor | None, ...]],
     ) -> None:  # fmt: skip
-        """Keep what the second part begins with."""
+        """Keeps the roots and gradients of the second part."""
         if self.from_roots:
             inside = set(self.nodes)
             at = [i for i, edge in enumerate(edges) if edge in inside]
@@ -107,7 +107,7 @@ class Group:
 
 
 def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
-    """The groups, those of newer forks first. Those of several forks are among them."""
+    """Returns the groups, by their newest fork, newest first. A group may have several forks."""
     parent: dict[Node, Node] = {}
 
     def root_of(node: Node) -> Node:
@@ -153,15 +153,15 @@ def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
 
 
 def _handed_to(node: Node) -> Node | None:
-    """The child that gets the gradient that came to ``node``, as it is: a custom function may say
-    which of its arguments that is."""
+    """Returns the child that gets the gradient of ``node`` unchanged, or None. A custom function
+    names this argument in ``hands_on``."""
     number = getattr(getattr(node, "_forward_cls", None), "hands_on", None)
     return None if number is None else node.next_functions[number][0]
 
 
 def _below(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], list[Node]]:
-    """Each node that can be reached and leads to a leaf, with those of its children that do, and
-    these nodes, children before parents."""
+    """Returns the reachable nodes that lead to a leaf, each with its children that do, and the
+    nodes in order, children before parents."""
     children: dict[Node, list[Node]] = {}
     order: list[Node] = []
     seen: set[Node] = set()

@@ -1,11 +1,12 @@
-"""Differentiable collectives on plain tensors: psum, pvary and all_gather.
+"""Differentiable collectives on regular tensors: psum, pvary and all_gather.
 
 A value that all ranks of a group have is *shared* while all compute the same from it: its gradient
-is the whole one on each rank. ``pvary`` it before a rank uses it together with its own piece: each
-rank then has a contribution to the gradient, and the backward adds them up. psum and pvary are each
-other's backward, so are all_gather and taking one's own: right to every order of differentiation.
+is whole on each rank. Call ``pvary`` on it before a rank uses it together with its own piece: each
+rank then has a contribution to the gradient, and the backward sums them. The backward of psum is
+pvary, and the other way round; all_gather is paired with taking one's own piece. So gradients of
+every order are right.
 
-``group``: None where there is one rank.
+``group``: None for a single rank.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ Group = collectives.Group
 
 
 def psum(x: Tensor, group: Group | None) -> Tensor:
-    """P(sum) -> R: the sum over the ranks, shared."""
+    """Maps P(sum) to R: returns the sum over the ranks, shared."""
     return x if group is None else _applied("psum", x, group)
 
 
 def pvary(x: Tensor, group: Group | None) -> Tensor:
-    """A shared value, for uses that vary from rank to rank."""
+    """Returns a shared value for uses that vary from rank to rank."""
     return Paired.apply("pvary", x, group) if group is not None and x.requires_grad else x
 
 
 def all_gather(x: Tensor, group: Group | None) -> Tensor:
-    """[n, *x.shape]: every rank's x, shared. All x have one shape."""
+    """Returns [n, *x.shape]: every rank's x, shared. All x have one shape."""
     return x.unsqueeze(0) if group is None else _applied("all_gather", x, group)
 
 
@@ -44,7 +45,7 @@ _PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
     "all_gather": (lambda x, group: collectives.all_gather(x, group), "take_own"),
     "take_own": (lambda x, group: x[group.index].clone(), "all_gather"),
 }
-_SILENT = ("pvary", "take_own")  # these send nothing, and their backward does
+_SILENT = ("pvary", "take_own")  # only their backward communicates
 
 
 def _applied(name: str, x: Tensor, group: Group) -> Tensor:
@@ -53,7 +54,7 @@ def _applied(name: str, x: Tensor, group: Group) -> Tensor:
 
 
 class Paired(torch.autograd.Function):
-    """A function of ``_PAIRS``, whose backward is the other one of its pair."""
+    """A function of ``_PAIRS``, whose backward is the other function of its pair."""
 
     @staticmethod
     def forward(ctx: Any, name: str, x: Tensor, group: Group) -> Tensor:

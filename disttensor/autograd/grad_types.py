@@ -1,4 +1,4 @@
-"""Gradient types: what the gradient of a local means follows from its placement, per mesh axis.
+"""Gradient types: the meaning of the gradient of a local follows from its placement, per mesh axis.
 
     placement of x                     its gradient
     S(d)                               S(d): the piece that belongs to this piece
@@ -7,9 +7,9 @@
     R, read by uses that do not vary   R: the same whole gradient on every rank
 
 "Varying" is JAX's word (varying manual axes): different on each rank of a mesh axis. A ``Typed`` is
-a spec with the axes of the third row. ``dual`` is the table; it is its own inverse. ``Move`` is the
-only autograd function of a reshard: its backward is the move between the duals, and so on for every
-order.
+a spec with the axes of the third row. ``dual`` computes the table; it is its own inverse. ``Move``
+is the only autograd function of a reshard: its backward is the move between the duals, for every
+order of differentiation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _duals: Cache[Typed, tuple[Typed, float]] = Cache(8192)
 
 
 def dual(t: Typed) -> tuple[Typed, float]:
-    """The type of the gradient of ``t``, and by what a pending average divides it."""
+    """Returns the type of the gradient of ``t``, and its divisor for a pending average."""
     found = _duals.get(t)
     if found is None:
         layout, mesh = t.spec.layout, t.spec.mesh
@@ -67,8 +67,8 @@ _scaled = WeakTensorKeyDictionary()  # leaves whose gradient a hook scales
 
 
 def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
-    """``leaf``. For one that is ``Partial("avg")``, ``.grad`` is the gradient of the average:
-    scaled by n."""
+    """Returns ``leaf``. If it is ``Partial("avg")``, registers a hook that scales its gradient by
+    n: ``.grad`` is then the gradient of the average."""
     if leaf.requires_grad and all(op in ("sum", "avg") for _, op in spec.layout.partial):
         divided = dual(Typed(spec))[1]
         if divided != 1.0 and leaf not in _scaled:
@@ -78,8 +78,8 @@ def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
 
 
 class Way:
-    """From one type to another, and what is decided of that once: ``run`` moves a local (None: its
-    values stay), ``begin`` begins the one reduction that the backward is."""
+    """A transition between two types, decided once: ``run`` reshards a local (None: the values
+    stay), ``begin`` starts the reduction of its backward, if that is one reduction."""
 
     __slots__ = ("_back", "begin", "dst", "run", "src")
 
@@ -90,7 +90,7 @@ class Way:
         self._back: tuple[Way, float] | None = None
 
     def back(self) -> tuple[Way, float]:
-        """The way of the gradient, and by what that is multiplied before."""
+        """Returns the transition of the gradient, and the factor to apply before it."""
         if self._back is None:
             (grad_src, divide_src), (grad_dst, divide_dst) = dual(self.src), dual(self.dst)
             self._back = way(*grad_dst, *grad_src), divide_dst / divide_src
@@ -99,27 +99,27 @@ class Way:
 
 @cached(8192)
 def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> Way:
-    """From ``src``, read varying over ``read``, to ``dst``, for a use that varies over ``axes``."""
+    """Returns the way from ``src``, read varying over ``read``, to ``dst``, used varying over
+    ``axes``."""
     return Way(Typed(src, read), Typed(dst, axes))
 
 
 def reduction(src: Typed, dst: Typed) -> Begin | None:
-    """What begins the backward of a move in the background: the one reduction that it is."""
+    """Returns a function that starts the backward of a move, if that is one reduction, or None."""
     if src.spec.layout.partial:
         return None
     return planner.background(dual(dst)[0].spec, dual(src)[0].spec)
 
 
 class Move(torch.autograd.Function):
-    """A local, along a way. Backward: from dual(dst) to dual(src)."""
+    """Moves a local along a way. Backward: from dual(dst) to dual(src)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, way: Way, held: list[Tensor] | None, begun: Begun | None, own: bool
     ) -> Tensor:
-        """``held``: the result where it is known already, so that nothing is communicated again;
-        ``own``: and it is nobody else's. ``begun``: what is communicated in the backward may have
-        begun there."""
+        """``held``: the result, if it was already communicated; ``own``: no other reference to its
+        memory exists. ``begun``: reductions of the backward that ``Ahead`` has started."""
         ctx.way, ctx.begun = way, begun
         activation_checkpoint.join_region(ctx)
         if held is not None:
@@ -130,7 +130,7 @@ class Move(torch.autograd.Function):
         if out is x:
             return x.view_as(x)
         if is_view(out) and storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
-            out = out.data  # of a buffer that nobody else has: not a view, so it may be written to
+            out = out.data  # a view of a buffer of its own: no longer a view, so writes are allowed
         return out
 
     @staticmethod
@@ -147,17 +147,17 @@ class Move(torch.autograd.Function):
         return grad if back.run is None else back.run(grad), None, None, None, None
 
 
-# Straight to C++: the Python layer of Function.apply serves functorch, which has no part in this.
+# Calls C++ directly: the Python layer of Function.apply serves functorch, which is not used here.
 _move: Any = direct_apply(Move)
 
 
 def move(x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """The local ``x`` of ``src`` as the local of ``dst``."""
+    """Returns the local of ``dst`` for ``x``, the local of ``src``."""
     return along(x, way(*src, *dst), held, own)
 
 
 def along(x: Tensor, way: Way, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """``Move``, whose reduction in the backward begins ahead where that is worth it."""
+    """Applies ``Move``, whose reduction in the backward starts early if that is worth it."""
     if way.begin is None:
         out: Tensor = _move(x, way, held, None, own)
         return out

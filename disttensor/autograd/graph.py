@@ -1,4 +1,4 @@
-"""Autograd's graph, walked."""
+"""Walks autograd's graph."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def node_of(x: torch.Tensor) -> Any:
-    """The node that made ``x``, which requires grad; of a leaf the one that takes its gradient.
-    Whoever follows it keeps x: for a node of Python torch's ``get_gradient_edge`` makes a view, to
-    hold the graph that x holds here."""
+    """Returns the node that made ``x``, which requires grad, or the gradient accumulator of a leaf.
+    Callers must keep x alive: for a Python node torch's ``get_gradient_edge`` makes a view, to hold
+    the graph; here x holds it."""
     node = x.grad_fn
     return get_gradient_edge(x).node if node is None else node
 
 
 def nodes_of(results: Iterable[torch.Tensor], stop: Collection[Any] = ()) -> set[Any]:
-    """The nodes that ``results`` were made by, their own and those of leaves among them. The graph
-    is not followed beyond the nodes ``stop``."""
+    """Returns the nodes from which ``results`` were made, including their own nodes and leaves. The
+    walk does not go beyond the nodes ``stop``."""
     seen: set[Any] = set()
     queue = [node_of(x) for x in results if x.requires_grad]
     while queue:

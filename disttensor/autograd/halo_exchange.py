@@ -1,10 +1,10 @@
-"""fetch: ranges of one dim from the ranks that hold them, in one all_to_all; differentiable to
-every order.
+"""fetch: gets ranges of one dim from the ranks that hold them, in one all_to_all; differentiable
+to every order.
 
 Rank i holds the range ``src[i]`` of a dim and gets the range ``dst[i]``: at each position the sum
-of what the ranks hold there. With ``src`` disjoint that is what the one holder has. The same
-function with ``src`` and ``dst`` exchanged is its transpose, so it is its own backward: gradients
-go back to the holder, which adds them up.
+over the ranks that hold it. If the ranges of ``src`` are disjoint, this is the value of the one
+holder. The same function with ``src`` and ``dst`` exchanged is its transpose, and so its backward:
+gradients return to the holder, which adds them up.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Ranges = tuple[Range, ...]
 
 
 def overlap(a: Range, b: Range) -> Range:
-    """What is in both, as (start, length); length 0 where nothing is."""
+    """Returns the intersection as (start, length); length 0 if it is empty."""
     start = max(a[0], b[0])
     return start, max(0, min(a[1], b[1]) - start)
 
 
 def local(src: Ranges, dst: Ranges) -> bool:
-    """Does every rank hold all that it wants?"""
+    """Returns True if every rank holds all of the range that it gets."""
     return all(overlap(a, b)[1] == b[1] - b[0] for a, b in zip(src, dst, strict=True))
 
 
 def own(x: Tensor, dim: int, src: Range, dst: Range) -> Tensor:
-    """The range ``dst`` of a tensor that holds ``src`` around it. No communication."""
+    """Returns the range ``dst`` of a tensor that holds ``src`` around it. No communication."""
     start, length = overlap(src, dst)
     return x if src == dst else x.narrow(dim, start - src[0] if length else 0, length)
 
@@ -80,8 +80,8 @@ class _Fetch(torch.autograd.Function):
 
 
 def fetch(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group | None) -> Tensor:
-    """Member i of the group holds ``src[i]`` of ``dim`` and gets ``dst[i]``; nothing is sent where
-    all have theirs."""
+    """Returns the range ``dst[i]`` of ``dim`` on member i of the group, which holds ``src[i]``.
+    Without communication if all members hold their ranges."""
     if group is None or local(src, dst):
         i = 0 if group is None else group.index
         return own(x, dim, src[i], dst[i])

@@ -1,5 +1,5 @@
-"""Which backward code runs in. Several calls of autograd may count as one: those who follow
-backwards see one, whose end is that of the last call."""
+"""Identifies the backward that code runs in. Several calls of autograd may count as one backward,
+which ends with the last call."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from itertools import count
 
 from disttensor.torch_private import after_backward, current_backward
 
-_numbers = count(-2, -1)  # below those of torch, which count up from 0, and -1: none
-# Of the process, and no context variable: hooks ask in the threads of autograd, which see none.
+_numbers = count(-2, -1)  # torch's count up from 0, and -1 is no backward
+# Global and no context variable: hooks read it in autograd's threads, which have no such variables.
 _joined: list[tuple[int, list[Callable[[], object]]]] = []
 
 
 def this_backward() -> int:
-    """The number of the backward that this code runs in; -1 outside."""
+    """Returns the number of the backward that this code runs in; -1 outside."""
     return _joined[-1][0] if _joined and current_backward() != -1 else current_backward()
 
 
 def when_over(function: Callable[[], object]) -> None:
-    """Run a function when the present backward has run all its nodes."""
+    """Runs a function when the present backward has run all its nodes."""
     if _joined:
         _joined[-1][1].append(function)
     else:
@@ -28,8 +28,8 @@ def when_over(function: Callable[[], object]) -> None:
 
 
 class _OnFailure:
-    """Put beside what runs at the end of a call of autograd, which drops it where there was an
-    error, before that is raised in Python."""
+    """A callback at the end of a call of autograd. After an error autograd drops it without a call,
+    before Python raises the error."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.function, self.is_over = function, False
@@ -43,14 +43,14 @@ class _OnFailure:
 
 
 def when_failed(function: Callable[[], object]) -> None:
-    """Run a function where the present call of autograd ends with an error."""
+    """Runs a function if the present call of autograd ends with an error."""
     after_backward(_OnFailure(function))
 
 
 @contextmanager
 def one_backward() -> Iterator[None]:
-    """The calls of autograd in here are one backward. What waits for its end runs there, unless
-    there was an error."""
+    """Makes the calls of autograd in its block one backward. Functions registered for its end run
+    there, unless there was an error."""
     waiting: list[Callable[[], object]] = []
     _joined.append((next(_numbers), waiting))
     try:
@@ -63,7 +63,7 @@ def one_backward() -> Iterator[None]:
 
 @contextmanager
 def part_of_present() -> Iterator[None]:
-    """A call of autograd in a node of a backward is part of that backward, which ends later."""
+    """Makes a call of autograd inside a node part of the present backward, which ends later."""
     if current_backward() == -1:
         yield
         return

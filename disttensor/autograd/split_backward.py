@@ -1,15 +1,14 @@
-"""A backward in two parts: the gradients of what arrived, and later those of the weights.
+"""A backward in two parts: the gradients of received tensors, and later the gradients of weights.
 
-Nodes of the graph are of two kinds: those that lead to something that arrived (or, where nothing
-did, to the first layer), the *way*, and those that lead to weights only. The first part runs the
-way. A node of it from which weights branch off, a *fork*, is run twice, each time for the gradients
-of that part alone: the matrix products of a layer's input and of its weight are one node of
-autograd. The gradient that came into a fork is kept for the second part, and what the other nodes
-had saved is dropped.
+Nodes of the graph are of two kinds: nodes that lead to a received tensor (if there is none, to the
+first layer), the *way*, and nodes that lead to weights only. The first part runs the way. A node of
+it from which weights branch off, a *fork*, runs twice, each time for the gradients of one part: the
+matrix products of a layer's input and of its weight are one node of autograd. The gradient of a
+fork is kept for the second part, and tensors saved by the other nodes are freed.
 
-A weight is done in the first part where the second would need more than one fork's gradient: it is
-used several times in the graph, by a node of Python that gives other gradients too, in a region
-that is computed again, or the caller says so (``at_once``).
+The gradient of a weight is computed in the first part if the second part would need the gradients
+of several forks: the weight is used several times in the graph, by a Python node that makes other
+gradients too, in a recomputed region, or it is marked by ``at_once``.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from disttensor.autograd.graph import node_of
 Tensor = torch.Tensor
 _AT_ONCE = "disttensor_gradient_at_once"
 _HOOKED = "disttensor.hooked"
-_REENTRANT = "CheckpointFunctionBackward"  # it refuses to run for some leaves only
+_REENTRANT = "CheckpointFunctionBackward"  # it cannot run for some leaves only
 Engine = Callable[..., None]
-AtOnce = tuple[list[Tensor], str]  # weights whose gradients are made in the first part, and why
+AtOnce = tuple[list[Tensor], str]  # weights whose gradients are computed in the first part, and why
 REGION = (
     "computed again in the backward, which is done once: leave recompute (checkpoint) out where "
     "gradients are to be put off"
@@ -39,12 +38,12 @@ REGION = (
 
 
 def at_once(leaf: Tensor) -> None:
-    """The gradient of this leaf is never put off."""
+    """Marks a leaf whose gradient is never deferred."""
     setattr(leaf, _AT_ONCE, True)
 
 
 def watched(node: Any) -> None:
-    """Hooks are called when this node runs: it runs once in a backward."""
+    """Marks a node with hooks, which may run once in a backward."""
     if node is not None:
         node.metadata[_HOOKED] = True
 
@@ -52,11 +51,11 @@ def watched(node: Any) -> None:
 class SplitBackward:
     """The backward of ``roots`` with these gradients.
 
-    whole(node)  why its part of the graph cannot be split; empty where it can
-    own(node)    no other graph has it, so what it saved may be dropped
-    engine       ``torch.autograd.backward``, or what calls it
+    whole(node)  the reason why its part of the graph cannot be split; empty if it can
+    own(node)    True if no other graph has the node; its saved tensors may be freed
+    engine       ``torch.autograd.backward``, or a function that calls it
 
-    ``is_whole``: nothing is left for ``weights``. ``at_once``: the weights not left for it.
+    ``is_whole``: the second part is empty. ``at_once``: weights of the first part, with reasons.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class SplitBackward:
         self.is_whole = not self.groups
 
     def inputs(self, retain_graph: bool) -> None:
-        """The first part; ``retain_graph``: as for a backward, where it is the only one."""
+        """Runs the first part; ``retain_graph``: used if it is the whole backward."""
         graph, groups, roots, grads = self.graph, self.groups, self.roots, self.grads
         if self.is_whole:
             self.engine(roots, grads, retain_graph)
@@ -95,10 +94,10 @@ class SplitBackward:
         for group in groups:
             group.forget()
         self.roots, self.grads, self.edges = [], [], []
-        del self.graph  # as far as the groups do not hold it
+        del self.graph  # the groups hold the nodes that are still needed
 
     def _run_way(self) -> dict[Any, Any]:
-        """What came into the forks."""
+        """Runs the way, and returns the gradients of the forks."""
         graph = self.graph
         came: dict[Any, Any] = {}
         put_off = {leaf for group in self.groups for leaf in group.leaves}
@@ -116,7 +115,7 @@ class SplitBackward:
         return came
 
     def weights(self) -> None:
-        """The second part, newest layers first."""
+        """Runs the second part, newest layers first."""
         while self.groups:
             group = self.groups.pop(0)
             if group.roots:
@@ -125,7 +124,7 @@ class SplitBackward:
 
 
 def _why_whole(group: Group, whole: Callable[[Any], str]) -> str:
-    """Why the gradients of these weights cannot be put off; empty where they can."""
+    """Returns the reason why the gradients of these weights cannot be deferred, or ""."""
     for start in group.starts:
         if isinstance(start, BackwardCFunction):
             name = type(start).__name__.removesuffix("Backward")
@@ -147,7 +146,7 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 
 
 def drop_saved(node: Any) -> None:
-    """Free what a node has saved: it will not run again."""
+    """Frees the tensors that a node has saved: it will not run again."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -157,7 +156,7 @@ def drop_saved(node: Any) -> None:
         for saved in found if isinstance(found, (tuple, list)) else (found,):
             try:
                 saved.register_hooks(_nothing, _gone)
-            except (RuntimeError, AttributeError):  # there is none, or hooks of others keep it
+            except (RuntimeError, AttributeError):  # nothing was saved, or other hooks keep it
                 continue
 
 

@@ -1,8 +1,8 @@
-"""Where calls of autograd start: at the roots of a backward, and at nodes whose results left the
-world of DistTensors as plain tensors (``to_local``), which may be roots later.
+"""Nodes where calls of autograd may start: the roots of a backward, and nodes whose results left
+DistTensors as regular tensors (``to_local``), which may become roots.
 
-Autograd counts the nodes of each thread apart. A graph is made by one thread, and those that run
-the forwards of micro-batches have a count of their own (``own_count``); all others share one.
+Autograd counts the nodes of each thread separately. One thread makes a whole graph. Threads that
+run the forwards of micro-batches have their own count (``own_count``); all others share one.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from disttensor.torch_private import current_node
 _KEY = "disttensor.start"
 _thread = threading.local()
 _counts = counting(1)
-# Of the process, and no context variable: hooks ask in the threads of autograd, which see none.
+# Global and no context variable: hooks read it in autograd's threads, which have no such variables.
 _graph_of = [0]
 
 
 def own_count() -> None:
-    """This thread makes graphs of its own."""
+    """Gives this thread its own count."""
     _thread.count = next(_counts)
 
 
 def node_count() -> int:
-    """The count that numbers the nodes of this thread."""
+    """Returns the count that numbers the nodes of this thread."""
     found: int = getattr(_thread, "count", 0)
     return found
 
 
 def graph_count() -> int:
-    """The count that numbered the graph of the backward that runs."""
+    """Returns the count that numbered the graph of the present backward."""
     return _graph_of[-1]
 
 
 @contextmanager
 def graph_of(count: int) -> Iterator[None]:
-    """Backwards in here are of graphs that ``count`` numbered."""
+    """Sets the count of the graphs of backwards in its block."""
     _graph_of.append(count)
     try:
         yield
@@ -52,7 +52,7 @@ def graph_of(count: int) -> Iterator[None]:
 
 
 def may_start(x: torch.Tensor) -> torch.Tensor:
-    """A call of autograd may start at ``x``, or enter the graph of DistTensors there."""
+    """Marks ``x`` as a place where autograd may start, or enter the graph of DistTensors."""
     node: Any = x.grad_fn if callbacks.before_start else None
     if node is not None and _KEY not in node.metadata:
         node.metadata[_KEY] = True

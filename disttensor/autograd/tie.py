@@ -1,4 +1,4 @@
-"""Results whose backward comes by the same arguments on every rank, whatever their code did."""
+"""Ties results to all arguments, so that backward visits the same arguments on every rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from disttensor.autograd.graph import node_of, nodes_of
 
 
 class Tie(torch.autograd.Function):
-    """The results as they are. Backward: where one has a gradient all have, and so have ``more``:
-    zeros."""
+    """Returns the results unchanged. Backward: if one has a gradient, all have one, and ``more``
+    get zeros."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
@@ -25,9 +25,9 @@ class Tie(torch.autograd.Function):
 
 
 def tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
-    """Results whose backward comes by the same arguments on every rank, whatever fn did with its
-    piece on this one: what is communicated for an argument's gradient must not depend on the data.
-    What fn did not use gets zeros."""
+    """Ties results to all inputs, so that backward visits the same inputs on every rank, even if a
+    rank's fn did not use one: the communication for gradients must not depend on data. Unused
+    inputs receive zeros."""
     places = [
         i
         for i, p in enumerate(pieces)

@@ -1,18 +1,18 @@
-"""Tokens: what stands for the local on a rank outside the mesh.
+"""Tokens: they stand for the local on a rank off the mesh.
 
-JAX's word for a value that only orders effects. A token is a tensor of zero size, in the local
-autograd graph like any local, so that ``requires_grad``, ``is_leaf`` and ``backward`` need no
+"Token" is JAX's word for a value that only orders effects. A token is a tensor of zero size, in the
+local autograd graph like any local, so that ``requires_grad``, ``is_leaf`` and ``backward`` need no
 second mechanism. Shared tokens are made outside the caller's modes. There are four kinds:
 
     detached   shared by all tensors that need no gradient
-    leaf       of a parameter or another leaf that requires grad: one of its own
-    orphan     shared by all results that require grad but depend on nothing that this rank has sent
+    leaf       of a parameter or another leaf that requires grad; never shared
+    orphan     shared by all results that require grad but depend on no tensor that this rank sent
     transfer   made by a transfer between meshes (``disttensor.tensor.reshard``): a backward that
-               reaches it receives the gradient of what this rank has sent. Results carry on the
-               transfer token of their arguments; several are joined
+               reaches it receives the gradient of the tensor that this rank sent. Results carry on
+               the transfer token of their arguments; several are joined
 
-So the graph of tokens says what depends on what across all stages, and autograd, which runs nodes
-in the reverse order of their making, runs the transfers of the backward in one order on all ranks.
+So the graph of tokens holds the dependencies across all stages. Autograd runs nodes in the reverse
+order of their creation, so it runs the transfers of the backward in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from disttensor.torch_private import no_dispatch, outside_modes
 
 Tensor = torch.Tensor
 _used: list[torch.device] = []
-# how often a tensor was changed past its guards: it got another token, local, spec or flag than it
-# was made with, or modules were given tensors to show in place of theirs
+# Counts changes of tensors that guards do not see: a new token, local, spec or flag, or a tensor
+# that modules show in place of their own.
 replaced = [0]
 
 
@@ -50,8 +50,8 @@ def orphan(device: torch.device) -> Tensor:
 
 
 def join(tokens: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The token of a result that depends on these. Costs nothing where at most one is of a
-    transfer."""
+    """Returns the token of a result that depends on these. Costs nothing if at most one is a
+    transfer token."""
     shared = orphan(device)
     transfer: Tensor | None = None
     needed = False
@@ -68,13 +68,13 @@ def join(tokens: Iterable[Tensor], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def anchor(device: torch.device) -> Tensor:
-    """A leaf that every transfer takes: a backward that asks for it as an input runs all transfers
-    that it reaches, on all ranks alike, whatever else it asks for on this one."""
+    """Returns a leaf that every transfer takes. A backward with it as an input runs all transfers
+    that it reaches, on all ranks alike, whatever its other inputs on this rank."""
     _used.append(device)
     with outside_modes():
         return torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
 
 
 def anchors() -> list[Tensor]:
-    """The anchors of the transfers so far."""
+    """Returns the anchors of the transfers so far."""
     return [anchor(device) for device in _used]

@@ -1,4 +1,4 @@
-"""Layout: how a tensor lies on a mesh, as a pure value. No process group, no communication.
+"""Layout: how a mesh splits a tensor, as a value. No process group, no communication.
 
 Two notations, converted without loss: ``placements`` (one per mesh axis) and
 ``dims_mapping`` + ``partial_status`` (mesh axes per tensor dim, major first; axis -> reduction).
@@ -29,8 +29,8 @@ class Layout:
     """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction),
     sorted.
 
-    ``own``: (axis, placement), sorted, for placements of types that users derived from ours. Their
-    axes are in ``dims`` or ``partial`` as those of the base type are, so that local shapes follow.
+    ``own``: (axis, placement), sorted, for users' subclasses of our placements. Their axes are in
+    ``dims`` or ``partial`` like axes of the base type, so local shapes follow.
 
     >>> dt.Layout(dims=((0,), ()), partial=((1, "sum"),)).placements(mesh_ndim=2)
     (Shard(0), Partial('sum'))
@@ -50,18 +50,18 @@ class Layout:
         return frozenset([a for a, _ in self.partial])
 
     def varies(self) -> frozenset[int]:
-        """Mesh axes over which locals differ: sharded or partial."""
+        """Returns the mesh axes over which locals differ: sharded or partial."""
         return self.sharded | self.partial_axes
 
     def dim_of(self, axis: int) -> int | None:
-        """The dim that ``axis`` splits, or None."""
+        """Returns the dim that ``axis`` splits, or None."""
         for d, axes in enumerate(self.dims):
             if axis in axes:
                 return d
         return None
 
     def without_own(self) -> Layout:
-        """The layout that is replicated over the axes with placements of other types than ours."""
+        """Returns the layout with the axes of users' own placements replicated."""
         if not self.own:
             return self
         mine = {axis for axis, _ in self.own}
@@ -92,7 +92,7 @@ def lies_whole(layout: Layout) -> bool:
 
 
 def layout_of(placements: Sequence[Placement], ndim: int, mesh_ndim: int) -> Layout:
-    """Placements, one per mesh axis, to a Layout. Negative dims count from the end.
+    """Returns the Layout of placements, one per mesh axis. Negative dims count from the end.
 
     Raises ValueError for a wrong number of placements or a dim out of range.
     """
@@ -141,7 +141,7 @@ def layout_from_mapping(
     partial_status: Mapping[int, str] | None,
     mesh_ndim: int,
 ) -> Layout:
-    """Paddle's form (-1, an axis, or a list of axes for each dim) to a Layout."""
+    """Returns the Layout of Paddle's notation (-1, an axis, or a list of axes for each dim)."""
     dims: list[Axes] = []
     for entry in dims_mapping:
         axes: Any = entry if isinstance(entry, (list, tuple)) else (entry,)
@@ -165,20 +165,20 @@ def layout_from_mapping(
 
 
 def dims_mapping_of(layout: Layout) -> list[int | list[int]]:
-    """The user's form: -1 for a whole dim, an axis, or a list of axes (major first)."""
+    """Returns Paddle's notation: -1 for a whole dim, an axis, or a list of axes (major first)."""
     return [-1 if not a else a[0] if len(a) == 1 else list(a) for a in layout.dims]
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, length) of piece ``index`` when ``size`` elements are cut as torch.chunk does."""
+    """Returns (offset, length) of piece ``index`` of ``size`` elements, as torch.chunk cuts."""
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(start + step, size) - start
 
 
 def dealt(size: int, index: int, parts: int) -> Ranges:
-    """The rows of piece ``index`` of ``Balanced``: as many as of ``chunk``, half of them counted
-    from the front and half from the back."""
+    """Returns the rows of piece ``index`` of ``Balanced``: as many as ``chunk`` has, half of them
+    counted from the front and half from the back."""
     lengths = [chunk(size, parts, i)[1] for i in range(index + 1)]
     early, late = [-(-n // 2) for n in lengths], [n // 2 for n in lengths]
     return (
@@ -188,7 +188,7 @@ def dealt(size: int, index: int, parts: int) -> Ranges:
 
 
 class Box(NamedTuple):
-    """A piece of a tensor: where it begins in the whole, and its sizes.
+    """A piece of a tensor: its offset in the whole, and its sizes.
 
     >>> dt.layout.Box((2, 0), (2, 6)).intersect(dt.layout.Box((3, 2), (4, 2)))
     Box(offset=(3, 2), shape=(1, 2))
@@ -203,18 +203,18 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """``whole[box.slices]`` is the piece."""
+        """The index of the piece: ``whole[box.slices]``."""
         return tuple(slice(o, o + n) for o, n in zip(*self, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements that are in both, or None where there is none."""
+        """Returns the box of elements that are in both, or None."""
         starts = tuple(map(max, self.offset, other.offset))
         stops = [min(i + n, j + m) for i, n, j, m in zip(*self, *other, strict=True)]
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(n > 0 for n in sizes) else None
 
     def cut(self, x: Tensor, outer: Box) -> Tensor:
-        """The view of x that covers this box; x holds the elements of ``outer``, around it."""
+        """Returns the view of x for this box; x holds the elements of ``outer``, around it."""
         for dim, (start, length, first, size) in enumerate(zip(*self, *outer, strict=True)):
             if length != size:  # an empty piece may begin behind the end
                 x = x.narrow(dim, min(start - first, size - length), length)
@@ -222,7 +222,7 @@ class Box(NamedTuple):
 
 
 def box_at(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordinate: Shape) -> Box:
-    """The piece at ``coordinate``: the one function that knows where data lies."""
+    """Returns the piece at ``coordinate``. All code that needs the place of data calls this."""
     offsets, sizes = [], []
     for size, axes in zip(shape, dims, strict=True):
         offset = 0
@@ -237,9 +237,9 @@ def box_at(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordi
 def lacking(
     shape: Sequence[int], have: Sequence[Axes], want: Sequence[Axes], mesh_shape: Shape
 ) -> int:
-    """How many elements of its piece in ``want`` a rank does not hold in ``have``: of the first
-    rank, which holds most, its last row rounded up as a gather pads it. A dim of which no whole run
-    of axes stays in place keeps nothing."""
+    """Returns how many elements of its piece in ``want`` the first rank does not hold in ``have``.
+    The first rank holds most; its last row is rounded up, as a gather pads it. A dim keeps its
+    elements only if one list of axes is a prefix of the other."""
     kept = needed = 1
     for size, now, then in zip(shape, have, want, strict=True):
         held, asked = first(size, now, mesh_shape), first(size, then, mesh_shape)
@@ -253,7 +253,7 @@ def lacking(
 
 
 def first(size: int, axes: Axes, mesh_shape: Shape) -> int:
-    """How much of a dim the first rank holds: the largest piece."""
+    """Returns the length of a dim on the first rank, which has the largest piece."""
     for a in axes:
         size = -(-size // mesh_shape[a])
     return size
@@ -268,7 +268,7 @@ _SHORT = {
 
 
 def describe(shape: Sequence[int], dtype: object, layout: Layout, axis_names: Sequence[str]) -> str:
-    """``f32[8@dp, 16] {tp: P(sum)}``: the notation of repr, errors, docstrings and tests."""
+    """Returns ``f32[8@dp, 16] {tp: P(sum)}``, the notation of repr, errors, docs and tests."""
     name = str(dtype).removeprefix("torch.")
     body = ", ".join(
         f"{size}@{'+'.join(axis_names[a] for a in axes)}" if axes else str(size)
@@ -282,8 +282,8 @@ def describe(shape: Sequence[int], dtype: object, layout: Layout, axis_names: Se
 def global_strides(
     strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]
 ) -> tuple[int, ...]:
-    """Strides of the dense global tensor whose dims lie in the order that the piece's have (0 where
-    it repeats)."""
+    """Returns strides of the dense global tensor, with the dims in the order of the piece's strides
+    (0 where it repeats)."""
     out = [0] * len(shape)
     step = 1
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):
@@ -294,12 +294,12 @@ def global_strides(
 
 
 def is_dense(local: Any, shape: Sequence[int]) -> bool:
-    """Returns True if the whole of this ``shape``, of which ``local`` is a contiguous piece, is
-    contiguous as well.
+    """Returns True if the global tensor of this ``shape`` is contiguous, given its contiguous piece
+    ``local``.
 
-    To torch a dim of one row or none may have any stride: the piece ``x[:, 3:5]`` is contiguous on
-    a rank that has one row of x. That stride says how the whole lies, but where the piece is all of
-    its memory: copies keep strides. Of an empty piece it says nothing.
+    In torch a dim of one row or none may have any stride: the piece ``x[:, 3:5]`` is contiguous on
+    a rank that has one row of x. This stride shows the strides of the global tensor, unless the
+    piece fills its memory (copies keep strides) or is empty.
     """
     if _steps(local.stride(), local.shape, shape):
         return True

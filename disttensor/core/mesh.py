@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class MeshSize(int):
-    """The size of a mesh: an int, and callable as ``DeviceMesh.size`` of torch is."""
+    """The size of a mesh: an int that is callable like ``DeviceMesh.size`` of torch."""
 
     mesh: ProcessMesh
 
@@ -50,12 +50,12 @@ class ProcessMesh:
     """``ProcessMesh([[0, 1], [2, 3]], ("dp", "tp"))``: global ranks on named axes.
 
     Equal meshes are one object, so ``is`` is equality. ``coordinate`` is this rank's place, or None
-    outside. Process groups are made when first needed, by the ranks that are in them. Raises
+    off the mesh. Process groups are made when first needed, by the ranks that are in them. Raises
     ValueError for a rank that occurs twice or is not in the world, and for names that do not fit.
 
-    A sub-mesh, ``mesh["tp"]``, has other ranks on each rank, and knows the mesh that it is of, its
-    ``root``. A tensor on it is one global tensor, which every such group of ranks holds: it counts
-    as replicated on the axes of the root that were left out.
+    A sub-mesh, ``mesh["tp"]``, has other ranks on each rank. Its ``root`` is the mesh that it was
+    taken from. A tensor on it is one global tensor, which every such group of ranks holds: it
+    counts as replicated on the other axes of the root.
 
     >>> small = dt.ProcessMesh([[0]], ("dp", "tp"))
     >>> small, small["tp"], small["tp"].root is small, small.coordinate
@@ -67,9 +67,9 @@ class ProcessMesh:
     dim_names: tuple[str, ...]
     device_type: str
     coordinate: tuple[int, ...] | None
-    specs: weakref.WeakValueDictionary[Any, Any]  # of the tensors on it, while they are used
-    root_axes: tuple[int, ...]  # the axis of ``root`` that each axis is
-    _root: ProcessMesh | None  # None: itself
+    specs: weakref.WeakValueDictionary[Any, Any]  # specs of tensors on it
+    root_axes: tuple[int, ...]  # the axis of ``root`` for each axis
+    _root: ProcessMesh | None  # None: the mesh itself
     _groups: dict[tuple[Any, ...], Group]  # by axes, or by (axes, lane)
 
     def __new__(
@@ -103,7 +103,7 @@ class ProcessMesh:
 
     @property
     def root(self) -> ProcessMesh:
-        """The mesh that a sub-mesh is of; any other mesh itself."""
+        """The mesh that a sub-mesh was taken from; for any other mesh, itself."""
         return self._root or self
 
     @property
@@ -112,8 +112,7 @@ class ProcessMesh:
 
     @property
     def size(self) -> MeshSize:
-        """How many ranks there are; called, ``mesh.size()`` or ``mesh.size(axis)``, it answers as
-        the method of a DeviceMesh."""
+        """The number of ranks. ``mesh.size()`` and ``mesh.size(axis)`` work as on a DeviceMesh."""
         return MeshSize(len(self.ranks), self)
 
     @property
@@ -127,14 +126,14 @@ class ProcessMesh:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's locals live."""
+        """The device of this rank's locals."""
         if self.device_type == "cpu":
             return _CPU
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def axis(self, name: str | int) -> int:
-        """The number of a mesh axis given by name or number. Raises ValueError for one that is not
-        there."""
+        """Returns the number of a mesh axis given by name or number. Raises ValueError if there is
+        no such axis."""
         if isinstance(name, str) and name in self.dim_names:
             return self.dim_names.index(name)
         if type(name) is not bool and isinstance(name, int) and -self.ndim <= name < self.ndim:
@@ -142,18 +141,18 @@ class ProcessMesh:
         raise ValueError(f"{self!r} has no axis {name!r}; its axes are {', '.join(self.dim_names)}")
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """The place of a global rank, or None where it is outside."""
+        """Returns the place of a global rank, or None if it is off the mesh."""
         if rank not in self.ranks:
             return None
         return tuple(int(i) for i in np.unravel_index(self.ranks.index(rank), self.shape))
 
     def coordinates(self) -> list[tuple[int, ...]]:
-        """All coordinates, row-major: those of ``ranks`` in order."""
+        """Returns all coordinates, row-major: in the order of ``ranks``."""
         return list(itertools.product(*map(range, self.shape)))
 
     def members(self, axes: Sequence[int], coordinate: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The coordinates that share all but ``axes`` with ``coordinate``; ``axes`` vary major
-        first."""
+        """Returns the coordinates that differ from ``coordinate`` on ``axes`` only; ``axes`` vary
+        major first."""
         out = []
         for values in itertools.product(*(range(self.shape[a]) for a in axes)):
             place = list(coordinate)
@@ -163,15 +162,15 @@ class ProcessMesh:
         return out
 
     def _ranks_over(self, axes: Sequence[int], problem: str) -> tuple[int, ...]:
-        """The ranks that differ from this one on ``axes`` only."""
+        """Returns the ranks that differ from this one on ``axes`` only."""
         if self.coordinate is None:
             raise ValueError(f"rank {world()[0]} is not in {self!r}{problem}")
         array = self.mesh
         return tuple(int(array[c]) for c in self.members(axes, self.coordinate))
 
     def group(self, axes: Sequence[int], lane: str = "") -> Group:
-        """The communicator of this rank over ``axes`` together (major first); another one for each
-        ``lane``."""
+        """Returns this rank's communicator over ``axes`` together (major first), a separate one for
+        each ``lane``."""
         axes = tuple(axes)
         key = (axes, lane) if lane else axes
         group = self._groups.get(key)
@@ -182,8 +181,8 @@ class ProcessMesh:
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:
-        """``mesh["tp"]``, ``mesh["dp", "tp"]``: the sub-mesh of these axes through this rank;
-        ``mesh[0]``, ``mesh[:, 1]``: numpy's, the same on all ranks."""
+        """Returns a part of the mesh. ``mesh["tp"]``, ``mesh["dp", "tp"]``: the sub-mesh of these
+        axes through this rank; ``mesh[0]``, ``mesh[:, 1]``: as in numpy, the same on all ranks."""
         names = (index,) if isinstance(index, str) else index
         if isinstance(names, tuple) and names and all(isinstance(n, str) for n in names):
             axes = [self.axis(n) for n in names]
@@ -218,8 +217,7 @@ class ProcessMesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
-        """torch's DeviceMesh as a ProcessMesh; process groups of its axes are shared, not made
-        anew."""
+        """Returns the ProcessMesh of torch's DeviceMesh, with the same process groups."""
         check_type("ProcessMesh.from_device_mesh: mesh", mesh, DeviceMesh, "a DeviceMesh")
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
         whole = root_of(mesh)
@@ -239,7 +237,7 @@ class ProcessMesh:
         return self
 
     def to_device_mesh(self) -> DeviceMesh:
-        """This mesh as torch's DeviceMesh, with the same process groups (those that are missing are
+        """Returns torch's DeviceMesh of this mesh, with the same process groups (missing groups are
         made now)."""
         if not hasattr(self, "_device_mesh"):
             me = self._ranks_over((), " and has no DeviceMesh of it")
@@ -263,7 +261,7 @@ class ProcessMesh:
         return self._device_mesh
 
     def _share(self, mesh: DeviceMesh) -> None:
-        """``mesh`` is this mesh for torch. It stays, whoever has it: the groups are torch's."""
+        """Stores the DeviceMesh of this mesh. The runtime keeps it alive: groups are torch's."""
         self._device_mesh = mesh
         current_runtime().shared.append(self)
 
@@ -332,7 +330,7 @@ def _interned(
     root: ProcessMesh | None = None,
     root_axes: tuple[int, ...] = (),
 ) -> ProcessMesh:
-    """The one mesh of these ranks, a sub-mesh of ``root`` if there is one."""
+    """Returns the one mesh of these ranks, a sub-mesh of ``root`` if given."""
     meshes = current_runtime().meshes
     ranks = tuple(int(r) for r in array.reshape(-1))
     key = (array.shape, ranks, names, device_type, root and (root, root_axes))
@@ -351,12 +349,12 @@ def _interned(
 
 
 def _rebuilt(ranks: Any, names: tuple[str, ...], kind: str, root: ProcessMesh) -> ProcessMesh:
-    """A sub-mesh from its pickle: of the rank that wrote it."""
+    """Returns a sub-mesh from its pickle: the sub-mesh of the rank that wrote it."""
     return _interned(ranks, names, kind, root, tuple(root.axis(name) for name in names))
 
 
 def _array(ranks: Any) -> np.ndarray[Any, Any]:
-    """The ranks as an array, a lone one as a mesh of one. Raises TypeError for what are none."""
+    """Returns the ranks as an array; a single one is a mesh of one. Raises TypeError for others."""
     expected = "an array of ranks, which are whole numbers,"
     try:
         array = np.asarray(ranks)
@@ -368,7 +366,7 @@ def _array(ranks: Any) -> np.ndarray[Any, Any]:
 
 
 def _names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
-    """The names of so many axes."""
+    """Returns the names of ``ndim`` axes, after checks."""
     if names is None:
         return tuple(f"d{i}" for i in range(ndim))
     expected = f"a sequence of {ndim} different names"
@@ -410,12 +408,12 @@ def init_mesh(
     shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
     backend: str | None = None, timeout: float | None = None,
 ) -> ProcessMesh:  # fmt: skip
-    """A mesh of all ranks; starts the process group if there is none yet (torchrun's environment,
-    or a world of one).
+    """Returns a mesh of all ranks; starts the process group if there is none yet (torchrun's
+    environment, or a world of one).
 
     ``timeout``: seconds that a collective waits for the other ranks (600). Raises ValueError if the
-    shape does not hold exactly the world, or if there is a process group with another backend or
-    timeout than those given; RuntimeError if torchrun's environment is half set.
+    shape does not hold exactly the world, or if a process group exists with another backend or
+    timeout; RuntimeError if torchrun's environment is incomplete.
 
     >>> dt.init_mesh((1, 1), ("dp", "tp"))
     ProcessMesh(dp=1, tp=1)

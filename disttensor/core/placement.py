@@ -1,4 +1,4 @@
-"""What one mesh axis does to a tensor: shard a dim, replicate, or leave a reduction pending.
+"""Placements: a mesh axis shards a dim, replicates the tensor, or has a pending reduction.
 
 >>> [isinstance(p, dt.Placement) for p in (dt.Shard(0), dt.Replicate(), dt.Partial("max"))]
 [True, True, True]
@@ -19,12 +19,12 @@ REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
 
 class _Questions:
-    """The questions that torch's placements answer."""
+    """Methods of torch's placements."""
 
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Returns True for ``Shard`` (of this dim). ``Balanced`` holds other rows, and is none."""
+        """Returns True for ``Shard`` (of this dim), False for ``Balanced``: it has other rows."""
         return type(self) is Shard and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
@@ -38,8 +38,8 @@ class _Questions:
 class Shard(_Questions):
     """Rank i of the mesh axis holds the i-th contiguous piece of ``dim`` (as torch.chunk cuts it).
 
-    ``order`` is this axis's position among the axes that split the same dim, major first. None
-    means mesh order, which is what nearly everybody wants.
+    ``order`` is this axis's position among the axes that split the same dim, major first. None, the
+    usual value, means mesh order.
 
     >>> x = dt.shard_tensor(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()])
     >>> x.placements
@@ -67,11 +67,11 @@ class Shard(_Questions):
 @dataclass(frozen=True, slots=True, repr=False)
 class Balanced(Shard):
     """Rank i of the n of the mesh axis holds two pieces of ``dim``, the i-th from the front and the
-    i-th from the back: as many rows as of ``Shard(dim)``, with an even share of the work of causal
+    i-th from the back: as many rows as ``Shard(dim)`` has, and an even share of the work of causal
     attention.
 
-    Functions that treat each row by itself keep it, attention goes by the ring, and for all others
-    the rows are exchanged for contiguous ones (docs/long_context.md).
+    Functions that treat each row separately keep it, attention uses the ring, and all others
+    exchange the rows for contiguous ones (docs/long_context.md).
 
     >>> x = dt.shard_tensor(torch.arange(6), mesh, [dt.Balanced(0), dt.Replicate()])
     >>> (x + 1).placements, (x + 1).tolist()
@@ -99,7 +99,7 @@ class Replicate(_Questions):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(_Questions):
-    """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis: still to be done.
+    """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis, not done yet.
 
     >>> x = dt.shard_tensor(torch.ones(3), mesh, [dt.Replicate(), dt.Partial("sum")])
     >>> x.partial_status, x.sum().item()
@@ -127,8 +127,8 @@ _OF_TORCH = "torch.distributed.tensor.placement_types"
 
 
 def as_placement(value: Any) -> Any:
-    """Returns the placement for one of torch's, or for None, which replicates. Any other value is
-    returned as it is."""
+    """Returns the placement for one of torch's, or Replicate for None. Any other value is returned
+    unchanged."""
     if value is None:
         return Replicate()
     if type(value).__module__ != _OF_TORCH:
@@ -140,12 +140,12 @@ def as_placement(value: Any) -> Any:
 
 
 def show(placements: Sequence[Placement]) -> str:
-    """``[S(0), R]``: the form that errors and logs print."""
+    """Returns ``[S(0), R]``, the form that errors and logs print."""
     return "[" + ", ".join(str(p) for p in placements) + "]"
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> Any:
-    """What changes nothing in a reduction: 0, 1, or the far end of the dtype."""
+    """Returns the neutral element of a reduction: 0, 1, or the far end of the dtype."""
     if op in ("sum", "avg", "any"):
         return 0
     if op in ("prod", "all"):

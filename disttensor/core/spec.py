@@ -25,8 +25,8 @@ from disttensor.torch_private import outside_modes, refuse_memory
 
 @lru_cache(maxsize=256)
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element that all stand-ins of a dtype share: NaN, or the largest integer, so that a
-    leak shows (``plain.data = x`` asks nobody). Who wants its memory from C++ gets an error."""
+    """Returns the element that all wrappers of a dtype share: NaN, or the largest integer, so that
+    a leak shows (``plain.data = x`` cannot be refused). Access to its memory raises an error."""
     number: Any = float("nan")
     if not dtype.is_floating_point and not dtype.is_complex:
         number = dtype == torch.bool or min(torch.iinfo(dtype).max, 2**63 - 1)
@@ -36,8 +36,8 @@ def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Kind:
-    """What specs have in common that differ in sizes only: a layout, a dtype, and which dims are of
-    size 1. One object for each (``kind_of``), so that it is its own hash."""
+    """Properties shared by specs that differ in sizes only: a layout, a dtype, and which dims have
+    size 1. Interned by ``kind_of``, so that it is its own hash."""
 
     __slots__ = ("layout", "placements", "varies")
 
@@ -81,10 +81,10 @@ class DistSpec:
     dtype: torch.dtype
     kind: Kind
     placements: tuple[Placement, ...]
-    local_shape: tuple[int, ...]  # of this rank; (0,), a token's, outside the mesh
+    local_shape: tuple[int, ...]  # of this rank; off the mesh (0,), as of a token
     local_box: Box
     varies: frozenset[int]  # mesh axes over which locals differ
-    meta_tensor: torch.Tensor  # global shape, one element of storage: wrappers are made of it
+    meta_tensor: torch.Tensor  # global shape, one element of storage: the source of wrappers
     _derived: dict[Any, DistSpec]
 
     def __new__(
@@ -108,7 +108,7 @@ class DistSpec:
         else:
             self.local_box = Box((0,) * len(shape), (0,))
         self.local_shape = self.local_box.shape
-        with outside_modes():  # wrappers are made of it under any mode, and after
+        with outside_modes():  # it must not belong to the caller's mode
             self.meta_tensor = _scalar(dtype, mesh.device).expand(self.shape)
         self._derived = {}
         mesh.specs[key] = self
@@ -124,12 +124,12 @@ class DistSpec:
         return self.shape.numel() * self.dtype.itemsize
 
     def box_at(self, coordinate: tuple[int, ...]) -> Box:
-        """The local of any coordinate, from the spec alone."""
+        """Returns the box of the local at any coordinate, from the spec alone."""
         return box_at(self.shape, self.layout.dims, self.mesh.shape, coordinate)
 
     def is_even(self) -> bool:
-        """Do all ranks have locals of one size? The first rank has the largest, the last one the
-        smallest."""
+        """Returns True if all ranks have locals of one size. The first rank has the largest, the
+        last one the smallest."""
         first = self.box_at((0,) * self.mesh.ndim).shape
         return first == self.box_at(tuple(n - 1 for n in self.mesh.shape)).shape
 
@@ -146,16 +146,16 @@ class DistSpec:
         return spec
 
     def replicated(self) -> DistSpec:
-        """The same tensor, whole on every rank."""
+        """Returns the spec of the same tensor, whole on every rank."""
         return self.with_layout(Layout(((),) * self.ndim))
 
     def on_root(self) -> DistSpec:
-        """``seen_from`` the root of its mesh."""
+        """Returns the spec ``seen_from`` the root of its mesh."""
         return self if self.mesh.root is self.mesh else self.seen_from(self.mesh.root)
 
     def seen_from(self, mesh: ProcessMesh) -> DistSpec:
-        """The same tensor with the same locals on a mesh of the same root that has more axes:
-        replicated on those."""
+        """Returns the spec of the same tensor, with the same locals, on a mesh of the same root
+        with more axes: replicated on those."""
         if mesh is self.mesh:
             return self
         if mesh not in self._derived:
@@ -182,7 +182,7 @@ class DistSpec:
 
 
 def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
-    """Raise TypeError or ValueError for what makes no spec."""
+    """Raises TypeError or ValueError for values that make no spec."""
     mesh = as_mesh("mesh", mesh)
     check_type("dtype", dtype, torch.dtype, "a dtype of torch, as torch.float32,")
     check_type("layout", layout, Layout, "a Layout")
@@ -203,7 +203,7 @@ def layout_from(
     dims_mapping: Any,
     partial_status: Any,
 ) -> Layout:
-    """A layout from either of the two notations; neither means replicated."""
+    """Returns a layout from either of the two notations; without any, a replicated one."""
     mesh = as_mesh("mesh", mesh)
     if placements is not None and (dims_mapping is not None or partial_status is not None):
         raise ValueError("give placements, or dims_mapping and partial_status, not both")
@@ -225,7 +225,7 @@ def layout_from(
 
 
 def checked(spec: DistSpec) -> DistSpec:
-    """``spec``. Raises ValueError where its dtype has no such pending reduction."""
+    """Returns ``spec``. Raises ValueError if its pending reduction is invalid for its dtype."""
     for a, op in spec.layout.partial:
         meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
             op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
@@ -248,7 +248,7 @@ def spec_of(
     dims_mapping: Any = None,
     partial_status: Any = None,
 ) -> DistSpec:
-    """A spec from either of the two notations of a layout. Raises ValueError where a pending
-    reduction has no meaning."""
+    """Returns a spec from either of the two notations of a layout. Raises ValueError for a pending
+    reduction that is invalid for the dtype."""
     layout = layout_from(mesh, len(shape), placements, dims_mapping, partial_status)
     return checked(DistSpec(mesh, layout, shape, dtype))

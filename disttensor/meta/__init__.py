@@ -1,4 +1,4 @@
-"""Ranks outside the mesh of a call: metadata only, no data and no compute.
+"""Ranks off the mesh of a call: metadata only, no data and no compute.
 
-Not here: what the ranks of the mesh compute (``disttensor.dispatch``).
+``disttensor.dispatch`` computes on the ranks of the mesh.
 """

@@ -1,6 +1,6 @@
-"""Calls on a rank outside the mesh: metadata and tokens, no memory, no kernel.
+"""Runs calls on a rank off the mesh: metadata and tokens, no memory, no kernel.
 
-The layout of a result is the rule's, as on the ranks inside; shape, dtype and what depends on what
+The layout of a result comes from the rule, as on ranks of the mesh. Shapes, dtypes and dependencies
 come from ``disttensor.meta.infer``, once per kind of call.
 """
 
@@ -28,7 +28,7 @@ _grad: Callable[[], bool] = torch.is_grad_enabled
 
 
 def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
-    """A leaf of ``spec`` on a rank outside its mesh."""
+    """Returns a leaf of ``spec`` on a rank off its mesh."""
     device = spec.mesh.device
     return wrap(token.leaf(device, spec.dtype) if requires_grad else token.detached(device), spec)
 
@@ -36,7 +36,7 @@ def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
 def found_for(
     func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
 ) -> infer.Found | None:
-    """What the call gives; None where the ranks of the mesh send it."""
+    """Returns the metadata of the results; None if the ranks of the mesh send it."""
     try:
         return infer.found(func, args, kwargs or {})
     except infer.Dynamic:
@@ -52,7 +52,7 @@ def found_for(
 def filled(
     result: Any, specs: Sequence[DistSpec], tensors: Sequence[Any], device: torch.device
 ) -> Any:
-    """``result`` with a new tensor of its spec for each Out, made of ``tensors``."""
+    """Returns ``result`` with a new tensor of its spec for each Out, made from ``tensors``."""
     joined: dict[Any, Tensor] = {}
 
     def made(out: infer.Out) -> Any:
@@ -60,7 +60,7 @@ def filled(
         if out.same is not None:
             given = tensors[out.same]
             if type(given) is not DistTensor or given.spec is spec:
-                return given  # else it was moved first, and what came back is another
+                return given  # else a reshard came first: the result is another tensor
         local = joined.get(out.sources)
         if local is None:
             locals_ = [getattr(tensors[i], "local", tensors[i]) for i in out.sources]
@@ -84,8 +84,7 @@ def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> No
 
 
 def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
-    """In place: the target depends on all that was written into it; so do its views, and what it is
-    one of."""
+    """Makes the target of an in-place call, its views and its base depend on all inputs."""
     targets: list[Any] = collect(target, [])
     for t in targets:
         if type(t) is not DistTensor:
@@ -112,7 +111,7 @@ def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) 
 
 
 def wrap_told(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
-    """The result of a call whose shapes depend on data, as the ranks inside described it."""
+    """Returns the result of a call with data-dependent shapes, from its description ``told``."""
     locals_ = [t.local for t in collect((args, kwargs or {}), []) if type(t) is DistTensor]
 
     def made(out: TensorMeta) -> DistTensor:

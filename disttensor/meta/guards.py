@@ -1,11 +1,10 @@
-"""A module and all modules in it, and whether anything of them has changed that its forward could
+"""Guards: a module and all modules in it, and whether anything has changed that the forward may
 depend on.
 
-Mutating methods notify the guard, so that checking it costs nothing. When the first module is
-guarded, those methods of ``nn.Module`` are wrapped that assign attributes (``train()`` and
-``eval()`` do) or register hooks; the tables of parameters, buffers and children of a guarded module
-tell too;
-and ``token.replaced`` counts what happens to the tensors themselves.
+Mutating methods notify the guard, so that checking it costs nothing. The first guarded module wraps
+the methods of ``nn.Module`` that assign attributes (as ``train()`` and ``eval()`` do) or register
+hooks. The tables of parameters, buffers and children of a guarded module notify its guard too, and
+``token.replaced`` counts changes of the tensors themselves.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _TELLING = (
     "register_forward_pre_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
 )  # fmt: skip
-_wrapped: dict[str, tuple[Any, Any]] = {}  # name -> the method of torch, and the one in its place
-_allowed = [False]  # disttensor.patches says when torch may be changed
+_wrapped: dict[str, tuple[Any, Any]] = {}  # name -> (the method of torch, its wrapper)
+_allowed = [False]  # set by disttensor.patches: may methods of torch be wrapped?
 
 
 class Subtree:
-    """What ``module`` and the modules in it were made of when this was made. ``changes``: how often
-    somebody has assigned to an attribute since."""
+    """The state of ``module`` and the modules in it at creation. ``changes``: the number of
+    assignments to attributes since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
@@ -66,19 +65,19 @@ class Subtree:
         ]
 
     def changed(self, name: str) -> None:
-        """Somebody assigned to an attribute of the module or of one in it."""
+        """Called after an assignment to an attribute of the module or of a module in it."""
         self.changes += 1
         self._flags = None
         self._stale = self._stale or name != "training"
 
     def flags(self) -> tuple[bool, ...]:
-        """``training`` of each module, which may change."""
+        """Returns ``training`` of each module, which may change."""
         if self._flags is None:
             self._flags = tuple([m.training for m in self.modules])
         return self._flags
 
     def unchanged(self) -> bool:
-        """Are attributes, hooks and tensors as they were, but for ``flags``?"""
+        """Returns True if attributes, hooks and tensors are unchanged, except for ``flags``."""
         if self._stale:
             return False
         if self.hooked:
@@ -94,8 +93,8 @@ class Subtree:
         )
 
     def attributes(self) -> list[int]:
-        """What the modules' attributes are, and what lies in those that are lists, dicts and sets:
-        equal while nothing is assigned or put there."""
+        """Returns the ids of the modules' attributes and of the contents of lists, dicts and sets
+        among them: equal while nothing is assigned to them or put into them."""
         out: list[int] = []
         for m in self.modules:
             for name, value in m.__dict__.items():
@@ -112,12 +111,12 @@ def _hooks_of(m: nn.Module) -> list[Any]:
 
 
 def has_hooks(m: nn.Module) -> bool:
-    """Are there hooks on ``m`` itself that run in each call?"""
+    """Returns True if ``m`` itself has hooks that must run in each call."""
     return _any(_hooks_of(m))
 
 
 def _any(tables: list[Any]) -> bool:
-    """Is there a hook that has to run in each call? One that says it is harmless need not."""
+    """Returns True if a hook must run in each call, unlike hooks with ``harmless``."""
     return any(not getattr(hook, "harmless", False) for t in tables for hook in t.values())
 
 
@@ -164,7 +163,7 @@ for _name in (
 
 
 def wrap_methods() -> None:
-    """Once: what changes modules tells their guards."""
+    """Wraps the methods that change modules, once, so that they notify guards."""
     if _wrapped or not _allowed[0]:
         return
     for name in _TELLING:
@@ -174,14 +173,14 @@ def wrap_methods() -> None:
 
 
 def allow() -> None:
-    """From the first guarded module on, methods of ``nn.Module`` may be wrapped."""
+    """Allows wrapping methods of ``nn.Module``, from the first guarded module on."""
     _allowed[0] = True
     if _guarded:
         wrap_methods()
 
 
 def unwrap_methods() -> None:
-    """Methods of ``nn.Module`` are torch's again, unless somebody else has wrapped them since."""
+    """Restores the methods of ``nn.Module``, unless they were wrapped again since."""
     _allowed[0] = False
     for name, (method, wrapper) in _wrapped.items():
         if getattr(nn.Module, name) is wrapper:

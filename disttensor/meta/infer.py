@@ -1,13 +1,13 @@
-"""What a call gives, without computing it: the function runs once on tensors without data of the
-global shapes.
+"""Infers the results of a call without computing them: runs the function once on tensors without
+data, of the global shapes.
 
-Those are on torch's ``meta`` device where that says all, as its kernels are C++. Where it refuses,
-or something may depend on the device, on data or on autocast, they are fakes, which take several
-times as long, and torch's compiler to be imported.
+These tensors are on torch's ``meta`` device if that suffices, as its kernels are C++. If it raises
+an error, or the result may depend on the device, on data or on autocast, fake tensors are used,
+which take several times as long and import torch's compiler.
 
-Ranks outside a mesh know a call by this alone. Besides shapes and dtypes it says which arguments
-each result depends on (so that gradients find their way), whether the call draws random numbers
-(which all ranks count), and what it views.
+Ranks off a mesh know a call by this alone. Besides shapes and dtypes it finds the arguments on
+which each result depends (for gradients), whether the call draws random numbers (which all ranks
+count), and the arguments whose memory results share.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Tensor = torch.Tensor
 
 
 class Dynamic(Exception):
-    """The shape of the result depends on data."""
+    """Raised if the shape of the result depends on data."""
 
 
 class Out(NamedTuple):
-    """A tensor of the result. ``sources``: the tensor arguments it depends on, by number; ``same``:
-    it is that argument itself; ``viewed``: it shares the memory of that argument."""
+    """A tensor of the result. ``sources``: numbers of the tensor arguments on which it depends;
+    ``same``: the argument that it is; ``viewed``: the argument whose memory it shares."""
 
     number: int
     shape: torch.Size
@@ -54,7 +54,7 @@ class Out(NamedTuple):
 
 
 class Found(NamedTuple):
-    """``result``: what the call returns, with an Out for each tensor, which ``outs`` lists in
+    """``result``: the return value of the call, with an Out for each tensor; ``outs``: these in
     order."""
 
     result: Any
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 class _Seeded(TorchDispatchMode):
-    """Notes whether anything draws random numbers. ``alone``: modes below it see nothing."""
+    """Detects whether a call draws random numbers. ``alone``: modes below it are disabled."""
 
     drew = False
 
@@ -73,7 +73,7 @@ class _Seeded(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import its compiler, to tell that to leave this alone."""
+        """Returns False: else torch would import its compiler, to disable it for this mode."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,11 +91,11 @@ _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
-    """Run ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype
+    """Runs ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype
     and device).
 
-    Raises Dynamic where the shape depends on data, and what the function raises for such arguments.
-    What it is for torch's own functions is remembered: each mesh asks for the same.
+    Raises Dynamic if the shape depends on data, and the function's own errors. Results of torch's
+    functions are cached, as each mesh needs the same.
     """
     try:
         key = func, _key(args), _key(kwargs), *_around()
@@ -110,7 +110,7 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 class _NoKey(Exception):
-    """An argument whose value may matter in other ways."""
+    """Raised for an argument whose value may matter in other ways."""
 
 
 _known: Cache[Any, Found] = Cache(4096, lasting=True)
@@ -136,13 +136,13 @@ def _key(x: Any) -> Any:
 
 
 def _is_torch(func: Any) -> bool:
-    """No function of ours, which may know a mesh."""
+    """Returns False for functions of this package, which may depend on a mesh."""
     module = getattr(func, "__module__", None)
     return module is None or module.partition(".")[0] == "torch"
 
 
 def _around() -> tuple[Any, ...]:
-    """What else dtypes depend on."""
+    """Returns other state on which dtypes depend."""
     casts = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
@@ -156,19 +156,19 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     if _on_meta(func, args, kwargs, tensors):
         with suppress(Exception):  # no such kernel, or an error: fakes say which
             known = _run(func, args, kwargs, every, on_meta=True)
-            if not known.draws:  # by which kernels, is the device's own
+            if not known.draws:  # the device decides which kernels draw
                 return known
     try:
         return _run(func, args, kwargs, every)
     except DataDependent:
-        if named_dynamic(func) or by_mask(func, args):  # asks for it to know the shape, as one_hot
+        if named_dynamic(func) or by_mask(func, args):  # reads data for the shape, as one_hot
             raise Dynamic(name_of(func)) from None
         raise
     except Dynamic:
         raise
     except (
         Exception
-    ):  # it refuses some that require grad (running statistics), or all: then it gives none that do
+    ):  # some inputs must not require grad (running statistics), or none may: no result does then
         bare = _run(func, args, kwargs, ())
         taken = [i for i in every if _takes(func, args, kwargs, i)]
         return _run(func, args, kwargs, taken) if taken else bare
@@ -177,7 +177,7 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 def _on_meta(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> bool:
-    """Do tensors on the ``meta`` device say all, unless there is an error?"""
+    """Returns True if tensors on the ``meta`` device suffice, unless they raise an error."""
     values = (*args, *kwargs.values())
     return (
         bool(tensors)
@@ -191,19 +191,19 @@ def _on_meta(
 
 
 def _makes_nothing(func: Any) -> bool:
-    """Does it make tensors from its arguments alone? What torch has written in Python may make some
-    on the default device, and draw there, as ``nn.init`` does."""
+    """Returns True if it makes tensors from its arguments alone. Python functions of torch may make
+    some on the default device, and draw there, as ``nn.init`` does."""
     if isinstance(func, FunctionType):
         return func.__module__ == "torch.nn.functional"
     return _is_torch(func)
 
 
 class _Other(Exception):
-    """The result is not of tensors alone: it may be about the device."""
+    """Raised for a result with other values than tensors: it may depend on the device."""
 
 
 def _takes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], i: int) -> bool:
-    """Can tensor ``i`` require grad?"""
+    """Returns True if tensor ``i`` may require grad."""
     try:
         _run(func, args, kwargs, (i,))
     except Exception:
@@ -212,7 +212,7 @@ def _takes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _hidden() -> Any:
-    """Hooks of a checkpoint around this call are not for what the fakes save."""
+    """Disables hooks of a checkpoint around this call for tensors that the fakes save."""
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
@@ -220,7 +220,7 @@ def _run(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequence[int],
     on_meta: bool = False,
 ) -> Found:  # fmt: skip
-    """``needing``: the tensors that require grad, by number."""
+    """Runs ``func`` on fakes. ``needing``: the numbers of the tensors that require grad."""
     seeded = _Seeded(alone=on_meta)
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
@@ -234,7 +234,7 @@ def _run(
         number = leaves[1:] and t.ndim == 0 and func in _INDEXING
         if number and not t.dtype.is_floating_point and t.dtype not in _MASKS:
             fakes.append(leaf)
-            return 0  # torch would ask for the number, on which nothing here depends
+            return 0  # torch would read the number, on which the metadata does not depend
         fakes.append(leaf.clone() if differentiable else leaf)  # not a leaf: it may be written to
         return fakes[-1]
 
@@ -243,7 +243,7 @@ def _run(
         with (
             mode,
             seeded,
-            torch.inference_mode(False),  # there nothing shows what the result depends on
+            torch.inference_mode(False),  # inference mode would hide the dependencies
             torch.set_grad_enabled(bool(needing)),
             _hidden(),
         ):
@@ -280,7 +280,7 @@ def _run(
 
 
 def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
-    """The numbers of the leaves from which ``value`` was made differentiably."""
+    """Returns the numbers of the leaves from which ``value`` was made differentiably."""
     found = {id(getattr(node, "variable", None)) for node in nodes_of([value])}
     return tuple(i for i, leaf in enumerate(leaves) if id(leaf) in found)
 
@@ -290,14 +290,14 @@ def named_dynamic(func: Callable[..., Any]) -> bool:
 
 
 def by_mask(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Does it take what a mask shows?"""
+    """Returns True if it indexes with a mask."""
     name = getattr(func, "__name__", "").strip("_")
     return name == "getitem" and any(t.dtype in _MASKS for t in collect(args[1:], []))
 
 
 def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
-    """Does the shape of the result depend on data? Only functions of such names are asked: a run
-    costs time."""
+    """Returns True if the shape of the result depends on data. Only functions with certain names
+    are run, as a run costs time."""
     if not by_mask(func, args) and not named_dynamic(func):
         return False
     try:

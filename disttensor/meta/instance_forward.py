@@ -1,4 +1,4 @@
-"""A callable in place of the ``forward`` of one module."""
+"""A callable that replaces the ``forward`` of one module."""
 
 from __future__ import annotations
 

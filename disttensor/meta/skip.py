@@ -1,10 +1,9 @@
-"""Modules that lie elsewhere are skipped whole: their results follow from the metadata of their
-inputs.
+"""Skips whole modules whose parameters are on other ranks: their results follow from the metadata
+of their inputs.
 
-On a rank outside the mesh of its parameters a module gets a Skip as its ``forward``. The first call
-of a kind runs the real forward on tokens (``disttensor.meta.trace``) and notes what it gives; the
-next ones are one look-up. Where a forward does what a skipped call would miss, it runs as ever,
-call by call.
+On a rank off the mesh of its parameters a module gets a Skip as its ``forward``. The first call of
+a kind runs the real forward on tokens (``disttensor.meta.trace``) and records its results; later
+calls are one look-up. A forward with effects that a skipped call would miss runs call by call.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import count_function_modes, current_backward
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_MOST = 64  # kinds of calls that are kept of a module
-_TRIALS = 16  # traces beyond the number of calls that they have saved
+_MOST = 64  # most kinds of calls that are kept of a module
+_TRIALS = 16  # traces allowed in addition to one for each skipped call
 
 
 class _Tracing(threading.local):
@@ -34,19 +33,19 @@ class _Tracing(threading.local):
 
 
 class _NoKey(Exception):
-    """The call has an argument whose value may matter in other ways."""
+    """Raised for an argument whose value may matter in other ways."""
 
 
 _tracing = _Tracing()
 
 
 def never_skip(module: _Module) -> _Module:
-    """The forward of ``module``, and of what holds it, runs on every rank, whatever mesh its
-    parameters are on.
+    """Makes the forward of ``module``, and of modules around it, run on every rank, on whatever
+    mesh its parameters are. Returns the module.
 
-    For a forward that does what cannot be seen from outside: it prints, counts in a global, or
-    depends on values that change without an assignment to the module. Gives the module back. Say it
-    on all ranks alike.
+    Needed for a forward with effects that are not visible from outside: it prints, counts in a
+    global, or depends on values that change without an assignment to the module. All ranks must
+    call this alike.
 
     >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
     >>> model = dt.shard_module(model, mesh)
@@ -57,8 +56,8 @@ def never_skip(module: _Module) -> _Module:
 
 
 def attach(module: nn.Module) -> None:
-    """Make ``module``, or what is skipped in it with profit, skip its forward. Nothing happens
-    where a parameter is here."""
+    """Makes ``module``, or the modules in it that are worth it, skip their forward. Modules with a
+    parameter on this rank are left alone."""
     for m in module.modules():
         worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
         callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
@@ -74,8 +73,8 @@ def _lies_elsewhere(m: nn.Module) -> bool:
 
 
 class Skip(InstanceForward):
-    """The ``forward`` of one module on a rank outside. Copied and pickled with it, without what it
-    has noted."""
+    """The ``forward`` of one module on a rank off the mesh. Copied and pickled with the module,
+    without its records."""
 
     def __init__(self, module: nn.Module) -> None:
         self.__setstate__({"module": module})
@@ -88,10 +87,10 @@ class Skip(InstanceForward):
         self._cases: Cache[Any, Case | str] = Cache(_MOST)
         self._subtree: Subtree | None = None
         self._trials = self._hits = 0
-        self._why = ""  # this module is never skipped
+        self._why = ""  # the reason why this module is never skipped
 
     def why(self) -> list[str]:
-        """Why calls so far are not skipped: for people."""
+        """Returns the reasons why calls were not skipped: for people."""
         reasons = [self._why, *(c for c in self._cases.values() if isinstance(c, str))]
         return sorted({reason for reason in reasons if reason})
 
@@ -118,7 +117,7 @@ class Skip(InstanceForward):
         return case.give(inputs)  # type: ignore[union-attr]
 
     def _look(self) -> Subtree | None:
-        """Look the module through anew. None: it is not to be skipped as it is."""
+        """Guards the module again. Returns None if it is not to be skipped."""
         if not self._may_try():
             return None
         self._cases.clear()
@@ -144,7 +143,7 @@ class Skip(InstanceForward):
     def _trace(
         self, subtree: Subtree, key: Any, inputs: list[DistTensor], args: Any, kwargs: Any
     ) -> Any:
-        # what a backward computes again shows no random calls
+        # a recomputation in a backward does not show random calls
         if current_backward() != -1 or not inputs:
             return self.class_forward(*args, **kwargs)
         if subtree.hooked or any(x.is_initialized for x in inputs):
@@ -171,7 +170,7 @@ class Skip(InstanceForward):
             return False
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
-        """What the metadata of the results depends on; and the tensors among the arguments."""
+        """Returns the key, on which metadata of results depends, and the tensor arguments."""
         subtree: Any = self._subtree
         if len(args) == 1 and not kwargs and not subtree.attached:
             x = args[0]

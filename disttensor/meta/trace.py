@@ -1,10 +1,10 @@
-"""A trace: one run of a module's forward on tokens that shows what it gives, and whether it may
-be skipped from then on.
+"""A trace: one run of a module's forward on tokens that records its results, and whether it may be
+skipped from then on.
 
-It is an ordinary run and what it gives is right in any case; but each input gets a token of its own
-for it, so that the graph of tokens says which results depend on which inputs. Anything that a call
-without the forward would miss, such as a message, an assignment or a plain tensor that is read, is
-a reason against skipping.
+It is an ordinary run and its results are right in any case. Each input gets a token of its own for
+it, so that the graph of tokens shows which results depend on which inputs. Anything that a skipped
+call would miss, such as a message, an assignment or a read of a regular tensor, is a reason against
+skipping.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ CONSTANTS = frozenset({
 
 @dataclass(slots=True)
 class Case:
-    """What a forward gives for inputs of one kind (``infer.Out`` in place of the tensors, which
-    have the ``specs``), and how many random calls it makes."""
+    """The results of a forward for inputs of one kind (with ``infer.Out`` for the tensors, which
+    have the ``specs``), and the number of its random calls."""
 
     result: Any
     specs: list[DistSpec]
     draws: int
     spec: DistSpec  # of an input
-    nothing: Tensor  # the tokens of results that need no gradient, and
-    orphan: Tensor  # of those that depend on nothing that this rank has sent
-    single: bool  # one new tensor comes out, which is no view
+    nothing: Tensor  # the token of results that need no gradient
+    orphan: Tensor  # the token of results that depend on no tensor that this rank sent
+    single: bool  # the result is one new tensor, which is no view
 
     def give(self, inputs: Sequence[DistTensor]) -> Any:
         mesh, result = self.spec.mesh, self.result
@@ -70,13 +70,13 @@ class Case:
 
 
 class Unfit(Exception):
-    """Why a forward must not be skipped."""
+    """The reason why a forward must not be skipped."""
 
 
 def trace(
     forward: Callable[[], Any], inputs: Sequence[DistTensor], subtree: Subtree
 ) -> tuple[Any, Case | str]:
-    """The result of ``forward()``, and the Case for the next such calls, or why there is none."""
+    """Returns the result of ``forward()``, and its Case or the reason why it has none."""
     originals = [x.local for x in inputs]
     marks: dict[int, Tensor] = {}
     for x in inputs:
@@ -141,7 +141,7 @@ def trace(
 
 
 def _check(value: Any) -> None:
-    """Raise Unfit for what cannot be given again: all but DistTensors and constants."""
+    """Raises Unfit for values other than DistTensors and constants, which no Case can return."""
     if type(value) is dict:
         value = tuple(value.values())
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -152,15 +152,15 @@ def _check(value: Any) -> None:
 
 
 def _mark(local: Tensor) -> Tensor:
-    """A token of its own, in front of the one that an input has."""
+    """Returns a token of its own, in front of the token of an input."""
     with torch.enable_grad():
         root = local if local.grad_fn is not None else token.leaf(local.device, torch.float32)
         return root.view_as(root)
 
 
 def _sources(value: DistTensor, tokens: dict[Any, int], orphan: int) -> tuple[int, ...]:
-    """The inputs on whose tokens ``value`` depends, and ``orphan`` if it requires grad. Raises
-    Unfit where it depends on a token that no input has."""
+    """Returns the inputs on whose tokens ``value`` depends, and ``orphan`` if it requires grad.
+    Raises Unfit if it depends on a token that no input has."""
     local: Any = value.local
     if not local.requires_grad:
         return ()
@@ -174,14 +174,14 @@ def _sources(value: DistTensor, tokens: dict[Any, int], orphan: int) -> tuple[in
 
 
 class _Calls(TorchFunctionMode):
-    """Looks at the tensors of every call: they must be inputs, parameters, or results of calls
-    before."""
+    """Checks the tensors of every call: they must be inputs, parameters, or results of earlier
+    calls."""
 
     def __init__(self, known: dict[int, Any]) -> None:
         super().__init__()
         self.known = known
         self.why = ""
-        self.made: list[Any] = []  # what is called with what, for a log
+        self.made: list[Any] = []  # functions and descriptions of their arguments, for a log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -201,7 +201,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _words(x: Any) -> Any:
-    """What an argument is, on whatever mesh."""
+    """Returns a description of an argument that does not depend on its mesh."""
     kind = type(x)
     if isinstance(x, DistTensor):
         return x.spec.shape, x.spec.layout, x.spec.dtype
@@ -213,7 +213,7 @@ def _words(x: Any) -> Any:
 
 
 def _world() -> tuple[Any, ...]:
-    """What a forward may change outside of its module."""
+    """Returns the state outside of its module that a forward may change."""
     numpy_state: Any = np.random.get_state()
     seed, calls = counter.get_state()
     return (
@@ -227,7 +227,7 @@ def _world() -> tuple[Any, ...]:
 
 
 def _compare(before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
-    """The number of random calls between. Raises Unfit for other changes."""
+    """Returns the number of random calls between. Raises Unfit for other changes."""
     if before[1] != after[1]:
         raise Unfit("it seeds random numbers")
     if before[2] != after[2]:

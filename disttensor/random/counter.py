@@ -1,15 +1,15 @@
-"""The seed and the number of random calls so far: a part of the state of torch's default generator.
+"""The seed and the number of random calls so far, kept in the state of torch's default generator.
 
-torch's ways to set, read and restore random numbers do the same for those of DistTensors:
+torch's functions that set, read and restore random numbers do the same for DistTensors:
 
     torch.manual_seed(s)         the seed is s, and no call has drawn
     torch.get_rng_state()        the state has the seed and the count in it (``carry``)
     torch.set_rng_state(state)   and brings them back; ``fork_rng`` and checkpoints are made of both
 
-Numbers drawn for plain tensors move torch's generator and not the count, so ranks may draw
-different amounts of them. Of the methods of ``torch.default_generator``, which no Python code
-sees, the next random call finds out that the generator has another seed, or was seeded and has
-drawn nothing since. After ``set_state`` the numbers of that seed go on.
+Numbers drawn for regular tensors move torch's generator and not the count, so ranks may draw
+different amounts of them. Methods of ``torch.default_generator`` are not visible to Python code.
+After them the next random call detects that the generator has another seed, or was seeded and has
+drawn nothing since. After ``set_state`` the numbers of that seed continue.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _M64 = (1 << 64) - 1
 class _State:
     seed = 0
     calls = 0
-    of: int | None = None  # the seed of torch's generator when the seed was set
-    restarts = 0  # how often it was set
-    inside = 0  # torch's generator is seeded for a call
+    of: int | None = None  # the seed of torch's generator when ``seed`` was set
+    restarts = 0  # number of times that ``seed`` was set
+    inside = 0  # greater than 0 while torch's generator is seeded for a call
     left: Cache[int, tuple[int, int]] = Cache(64, lasting=True)  # by ``of``: seed and calls
 
 
 def manual_seed(seed: int) -> None:
-    """Restarts the random numbers of DistTensors and leaves those of plain tensors alone. Every
-    rank gives the same seed. ``torch.manual_seed`` restarts both: the last call counts.
+    """Restarts the random numbers of DistTensors, but not of regular tensors. Every rank gives the
+    same seed. ``torch.manual_seed`` restarts both: the last call counts.
 
     >>> dt.manual_seed(7)
     >>> a = dt.rand(3, mesh=mesh)
@@ -52,7 +52,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_state() -> tuple[int, int]:
-    """(seed, random calls so far)"""
+    """Returns (seed, random calls so far)."""
     if not _State.inside:
         of = torch.default_generator.initial_seed()
         if seeded_since():
@@ -63,7 +63,7 @@ def get_state() -> tuple[int, int]:
 
 
 def set_state(seed: int, calls: int) -> None:
-    """Go on as after ``calls`` random calls of ``manual_seed(seed)``."""
+    """Continues as after ``calls`` random calls of ``manual_seed(seed)``."""
     if _State.of is not None:
         _State.left[_State.of] = _State.seed, _State.calls
     seeded_since()
@@ -104,7 +104,7 @@ def reading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A state that ``Generator.get_state`` gave has no count in it: its bytes are the seed."""
+    """Wraps set_rng_state. States of ``Generator.get_state`` have no count: a hash is the seed."""
 
     @wraps(original)
     def set_rng_state(new_state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers of a distribution, out of the bits of a ``philox.Source``.
+"""Random numbers of a distribution, from the bits of a ``philox.Source``.
 
 Each function draws the source's box. Numbers are computed in float64 and rounded to ``dtype``
 (uniform: from the leading bits), so that a float32 model starts as the float64 model does.
@@ -21,9 +21,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def uniform(source: Source, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """[low, high), the bounds first rounded to ``dtype``; float64 from 53 bits, all others from 24.
+    """Draws from [low, high), with bounds rounded to ``dtype``; float64 from 53 bits, others 24.
 
-    Never ``high`` itself: what rounds up to it becomes the value below. Complex: both parts.
+    Never ``high`` itself: a number that rounds up to it becomes the value below. Complex: both
+    parts.
     """
     if dtype.is_complex:
         return torch.view_as_complex(uniform(source.pairs(), _part(dtype), low, high))
@@ -45,7 +46,7 @@ def uniform(source: Source, dtype: torch.dtype, low: float = 0.0, high: float = 
 
 
 def normal(source: Source, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Normal numbers; |value - mean| < 8.6 std.
+    """Draws normal numbers; |value - mean| < 8.6 std.
 
     Complex: each part has std / sqrt(2), and ``mean`` is real, as in torch.
     """
@@ -63,7 +64,7 @@ def truncated_normal(
     source: Source, dtype: torch.dtype,
     mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0,
 ) -> Tensor:  # fmt: skip
-    """Normal numbers given that they lie in [low, high], by the quantile of a uniform number."""
+    """Draws normal numbers in [low, high], by the quantile of a uniform number."""
     _need_floating("truncated_normal", dtype)
     if not (low <= high and std > 0.0):
         raise ValueError(
@@ -83,7 +84,7 @@ def truncated_normal(
 
 
 def exponential(source: Source, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
-    """-log(u) / rate, always positive: what would round to 0 is the smallest normal number."""
+    """Draws -log(u) / rate, always positive: the smallest result is the smallest normal number."""
     _need_floating("exponential", dtype)
     if not rate > 0.0:
         raise ValueError(f"exponential: rate={rate}: need a positive rate")
@@ -92,7 +93,7 @@ def exponential(source: Source, dtype: torch.dtype, rate: float = 1.0) -> Tensor
 
 
 def bernoulli(source: Source, dtype: torch.dtype, p: float | Tensor = 0.5) -> Tensor:
-    """1 with probability ``p`` (a number, or a tensor of this piece's shape), else 0.
+    """Draws 1 with probability ``p`` (a number, or a tensor of this piece's shape), else 0.
 
     53 bits are compared: p = 0 never gives 1, p = 1 always. A tensor's range is not checked.
     """
@@ -113,7 +114,7 @@ def bernoulli(source: Source, dtype: torch.dtype, p: float | Tensor = 0.5) -> Te
 
 
 def integers(source: Source, dtype: torch.dtype, low: int = 0, high: int = 2) -> Tensor:
-    """Integers in [low, high), of any range that int64 can hold, as ``dtype``.
+    """Draws integers in [low, high), of any range that int64 can hold, as ``dtype``.
 
     floor(r n / 2^128) with r the four lanes and n = high - low: each value's probability is within
     2^-128 of 1/n, where a 64-bit modulo is off by up to 2^-64.
@@ -140,7 +141,7 @@ def integers(source: Source, dtype: torch.dtype, low: int = 0, high: int = 2) ->
 
 
 def permutation(seed: int, call: int, n: int, device: Device) -> Tensor:
-    """A permutation of range(n), int64, whole on every rank: the order of n 64-bit keys.
+    """Draws a permutation of range(n), int64, whole on every rank: the order of n 64-bit keys.
 
     Equal keys (probability about n^2 / 2^65) keep their order.
     """
@@ -153,8 +154,8 @@ def permutation(seed: int, call: int, n: int, device: Device) -> Tensor:
 
 
 def _draw(source: Source, dtype: torch.dtype, number: Callable[..., Tensor]) -> Tensor:
-    """``number`` of the four lanes, for every element; float64 goes to the half types by way of
-    float32, on every device alike."""
+    """Computes ``number`` of the four lanes for every element; float64 is rounded to half types by
+    way of float32, on every device."""
     out = source.empty(dtype)
     for where, lanes in source.lanes():
         value = number(*lanes)
@@ -165,7 +166,7 @@ def _draw(source: Source, dtype: torch.dtype, number: Callable[..., Tensor]) -> 
 
 
 def _unit(high: Tensor, low: Tensor, digits: int = 53) -> Tensor:
-    """[0, 1) in float64 with ``digits`` bits, up to 53: the leading ones of the two lanes."""
+    """Returns [0, 1) in float64 from the ``digits`` (up to 53) leading bits of the two lanes."""
     if digits <= 32:
         return (high >> (32 - digits)).to(torch.float64).mul_(2.0**-digits)
     word = (high << (digits - 32)).bitwise_or_(low >> (64 - digits))
@@ -173,13 +174,13 @@ def _unit(high: Tensor, low: Tensor, digits: int = 53) -> Tensor:
 
 
 def _open_unit(high: Tensor, low: Tensor) -> Tensor:
-    """(0, 1) in float64, symmetric about 1/2: the odd multiples of 2^-53."""
+    """Returns (0, 1) in float64, symmetric about 1/2: the odd multiples of 2^-53."""
     word = (high << 21).bitwise_or_(low >> 11).bitwise_or_(1)
     return word.to(torch.float64).mul_(2.0**-53)
 
 
 def _standard(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """Standard normal numbers in float64.
+    """Returns standard normal numbers in float64.
 
     Box-Muller, sqrt(-2 log u) sin(pi/2 t) with u in (0, 1), t in (-1, 1): the sine of a uniform
     angle in a half circle has the law of the cosine on the whole.
@@ -189,7 +190,7 @@ def _standard(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 
 def _part(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the parts of complex numbers."""
+    """Returns the dtype of the parts of complex numbers."""
     return torch.float64 if dtype == torch.complex128 else torch.float32
 
 

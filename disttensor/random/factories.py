@@ -16,11 +16,11 @@ _DRAW_NOTHING = frozenset({torch.zeros, torch.ones, torch.empty, torch.full})
 
 
 def make_local(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
-    """This rank's piece of what a random factory gives for the shape of ``spec``, or None for a
-    factory that draws nothing.
+    """Returns this rank's piece of a random factory's tensor for the shape of ``spec``, or None for
+    a factory that draws nothing.
 
-    A factory that is not torch's own runs on the local shape, its numbers seeded for this call and
-    place.
+    A factory that is not torch's own runs on the local shape, with generators seeded for this call
+    and place.
     """
     if fn in _DRAW_NOTHING:
         return None

@@ -1,8 +1,8 @@
 """Philox4x32-10: random bits by global position, keyed by seed, call and element index.
 
-The bits of an element depend on (seed, call, its row-major index in the *global* tensor) and on
-nothing else, so any piece of a tensor can be drawn alone, on any rank and any device, and has the
-same bits as that piece of the whole. Work goes in chunks; beside the result a call holds a few MiB.
+The bits of an element depend only on (seed, call, its row-major index in the *global* tensor). So
+any piece of a tensor can be drawn on any rank and device, and has the same bits as in the whole.
+Work is done in chunks: a call holds a few MiB in addition to its result.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -27,7 +27,7 @@ _KEY0, _KEY1 = 0x9E3779B9, 0xBB67AE85
 
 
 def bits(seed: int, call: int, index: Tensor, lanes: int = 4) -> tuple[Tensor, ...]:
-    """``lanes`` (1 to 4) int64 tensors, each holding a uint32 per element of ``index`` (int64).
+    """Returns ``lanes`` (1 to 4) int64 tensors with a uint32 per element of ``index`` (int64).
 
     The counter is (index low, index high, call low, call high), the key (seed low, seed high).
     Products wrap modulo 2^64: the high half is read by a shift and a mask.
@@ -51,7 +51,7 @@ def bits(seed: int, call: int, index: Tensor, lanes: int = 4) -> tuple[Tensor, .
 
 
 def derive(seed: int, *ints: int) -> int:
-    """A 63-bit hash of ``seed`` and ``ints`` (order matters), to seed a torch.Generator.
+    """Returns a 63-bit hash of ``seed`` and ``ints`` (order matters), to seed a torch.Generator.
 
     One splitmix64 finalizer per word: Steele, Lea and Flood, OOPSLA 2014.
     """
@@ -77,13 +77,13 @@ class Source(NamedTuple):
         return torch.empty(tuple(self.box.shape), dtype=dtype, device=self.device)
 
     def pairs(self) -> Source:
-        """Two numbers for each element, in a last dim of 2: the parts of complex numbers."""
+        """Returns a Source of two numbers per element, in a last dim: parts of complex numbers."""
         box = Box((*self.box.offset, 0), (*self.box.shape, 2))
         return self._replace(shape=(*self.shape, 2), box=box)
 
     def lanes(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """(where in the flat local tensor, its four lanes), by chunks; nothing where there is no
-        data, on ``meta`` and in a FakeTensorMode."""
+        """Yields (slice of the flat local tensor, its four lanes), by chunks; nothing on ``meta``
+        and in a FakeTensorMode, where there is no data."""
         spans = _spans(self.shape, self.box)
         if torch.device(self.device).type != "meta" and fakes() is None:
             for where, index in _chunks(spans, _chunk(self.device), self.device):
@@ -91,7 +91,7 @@ class Source(NamedTuple):
 
 
 def global_index(shape: Sequence[int], box: Box, device: Device) -> Tensor:
-    """int64 of the box's shape: the row-major index in ``shape`` of each of its elements."""
+    """Returns int64 of the box's shape: the row-major index in ``shape`` of each element."""
     out = torch.empty(tuple(box.shape), dtype=torch.int64, device=device)
     for where, index in _chunks(_spans(shape, box), _chunk(device), device):
         out.view(-1)[where] = index
@@ -99,7 +99,8 @@ def global_index(shape: Sequence[int], box: Box, device: Device) -> Tensor:
 
 
 def _spans(shape: Sequence[int], box: Box) -> list[Span]:
-    """The box in as few dims as possible: a whole dim joins the one before, or one of length 1."""
+    """Returns the box in as few dims as possible: a whole dim joins the dim before, or joins one of
+    length 1."""
     if not len(shape) == len(box.offset) == len(box.shape) or any(
         o < 0 or n < 0 or o + n > size for size, o, n in zip(shape, *box, strict=False)
     ):
@@ -118,7 +119,7 @@ def _spans(shape: Sequence[int], box: Box) -> list[Span]:
 
 
 def _row_starts(rows: Sequence[Span], start: int, stop: int, device: Device) -> Tensor:
-    """Global row number of the local rows ``start`` to ``stop``."""
+    """Returns the global row numbers of the local rows ``start`` to ``stop``."""
     position = torch.arange(start, stop, device=device)
     out = torch.zeros_like(position)
     stride = 1
@@ -130,14 +131,14 @@ def _row_starts(rows: Sequence[Span], start: int, stop: int, device: Device) -> 
 
 
 def _chunk(device: Device) -> int:
-    """Elements at a time: what fits into a core's cache, or fills an accelerator."""
+    """Returns the elements at a time: as many as fit a core's cache, or fill an accelerator."""
     if torch.device(device).type != "cpu":
         return 1 << 20
     return torch.get_num_threads() << 15  # torch gives a thread no less than 2^15 elements
 
 
 def _chunks(spans: Sequence[Span], step: int, device: Device) -> Iterator[tuple[slice, Tensor]]:
-    """(where in the flat local tensor, global index): whole rows, or parts of a long one."""
+    """Yields (slice of the flat local tensor, global index): whole rows, or parts of a long row."""
     *rows, (size, first, length) = spans
     n_rows = math.prod(span[2] for span in rows)
     if not n_rows * length:

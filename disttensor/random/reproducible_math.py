@@ -24,7 +24,7 @@ _ATANH = [2.0 / (2 * k + 1) for k in range(10)]
 
 
 def _sine_series() -> list[float]:
-    """Taylor coefficients of sin(pi/2 t) / t in t^2, by products only (pow may vary)."""
+    """Returns Taylor coefficients of sin(pi/2 t) / t in t^2, by products only (pow may vary)."""
     half_pi = math.pi / 2
     out = [half_pi]
     for k in range(1, 11):
@@ -62,7 +62,7 @@ _FAR = (
 
 
 def polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """sum c[k] x^k by Horner: one multiplication and one addition per term, never fused."""
+    """Returns sum c[k] x^k by Horner: one multiplication and one addition per term, never fused."""
     acc = torch.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         acc.mul_(x).add_(c)
@@ -70,7 +70,7 @@ def polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive normal float64, to about 1 ulp.
+    """Returns the natural logarithm of positive normal float64, to about 1 ulp.
 
     x = 2^e m with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1).
     """
@@ -82,12 +82,12 @@ def log(x: Tensor) -> Tensor:
 
 
 def sin_half_pi(t: Tensor) -> Tensor:
-    """sin(pi/2 t) for t in [-1, 1], to about 1 ulp."""
+    """Returns sin(pi/2 t) for t in [-1, 1], to about 1 ulp."""
     return polynomial(t * t, _SINE).mul_(t)
 
 
 def normal_quantile(p: Tensor) -> Tensor:
-    """The z with Phi(z) = p, for p in (0, 1), to about 1e-15 relative. Source: AS 241."""
+    """Returns z with Phi(z) = p, for p in (0, 1), to about 1e-15 relative. Source: AS 241."""
     q = p - 0.5
     r = (q * q).neg_().add_(0.180625)
     centre = polynomial(r, _CENTRE[0]).mul_(q).div_(polynomial(r, _CENTRE[1]))

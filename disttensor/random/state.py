@@ -1,16 +1,16 @@
-"""The policy of random numbers; what one call draws.
+"""The policies of random numbers, and the numbers of one call.
 
 The position in the program decides, not the rank: every random call takes the next number of a
-counter that all ranks keep alike (counter.py). Two policies say what that number becomes (``rng``):
+counter that is the same on all ranks (counter.py). Two policies make numbers of it (``rng``):
 
     "invariant"   numbers by global element index (philox.py): any mesh and placement gives the same
                   bits. The default of factories, initialization and sampling
     "fast"        torch's own generator and kernels, seeded for this call and for this rank's place
                   on the axes that split the tensor. The default of dropout and its like
 
-Replicas draw the same, shards draw different numbers, and torch's own generator does not move. At
-optimizer steps the ranks compare what their calls drew from (``program.draws``). A recomputation
-under activation checkpointing repeats the calls of its forward: see
+Replicas draw the same numbers, shards different ones, and torch's own generator does not move. At
+optimizer steps the ranks compare the seeds and counts of their calls (``program.draws``). A
+recomputation under activation checkpointing repeats the calls of its forward: see
 disttensor.autograd.activation_checkpoint.
 """
 
@@ -55,7 +55,7 @@ class rng(Setting, allowed=_POLICIES):
 
 
 class Note(NamedTuple):
-    """What decides the numbers of one random call."""
+    """The state that decides the numbers of one random call."""
 
     seed: int
     call: int
@@ -75,10 +75,10 @@ class Draw:
     def numbers(
         self, kind: str, piece: Any, dtype: torch.dtype, device: Any, **options: Any
     ) -> Tensor:
-        """``kind``: the name of a function of distributions.py."""
+        """Draws the numbers of ``piece``. ``kind``: a function of distributions.py."""
         draw: Callable[..., Tensor] = getattr(distributions, kind)
         bare = piece
-        if isinstance(piece, DistSpec):  # its box says where rows of a placement of ours lie
+        if isinstance(piece, DistSpec):  # drawn without users' own placements, then resharded
             bare = piece.with_layout(piece.layout.without_own())
         source = Source(*self.key, bare.shape, bare.local_box, device)
         numbers = draw(source, dtype, **options)
@@ -93,10 +93,10 @@ class Draw:
 
 
 def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = None) -> Draw:
-    """The next random call: all ranks make it alike, those without a piece too.
+    """Starts the next random call. All ranks make it alike, also ranks without a piece.
 
-    default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: one
-    int64 of it is the seed. torch's default generator is as None.
+    default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: it
+    draws one int64 as the seed. torch's default generator counts as None.
     """
     where = activation_checkpoint.current_run()
     found = activation_checkpoint.replayed(where)
@@ -113,14 +113,14 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
 
 
 def generator_in(args: Any, kwargs: Any) -> torch.Generator | None:
-    """The generator among the arguments of a call."""
+    """Returns the generator among the arguments of a call, or None."""
     every = (*args, *(kwargs or {}).values())
     return next((a for a in every if isinstance(a, torch.Generator)), None)
 
 
 def generator_for_one(mesh: ProcessMesh, generator: torch.Generator) -> torch.Generator:
-    """A generator for one call that runs whole on each rank: the user's moves as for any random
-    call, on ranks outside the mesh too."""
+    """Returns a generator for one call that runs whole on each rank. The user's generator draws one
+    number, also on ranks off the mesh."""
     note = draw(mesh, "fast", generator).key
     return torch.Generator(generator.device).manual_seed(derive(*note))
 
@@ -135,8 +135,8 @@ def _dropout(input: Any, p: float = 0.5, *flags: Any, **named: Any) -> bool:
     return p == 0.0 or not named.get("train", named.get("training", flags[0] if flags else True))
 
 
-# Which calls draw nothing, of the functions whose rules draw or not by the values of a call (by
-# name, without the "_" at its end).
+# Name (without a trailing "_") -> whether a call draws nothing, for functions whose rules draw or
+# not by the values of a call.
 IDLE: dict[str, Callable[..., bool]] = {
     "dropout": _dropout,
     "feature_dropout": _dropout,
@@ -151,8 +151,8 @@ IDLE: dict[str, Callable[..., bool]] = {
 
 
 class Seeded:
-    """``with Seeded(seed, device):`` torch's generator of the device draws from ``seed``;
-    afterwards it is as before."""
+    """Seeds torch's generator of the device with ``seed`` inside its block, and restores it
+    afterwards."""
 
     __slots__ = ("after", "device", "generator", "seed", "state")
 
@@ -186,9 +186,9 @@ def _generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
-    """torch's generators seeded alike on all ranks of one place on ``axes``, and put back
-    afterwards. It counts as a random call only if something was drawn: whether a function falls
-    back may depend on the mesh."""
+    """Seeds torch's generators alike on all ranks of one place on ``axes``, and restores them. The
+    block counts as a random call only if it draws: whether a function falls back may depend on the
+    mesh."""
     where = activation_checkpoint.current_run()
     note = activation_checkpoint.replayed(where, sure=False)
     if note is None:
@@ -210,7 +210,7 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
             context.__exit__(None, None, None)
     if drawn:
         if note is None:
-            activation_checkpoint.replayed(where)  # an error, where the forward drew less
+            activation_checkpoint.replayed(where)  # raises an error if the forward drew less
             counter.count()
             program.draws(mesh, fresh.seed, fresh.call)
         activation_checkpoint.note(where, fresh)
