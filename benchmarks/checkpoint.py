@@ -53,14 +53,14 @@ FSDP2.
 - Machine: {machine}.
 - Command: `{command}`.
 - The two sides of a row live in the same processes and take turns, {repeats} each after a warm-up;
-  the best counts. Both write to the disk and sync; what is loaded is in the page cache. Ours
-  compares all files with their sums before it loads.
-- *bytes / state*: of all files, by those of the state.
-- *background*: what `save(background=True)` takes of a training loop, by the time of a blocking
-  save. *call*: of the call itself. *all of the loop*: with what a loop that keeps {cores} cores
-  busy with four ranks loses until the checkpoint is there.
-- *peak of load*: the memory of a rank during a load beyond what it has before, by the size of its
-  own part of the state.
+  the best counts. Both write to the disk and sync; loaded files are in the page cache. Ours
+  verifies the checksums of all files before it loads.
+- *bytes / state*: the bytes of all files, divided by the bytes of the state.
+- *background*: the time that `save(background=True)` costs a training loop, divided by the time of
+  a blocking save. *call*: the call itself. *all of the loop*: including the time that a loop on
+  {cores} busy cores with four ranks loses until the checkpoint is written.
+- *peak of load*: the additional memory of a rank during a load, divided by the size of its own part
+  of the state.
 """
 
 

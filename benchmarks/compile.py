@@ -119,15 +119,15 @@ def _row(
 
 def text(found: list[Row]) -> str:
     return f"""
-A forward and a backward, compiled and eager: CPU time. A call on a DistTensor breaks the graph, and
-none of our frames is compiled, so that a model of DistTensors runs as it does eagerly; what is
-between its calls, plain tensors and the locals of `local_map`, is compiled.
+CPU time of a forward and a backward, compiled and eager. A call on a DistTensor breaks the graph,
+and frames of disttensor are not compiled, so a model of DistTensors runs as it does eagerly. Code
+between its calls, on regular tensors, and the local code of `local_map` are compiled.
 
 {markdown(COLUMNS, [row.cells() for row in found], texts=(0, 1))}
 
 - Machine: {machine()}.
 - Command: `python benchmarks/compile.py --markdown docs/performance.md`.
-- *graphs*: that Dynamo made in the first call. *breaks*: where it stopped and let Python run.
+- *graphs*: made by Dynamo in the first call. *breaks*: places where it returned to Python.
 """
 
 

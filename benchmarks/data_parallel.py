@@ -219,7 +219,7 @@ SECTION = """\
 {heading}
 
 Whole training steps (zero_grad, forward, backward, fused AdamW) of one GPT, by
-`dt.shard_data_parallel` and by torch: ours divided by the peer's, so that below 1 is faster.
+`dt.shard_data_parallel` and by torch. Ratios are ours divided by the peer's: below 1 is faster.
 
 {table}
 
@@ -228,19 +228,19 @@ Whole training steps (zero_grad, forward, backward, fused AdamW) of one GPT, by
 - Processes on this one machine over gloo, one thread each, {cores}.
 - Model: {model}
 - The two sides of a row live in the same processes and take turns, step by step, {repeats} each
-  after a warm-up, in which their losses must agree. *best step*: of the fastest ones, by the clock.
-  *pairs*: the median over steps that follow each other. *CPU*: processor time of a rank with all
-  its threads, medians: what other programs on the machine take away is not in it.
-- *MB sent* by one rank in a step, counted at the collectives of both sides, as ring algorithms
-  send. *theory*: an all-reduce sends 2 (n-1)/n of its size, an all-gather or a reduce-scatter
+  after a warm-up, in which their losses must agree. *best step*: ratio of the fastest steps, in
+  wall-clock time. *pairs*: the median over consecutive steps. *CPU*: processor time of a rank with
+  all its threads, medians; time used by other programs does not count.
+- *MB sent*: bytes that one rank sends in a step, counted at the collectives of both sides, for ring
+  algorithms. *theory*: an all-reduce sends 2 (n-1)/n of its size, an all-gather or a reduce-scatter
   (n-1)/n. Ours adds 4 bytes per parameter tensor (on how many ranks it has a gradient) and pads
-  what does not divide evenly.
+  tensors that do not divide evenly.
 - Replicas: our default segments; DDP's default buckets (25 MB). Stage 3 and FSDP2: a segment per
   block, and the rest. Accumulation: 4 micro-batches. HSDP: 2 replicas of {shards}.
 
-What a rank does during a step: `python benchmarks/overlap.py --svg docs/overlap.svg`
+This picture shows one rank during a step: `python benchmarks/overlap.py --svg docs/overlap.svg`
 
-![Collectives under way beside the backward](overlap.svg)
+![Collectives under way during the backward](overlap.svg)
 """
 
 

@@ -89,15 +89,15 @@ def apart(row: str, name: str) -> float:
 def text(rows: list[list[str]]) -> str:
     return f"""{HEADING}
 
-Bytes of resident memory for each, in C++ and Python, with their share of tables.
+Bytes of resident memory for each object, in C++ and Python, with its share of tables.
 
 {markdown(["", *SIDES], rows)}
 
 - Machine: {machine()}.
 - Command: `python benchmarks/footprint.py --markdown docs/performance.md`.
-- *a tensor*: `x.detach()`, {COUNTS["tensors"]} of them. *a plan*: what {COUNTS["plans"]} calls on
-  as many shapes leave behind, with the views that make the shapes; plans are dropped, the oldest
-  first, when there are too many.
+- *a tensor*: `x.detach()`, {COUNTS["tensors"]} of them. *a plan*: memory after
+  {COUNTS["plans"]} calls on as many shapes, with the views that make the shapes; the oldest plans
+  are dropped when there are too many.
 """
 
 

@@ -130,8 +130,8 @@ OTHERS, CHECKPOINTS = "## Data parallelism", "## Checkpoints"
 DOCUMENT = """\
 # Performance
 
-What the runtime costs per call, in Python and C++, with the arithmetic made as small as it gets and
-the network taken away. It is the overhead that is measured here, not throughput.
+This page measures the overhead of the runtime per call, in Python and C++, with arithmetic as small
+as possible and without a network. It does not measure throughput.
 
 {table}
 
@@ -142,26 +142,25 @@ the network taken away. It is the overhead that is measured here, not throughput
 ## How it is measured
 
 - One process, one thread. It is rank 0 of a world of eight whose process group is PyTorch's `fake`
-  backend: every collective is launched and returns at once, so that waiting for others and the wire
-  cost nothing. "Mesh of 1" is a mesh that holds only this rank.
-- All sides compute on local tensors of the same size. *plain* is ordinary PyTorch on those; where
-  there is something to communicate it is written by hand: the block with Megatron's f and g around
-  the linears (two all-reduces forward, two backward), the gather as one autograd function.
-- *disttensor (Python)* and *disttensor (C)* are one program with one plan for each call: warm calls
-  are carried out by `disttensor/dispatch/dispatch.py`, or by `native.c` beside it, which is
-  compiled where there is a compiler.
+  backend: every collective is launched and returns immediately, so waiting for other ranks and the
+  network cost nothing. "Mesh of 1" is a mesh that contains only this rank.
+- All sides compute on local tensors of the same size. *plain* is ordinary PyTorch on these, with
+  communication written by hand: the block with Megatron's f and g around the linears (two
+  all-reduces forward, two backward), the gather as one autograd function.
+- *disttensor (Python)* and *disttensor (C)* are the same program with the same plan for each call.
+  Calls whose plan is cached are run by `disttensor/dispatch/dispatch.py`, or by `native.c`, which
+  is compiled if there is a compiler.
 - *torch DTensor* runs the same program on DTensors. The block is shown a second time with
-  `parallelize_module` (`ColwiseParallel`, `RowwiseParallel`): all between the linears is local.
-- Forward+backward includes dropping the gradients of the step before, as `zero_grad` does.
-- The contestants of a row take turns (A B C A B C ...), {repeats} slices of about {slice_ms:g} ms
+  `parallelize_module` (`ColwiseParallel`, `RowwiseParallel`): code between the linears is local.
+- Forward+backward includes freeing the gradients of the step before, as `zero_grad` does.
+- The sides of a row alternate (A B C A B C ...), {repeats} slices of about {slice_ms:g} ms
   each after a warm-up that fixes the number of calls in a slice; the best slice counts. It is
   CPU time, so that other work on the machine does not count; garbage is collected between slices.
-- "New shape" rows time calls on shapes that were never seen ({fresh} calls per slice, their inputs
-  made beforehand): what a plan costs before it is cached.
-- Where collectives cannot change the answer, the result is compared with the plain one before
-  anything is timed.
-- "outside" rows are calls on tensors of a stage that this rank is not in; their "plain" is
-  `torch.add` of 8x8, whatever the call. In the rows of 96 layers this rank is the fourth of eight
-  stages of twelve blocks each; "plain" are its own twelve blocks, as DistTensors, without the rest.
-- "Aim" bounds the ratio to plain (x), or the time itself.
+- "New shape" rows time calls on shapes that have no plan yet ({fresh} calls per slice, their inputs
+  made beforehand): the cost of making a plan.
+- If collectives cannot change the result, it is compared with the plain result before timing.
+- "outside" rows are calls on tensors of a stage that this rank is not in; their "plain" is always
+  `torch.add` of 8x8. In the rows of 96 layers this rank is the fourth of eight stages of twelve
+  blocks each; "plain" are its own twelve blocks, as DistTensors, without the other stages.
+- "Aim" is a limit for the ratio to plain (x), or for the time.
 """

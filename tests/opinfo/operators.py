@@ -36,18 +36,18 @@ from tests.support import oracle
 SAMPLES = 8  # of each OpInfo
 HEAD = """# Operators
 
-Written by `make operators`, with the torch of constraints.txt; a test holds it to what the rules
-say. [rules.md](rules.md) says how to write a rule, and `dt.explain(func, *args)` prints what
-becomes of one call.
+Written by `make operators`, with the torch of constraints.txt; a test compares this page with the
+rules. [rules.md](rules.md) shows how to write a rule, and `dt.explain(func, *args)` prints the plan
+of one call.
 
 Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and*
-the results: these dims **keep** their shards, with nothing moved. `k: sum` is a letter that the
-result lacks: split, it leaves a pending sum (or max, ...); "within the call" means that the call
-itself reduces it. Letters after `whole`, and dims shown as `_`, are **exchanged** where they are
-split, for another dim that may be, or gathered. `even` letters stay split where the axis divides
-them. `halo` letters are those a window slides over: a rank fetches what its windows read of other
-ranks' pieces, where that and what goes back with the gradients is no more than a gather or an
-exchange. `(a b)` is a dim that merges two.
+the results: these dims **keep** their shards, and no data moves. `k: sum` is a letter that the
+result lacks: if it is split, the result is a pending sum (or max, ...); "within the call" means
+that the call itself reduces it. Letters after `whole`, and dims shown as `_`, cannot be split: a
+split dim is **exchanged** for another dim that may be split, or gathered. `even` letters stay split
+if the axis divides them. `halo` letters are dims over which a window slides: a rank fetches the
+elements that its windows need from other ranks, if this and the returned gradients take no more
+bytes than a gather or an exchange. `(a b)` is a dim that merges two.
 """
 
 
