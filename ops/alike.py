@@ -1,8 +1,8 @@
-"""Calls that differ in sizes only are decided once. Pure.
+"""Reuses decisions for calls that differ only in sizes. Pure.
 
-A rule that tells sizes apart by letters alone (``Rule.sizes``) gives the same letters to calls
-whose tensors have dims of size 1 in the same places, as long as all dims of a letter are of one
-size. Where nothing was weighed by its bytes the decision is the same then, too.
+A rule with ``Rule.sizes == "letters"`` gives the same letters to calls whose tensors have dims of
+size 1 in the same places, if all dims of a letter have one size. If the decision did not compare
+bytes, it is the same too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ops.propagation import Decision
 
 
 def of_any_size(f: Factors, decision: Decision, shapes: Sequence[Axes]) -> bool:
-    """Does the decision hold for other sizes of the letters?"""
+    """Returns True if the decision is valid for other sizes of the letters."""
     if decision.compared or f.per_item or f.even or f.halo or f.beside or f.shapes is not None:
         return False
     if sizes_of(f, shapes) != f.sizes:
@@ -28,7 +28,7 @@ def of_any_size(f: Factors, decision: Decision, shapes: Sequence[Axes]) -> bool:
 
 
 def sizes_of(f: Factors, shapes: Sequence[Axes]) -> dict[Letter, int] | None:
-    """The sizes of the letters in tensors of these shapes; None where a letter has two."""
+    """Returns the sizes of the letters in tensors of these shapes; None if a letter has two."""
     sizes: dict[Letter, int] = {}
     for dims, shape in zip(f.inputs, shapes, strict=True):
         for letter, n in zip(dims, shape, strict=True):

@@ -1,5 +1,5 @@
-"""Functions of the last dims, one for each index of the dims before: these are split, the last dims
-stay whole.
+"""Functions of the last dims that treat each index of the leading dims separately: the leading dims
+may be split, the last dims are whole.
 
 Shapes of results come from the function itself, run on tensors without data.
 """
@@ -21,8 +21,8 @@ from ops.registry import Function
 
 
 def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-    """The shapes of the results. Raises NoRule where the function does not say, or refuses the
-    arguments."""
+    """Returns the shapes of the results. Raises NoRule if the function cannot run on tensors
+    without data, or raises an error."""
 
     def meta(value: Arg) -> Tensor:
         return torch.empty(value.shape, dtype=value.dtype or torch.float32, device="meta")
@@ -39,8 +39,8 @@ def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
 def batched_factors(
     func: Function, args: Any, kwargs: Any, tensors: list[Arg], cores: list[int], **options: Any
 ) -> Factors:
-    """``cores[i]``: how many last dims of tensor i stay whole. Those before broadcast, and lead
-    every result."""
+    """Returns the factors of a function whose leading dims broadcast, and lead every result.
+    ``cores[i]``: the number of last dims of tensor i, which are whole."""
     leads = [t.shape[: t.ndim - core] for t, core in zip(tensors, cores, strict=True)]
     if any(t.ndim < core for t, core in zip(tensors, cores, strict=True)):
         raise NoRule(f"too few dims for {getattr(func, '__name__', func)}")
@@ -57,8 +57,8 @@ def batched_factors(
 def shaped(
     func: Function, args: Any, kwargs: Any, ins: Sequence[Dims], out: Dims, **options: Any
 ) -> Factors:
-    """Factors of ``func`` with these letters, None for what stays whole; all results have the
-    letters ``out``."""
+    """Returns the factors of ``func`` with these letters; a dim with None is whole. All results
+    have the letters ``out``."""
     sizes: dict[Letter, int] = {}
     for t, dims in zip(tensors_in(*args, *kwargs.values()), ins, strict=True):
         sizes.update({d: s for d, s in zip(dims, t.shape, strict=True) if d is not None})

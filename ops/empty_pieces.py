@@ -1,5 +1,5 @@
-"""Empty pieces (of 5 over 4 ranks the last has nothing) for functions that do not take empty
-tensors."""
+"""Runs functions that do not accept empty tensors on ranks with empty pieces (with 5 rows over 4
+ranks the piece of the last rank is empty)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from ops.local import LocalCall
 
 
 def is_empty(call: LocalCall) -> bool:
-    """Has this rank nothing of a dim of an argument or a result that is there in the whole?"""
+    """Returns True if this rank's piece of an argument or a result is empty along a dim whose
+    global size is not 0."""
     pieces = (*call.inputs, *call.outputs)
     return any(s and not n for p in pieces for n, s in zip(p.local_shape, p.shape, strict=True))
 
 
 def zero_of(*values: Any) -> Tensor:
-    """0 in the autograd graph of all the tensors, also in lists: a rank with nothing takes part in
-    the backward too, and saves a tensor for it, so that a checkpointed region is computed again on
-    all ranks."""
+    """Returns 0 in the autograd graph of all the tensors, also of tensors in lists. So a rank with
+    an empty piece takes part in the backward too, and saves a tensor for it, and a checkpointed
+    region is recomputed on all ranks."""
     lists = [v if isinstance(v, (list, tuple)) else (v,) for v in values]
     tensors = [v for v in itertools.chain(*lists) if isinstance(v, Tensor)]
     parts = [t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad]
@@ -40,9 +41,9 @@ class Result(NamedTuple):
 
 
 def results_of_whole(call: LocalCall) -> Callable[[Any, Any], tuple[Any, list[Result]]]:
-    """``(args, kwargs)`` of a piece -> (the type of what the function gives for the whole, what is
-    known of each tensor in it). The function runs once on tensors of the global shapes without
-    data; under autocast, whose dtypes may depend on sizes, once more."""
+    """Returns a function: ``(args, kwargs)`` of a piece -> (type of the global result, a
+    ``Result`` for each tensor in it). It runs the torch function once on tensors of the global
+    shapes without data, and once more under autocast, whose dtypes may depend on sizes."""
     known: dict[Any, tuple[Any, list[Result]]] = {}
 
     def find(args: Any, kwargs: Any) -> tuple[Any, list[Result]]:
@@ -67,8 +68,8 @@ def results_of_whole(call: LocalCall) -> Callable[[Any, Any], tuple[Any, list[Re
 
 
 def in_dtype_of_whole(call: LocalCall) -> Any:
-    """The torch function, for those with one result whose dtype under autocast depends on sizes:
-    it is that of the whole, on all ranks."""
+    """Returns the torch function with its one result in the dtype that the global call would have.
+    For functions whose dtype under autocast depends on sizes."""
     find = results_of_whole(call)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -79,8 +80,8 @@ def in_dtype_of_whole(call: LocalCall) -> Any:
 
 
 def zeros_if_empty(call: LocalCall) -> Any:
-    """The torch function; on a rank with nothing zeros of the results' shapes, in the types that it
-    gives."""
+    """Returns the torch function; on a rank with an empty piece, a function that returns zeros with
+    the shapes and types of the results."""
     if not is_empty(call):
         return call.func
     find = results_of_whole(call)
@@ -98,8 +99,8 @@ def zeros_if_empty(call: LocalCall) -> Any:
 
 
 def padded_if_empty(call: LocalCall) -> Any:
-    """The torch function; an empty piece is given a row of ones, which is cut off again: so its
-    graph is that of the other ranks, to every order."""
+    """Returns the torch function; an empty piece is padded with a row of ones, which is cut off
+    from the result. So its graph is the same as on other ranks, for gradients of every order."""
     if not is_empty(call):
         return call.func
     kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
@@ -112,15 +113,15 @@ def padded_if_empty(call: LocalCall) -> Any:
 
 
 def grown(x: Any) -> Any:
-    """A tensor's dims of size 0 as dims of size 1, filled with ones."""
+    """Pads dims of size 0 to size 1, filled with ones."""
     if not isinstance(x, Tensor) or x.numel():
         return x
     return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=1.0)
 
 
 def bias_if_empty(call: LocalCall, bias_dim: int = -1) -> Any:
-    """The torch function; on a rank with an empty piece zeros of the result's shape. For functions
-    with one result that are products, plus a ``bias`` along a dim of the result."""
+    """Returns the torch function; on a rank with an empty piece, a function that returns zeros of
+    the result's shape plus the bias. For products with one result and a ``bias`` along one dim."""
     if not is_empty(call):
         return call.func
     zeros = zeros_if_empty(call)
@@ -138,4 +139,4 @@ def bias_if_empty(call: LocalCall, bias_dim: int = -1) -> Any:
     return run
 
 
-ANYWHERE = (zeros_if_empty, padded_if_empty)  # they do not ask where in the whole a piece lies
+ANYWHERE = (zeros_if_empty, padded_if_empty)  # independent of the position of a piece

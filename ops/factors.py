@@ -81,37 +81,38 @@ class Factors:
 
     inputs, outputs  letters of each tensor argument (in order of appearance) and of each result
     sizes            size of each letter
-    reduced          letters that only inputs have -> what is pending where they are split: a
-                     reduction ("sum", "max", ...), or "inner": the local function reduces by itself
+    reduced          letters that only inputs have -> the pending reduction of the result if they
+                     are split ("sum", "max", ...), or "inner": the local function reduces inside
                      and its result is replicated
     whole            letters that must not be split; so is every letter that is neither in all
                      outputs nor reduced
     even             letters that may be split only without remainder (of dims that split or merge)
-    terms            the call is a sum of products: for each term the arguments that it is linear
-                     in. The result may be P(sum) where every term is: by one P operand, by a split
-                     reduced letter, or by joining (the first rank adds it). () is linear in
-                     nothing: Partial inputs are reduced first.
+    terms            the call is a sum of products: for each term the arguments in which it is
+                     linear. The result may be P(sum) if every term is P(sum): by one P operand, by
+                     a split reduced letter, or by joining (the first rank adds it). (): linear in
+                     no argument, Partial inputs are reduced first.
     moves            the call only moves elements: a Partial of any reduction passes through
-    shapes           global shapes of the outputs, where letters do not tell
-    local            made once per plan: ``local(call)`` gives the function that runs on the locals
-    independent      letters along which ``local`` treats each index by itself, wherever its rows
-                     lie in the whole (``Balanced``); without ``local`` all that may be split are
+    shapes           global shapes of the outputs, if letters do not determine them
+    local            called once per plan: ``local(call)`` returns the function that runs on locals
+    independent      letters along which ``local`` treats each index separately, at any position of
+                     the global tensor (``Balanced``); without ``local``, all letters that may be
+                     split
     view             the result shares memory with the first argument
     rematerialize    cheap to compute twice: if the result is used as varying, it is recomputed from
                      varying inputs instead of all-reducing its gradient
-    metadata_only    arguments of which only shape and dtype matter (zeros_like): never moved
-    targets          what an in-place function writes: these arguments keep their layouts
-    written          what a function writes besides its result (running statistics): an axis that
-                     splits them takes their letter, and no other axis does
-    per_item         a function on lists is many independent calls: for each its Factors, numbered
-                     on its own, and the arguments it takes. What no item takes is shared by all of
-                     them, and whole.
-    halo             letters whose split dims need more than the piece: letter -> the bytes that a
-                     rank receives where the letter is split in n. They stay split where a gather
-                     would cost as much or more.
-    beside           letters that axes split although they split another letter too: letter -> such
-                     axes. What has the letter stays as it lies there. The local function brings
-                     the two together.
+    metadata_only    arguments of which only shape and dtype matter (zeros_like): never resharded
+    targets          arguments that an in-place function writes: they keep their layouts
+    written          arguments that a function writes in addition to its result (running
+                     statistics): an axis that splits them takes their letter, no other axis does
+    per_item         a function on lists consists of independent calls: for each call its Factors,
+                     with its own letters, and the numbers of its arguments. Arguments of no item
+                     are shared by all items, and replicated.
+    halo             letters whose split dims need elements of other ranks: letter -> the bytes that
+                     a rank receives if the letter is split in n. They stay split if a gather would
+                     cost as much or more.
+    beside           letters that an axis may split although it splits another letter too:
+                     letter -> such axes. Tensors with the letter are not resharded there; the local
+                     function combines the two.
     """
 
     inputs: tuple[Dims, ...]

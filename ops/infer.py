@@ -54,12 +54,12 @@ def decide(
 def infer(
     func: Callable[..., Any], *args: Any, mesh_shape: Axes = (2, 3), **kwargs: Any
 ) -> Inferred:
-    """What the rule of ``func`` says of a call: ``infer(torch.matmul, Arg((4, 6), [Shard(0),
-    Replicate()]), ...)``.
+    """Returns the placements that the rule of ``func`` infers for a call: ``infer(torch.matmul,
+    Arg((4, 6), [Shard(0), Replicate()]), ...)``.
 
-    Tensor arguments are ``Arg(shape, placements, dtype)``, also inside lists. A function without a
-    rule wants and gives Replicate. Raises what the rule raises for shapes that do not fit,
-    ValueError for wrong placements.
+    Tensor arguments are ``Arg(shape, placements, dtype)``, also inside lists. For a function
+    without a rule, all inputs and results are Replicate. Raises the error of the rule for shapes
+    that do not fit, ValueError for wrong placements.
     """
     tensors: list[Arg] = []
 

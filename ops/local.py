@@ -99,8 +99,9 @@ class Collectives(Protocol):
         every order."""
 
     def exchange(self, pieces: Sequence[Any], numels: Sequence[int], axes: Axes) -> Any:
-        """``pieces[i]`` goes to member i, ``numels[i]`` elements come from it, all of one dtype:
-        begins, and ``wait()`` of what it gives has them, flat, by member. Not differentiable."""
+        """Starts an exchange: sends ``pieces[i]`` to member i and receives ``numels[i]`` elements
+        from it, all of one dtype. ``wait()`` of the result returns the received elements, flat, in
+        the order of members. Not differentiable."""
 
     def exchange_rows(
         self, rows: Any, sent: Sequence[int], received: Sequence[int], axes: Axes
@@ -109,13 +110,12 @@ class Collectives(Protocol):
         ``received[i]`` rows come from member i, in order. Not differentiable."""
 
     def once(self, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives; where a checkpointed region is computed again, what it gave in the
-        forward."""
+        """Returns the result of ``make``; in the recomputation of a checkpointed region, the result
+        of the forward."""
 
     def reshard(self, x: Any, shape: Sequence[int], have: Layout, want: Layout, axes: Axes) -> Any:
-        """The piece in ``have`` of a tensor of the global shape as its piece in ``want``; where it
-        is replicated over ``axes`` it is used together with what varies there. Differentiable to
-        every order."""
+        """Reshards a piece of a tensor of the global shape from layout ``have`` to ``want``. On
+        ``axes`` over which it is replicated, its uses vary. Differentiable to every order."""
 
     def draw(self, default: str, generator: Any = None) -> Draw:
         """Random numbers for the call that now runs: once in each, on all ranks. ``default``:
@@ -150,5 +150,5 @@ class LocalCall:
         return number
 
     def first(self, axes: Axes) -> bool:
-        """Is this rank the first one of the axes?"""
+        """Returns True if this rank is the first rank of the axes."""
         return all(self.coordinate[a] == 0 for a in axes)

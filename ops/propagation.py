@@ -146,7 +146,7 @@ def _cheapest(
 
 
 def _even(f: Factors, choice: Sequence[Any], mesh_shape: Axes) -> bool:
-    """Is each letter that splits evenly, or not at all, split so?"""
+    """Returns True if each letter in ``even`` is split without remainder or not at all."""
     parts: dict[Letter, int] = {}
     for n, picked in zip(mesh_shape, choice, strict=True):
         if picked in f.even:
@@ -157,9 +157,9 @@ def _even(f: Factors, choice: Sequence[Any], mesh_shape: Axes) -> bool:
 def _assign_items(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool
 ) -> Decision | None:
-    """Each item on its own; equal ones (the same Factors and layouts) are decided once. What no
-    item takes is replicated, and needs no gradient: torch has none for a tensor shared by the
-    elements of lists."""
+    """Decides each item separately; equal items (the same Factors and layouts) once. Arguments of
+    no item are replicated, and need no gradient: torch has none for a tensor shared by the elements
+    of lists."""
     input_layouts = [replicated(len(arg.shape)) for arg in args]
     varying: list[Axes] = [()] * len(args)
     output_layouts: list[Layout] = []
@@ -219,7 +219,8 @@ def _options(
     f: Factors, args: Sequence[Arg], majors: list[tuple[Letter, ...]], usable: set[Letter],
     shards: list[tuple[int, Letter]], pending: list[tuple[int, str]],
 ) -> list[Any]:  # fmt: skip
-    """What an axis on which some inputs are split or pending may choose, in the order of ties."""
+    """Returns the choices of an axis on which some inputs are split or pending; on a tie, the
+    earlier one wins."""
     letters = {letter for _, letter in shards}
     if not pending and len(letters) == 1 and letters <= usable - f.halo.keys() - f.even:
         return list(letters)
@@ -312,9 +313,9 @@ def _splits(
     choice: Sequence[Any], args: Sequence[Arg], majors: list[tuple[Letter, ...]],
     firm: Collection[int], beside: Mapping[Letter, Axes],
 ) -> Iterator[dict[Letter, Axes]]:  # fmt: skip
-    """Letter -> axes that split it, major first: with several axes on a letter in each order, that
-    of an argument which has to stay as it lies (``firm``), or of the largest that has most of them,
-    comes first."""
+    """Yields dicts letter -> axes that split it, major first. If several axes split a letter, all
+    their orders are tried, first the order of an argument that must keep its layout (``firm``), or
+    of the largest argument that has most of these axes."""
     split: dict[Letter, Axes] = dict(beside)
     for a, picked in enumerate(choice):
         if picked is not None and not isinstance(picked, Flow):

@@ -19,18 +19,17 @@ Setting = Callable[[], Any]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rule:
-    """``factors(*args, **kwargs)`` takes the call with an ``Arg`` for each tensor and gives its
-    Factors.
+    """``factors(*args, **kwargs)`` receives the arguments of the call with an ``Arg`` for each
+    tensor, and returns its Factors.
 
     inplace    the function writes its first argument, which keeps its placement
-    numbers    "type": numbers among the arguments do not change the rule (a scalar operand);
-               "value": they do (a dim)
-    sizes      "letters": the rule tells sizes apart by which of them are 1, and has a letter for
-               each dim of another size, which may have any.
-               "value": it may look at all
-    floats     so do the values of floats (the order of a norm), which else count by type
-    setting    given the layouts of the tensors it gives a function of what the user has set around
-               the call, whose value changes the rule; None where that has no say
+    numbers    "type": values of numbers among the arguments do not change the rule (a scalar
+               operand); "value": they do (a dim)
+    sizes      "letters": the rule depends only on which sizes are 1, and has a letter for each dim
+               of another size. "value": the rule may depend on all sizes
+    floats     the values of floats change the rule (the order of a norm); else only their type
+    setting    a function of the layouts of the tensors. It returns a function that reads a setting
+               of the user around the call whose value changes the rule, or None if there is none
     """
 
     name: str
@@ -163,7 +162,7 @@ def rule(
 
 
 def replace_rule(func: Function, new: Rule) -> Rule | None:
-    """Put ``new`` in place of what ``func`` has, deliberately. Gives back the old rule."""
+    """Replaces the rule of ``func`` by ``new``, and returns the old rule."""
     old = RULES.get(func)
     RULES[func] = new
     clear_decisions()

@@ -18,7 +18,7 @@ from disttensor.torch_private import schemas_named
 
 Function = Callable[..., Any]
 
-# The names of numpy that torch's parser takes besides its own.
+# The names of numpy arguments that torch's parser accepts in addition to its own.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input",
           "x2": "other"}  # fmt: skip
 _SIMPLE = (int, float, bool, str, type(None))
@@ -28,11 +28,11 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 class Signature(NamedTuple):
     """One way to call a function.
 
-    names     of the arguments that may come by position, in order
-    words     of those that come by keyword only
-    tensors   the names of what may be a tensor, or hold some ("*": more by position)
-    required  the names of what has no default
-    open      more may come by position: view(2, 3)
+    names     of the arguments that may be positional, in order
+    words     of the keyword-only arguments
+    tensors   the names of arguments that may be or contain tensors ("*": more by position)
+    required  the names of arguments without a default
+    open      accepts any number of positional arguments: view(2, 3)
     """
 
     names: tuple[str, ...]
@@ -46,13 +46,13 @@ class Signature(NamedTuple):
         return word if word in self.names or word in self.words else _NUMPY.get(word, word)
 
     def tensor_at(self, at: int | str) -> bool:
-        """May there be a tensor, at a position or under a name?"""
+        """Returns True if the argument at a position or with a name may be a tensor."""
         if isinstance(at, str):
             return self.named(at) in self.tensors
         return (self.names[at] if at < len(self.names) else "*") in self.tensors
 
     def fits(self, n: int, words: Sequence[str]) -> bool:
-        """Can it be called with n arguments by position, and these words?"""
+        """Returns True if a call with n positional arguments and these keywords is valid."""
         given = {self.named(word) for word in words}
         return (
             (self.open or n <= len(self.names))
@@ -90,7 +90,8 @@ def _of_schema(schema: Any) -> Signature:
 
 
 def _of_python(given: Sequence[Parameter], numbers: set[str]) -> Signature:
-    """``numbers``: names that the schemas of the same name have for what is no tensor."""
+    """Returns the signature of a Python function. ``numbers``: the arguments that are not tensors
+    in the schemas of the same name."""
     bare = Parameter.empty
     return Signature(
         tuple(p.name for p in given if p.kind in _BY_POSITION),
@@ -140,9 +141,9 @@ def _places(reader: Function) -> int | None:
 def restated(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]] | None:
-    """The same call with its tensors in the order of torch's signature, the first one by position,
-    and numbers in place of 0-d tensors that stand for a number (a size, a dim, an end of a slice).
-    None where it is so already."""
+    """Returns the same call with its tensors in the order of torch's signature, the first tensor by
+    position. 0-d tensors used as numbers (a size, a dim, an end of a slice) become numbers.
+    Returns None if the call has this form already."""
     if not kwargs and all(map(_stays, args)):
         return None  # most calls: torch need not be asked
 

@@ -1,7 +1,8 @@
-"""torch._foreach_*: one elementwise call for each element of the lists, decided on its own.
+"""torch._foreach_*: a separate elementwise call for each element of the lists.
 
-Linearity is that of the function of one tensor. A number, a list of numbers or a 0-d tensor beside
-the lists is shared by all elements; an in-place function writes every tensor of its first list.
+A call is linear in the same arguments as the function of one tensor. A number, a list of numbers or
+a 0-d tensor in addition to the lists is shared by all elements. An in-place function writes every
+tensor of its first list.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def grouped(
     make: Callable[[Sequence[Arg]], Factors],
     written: Sequence[int] = (),
 ) -> Factors:
-    """A call on lists; its results are those of the parts, in order.
+    """Returns the factors of a call on lists: its results are the results of the elements.
 
-    ``make`` gives the Factors of one element's tensors (asked once for equal shapes and dtypes),
+    ``make`` returns the Factors of one element's tensors (called once for equal shapes and dtypes).
     ``written`` are the numbers of the lists that are targets.
     """
     inputs: list[Any] = [()] * (sum(map(len, lists)) + len(shared))

@@ -1,7 +1,7 @@
-"""What optimizers and gradient scalers call: one fused function for all parameters.
+"""Fused functions that optimizers and gradient scalers call for all parameters at once.
 
-Parameter, gradient and state of one parameter are one elementwise call, decided on its own; its
-step is a number.
+Parameter, gradient and state of each parameter form a separate elementwise call; its step is a
+number.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def summable(input: Arg) -> bool:
-    """May rows be found by adding zeros?"""
+    """Returns True if rows can be selected by a sum in which other ranks add zeros."""
     return input.dtype is not torch.bool
 
 

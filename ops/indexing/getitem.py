@@ -24,7 +24,7 @@ INTS = (torch.int64, torch.int32, torch.int16, torch.int8, None)
 
 @dataclass(slots=True)
 class Indexed:
-    """What an index makes of a tensor's dims.
+    """The dims of an indexed tensor and of its result.
 
     out      (letter, size) of each dim of the result: of the input, of an index, or whole
     whole    letters of the input that are indexed
@@ -61,7 +61,7 @@ def entries(input: Arg, index: Any) -> list[Any]:
 
 
 def read_index(input: Arg, index: Any) -> Indexed:
-    """What ``index`` makes of the dims of ``input``. Raises NoRule where that depends on data."""
+    """Returns the dims of ``input[index]``. Raises NoRule if they depend on data."""
     got = Indexed()
     single = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if isinstance(single, Arg) and single.dtype in (torch.bool, torch.uint8):

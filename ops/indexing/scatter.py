@@ -1,9 +1,9 @@
 """Writing along a dim: scatter, index_add, index_copy, index_fill, masked_fill and their kin.
 
-The dim that is written along is whole in the target, and so is a dim in which index, source and
-target differ; the others pass through. What is added or copied is linear in target and source
-together. Where it is added, the rows of index and source may be split: each rank adds its own, and
-the result is pending.
+The dim along which elements are written is whole in the target, and so is a dim whose sizes differ
+in index, source and target; other dims pass through. Adding or copying is linear in target and
+source together. If elements are added, the rows of index and source may be split: each rank adds
+its own rows, and the result is pending.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Terms = tuple[frozenset[int], ...]
 
 
 def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = False) -> Factors:
-    """Factors of writing along ``dim``; ``others`` have the target's dims (an index, a source).
-    ``adds``: to what is there, so that each rank may add rows of its own."""
+    """Returns the factors of writing along ``dim``; ``others`` have the target's dims (an index, a
+    source). ``adds``: elements are added to the target, so each rank may add its own rows."""
     if not target.ndim or any(t.ndim != target.ndim for t in others):
         raise NoRule("writing into a number")
     at = front(dim, target.ndim)

@@ -1,4 +1,4 @@
-"""Look-ups of values: isin, bucketize, searchsorted. What is looked up passes through."""
+"""Look-ups of values: isin, bucketize, searchsorted. The dims of the values pass through."""
 
 from __future__ import annotations
 

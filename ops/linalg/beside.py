@@ -1,14 +1,14 @@
-"""A product with a weight, whose backward computes the gradient of the weight beside the reduction
-of the input's.
+"""A product with a weight, whose backward computes the gradient of the weight while the gradient of
+the input is being reduced.
 
-The backward of torch's own products gives both gradients at once, in one node. Here they are two:
+The backward of torch's own products returns both gradients in one node. Here they have two nodes:
 
     weight -> Weights -> Input -> result    (a backward goes from the right)
                 input ----^
 
-``Input`` gives the gradient of the input, whose reduction can begin then: see
-``disttensor.autograd.ahead``. ``Weights`` has a number of the room there, so that it comes next.
-Both compute what torch does, to the bit.
+``Input`` returns the gradient of the input, whose reduction can then start: see
+``disttensor.autograd.ahead``. ``Weights`` has a number that was reserved there, so it runs next.
+Both compute the same bits as torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ops.traffic import WORTH
 Tensor = torch.Tensor
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-VIEWS = 3  # so many views, or casts, may lie between the reduction and the product
+VIEWS = 3  # at most so many views or casts between the reduction and the product
 
 
 def linear(call: LocalCall) -> Any:
-    """The local function of ``F.linear``."""
+    """Returns the local function of ``F.linear``."""
     func = call.func
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -43,7 +43,7 @@ def linear(call: LocalCall) -> Any:
 
 
 def matmul(call: LocalCall) -> Any:
-    """The local function of a product of two matrices, or of many with one."""
+    """Returns the local function of a product of two matrices, or of a batch with one matrix."""
     func = call.func
 
     def matmul(input: Tensor, other: Tensor) -> Any:
@@ -56,7 +56,7 @@ def matmul(call: LocalCall) -> Any:
 
 
 def addmm(call: LocalCall, func: Any) -> Any:
-    """The local function of ``torch.addmm``, which ``func`` carries out."""
+    """Returns the local function of ``torch.addmm``, which calls ``func``."""
 
     def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **factors: Any) -> Any:
         room = None if factors else room_of(mat1, mat2, input)
@@ -68,14 +68,15 @@ def addmm(call: LocalCall, func: Any) -> Any:
 
 
 def apart(call: LocalCall, input: int) -> bool:
-    """May the gradient of this argument, the input, be a sum over ranks that is worth it?"""
+    """Returns True if the gradient of the argument ``input`` may be a sum over ranks that is large
+    enough to be worth splitting."""
     most = math.prod(call.inputs[input].shape) * 2 * torch.float64.itemsize
     return bool(call.axes("n")) and most >= WORTH
 
 
 def room_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[int] | None:
-    """The numbers of nodes that are left out behind the reduction of the gradient of ``input``.
-    None where no reduction begins ahead, or something other than a weight is multiplied."""
+    """Returns the node numbers that are reserved after the reduction of the gradient of ``input``;
+    None if no reduction starts early, or the other factor is not a weight."""
     if not (weight.requires_grad and input.requires_grad and torch.is_grad_enabled()):
         return None
     if not weight.is_leaf or weight.ndim != 2 or input.ndim < 2 or weight.is_complex():
@@ -96,7 +97,7 @@ def beside(
     func: Product, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool,
     room: list[int],
 ) -> Tensor:  # fmt: skip
-    """``func(input, weight, bias)``; ``turned``: the weight is [n, k], else [k, n]."""
+    """Computes ``func(input, weight, bias)``; ``turned``: the weight is [n, k], else [k, n]."""
     if autocast_is_on():
         input, weight, bias = _cast(input), _cast(weight), None if bias is None else _cast(bias)
     product: Tensor = _weights(weight, bias, [input], turned, func)
@@ -106,7 +107,7 @@ def beside(
 
 
 def _cast(t: Tensor) -> Tensor:
-    """What autocast makes of an argument of a product."""
+    """Casts an argument of a product as autocast does."""
     device = t.device.type
     if not torch.is_autocast_enabled(device) or t.dtype is torch.float64:
         return t
@@ -122,8 +123,8 @@ def _by_columns(t: Tensor) -> bool:
 
 
 class Weights(torch.autograd.Function):
-    """The product. Its backward gives the gradients of the weight and the bias. ``given``: the
-    input, in a list to be no argument of autograd's."""
+    """The product. Its backward returns the gradients of the weight and the bias. ``given``: the
+    input, in a list so that autograd does not track it."""
 
     @staticmethod
     def forward(
@@ -146,8 +147,8 @@ class Weights(torch.autograd.Function):
 
 
 class Input(torch.autograd.Function):
-    """The ``product`` as it is. Its backward gives the gradient of the input, and hands on what
-    came."""
+    """Returns ``product`` unchanged. Its backward returns the gradient of the input, and passes the
+    incoming gradient on."""
 
     hands_on = 1  # see disttensor.autograd.split_backward
 

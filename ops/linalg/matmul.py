@@ -20,8 +20,8 @@ SUM_K: dict[Letter, str] = {"k": "sum"}
 
 
 def fit(name: str, a: Arg, i: int, b: Arg, j: int) -> None:
-    """Are the multiplied dims equally long? Raises RuntimeError on every rank alike, before any
-    computes."""
+    """Checks that the multiplied dims have the same size. Raises RuntimeError on all ranks before
+    any of them computes."""
     if a.shape[i] != b.shape[j]:
         raise RuntimeError(
             f"{name}: shapes {list(a.shape)} and {list(b.shape)} do not fit: "

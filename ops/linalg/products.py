@@ -1,4 +1,4 @@
-"""Products other than those of two matrices: inner, tensordot, kron, cross, chains, powers."""
+"""Products other than matrix products: inner, tensordot, kron, cross, chains, powers."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from ops.registry import RULES, Function, Rule, functions_named, register
 
 Terms = tuple[frozenset[int], ...]
 
-# Linear in the first tensor; in both operands together (with a plain number the function is affine,
-# and a Partial is reduced first); in each of them; in what a number divides, unless the quotient is
+# Linear in the first tensor; in both operands together (with a number the function is affine, and a
+# Partial is reduced first); in each of them; in the dividend of a number, unless the quotient is
 # rounded. A tensor may hold zeros, and the addends of a sum may be zero or of two signs where their
 # sum is not: a Partial is reduced before a tensor divides it
 LINEAR_IN_FIRST = "neg negative deg2rad rad2deg conj_physical ldexp"

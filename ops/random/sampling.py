@@ -116,7 +116,7 @@ def chosen(call: LocalCall) -> Callable[..., Any]:
 
 
 def check(weights: Tensor) -> None:
-    """Raises RuntimeError for what torch.multinomial refuses."""
+    """Raises RuntimeError for weights that torch.multinomial does not accept."""
     if not bool((weights >= 0).logical_and(weights < float("inf")).all()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     if not bool((weights.sum(-1) > 0).all()):

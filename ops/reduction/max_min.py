@@ -34,7 +34,7 @@ def check_not_empty(name: str, input: Arg, dim: Any) -> tuple[int, ...]:
 
 
 def neutral(dtype: torch.dtype, largest: bool) -> Any:
-    """What never wins."""
+    """Returns the neutral element of max (``largest``) or min."""
     return neutral_element("max" if largest else "min", dtype)
 
 

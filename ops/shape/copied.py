@@ -1,4 +1,4 @@
-"""What a view shows, in memory of its own."""
+"""Copies of views: the same elements in separate memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ops.local import LocalCall
 
 
 def copied(seen: Callable[..., Factors]) -> Callable[..., Factors]:
-    """Factors of the copy of what ``seen`` describes."""
+    """Returns the factors of a copy of the view that ``seen`` describes."""
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         f = seen(*args, **kwargs)

@@ -17,7 +17,8 @@ from ops.registry import rule
 
 
 def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
-    """Padding with what is there (reflect, replicate, circular): linear, padded dims stay whole."""
+    """Padding with elements of the input (reflect, replicate, circular): linear; padded dims are
+    whole."""
     gone = {input.ndim - 1 - i // 2 for i, n in enumerate(sizes) if n}
     (shape,) = results_of(F.pad, (input, sizes, mode), {})
     dims, known = without(input, gone), dict[Any, int](enumerate(input.shape))

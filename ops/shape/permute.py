@@ -13,7 +13,7 @@ from ops.registry import rule
 
 
 def getter(name: str) -> Any:
-    """What torch calls for the property ``name`` of a tensor."""
+    """Returns the function that torch calls for the property ``name`` of a tensor."""
     return getattr(torch.Tensor, name).__get__
 
 

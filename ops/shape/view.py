@@ -1,10 +1,10 @@
 """Views: dims are split, merged, renamed, added or dropped; nothing is computed.
 
-view of a local: where torch may view the global tensor, it may view a piece of it with the same
-strides, as only major dims of a merged group are split. A local with other strides (out of a
-collective, say) is copied, with a warning, rather than refused: the strides may differ between
-ranks, and an error on some of them would be a hang. What is lost then is that writes in place
-through the view reach the base.
+If torch can view the global tensor, it can also view a piece of it with the same strides, because
+only major dims of a merged group are split. A local with other strides (for example, the result of
+a collective) is copied with a warning. An error is not possible here: strides may differ between
+ranks, and an error on some of them would be a hang. In-place writes through such a copy do not
+reach the base.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Local = Callable[..., Any]
 
 
 def needed(call: Any) -> bool:
-    """May the sizes of the pieces differ from those that the call gives?"""
+    """Returns True if the sizes of the pieces may differ from the sizes in the call."""
     return bool(call.split) or len(call.inputs) > 1
 
 
