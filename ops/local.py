@@ -15,7 +15,7 @@ from disttensor.core.layout import Axes, Box, Layout
 from ops.factors import Letter
 
 
-class Piece(Protocol):
+class LocalShardInfo(Protocol):
     """A tensor of the call on this rank: global shape and layout, and this rank's box."""
 
     @property
@@ -30,7 +30,7 @@ class Piece(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A ``Piece`` made of its parts: of no tensor of the call, or of one in another layout."""
+    """A ``LocalShardInfo`` made of its parts, of no tensor of the call or one in another layout."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     local_box: Box
 
 
-class Draw(Protocol):
+class DrawProtocol(Protocol):
     """The random numbers of one call: replicas get the same, shards different ones, every call
     fresh ones."""
 
@@ -117,7 +117,7 @@ class Collectives(Protocol):
         """Reshards a piece of a tensor of the global shape from layout ``have`` to ``want``. On
         ``axes`` over which it is replicated, its uses vary. Differentiable to every order."""
 
-    def draw(self, default: str, generator: Any = None) -> Draw:
+    def draw(self, default: str, generator: Any = None) -> DrawProtocol:
         """Random numbers for the call that now runs: once in each, on all ranks. ``default``:
         "invariant" or "fast"."""
 
@@ -128,8 +128,8 @@ class LocalCall:
     letter -> axes of several ranks."""
 
     func: Callable[..., Any]
-    inputs: Sequence[Piece]
-    outputs: Sequence[Piece]
+    inputs: Sequence[LocalShardInfo]
+    outputs: Sequence[LocalShardInfo]
     split: dict[Letter, Axes]
     mesh_shape: Axes
     coordinate: Axes

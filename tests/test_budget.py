@@ -40,7 +40,7 @@ LINES = {
 }  # fmt: skip
 MUTABLE = 106  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 8  # in disttensor/callbacks.py
-SAME_NAME = 14  # names that several classes have
+SAME_NAME = 0  # names that several classes have
 CONTAINERS = {
     "dict", "list", "set", "deque", "Cache", "ContextVar", "Counter", "OrderedDict", "defaultdict",
     "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "cached", "lru_cache", "cache",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disttensor.api.from_local import from_pieces
-from disttensor.autograd.grad_types import Typed, dual, move
+from disttensor.autograd.grad_types import GradType, dual, move
 from disttensor.autograd.tie import tied
 from disttensor.cache import Cache
 from disttensor.checks import (
@@ -194,7 +194,7 @@ def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) ->
         return moved_for(x, spec, tuple(sorted(vary - apart)))
     grads = layout_of(placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(sorted(grads.partial_axes - apart))
-    if dual(Typed(spec, axes))[0].spec.layout == grads:
+    if dual(GradType(spec, axes))[0].spec.layout == grads:
         return moved_for(x, spec, axes)
     return _regrad(moved_for(x, spec, ()), spec, spec.with_layout(grads))
 
@@ -234,13 +234,13 @@ class _Regrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
-        ctx.ends = given, dual(Typed(spec))[0].spec
+        ctx.ends = given, dual(GradType(spec))[0].spec
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         given, wanted = ctx.ends
-        return move(grad, Typed(given), Typed(wanted), None), None, None
+        return move(grad, GradType(given), GradType(wanted), None), None, None
 
 
 def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:

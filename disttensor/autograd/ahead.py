@@ -1,12 +1,12 @@
 """A reduction of the backward starts when its input is complete, and is waited for later.
 
-    x -> Move -> Ahead -> uses of x, as products with weights    (a backward goes from the right)
+    x -> ReshardFunction -> Ahead -> uses of x, as products with weights   (backward: to the left)
 
 A backward reaches ``Ahead`` when the gradient of all uses is complete, and starts its reduction; at
-``Move`` (``disttensor.autograd.grad_types``) it waits for the result. Autograd runs the ready node
-with the highest number, and a new node has the next number. So a few numbers are left out between
-the two, the *room*. The gradient of a weight takes one of them (``ops.linalg.beside``), and is
-computed while the reduction runs.
+``ReshardFunction`` (``disttensor.autograd.grad_types``) it waits for the result. Autograd runs the
+ready node with the highest number, and a new node has the next number. So a few numbers are left
+out between the two, the *room*. The gradient of a weight takes one of them
+(``ops.linalg.beside``), and is computed while the reduction runs.
 
 Numbers stay unique, and the inputs of a node have lower numbers than the node. So a backward runs
 the nodes of the program in one order, the same on all ranks, whatever a rank's piece is.
@@ -31,9 +31,10 @@ ROOM = 4  # q, k and v, or gate and up, and one more
 
 
 class Ahead(torch.autograd.Function):
-    """The identity; its backward starts the reduction that the ``Move`` before it waits for.
+    """The identity; its backward starts the reduction that the ``ReshardFunction`` before it
+    waits for.
 
-    If the gradient will be differentiated again, only the Move reduces.
+    If the gradient will be differentiated again, only ``ReshardFunction`` reduces.
     """
 
     @staticmethod

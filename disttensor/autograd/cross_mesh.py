@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.autograd.grad_types import Typed, dual
+from disttensor.autograd.grad_types import GradType, dual
 from disttensor.cache import cached
 from disttensor.comm.work import Work
 from disttensor.torch_private import direct_apply, no_dispatch, storage_id
@@ -26,14 +26,14 @@ from reshard.cross_mesh import start
 Tensor = torch.Tensor
 
 
-def start_back(grad: Tensor, src: Typed, dst: Typed, tag: int) -> Work[Tensor]:
+def start_back(grad: Tensor, src: GradType, dst: GradType, tag: int) -> Work[Tensor]:
     """Starts to send the gradient ``grad`` of the local of ``dst``, or of its token, back through
     the transfer from ``src`` to ``dst`` with ``tag``."""
     grad, at, to = _way_back(grad, src, dst)
     return start(grad, at.spec, to.spec, tag ^ 1)
 
 
-def crossed(x: Tensor, value: Tensor, src: Typed, dst: Typed, tag: int) -> Tensor:
+def crossed(x: Tensor, value: Tensor, src: GradType, dst: GradType, tag: int) -> Tensor:
     """Returns the local (or token) of ``dst`` for ``x``, the local (or token) of ``src``; ``value``
     is its value."""
     out: Tensor = _cross_mesh(x, token.anchor(value.device), [value], src, dst, tag)[0]
@@ -47,13 +47,13 @@ def apart(value: Tensor, local: Tensor) -> Tensor:
     return value.clone() if same else value
 
 
-def _way_back(grad: Tensor, src: Typed, dst: Typed) -> tuple[Tensor, Typed, Typed]:
+def _way_back(grad: Tensor, src: GradType, dst: GradType) -> tuple[Tensor, GradType, GradType]:
     at, to, scale = _ends_back(src, dst)
     return grad if scale == 1.0 else grad * scale, at, to
 
 
 @cached(4096)
-def _ends_back(src: Typed, dst: Typed) -> tuple[Typed, Typed, float]:
+def _ends_back(src: GradType, dst: GradType) -> tuple[GradType, GradType, float]:
     """Returns the types between which a gradient goes back, and its scale."""
     (to, divide_src), (at, divide_dst) = dual(src), dual(dst)
     return at, to, divide_dst / divide_src
@@ -67,7 +67,13 @@ class CrossMesh(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, value: list[Tensor], src: Typed, dst: Typed, tag: int
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        value: list[Tensor],
+        src: GradType,
+        dst: GradType,
+        tag: int,
     ) -> tuple[Tensor, Tensor]:
         """Returns both. ``value`` is in a list, so that it is no argument of autograd's."""
         ctx.ends = src, dst, tag

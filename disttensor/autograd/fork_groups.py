@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 Node = Any
 
 
-class Graph:
+class BackwardGraph:
     """The nodes below ``roots`` that lead to a leaf or to one of ``anchors``.
 
     children  of each node: the children that lead there
@@ -55,7 +55,7 @@ class Graph:
         return found
 
 
-class Group:
+class ParamGroup:
     """Weights whose gradients are computed together: connected nodes off the way.
 
     starts  forks and ends above them; empty if only roots are above them
@@ -106,7 +106,7 @@ class Group:
         return [*self.starts, *self.nodes]
 
 
-def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
+def groups_of(graph: BackwardGraph, roots: Sequence[Node]) -> list[ParamGroup]:
     """Returns the groups, by their newest fork, newest first. A group may have several forks."""
     parent: dict[Node, Node] = {}
 
@@ -130,9 +130,9 @@ def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
             together = [node, *graph.children[node]]
         for child in together[1:]:
             parent[root_of(child)] = root_of(together[0])
-    found: dict[Node, Group] = {}
+    found: dict[Node, ParamGroup] = {}
     for node in off:
-        found.setdefault(root_of(node), Group()).nodes.append(node)
+        found.setdefault(root_of(node), ParamGroup()).nodes.append(node)
     leaves = set(graph.leaves)
     for group in found.values():
         group.leaves = [node for node in group.nodes if node in leaves]
@@ -146,7 +146,7 @@ def groups_of(graph: Graph, roots: Sequence[Node]) -> list[Group]:
         if node in graph.children and node not in graph.way:
             found[root_of(node)].from_roots = True
 
-    def newest(group: Group) -> float:
+    def newest(group: ParamGroup) -> float:
         return math.inf if group.from_roots else max(map(node_number, group.forks))
 
     return sorted(found.values(), key=newest, reverse=True)

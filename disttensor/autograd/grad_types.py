@@ -6,10 +6,10 @@
     R, read by uses that vary          P(sum): each rank has the contribution of its own piece
     R, read by uses that do not vary   R: the same whole gradient on every rank
 
-"Varying" is JAX's word (varying manual axes): different on each rank of a mesh axis. A ``Typed`` is
-a spec with the axes of the third row. ``dual`` computes the table; it is its own inverse. ``Move``
-is the only autograd function of a reshard: its backward is the move between the duals, for every
-order of differentiation.
+"Varying" is JAX's word (varying manual axes): different on each rank of a mesh axis. A
+``GradType`` is a spec with the axes of the third row. ``dual`` computes the table; it is its own
+inverse. ``ReshardFunction`` is the only autograd function of a reshard: its backward is the reshard
+between the duals, and so on for every order.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from reshard import planner
 Tensor = torch.Tensor
 
 
-class Typed(NamedTuple):
+class GradType(NamedTuple):
     """A spec, and the axes over which the replicated value is read by uses that vary."""
 
     spec: DistSpec
     varying: Axes = ()
 
 
-_duals: Cache[Typed, tuple[Typed, float]] = Cache(8192)
+_duals: Cache[GradType, tuple[GradType, float]] = Cache(8192)
 
 
-def dual(t: Typed) -> tuple[Typed, float]:
+def dual(t: GradType) -> tuple[GradType, float]:
     """Returns the type of the gradient of ``t``, and its divisor for a pending average."""
     found = _duals.get(t)
     if found is None:
@@ -58,7 +58,7 @@ def dual(t: Typed) -> tuple[Typed, float]:
         # users' types that split
         own = tuple((a, p) for a, p in layout.own if isinstance(p, Shard))
         spec = t.spec.with_layout(Layout(layout.dims, pending, own))
-        flipped = Typed(spec, tuple(sorted(layout.partial_axes)))
+        flipped = GradType(spec, tuple(sorted(layout.partial_axes)))
         found = _duals[t] = (flipped, scale)
     return found
 
@@ -70,26 +70,26 @@ def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
     """Returns ``leaf``. If it is ``Partial("avg")``, registers a hook that scales its gradient by
     n: ``.grad`` is then the gradient of the average."""
     if leaf.requires_grad and all(op in ("sum", "avg") for _, op in spec.layout.partial):
-        divided = dual(Typed(spec))[1]
+        divided = dual(GradType(spec))[1]
         if divided != 1.0 and leaf not in _scaled:
             leaf.register_hook(lambda g: g * divided)
             _scaled[leaf] = True
     return leaf
 
 
-class Way:
+class GradTransition:
     """A transition between two types, decided once: ``run`` reshards a local (None: the values
     stay), ``begin`` starts the reduction of its backward, if that is one reduction."""
 
     __slots__ = ("_back", "begin", "dst", "run", "src")
 
-    def __init__(self, src: Typed, dst: Typed) -> None:
+    def __init__(self, src: GradType, dst: GradType) -> None:
         self.src, self.dst = src, dst
         self.run = None if src.spec is dst.spec else planner.runner(src.spec, dst.spec)
         self.begin = reduction(src, dst) if dst.varying else None
-        self._back: tuple[Way, float] | None = None
+        self._back: tuple[GradTransition, float] | None = None
 
-    def back(self) -> tuple[Way, float]:
+    def back(self) -> tuple[GradTransition, float]:
         """Returns the transition of the gradient, and the factor to apply before it."""
         if self._back is None:
             (grad_src, divide_src), (grad_dst, divide_dst) = dual(self.src), dual(self.dst)
@@ -98,25 +98,30 @@ class Way:
 
 
 @cached(8192)
-def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> Way:
+def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> GradTransition:
     """Returns the way from ``src``, read varying over ``read``, to ``dst``, used varying over
     ``axes``."""
-    return Way(Typed(src, read), Typed(dst, axes))
+    return GradTransition(GradType(src, read), GradType(dst, axes))
 
 
-def reduction(src: Typed, dst: Typed) -> Begin | None:
+def reduction(src: GradType, dst: GradType) -> Begin | None:
     """Returns a function that starts the backward of a move, if that is one reduction, or None."""
     if src.spec.layout.partial:
         return None
     return planner.background(dual(dst)[0].spec, dual(src)[0].spec)
 
 
-class Move(torch.autograd.Function):
+class ReshardFunction(torch.autograd.Function):
     """Moves a local along a way. Backward: from dual(dst) to dual(src)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, way: Way, held: list[Tensor] | None, begun: Begun | None, own: bool
+        ctx: Any,
+        x: Tensor,
+        way: GradTransition,
+        held: list[Tensor] | None,
+        begun: Begun | None,
+        own: bool,
     ) -> Tensor:
         """``held``: the result, if it was already communicated; ``own``: no other reference to its
         memory exists. ``begun``: reductions of the backward that ``Ahead`` has started."""
@@ -148,16 +153,18 @@ class Move(torch.autograd.Function):
 
 
 # Calls C++ directly: the Python layer of Function.apply serves functorch, which is not used here.
-_move: Any = direct_apply(Move)
+_move: Any = direct_apply(ReshardFunction)
 
 
-def move(x: Tensor, src: Typed, dst: Typed, held: list[Tensor] | None, own: bool = False) -> Tensor:
+def move(
+    x: Tensor, src: GradType, dst: GradType, held: list[Tensor] | None, own: bool = False
+) -> Tensor:
     """Returns the local of ``dst`` for ``x``, the local of ``src``."""
     return along(x, way(*src, *dst), held, own)
 
 
-def along(x: Tensor, way: Way, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """Applies ``Move``, whose reduction in the backward starts early if that is worth it."""
+def along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool = False) -> Tensor:
+    """Applies ``ReshardFunction``, whose reduction in the backward starts early if that is worth it."""
     if way.begin is None:
         out: Tensor = _move(x, way, held, None, own)
         return out

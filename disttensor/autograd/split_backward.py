@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from disttensor.autograd import token
-from disttensor.autograd.fork_groups import Graph, Group, groups_of
+from disttensor.autograd.fork_groups import BackwardGraph, ParamGroup, groups_of
 from disttensor.autograd.graph import node_of
 
 Tensor = torch.Tensor
@@ -66,9 +66,9 @@ class SplitBackward:
         self.roots, self.grads = list(roots), list(grads)
         self.edges = [node_of(root) for root in roots]
         anchors = [node_of(anchor) for anchor in token.anchors()]
-        self.graph = Graph(self.edges, anchors)
+        self.graph = BackwardGraph(self.edges, anchors)
         apart = any(node.name() == _REENTRANT for node in self.graph.order)
-        self.groups: list[Group] = []
+        self.groups: list[ParamGroup] = []
         self.at_once: list[AtOnce] = []
         for group in groups_of(self.graph, self.edges):
             why = REGION if apart else _why_whole(group, whole)
@@ -123,7 +123,7 @@ class SplitBackward:
                 self.engine(group.roots, group.grads, False, inputs=edges)
 
 
-def _why_whole(group: Group, whole: Callable[[Any], str]) -> str:
+def _why_whole(group: ParamGroup, whole: Callable[[Any], str]) -> str:
     """Returns the reason why the gradients of these weights cannot be deferred, or ""."""
     for start in group.starts:
         if isinstance(start, BackwardCFunction):

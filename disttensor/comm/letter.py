@@ -27,7 +27,7 @@ _MARK = int.from_bytes(os.urandom(8), "little", signed=True)  # no tensor ends i
 _SIZES = 61  # as many as fit above the bits of a transfer, below the one of all our tags
 
 
-class Letter:
+class WireMessage:
     """``content``: a tensor. ``wire``: the memory that is sent, or is room for what comes."""
 
     __slots__ = ("content", "nbytes", "wire")
@@ -36,7 +36,7 @@ class Letter:
         self.content, self.wire, self.nbytes = content, wire, nbytes
 
     @classmethod
-    def of(cls, x: Tensor) -> Letter:
+    def of(cls, x: Tensor) -> WireMessage:
         """With a copy of ``x``: its own memory may be written to, by torch and by who does not ask
         torch, before the message has gone."""
         if x.nbytes >= _BARE:
@@ -47,7 +47,7 @@ class Letter:
         return letter
 
     @classmethod
-    def awaited(cls, shape: Sequence[int], dtype: torch.dtype) -> Letter:
+    def awaited(cls, shape: Sequence[int], dtype: torch.dtype) -> WireMessage:
         """Room for one that comes."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _BARE:
@@ -58,7 +58,7 @@ class Letter:
         return letter
 
     @classmethod
-    def refusing(cls, nbytes: int) -> Letter:
+    def refusing(cls, nbytes: int) -> WireMessage:
         """In place of one that never comes."""
         if nbytes < _BARE:
             return _with_word((nbytes,), torch.uint8, _REFUSED)
@@ -76,13 +76,13 @@ class Letter:
         return c_int64.from_address(self.content.data_ptr() + self.nbytes - 8)
 
 
-def _with_word(shape: Sequence[int], dtype: torch.dtype, word: int | None = None) -> Letter:
+def _with_word(shape: Sequence[int], dtype: torch.dtype, word: int | None = None) -> WireMessage:
     numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
     pairs = (nbytes + 8 + 15) // 16  # of words: whole elements of 16 bytes too
     wire = torch.empty(2 * pairs, dtype=torch.int64, device="cpu")
     wire[-1].fill_(nbytes if word is None else word)
-    return Letter(wire.view(dtype)[:numel].view(shape), wire, nbytes)
+    return WireMessage(wire.view(dtype)[:numel].view(shape), wire, nbytes)
 
 
 def copied(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from disttensor import callbacks
 from disttensor.comm import lone_failure, watcher
-from disttensor.comm.letter import Letter, sized
+from disttensor.comm.letter import WireMessage, sized
 from disttensor.comm.outbox import OUTBOX
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import current_runtime, last_runtime
@@ -41,12 +41,12 @@ class Sending(NamedTuple):
         return f"rank {self.rank} sends to rank {self.peer}: {self.label}"
 
 
-class Awaited:
+class PendingReceive:
     """A letter on its way from the rank ``source``."""
 
     __slots__ = ("letter", "since", "source", "tag", "work")
 
-    def __init__(self, work: Any, letter: Letter, source: int, tag: int) -> None:
+    def __init__(self, work: Any, letter: WireMessage, source: int, tag: int) -> None:
         self.work, self.letter, self.source, self.tag = work, letter, source, tag
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ class Awaited:
         return str(beside.store.get(key).decode())  # and a message that refuses came in its place
 
 
-_waiting: list[Awaited] = []
+_waiting: list[PendingReceive] = []
 
 
 def _ask(beside: watcher.Watcher) -> None:
@@ -112,7 +112,7 @@ def _answer(beside: watcher.Watcher) -> None:
             if held:
                 text = f"{what.nbytes} bytes were sent at {what.line}"
                 beside.store.set(f"sent/{peer}/{tag}", text)
-            wire, group = Letter.refusing(nbytes).wire, cast(Any, dist.group.WORLD)
+            wire, group = WireMessage.refusing(nbytes).wire, cast(Any, dist.group.WORLD)
             with contextlib.suppress(RuntimeError):  # it is gone, as others will say
                 work = group.send([wire], peer, sized(tag, nbytes))
                 OUTBOX.put(work, wire, what._replace(nbytes=nbytes))

@@ -29,7 +29,7 @@ EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobo
 _Entry = tuple[Any, torch.Tensor, object, Runtime]
 
 
-class Outbox:
+class SendQueue:
     """Works and buffers of messages under way."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def _wait_for(work: Any, buffer: torch.Tensor, what: object, sender: Runtime) ->
         sender.undelivered = sender.undelivered or failed(what, error)
 
 
-OUTBOX = Outbox()
+OUTBOX = SendQueue()
 
 
 def failed(what: object, error: Exception) -> CommError:

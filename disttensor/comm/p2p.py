@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from disttensor.comm import directions, failures, log
-from disttensor.comm.letter import Letter, copied, sized
-from disttensor.comm.mismatch import Awaited, Sending
+from disttensor.comm.letter import WireMessage, copied, sized
+from disttensor.comm.mismatch import PendingReceive, Sending
 from disttensor.comm.outbox import OUTBOX, check_delivered, failed
 from disttensor.comm.outbox import flush as flush
 from disttensor.comm.process_group import is_fake, world
@@ -139,7 +139,7 @@ def abandoning() -> Iterator[None]:
         _abandons.reset(token)
 
 
-class Message(Work[Tensor]):
+class ReceiveWork(Work[Tensor]):
     """A message that is on its way to this rank; ``wait`` raises CommError if the sender is gone or
     sends nothing in time, MismatchError where it sends another size."""
 
@@ -183,7 +183,7 @@ def receive(
     source: int,
     tag: int,
     label: object = "",
-) -> Message:
+) -> ReceiveWork:
     """Ask for the tensor that the global rank ``source`` sends with this tag; wait for it later."""
     return transfer([], [(source, shape)], dtype, device, tag, label)[0]
 
@@ -195,7 +195,7 @@ def transfer(
     device: torch.device,
     tag: int,
     label: object = "",
-) -> list[Message]:
+) -> list[ReceiveWork]:
     """All messages of one transfer: ``(to, tensor)`` go out, ``(source, shape)`` come in.
 
     Gives a Message per receive. The tensors may be changed after. ``label``, of which ``str`` is
@@ -258,9 +258,9 @@ def in_vain(keys: Iterable[Early]) -> bool:
 
 def _awaited(
     now: Runtime, receive: Receive, dtype: torch.dtype, tag: int, label: object
-) -> Message:
+) -> ReceiveWork:
     source, shape = receive
-    awaited: Awaited | None = None
+    awaited: PendingReceive | None = None
     if now.early:
         awaited = now.early.pop((source, tag, math.prod(shape) * dtype.itemsize), None)
     if awaited is None:
@@ -268,24 +268,24 @@ def _awaited(
     content = awaited.letter.content
     if content.dtype != dtype or content.shape != shape:  # it was expected to be another one
         content = as_bytes(content).view(dtype).view(shape)
-    return Message([awaited], content, _Receiving(now.default.rank(), source, label))
+    return ReceiveWork([awaited], content, _Receiving(now.default.rank(), source, label))
 
 
 def _asked(
     now: Runtime, source: int, shape: Sequence[int], dtype: torch.dtype, tag: int
-) -> Awaited:
-    letter = Letter.awaited(shape, dtype)
+) -> PendingReceive:
+    letter = WireMessage.awaited(shape, dtype)
     work = now.default.recv([letter.wire], source, sized(tag, letter.nbytes))
-    return Awaited(work, letter, source, tag)
+    return PendingReceive(work, letter, source, tag)
 
 
 def _post_letters(
     now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object
 ) -> None:
     me, line = now.default.rank(), user_line()[-100:]
-    letters: dict[int, Letter] = {}
+    letters: dict[int, WireMessage] = {}
     for to, x in sends:
-        letter = letters.get(id(x)) or letters.setdefault(id(x), Letter.of(x))
+        letter = letters.get(id(x)) or letters.setdefault(id(x), WireMessage.of(x))
         work = now.default.send([letter.wire], to, sized(tag, letter.nbytes))
         OUTBOX.put(work, letter.wire, Sending(me, to, label, tag, letter.nbytes, line))
 
@@ -300,7 +300,7 @@ def _post_batches(
     device: torch.device,
     tag: int,
     label: object,
-) -> list[Message]:
+) -> list[ReceiveWork]:
     """The messages of a transfer in one communicator as one batch, or two ranks could wait for each
     other."""
     me, apart = world()[0], directions.needed(device)
@@ -326,6 +326,6 @@ def _post_batches(
     for (to, x), work in zip(sends, works[len(receives) :], strict=True):
         OUTBOX.put(work, copies[id(x)], Sending(me, to, label, tag, x.nbytes, ""))
     return [
-        Message([work], out, _Receiving(me, r, label))
+        ReceiveWork([work], out, _Receiving(me, r, label))
         for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]

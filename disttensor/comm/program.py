@@ -122,7 +122,7 @@ def folded(calls: Sequence[Call], nodes: int, least: int = 1) -> State:
     return State(len(calls), hash(tuple([c.mark for c in calls])), effects, nodes)
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """What ended in an optimizer step: its number, its place, the calls before it by mesh."""
 
     number: int
@@ -138,7 +138,7 @@ class Steps:
         self.node = 0  # of autograd, at the last one
         self.error = ""  # what differed
         self.compared: Any = None  # an Event: the last one has been
-        self.kept: deque[Step] = deque(maxlen=4)
+        self.kept: deque[ProgramStep] = deque(maxlen=4)
 
 
 def peers(mesh: Any, rank: int) -> list[int]:
@@ -160,7 +160,7 @@ def at_step(who: str) -> None:
     check()
     node, steps.node = steps.node, next_node()
     steps.count += 1
-    step = Step(steps.count, f"{who} at {user_line()}", {})
+    step = ProgramStep(steps.count, f"{who} at {user_line()}", {})
     for call in noted_calls():
         step.calls.setdefault(call.mesh, []).append(call)
     NOTED.clear()

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 LARGE = 2 * 2**20
 
 
-class Slot(NamedTuple):
+class BucketSlot(NamedTuple):
     """What all ranks know of a tensor: how many elements the largest piece of any of them has, and
     whether all have as many."""
 
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 
 
 def sums(
-    pieces: list[Tensor], slots: Sequence[Slot], group: Group, dtype: torch.dtype, *,
+    pieces: list[Tensor], slots: Sequence[BucketSlot], group: Group, dtype: torch.dtype, *,
     places: Sequence[Place], held: int = 0, is_grad: bool = False,
 ) -> list[Work[Any]]:  # fmt: skip
     """Start to sum: ``pieces`` hold the sums when all of what this gives has been waited for.
@@ -67,7 +67,7 @@ def sums(
 
 
 def _in_places(
-    pieces: list[Tensor], rest: list[int], slots: Sequence[Slot], places: Sequence[Place],
+    pieces: list[Tensor], rest: list[int], slots: Sequence[BucketSlot], places: Sequence[Place],
     alone: tuple[int, int, int], group: Group, dtype: torch.dtype,
 ) -> Work[Any]:  # fmt: skip
     """Those of ``rest``, in the memory that stays. ``alone``: the users of a piece that lies in its

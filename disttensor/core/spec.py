@@ -35,7 +35,7 @@ def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return one
 
 
-class Kind:
+class SpecShape:
     """Properties shared by specs that differ in sizes only: a layout, a dtype, and which dims have
     size 1. Interned by ``kind_of``, so that it is its own hash."""
 
@@ -48,8 +48,10 @@ class Kind:
 
 
 @lru_cache(maxsize=4096)
-def kind_of(layout: Layout, mesh_ndim: int, dtype: torch.dtype, ones: tuple[bool, ...]) -> Kind:
-    return Kind(layout, mesh_ndim)
+def kind_of(
+    layout: Layout, mesh_ndim: int, dtype: torch.dtype, ones: tuple[bool, ...]
+) -> SpecShape:
+    return SpecShape(layout, mesh_ndim)
 
 
 class DistSpec:
@@ -79,7 +81,7 @@ class DistSpec:
     layout: Layout
     shape: torch.Size
     dtype: torch.dtype
-    kind: Kind
+    kind: SpecShape
     placements: tuple[Placement, ...]
     local_shape: tuple[int, ...]  # of this rank; off the mesh (0,), as of a token
     local_box: Box

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from disttensor.autograd import activation_checkpoint, functional, halo_exchange
-from disttensor.autograd.grad_types import Typed, move
+from disttensor.autograd.grad_types import GradType, move
 from disttensor.comm import collectives
 from disttensor.comm.work import finished
 from disttensor.core.layout import Axes, Layout
@@ -81,7 +81,7 @@ class MeshCollectives:
         self, x: Tensor, shape: Sequence[int], have: Layout, want: Layout, axes: Axes
     ) -> Tensor:
         src, dst = (
-            Typed(
+            GradType(
                 DistSpec(self.mesh, layout, shape, x.dtype),
                 tuple(sorted(set(axes) - layout.varies())),
             )
@@ -89,5 +89,5 @@ class MeshCollectives:
         )
         return move(x, src, dst, None)
 
-    def draw(self, default: str, generator: torch.Generator | None = None) -> state.Draw:
+    def draw(self, default: str, generator: torch.Generator | None = None) -> state.RandomDraw:
         return state.draw(self.mesh, default, generator)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd.grad_types import Typed, move
+from disttensor.autograd.grad_types import GradType, move
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
@@ -26,7 +26,7 @@ def repeat(
     versions of its arguments and of its ``value`` when it was made."""
     now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
     if version(value) != made_at or now != made:
-        out: Tensor = move(value, Typed(spec), Typed(spec, axes), None)
+        out: Tensor = move(value, GradType(spec), GradType(spec, axes), None)
         return out
     varying = [_varying(a, axes) for a in args]
     repeated: Tensor = local_fn(*varying, **{k: _varying(v, axes) for k, v in words.items()})

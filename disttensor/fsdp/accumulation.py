@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disttensor.autograd.accumulation import BackwardContext
-from disttensor.fsdp.backward import Backward
+from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
 
@@ -25,7 +25,7 @@ class Accumulation:
         self.reduce = reduce
         self.deferred: set[Segment] = set()
 
-    def after(self, backward: Backward, context: BackwardContext) -> None:
+    def after(self, backward: ReduceOrder, context: BackwardContext) -> None:
         """Updates the deferred segments after a backward."""
         if context.is_last:
             self.deferred.difference_update(backward.entered)

@@ -24,7 +24,7 @@ from disttensor.fsdp.segment import Segment
 _MOST = 2  # reductions to shards under way at once: each holds the gradients of a segment
 
 
-class Backward:
+class ReduceOrder:
     """The state of one call of autograd.
 
     reduce(segment)  returns the steps that reduce the gradients of a segment

@@ -27,7 +27,7 @@ from disttensor.autograd.split_backward import at_once
 from disttensor.comm import buffers
 from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
-from disttensor.fsdp.backward import Backward
+from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.graph_hooks import Forwards, before_node, follow, forget
 from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import shared
@@ -58,7 +58,7 @@ class Engine:
         self.epoch = 0
         self.order: list[Segment] = []  # segments in the order of their forwards in this epoch
         self.last_order: list[Segment] = []  # the same for the previous epoch
-        self.backward: Backward | None = None
+        self.backward: ReduceOrder | None = None
         self.held: set[Segment] = set()  # not freed before the backward ends
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
@@ -274,7 +274,7 @@ class Engine:
 
     # Backward -------------------------------------------------------------------------------------
 
-    def _present(self) -> Backward:
+    def _present(self) -> ReduceOrder:
         """Returns the state of the backward that runs now."""
         id = this_backward()
         if self.backward is None or self.backward.id != id:
@@ -284,7 +284,7 @@ class Engine:
                 last = self.context.is_last and context.is_last
                 context = self.context._replace(is_last=last)
             reduce = partial(self._reduce, None if torch.is_grad_enabled() else context)
-            self.backward = Backward(id, reduce, bounded=self.scatter)
+            self.backward = ReduceOrder(id, reduce, bounded=self.scatter)
             when_over(partial(self._finish, self.backward, context))
             when_failed(clean_up)  # also for a backward that no DistTensor started
         return self.backward
@@ -350,7 +350,7 @@ class Engine:
             return []
         return reductions(segment.params, scatter=self.scatter, last=context.is_last)
 
-    def _finish(self, backward: Backward, context: BackwardContext) -> None:
+    def _finish(self, backward: ReduceOrder, context: BackwardContext) -> None:
         if self.backward is backward:
             try:
                 self._complete(backward, context)
@@ -358,7 +358,7 @@ class Engine:
                 self.run_hooks()
 
     @unseen
-    def _complete(self, backward: Backward, context: BackwardContext) -> None:
+    def _complete(self, backward: ReduceOrder, context: BackwardContext) -> None:
         try:
             backward.finish()
             if context is not RETURNED:
@@ -368,7 +368,7 @@ class Engine:
         finally:
             self._end(backward)
 
-    def _end(self, backward: Backward) -> None:
+    def _end(self, backward: ReduceOrder) -> None:
         self.backward = None
         self.held.clear()
         for segment in self.segments:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives, objects
-from disttensor.comm.sums import Slot, sums
+from disttensor.comm.sums import BucketSlot, sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
 from disttensor.core.layout import Axes
@@ -222,9 +222,11 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
     """Reduces over all axes at once."""
     mesh = params[0].spec.mesh
     grads, present = _pop_grads(params)
-    slots = [Slot(grad.numel(), param.divisible) for param, grad in zip(params, grads, strict=True)]
+    slots = [
+        BucketSlot(grad.numel(), param.divisible) for param, grad in zip(params, grads, strict=True)
+    ]
     grads.append(grads[0].new_tensor(present, dtype=dtype))
-    slots.append(Slot(len(params), False))
+    slots.append(BucketSlot(len(params), False))
     places = [place_of(param.sharded_param) for param in params]
     yield from sums(grads, slots, mesh.group(axes, "reduce"), dtype, places=places)
     counts = grads.pop()

@@ -16,7 +16,7 @@ from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.recorder import note, recorders
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.tape import Tape
+from disttensor.pipeline.tape import MicroBatchGraph
 from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ class MicroBatch:
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
         waiting = self._waiting if self.recorders else None
-        self.tape = Tape(self._pause, waiting, visits, turns=chunks > 1)
+        self.tape = MicroBatchGraph(self._pause, waiting, visits, turns=chunks > 1)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
         self.chunk, self.shape = 0, "loop"
         self.put_off: set[int] = set()

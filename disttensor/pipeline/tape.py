@@ -39,7 +39,7 @@ from disttensor.torch_private import next_node, node_number
 Tensor = torch.Tensor
 
 
-class Tape:
+class MicroBatchGraph:
     """The transfers of one micro-batch as they happen; then its backward, visit by visit, from the
     last to the first.
 
@@ -73,7 +73,7 @@ class Tape:
         self._regions: list[tuple[int, int]] = []  # node numbers of recomputed regions
         self._weights: dict[int, SplitBackward] = {}  # visits after their I and before their W
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> MicroBatchGraph:
         self._tokens = TAPE.set(self), callbacks.before_metadata_receive.set(self._rest)
         self._region_token = activation_checkpoint.REGIONS.set(self._regions)
         self._count = node_count()

@@ -9,7 +9,7 @@ import torch
 
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.cross_mesh import start_back
-from disttensor.autograd.grad_types import Typed
+from disttensor.autograd.grad_types import GradType
 from disttensor.comm.work import Work, finished
 from disttensor.core.spec import DistSpec
 from disttensor.torch_private import direct_apply
@@ -45,7 +45,7 @@ class Transfer:
         """Starts to send the gradient back: ``grad`` of the received tensor, if there is one."""
         if grad is None:
             grad = token.detached(self.dst.mesh.device, self.dst.dtype)
-        return start_back(grad, Typed(self.src), Typed(self.dst), self.tag)
+        return start_back(grad, GradType(self.src), GradType(self.dst), self.tag)
 
 
 class Turn(Transfer):

@@ -62,8 +62,8 @@ class Note(NamedTuple):
     invariant: bool
 
 
-class Draw:
-    """The random numbers of one call on one mesh (``ops.local.Draw``)."""
+class RandomDraw:
+    """The random numbers of one call on one mesh (``ops.local.DrawProtocol``)."""
 
     __slots__ = ("invariant", "key", "mesh")
 
@@ -92,7 +92,7 @@ class Draw:
         return Seeded(derive(*self.key) + number, device)
 
 
-def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = None) -> Draw:
+def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = None) -> RandomDraw:
     """Starts the next random call. All ranks make it alike, also ranks without a piece.
 
     default: the policy outside ``rng``. generator: the user's, in the same state on all ranks: it
@@ -109,7 +109,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
         program.draws(mesh, found.seed, found.call)
     if generator is None or where is not None:
         activation_checkpoint.note(where, found)
-    return Draw(found, mesh)
+    return RandomDraw(found, mesh)
 
 
 def generator_in(args: Any, kwargs: Any) -> torch.Generator | None:
@@ -197,7 +197,7 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     else:
         fresh = note
     devices = {"cpu": torch.device("cpu"), mesh.device.type: mesh.device}
-    contexts = [Draw(fresh, mesh).seeded(axes, device) for device in devices.values()]
+    contexts = [RandomDraw(fresh, mesh).seeded(axes, device) for device in devices.values()]
     entered = []
     drawn = False
     try:

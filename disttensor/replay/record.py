@@ -98,7 +98,7 @@ def record(
     if not _lock.acquire(blocking=False):
         return forward(), ""  # another thread records; next time
     try:
-        recorder = Recorder(sources, parameters, device)
+        recorder = CallRecorder(sources, parameters, device)
         before = _world()
         with taps(recorder), recorder:
             result = forward()
@@ -117,7 +117,7 @@ def _in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     def __init__(self, sources: dict[str, Tensor], parameters: list[str], device: str) -> None:
         super().__init__()
         self.tape = Tape(sources)

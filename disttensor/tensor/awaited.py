@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from disttensor.autograd.grad_types import Typed, move
+from disttensor.autograd.grad_types import GradType, move
 from disttensor.comm.work import Work
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, through
@@ -119,7 +119,7 @@ def started(x: DistTensor, dst: DistSpec) -> DistTensor:
     with torch.no_grad():
         work = begin(source.detach() if in_graph else source)
     into = work.wait() if work.into is None else work.into
-    moved = move(source, Typed(src, read), Typed(dst), [into], own=True) if in_graph else into
+    moved = move(source, GradType(src, read), GradType(dst), [into], own=True) if in_graph else into
     if work.into is None:
         out = wrap(moved, dst)
     else:

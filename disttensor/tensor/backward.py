@@ -11,7 +11,7 @@ import torch
 from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.autograd.accumulation import RETURNED, backward_context, current_context
-from disttensor.autograd.grad_types import Typed, dual
+from disttensor.autograd.grad_types import GradType, dual
 from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.joined_backward import part_of_present
 from disttensor.autograd.starts import may_start
@@ -123,7 +123,7 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
 def seed(x: MeshTensor, gradient: Any) -> Tensor:
     """Returns the gradient of x's local for the ``gradient`` of the global tensor (None: 1 for a
     scalar)."""
-    typed, divide = dual(Typed(x.spec))
+    typed, divide = dual(GradType(x.spec))
     if gradient is None:
         if x.spec.shape.numel() != 1:
             raise RuntimeError(

@@ -14,7 +14,7 @@ from disttensor.cache import cached
 from disttensor.checks import check_sequence
 from disttensor.comm import desync
 from disttensor.comm.places import Place
-from disttensor.comm.sums import Slot, sums
+from disttensor.comm.sums import BucketSlot, sums
 from disttensor.comm.work import Work
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
@@ -38,7 +38,7 @@ class Pending(NamedTuple):
     number: int
     param: DistTensor
     grad: DistTensor
-    slot: Slot
+    slot: BucketSlot
 
 
 def sync_gradients(*params: Any) -> None:
@@ -103,11 +103,11 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
 
 
 @cached(4096)
-def _waits_on(spec: DistSpec) -> tuple[Axes, Slot]:
+def _waits_on(spec: DistSpec) -> tuple[Axes, BucketSlot]:
     """Returns the axes over which a gradient of this spec is to be summed, and its slot, which is
     the same on all ranks."""
     busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-    return busy, Slot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
+    return busy, BucketSlot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
 
 
 def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:

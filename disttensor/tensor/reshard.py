@@ -17,7 +17,7 @@ import torch
 
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.cross_mesh import apart, crossed
-from disttensor.autograd.grad_types import Typed, along, way
+from disttensor.autograd.grad_types import GradType, along, way
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
 from disttensor.core.layout import Axes
@@ -198,4 +198,4 @@ def _cross(x: T, dst: DistSpec) -> T:
     reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)
     if tape is not None and not repeated:
         return x.like(tape.cut(reached, held, src, dst, tag), dst)
-    return x.like(crossed(reached, held, Typed(src), Typed(dst), tag), dst)
+    return x.like(crossed(reached, held, GradType(src), GradType(dst), tag), dst)

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from disttensor.autograd.grad_types import Typed, dual, whole_grad
+from disttensor.autograd.grad_types import GradType, dual, whole_grad
 from disttensor.autograd.starts import may_start
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import collectives, objects
@@ -83,7 +83,7 @@ def _axes_of(x: MeshTensor, grad_placements: Any, grad_axes: Any) -> Axes:
     spec = x.spec
     grads = layout_of(grad_placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(a for a, op in grads.partial if op == "sum" and a not in spec.varies)
-    if grad_axes or dual(Typed(spec, axes))[0].spec.layout != grads:
+    if grad_axes or dual(GradType(spec, axes))[0].spec.layout != grads:
         raise ValueError(
             f"to_local: grad_placements={list(grad_placements)} of {spec!r}: a gradient has Shard "
             "for Shard, Replicate for Partial, and Replicate or Partial('sum') for Replicate; and "

@@ -17,7 +17,7 @@ from disttensor.core.layout import Box
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.local import Draw, LocalCall, Part
+from ops.local import DrawProtocol, LocalCall, Part
 from ops.nn import attention_policy
 from ops.nn.split_sequence import brought_together
 from ops.random.fill import drawing
@@ -118,7 +118,7 @@ def with_dropout(call: LocalCall) -> Callable[..., Any]:
     plain, first = zeros_if_empty(call), offset[-2]
 
     def by_position(
-        draw: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
+        draw: DrawProtocol, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
         dropout_p: float = 0.0,
         is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Box, Range, Ranges, dealt
 from disttensor.torch_private import autocast_is_on
-from ops.local import Draw, LocalCall, Part
+from ops.local import DrawProtocol, LocalCall, Part
 from ops.nn.attention_block import Hidden, attend, attend_backward, merge, wide
 from ops.nn.dealing import Deal, Dealing
 from ops.nn.halo import ranges_of
@@ -238,7 +238,7 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
 
 def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor]:
     """The factors of the weights of a pair, by position: the same bits as in one process."""
-    draw: Draw = call.collectives.draw("fast")
+    draw: DrawProtocol = call.collectives.draw("fast")
     out, size = call.outputs[0], call.inputs[1].shape[-2]
     lead, dtype = out.local_box, wide(query.dtype)
 

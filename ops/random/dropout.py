@@ -15,7 +15,7 @@ from disttensor.core.layout import Box
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import Draw, LocalCall, Part, Piece
+from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
 from ops.random.fill import drawing
 from ops.registry import Function, Rule, register, rule
 
@@ -52,11 +52,11 @@ def masked(call: LocalCall) -> Callable[..., Any]:
         n = len(out.shape) - 2
         offset, sizes = out.local_box
         box = Box((*offset[:2], *[0] * n), (*sizes[:2], *[1] * n))
-        mask: Part | Piece = Part((*out.shape[:2], *[1] * n), box)
+        mask: Part | LocalShardInfo = Part((*out.shape[:2], *[1] * n), box)
     else:
         mask = out
 
-    def by_position(draw: Draw, input: Tensor, p: float) -> Tensor:
+    def by_position(draw: DrawProtocol, input: Tensor, p: float) -> Tensor:
         keep = draw.numbers("bernoulli", mask, input.dtype, input.device, p=1.0 - p)
         if not alpha:
             return _times(input, keep.div_(1.0 - p) if p < 1.0 else keep)
@@ -116,7 +116,7 @@ def with_mask(call: LocalCall) -> Callable[..., Any]:
     out = call.outputs[0]
 
     def by_position(
-        draw: Draw, input: Tensor, p: float, train: Any = True
+        draw: DrawProtocol, input: Tensor, p: float, train: Any = True
     ) -> tuple[Tensor, Tensor]:
         keep = draw.numbers("bernoulli", out, torch.bool, input.device, p=1.0 - p)
         return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
@@ -139,7 +139,7 @@ def sloped(call: LocalCall) -> Callable[..., Any]:
     out, inplace = call.outputs[0], call.func is torch.rrelu_
 
     def by_position(
-        draw: Draw,
+        draw: DrawProtocol,
         input: Tensor,
         lower: float = 0.125,
         upper: float = 1 / 3,

@@ -1,8 +1,8 @@
 """Tensors filled with random numbers, and those drawn in the likeness of another.
 
 A rule decides as for any elementwise function. Its local function asks ``call.collectives`` for the
-numbers of this one call
-(``ops.local.Draw``): by global position, or torch's own function seeded for this rank's place.
+numbers of this call (``ops.local.DrawProtocol``): by global position, or by torch's own function,
+seeded for this rank's place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from disttensor.core.layout import Layout
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.local import Draw, LocalCall
+from ops.local import DrawProtocol, LocalCall
 from ops.registry import rule
 
 ByPosition = Callable[..., Any]  # (draw, *args, **kwargs of the torch function) -> result
@@ -105,7 +105,7 @@ def filled(call: LocalCall) -> Callable[..., Any]:
     mute = [op for a, op in ops.items() if op in ("sum", "prod") and call.coordinate[a]]
     neutral = 0 if "sum" in mute else 1
 
-    def by_position(draw: Draw, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def by_position(draw: DrawProtocol, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kind_of is None:
             whole = torch.empty(target.shape, dtype=input.dtype, device=input.device)
             with draw.seeded((), input.device):
@@ -142,7 +142,7 @@ def likeness(call: LocalCall) -> Callable[..., Any]:
     """rand_like, randn_like, randint_like of this rank's piece."""
     kind, target = LIKES[call.func], call.outputs[0]
 
-    def by_position(draw: Draw, input: Tensor, *bounds: Any, **kwargs: Any) -> Tensor:
+    def by_position(draw: DrawProtocol, input: Tensor, *bounds: Any, **kwargs: Any) -> Tensor:
         options = {}
         if kind == "integers":
             low, high = (0, *bounds)[-2:] if bounds else (0, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ops.empty_pieces import zero_of
 from ops.factors import Arg, Factors, Letter, pointwise_factors
-from ops.local import Draw, LocalCall
+from ops.local import DrawProtocol, LocalCall
 from ops.random.fill import drawing
 from ops.registry import rule
 
@@ -20,7 +20,7 @@ def tossed(call: LocalCall) -> Callable[..., Any]:
     """bernoulli(p), bernoulli(input, p): 1 with probability p."""
     target = call.outputs[0]
 
-    def by_position(draw: Draw, input: Tensor, p: Any = None) -> Tensor:
+    def by_position(draw: DrawProtocol, input: Tensor, p: Any = None) -> Tensor:
         odds = input if p is None else p
         out = draw.numbers("bernoulli", target, input.dtype, input.device, p=odds)
         return out + zero_of(input) if input.requires_grad else out
@@ -39,7 +39,7 @@ def scattered(call: LocalCall) -> Callable[..., Any]:
     """normal(mean, std): standard numbers, scaled and shifted."""
     target = call.outputs[0]
 
-    def by_position(draw: Draw, mean: Any, std: Any = 1.0) -> Tensor:
+    def by_position(draw: DrawProtocol, mean: Any, std: Any = 1.0) -> Tensor:
         like = mean if isinstance(mean, Tensor) else std
         if bool((torch.as_tensor(std) < 0).any()):
             raise RuntimeError("normal expects all elements of std >= 0.0")
@@ -61,7 +61,7 @@ def counted(call: LocalCall) -> Callable[..., Any]:
     """poisson(rates): the quantile of a uniform number."""
     target = call.outputs[0]
 
-    def by_position(draw: Draw, input: Tensor, none: Any = None) -> Tensor:
+    def by_position(draw: DrawProtocol, input: Tensor, none: Any = None) -> Tensor:
         rates = input.detach().to(torch.float64)
         if not bool((rates >= 0).all()):
             raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
@@ -99,7 +99,7 @@ def chosen(call: LocalCall) -> Callable[..., Any]:
     weights, out = call.inputs[0], call.outputs[0]
 
     def by_position(
-        draw: Draw, input: Tensor, num_samples: int, replacement: bool = False
+        draw: DrawProtocol, input: Tensor, num_samples: int, replacement: bool = False
     ) -> Tensor:
         check(input)
         wide = input.detach().to(torch.float64)

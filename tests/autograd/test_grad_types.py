@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from disttensor.autograd.grad_types import Typed, dual, move, whole_grad
+from disttensor.autograd.grad_types import GradType, dual, move, whole_grad
 from disttensor.core.mesh import ProcessMesh
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, Threads, layouts, spec, value, window
@@ -37,22 +37,22 @@ def mesh(*shape):
 )
 def test_the_table_is_its_own_inverse(placements, varying, want, uses, divisor):
     m = mesh(2, 3)
-    t = Typed(spec(m, placements, (6, 4)), varying)
+    t = GradType(spec(m, placements, (6, 4)), varying)
     found, divided = dual(t)
-    assert found == Typed(spec(m, want, (6, 4)), uses) and divided == divisor
+    assert found == GradType(spec(m, want, (6, 4)), uses) and divided == divisor
     if divisor == 1:
-        assert dual(found) == (Typed(t.spec, tuple(sorted(varying))), 1)
+        assert dual(found) == (GradType(t.spec, tuple(sorted(varying))), 1)
 
 
 def test_uses_are_named_in_order_of_the_axes():
     m = mesh(1, 2, 1, 1, 1, 1, 1, 1, 2)
     placements = [P() if a in (1, 8) else R for a in range(9)]
-    assert dual(Typed(spec(m, placements, (4,))))[0].varying == (1, 8)
+    assert dual(GradType(spec(m, placements, (4,))))[0].varying == (1, 8)
 
 
 def test_an_extreme_that_is_pending_has_no_gradient():
     with pytest.raises(RuntimeError, match="pending 'max' has no gradient"):
-        dual(Typed(spec(mesh(2), [P("max")], (4,))))
+        dual(GradType(spec(mesh(2), [P("max")], (4,))))
 
 
 @pytest.mark.parametrize(("pending", "times"), [("avg", 4), ("sum", 1), ("max", 1)])
@@ -73,7 +73,7 @@ def test_a_leaf_of_which_a_maximum_is_pending_is_left_alone():
 
 def test_a_move_takes_a_result_that_is_known(monkeypatch):
     def body(m):
-        s, d = (Typed(spec(m, [p], (5, 4))) for p in (S(0), R))
+        s, d = (GradType(spec(m, [p], (5, 4))) for p in (S(0), R))
         x, known = torch.ones(s.spec.local_shape, requires_grad=True), value((5, 4))
         y = move(x, s, d, [known])
         return y.requires_grad and y is not known and torch.equal(y, known)
@@ -90,11 +90,11 @@ def test_the_backward_of_a_move_is_the_move_between_the_duals(src, dst, monkeypa
     ends = [spec(threads.meshes[0], p, (5, 4), torch.float64) for p in (src, dst)]
 
     def given(s, place):
-        means, divided = dual(Typed(s))
+        means, divided = dual(GradType(s))
         return window(grad, means.spec.box_at(place)) / divided
 
     def body(m):
-        s, d = (Typed(spec(m, p, (5, 4), torch.float64)) for p in (src, dst))
+        s, d = (GradType(spec(m, p, (5, 4), torch.float64)) for p in (src, dst))
         x = torch.zeros(s.spec.local_shape, dtype=torch.float64, requires_grad=True)
         y = move(x, s, d, None)
         assert y is not x and y.shape == d.spec.local_shape

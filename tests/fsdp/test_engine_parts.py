@@ -12,7 +12,7 @@ import torch
 
 import disttensor as dt
 from disttensor.comm.places import Place, bucket_of
-from disttensor.fsdp.backward import Backward
+from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.engine import _arrived as arrived
 from tests.support.micro import batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
@@ -53,7 +53,7 @@ def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
 
         return [steps()]
 
-    backward = Backward(0, reduce, bounded)
+    backward = ReduceOrder(0, reduce, bounded)
     for position in reversed(range(5)):
         segment: Any = AnySegment(position)
         backward.arrived(segment, 0)

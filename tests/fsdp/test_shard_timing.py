@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor import Strategy
-from disttensor.fsdp.backward import Backward
+from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.engine import Engine
 from tests.parallel.test_strategy import PLAN, data, loss_of, net
 from tests.support.pool import on_ranks
@@ -43,7 +43,7 @@ def late(method: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
 def test_ranks_out_of_step_train_like_one_process(kind):
     draw = random.Random(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Backward, "arrived", late(Backward.arrived, draw))
+        patch.setattr(ReduceOrder, "arrived", late(ReduceOrder.arrived, draw))
         patch.setattr(Engine, "_module_begins", late(Engine._module_begins, draw))
         strategy = Strategy(segments=EACH, **kind)
         plain, model = net(), net()

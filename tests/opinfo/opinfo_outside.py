@@ -31,7 +31,7 @@ import disttensor as dt
 from disttensor import Partial, ProcessMesh
 from disttensor.autograd import token
 from disttensor.autograd.cross_mesh import crossed
-from disttensor.autograd.grad_types import Typed
+from disttensor.autograd.grad_types import GradType
 from disttensor.comm import objects
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import wrap
@@ -59,7 +59,7 @@ def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
         return x
     blank = token.detached(torch.device("cpu"))
     with torch.enable_grad():
-        local = crossed(blank, x.local, Typed(src), Typed(x.spec), tag)
+        local = crossed(blank, x.local, GradType(src), GradType(x.spec), tag)
     return wrap(local, x.spec)
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import pipeline
 from disttensor.pipeline import unsplit
-from disttensor.pipeline.tape import Tape
+from disttensor.pipeline.tape import MicroBatchGraph
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes
 
@@ -184,7 +184,7 @@ def test_weights_of_a_stage_that_leaves_for_a_mesh_of_its_ranks_and_comes_back()
 
 
 def test_the_weights_of_the_visits_that_are_named_alone():
-    tape, done = Tape(list), list[int]()
+    tape, done = MicroBatchGraph(list), list[int]()
     for visit in range(4):
         of: Any = SimpleNamespace(weights=partial(done.append, visit))
         tape._weights[visit] = of

@@ -55,7 +55,7 @@ def reset() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for each device
     program.NOTED.clear()  # what ranks did apart in an earlier body
     if outbox.OUTBOX.open:  # runs of an earlier body that failed have left messages
-        outbox.OUTBOX = p2p.OUTBOX = mismatch.OUTBOX = outbox.Outbox()
+        outbox.OUTBOX = p2p.OUTBOX = mismatch.OUTBOX = outbox.SendQueue()
 
 
 def on_ranks(world: int, timeout: float = 60.0) -> Callable[..., Callable[..., None]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from disttensor.comm.work import finished
 from disttensor.core.layout import box_at
-from disttensor.random.state import Draw, Note
+from disttensor.random.state import Note, RandomDraw
 
 Coordinate = tuple[int, ...]
 PATIENCE = 10.0  # seconds that a rank waits for the others
@@ -109,8 +109,8 @@ def reduce_all(pieces: Sequence[Tensor], op: str) -> Tensor:
     return stack.amax(0) if op == "max" else stack.amin(0)
 
 
-class SimulatedDraw(Draw):
-    """ops.local.Draw: the numbers of one call, whichever it is."""
+class SimulatedDraw(RandomDraw):
+    """ops.local.DrawProtocol: the numbers of one call, whichever it is."""
 
     def __init__(self, world: World, me: Coordinate, invariant: bool) -> None:
         mesh: Any = SimpleNamespace(coordinate=me, shape=world.mesh_shape, ndim=len(me))
