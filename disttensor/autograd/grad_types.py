@@ -164,7 +164,7 @@ def move(
 
 
 def along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """Applies ``ReshardFunction``, whose reduction in the backward starts early if that is worth it."""
+    """Applies ``ReshardFunction``, whose reduction in the backward starts early where it pays."""
     if way.begin is None:
         out: Tensor = _move(x, way, held, None, own)
         return out
