@@ -22,9 +22,9 @@ class BackwardGraph:
     children  of each node: the children that lead there
     order     all nodes, children before parents
     way       the nodes that lead to an anchor; if there is none, the nodes that lead to ``ends``.
-              An end is a node with several chains of nodes below it, each to one leaf, or with one
-              such chain that is used several times: a node of the first layer, or of a weight that
-              is computed from others
+              An end is a node with several chains of nodes below it, each to one leaf, or the top
+              of one chain that is used several times: a node of the first layer, or of a weight
+              that is computed from others
     leaves    the nodes that accumulate the gradients of leaves, without anchors
     """
 

@@ -123,8 +123,8 @@ class ReshardFunction(torch.autograd.Function):
         begun: Begun | None,
         own: bool,
     ) -> Tensor:
-        """``held``: the result, if it was already communicated; ``own``: no other reference to its
-        memory exists. ``begun``: reductions of the backward that ``Ahead`` has started."""
+        """Applies ``way``. ``held``: the result, if it was already communicated; ``own``: nothing
+        else refers to its memory. ``begun``: reductions of the backward that ``Ahead`` started."""
         ctx.way, ctx.begun = way, begun
         activation_checkpoint.join_region(ctx)
         if held is not None:

@@ -62,7 +62,7 @@ class Forwards:
         return last > first
 
     def abandon(self) -> None:
-        """Drops the forwards that have begun and ended with an error."""
+        """Drops the forwards that ended with an error."""
         self._begun.clear()
 
 

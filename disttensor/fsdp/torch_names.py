@@ -21,10 +21,10 @@ def fully_shard(
     mp_policy: Any = None, ignored_params: Iterable[nn.Parameter] | None = None,
     segments: Segments | None = None,
 ) -> nn.Module:  # fmt: skip
-    """torch's ``fully_shard``: parameters, gradients and optimizer state sharded over a mesh axis.
+    """Shards parameters, gradients and optimizer state over a mesh axis, as torch's does.
 
-    It is ``shard_data_parallel(stage=3)``, and is called once, for the whole model: ``segments``
-    says what is gathered together, in place of calls for inner modules.
+    It equals ``shard_data_parallel(stage=3)``, and is called once, for the whole model:
+    ``segments`` replaces the calls for inner modules.
 
     Args:
         module: the whole model; it is changed in place and returned.
@@ -58,9 +58,9 @@ def replicate(
     module: nn.Module, *, mesh: Any = None, mp_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """torch's ``replicate``: data parallelism with whole parameters on each rank, as DDP.
+    """Replicates parameters on each rank, as torch's ``replicate`` and DDP do.
 
-    It is ``shard_data_parallel(shard_axis=None)``: gradients are reduced during the backward.
+    It equals ``shard_data_parallel(shard_axis=None)``: gradients are reduced during the backward.
 
     Args:
         module: the whole model; it is changed in place and returned.

@@ -65,7 +65,7 @@ class Subtree:
         ]
 
     def changed(self, name: str) -> None:
-        """Called after an assignment to an attribute of the module or of a module in it."""
+        """Records an assignment to an attribute of the module or of a module in it."""
         self.changes += 1
         self._flags = None
         self._stale = self._stale or name != "training"

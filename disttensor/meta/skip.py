@@ -90,7 +90,7 @@ class Skip(InstanceForward):
         self._why = ""  # the reason why this module is never skipped
 
     def why(self) -> list[str]:
-        """Returns the reasons why calls were not skipped: for people."""
+        """Returns the reasons why calls were not skipped, as text."""
         reasons = [self._why, *(c for c in self._cases.values() if isinstance(c, str))]
         return sorted({reason for reason in reasons if reason})
 

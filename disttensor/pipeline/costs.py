@@ -105,7 +105,7 @@ class Costs:
                 )
 
     def span(self, schedule: Schedule) -> float:
-        """Returns the time from the first start to the last end if every action starts early.
+        """Returns the time from first start to last end if each action starts as soon as it can.
 
         >>> pipeline.Costs(1, 1, 1).span(pipeline.one_f_one_b(2, 2))
         9.0

@@ -113,7 +113,7 @@ def time_line(
             if bar.label and width >= _DIGIT * len(bar.label) + 4:
                 ink = f'{MIDDLE} fill="{bar.ink}" pointer-events="none"'
                 bars.append(text(x + width / 2, y + height / 2 + 4, bar.label, ink))
-    frame = (  # its viewBox is what the page of a report moves to zoom
+    frame = (  # the page of a report changes its viewBox to zoom
         f'<svg class="bars" x="{left:g}" y="{TOP}" width="{inner:g}" height="{foot - TOP}" '
         f'viewBox="0 0 {inner:g} {foot - TOP}" preserveAspectRatio="none">'
     )

@@ -1,11 +1,11 @@
 """Posts the receives of a micro-batch before its forward begins, so that its messages arrive while
 another micro-batch is computed.
 
-The program has not said yet what it will receive. But if two micro-batches differ only in the
+The receives of a program are not known before it runs. But if two micro-batches differ only in the
 numbers in their tensors, the second receives the same messages as the first. So each micro-batch
 posts the receives of the next one; the tags of messages name their micro-batch. If a program
-receives something else after all, only its own rank notices: messages of other sizes or places
-arrive as usual. From then on no receives are posted early.
+receives other messages after all, its own rank notices: they have other sizes or places, and are
+received as usual. From then on no receives are posted early.
 """
 
 from __future__ import annotations

@@ -36,17 +36,17 @@ class Recorder:
         _open.set(tuple(one for one in _open.get() if one is not self))
 
     def begins(self, action: Action) -> None:
-        """Called before an action. A Recorder ignores it: it records the end."""
+        """Ignores the begin of an action: a Recorder records its end."""
 
     def follows(
         self, order: Sequence[ProcessMesh], schedule: Schedule, stage: int
     ) -> Mapping[int, int]:
-        """Called with the meshes and the schedule of the present run, and this rank's stage.
-        Returns micro-batches to leave out, each with one that stands for it: none here."""
+        """Receives the meshes and the schedule of the present run, and this rank's stage. Returns
+        micro-batches to leave out, each with one that stands for it: none here."""
         return {}
 
     def ends(self) -> None:
-        """Called at the end of a run. A Recorder ignores it."""
+        """Ignores the end of a run."""
 
     def timeline(self) -> Timeline:
         """Returns the timeline of all ranks, which all make this call. Uses one machine's clock."""

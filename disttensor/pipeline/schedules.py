@@ -17,7 +17,7 @@ Maker = Callable[[int, int, int], Schedule]
 
 
 def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Runs all forwards, then all backwards: every micro-batch is live at once. Idle fraction:
+    """Returns all forwards, then all backwards: every micro-batch is live at once. Idle fraction:
     (p - 1) / (m + p - 1).
 
     >>> pipeline.gpipe(2, 2)
@@ -30,7 +30,7 @@ def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Runs each backward as soon as it can: stage s of p holds at most p - s micro-batches.
+    """Returns 1F1B: backwards as soon as possible; stage s of p holds at most p - s micro-batches.
 
     The same idle time as "gpipe", less memory. From PipeDream-Flush (Narayanan et al. 2021).
 
@@ -48,7 +48,7 @@ def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """Runs 1f1b with ``chunks`` visits of each stage: about 1/chunks of the idle time, more
+    """Returns 1f1b with ``chunks`` visits of each stage: about 1/chunks of the idle time, more
     transfers and memory.
 
     Micro-batches go through a chunk in groups of ``stages``. If that does not divide their number,

@@ -18,8 +18,8 @@ from disttensor.pipeline.steady import interleaved, mixed, sizes
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Runs ZB-H1: "1f1b" with the W of stage s deferred by s micro-batches. It holds no more than
-    stage 0 of "1f1b", and idles (p - 1) (F + I - W), a third of "1f1b" if F, I and W are equal.
+    """Returns ZB-H1: "1f1b" with the W of stage s deferred by s micro-batches. It holds at most as
+    much as stage 0 of "1f1b", and idles (p - 1) (F + I - W): a third of "1f1b" if F = I = W.
 
     >>> pipeline.zero_bubble(2, 3)
     Schedule(['F0 F1 B0 F2 B1 B2', 'F0 I0 F1 I1 W0 F2 I2 W1 W2'])
@@ -38,7 +38,7 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """ "interleaved_1f1b" with deferred W: a shorter way down, as an I is as long as an F.
+    """Returns "interleaved_1f1b" with deferred W: a shorter way down, as I is as long as F.
 
     >>> pipeline.interleaved_zero_bubble(1, 1, 2)
     Schedule(['F0 F0.1 I0.1 W0.1 B0'])
@@ -53,10 +53,10 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
 
 
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Runs ZB-V: visits every mesh on the way there and on the way back, so the first one has the
-    loss. It holds as much as "1f1b". If F, I and W are equal and there are 2 p - 1 micro-batches or
-    more, it idles p - 1 of them only. Backwards between the two ends are whole: the paper runs I
-    and W one after the other there, and no stage waits for that I before the end of W.
+    """Returns ZB-V: visits every mesh on the way there and on the way back, so the first one has
+    the loss. It holds as much as "1f1b". If F, I and W take equal times and there are 2 p - 1
+    micro-batches or more, it idles for p - 1 of these times only. Backwards between the two ends
+    are whole: the paper runs W directly after I there, and no stage needs that I earlier.
 
     >>> pipeline.zbv(1, 1)
     Schedule(['F0 F0.1 B0.1 B0'], shape='v')
@@ -66,7 +66,7 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     rows = []
     for s in range(stages):
         row = _Row()
-        # An I that a stage waits for is apart from its W: near the ends, or always if both meet.
+        # An I that a stage waits for is split from its W: near the ends, or always if both meet.
         back = "B.1" if m == micro_batches else "I.1 W.1"
         parted = (m - 2 * stages + s if s else m) if m == micro_batches else 0
         row.add("F.0", 2 * (stages - s) - 1)
@@ -86,7 +86,7 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Runs DualPipeV: like "zbv", with whole backwards, alternating with forwards of the other
+    """Returns DualPipeV: like "zbv", with whole backwards, alternating with forwards of the other
     direction, if no stage waits for them.
 
     >>> pipeline.dualpipev(1, 2)

@@ -9,7 +9,7 @@ import torch
 
 from disttensor.dispatch.decompose import body_of
 
-# Questions about a tensor whose answers follow from its metadata, or that our own code asks.
+# Questions about a tensor whose answers follow from its metadata, or are read by our own code.
 _ASKED = frozenset({
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_version",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",

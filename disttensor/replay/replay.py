@@ -78,7 +78,7 @@ class Replay(InstanceForward):
     """The forward of a module, or a function, and its recorded programs. Copies and pickles of the
     module contain it without the programs.
 
-    ``replays``: the number of calls that were replays. ``programs``: their texts, for people.
+    ``replays``: the number of calls that were replays. ``programs``: their texts.
     """
 
     def __init__(self, target: Any) -> None:
@@ -103,7 +103,7 @@ class Replay(InstanceForward):
         return super().__signature__ if whole else inspect.signature(self.module)
 
     def why(self) -> list[str]:
-        """Returns the reasons why calls were not recorded: for people."""
+        """Returns the reasons why calls were not recorded, as text."""
         return list(self._why)
 
     @property
@@ -149,7 +149,7 @@ class Replay(InstanceForward):
         return getattr(found, "__qualname__", repr(found))
 
     def _look(self) -> Surroundings | None:
-        """Finds again what the forward reads. Returns None if it is not recorded any more."""
+        """Finds the values that the forward reads again, or returns None to stop recording."""
         if not self._may_try():
             return None
         self._cases.clear()

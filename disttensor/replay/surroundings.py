@@ -75,7 +75,7 @@ class Surroundings:
         if any(collector_of(t) is not None for t in self._dist):
             self.why = "its parameters are in sharded segments (shard_data_parallel)"
 
-    # Finding what is read -------------------------------------------------------------------------
+    # Finding values that are read -----------------------------------------------------------------
 
     def _tensor(self, t: Any) -> None:
         if id(t) not in self._seen:

@@ -44,7 +44,7 @@ class Tape:
         self.lines: list[Line] = []
         self.scope: dict[str, Any] = {}
         self._constants: dict[int, str] = {}
-        self._names: dict[int, str] = {}  # id of a plain tensor -> its variable
+        self._names: dict[int, str] = {}  # id of a regular tensor -> its variable
         self._kept: list[Any] = []  # keeps objects alive whose ids are used
         self._made = 0
         self.sources = {id(x): name for name, x in sources.items()}

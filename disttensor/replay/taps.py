@@ -208,8 +208,8 @@ def _custom(recorder: Any, original: Any) -> Any:
 
 
 def _forked(recorder: Any, original: Function) -> Function:
-    """Records the fallback, which forks the generators; a replay does not. The fallback changes the
-    count of random calls, by which draws are found, so this tap hides it."""
+    """Records the fallback without its seeding of generators, which a replay leaves out. If the
+    function draws, the count of random calls changes, and the recording is refused."""
 
     @contextmanager
     def forked(*args: Any, **kwargs: Any) -> Iterator[None]:

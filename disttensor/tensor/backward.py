@@ -129,7 +129,7 @@ def seed(x: MeshTensor, gradient: Any) -> Tensor:
             raise RuntimeError(
                 f"backward of {x.spec!r}: a gradient is created only for a tensor of one element"
             )
-        return torch.full_like(x.local, 1 / divide)  # of size 0 outside the mesh
+        return torch.full_like(x.local, 1 / divide)  # of size 0 off the mesh
     if tuple(gradient.shape) != tuple(x.spec.shape):
         raise RuntimeError(
             f"backward of {x.spec!r}: its global shape is {list(x.spec.shape)}, the gradient's "

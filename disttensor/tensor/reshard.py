@@ -109,8 +109,8 @@ def set_result_of(out: MeshTensor, x: MeshTensor, moved: Tensor) -> None:
 def again(
     x: MeshTensor, dst: DistSpec, moved: Tensor, known: Tensor, made_at: int, axes: Axes
 ) -> Tensor:
-    """Origin of the result of a reshard: reshards ``x`` for a use varying over ``axes``, with the
-    value ``known``."""
+    """Reshards ``x`` again for a use varying over ``axes``, with the value ``known``: the origin of
+    the result of a reshard."""
     # written to since, perhaps through a view: no longer the value of x
     if version(moved) != made_at:
         return along(moved, way(dst, (), dst, axes), None)

@@ -52,7 +52,7 @@ def broadcast_value(x: Any) -> Tensor:
 
 
 def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
-    """See ``Values.full_tensor``."""
+    """Implements ``Values.full_tensor``."""
     if x._view_state is not None:
         views.check(x)
     spec = x.spec
@@ -79,7 +79,8 @@ def _value(x: MeshTensor) -> Tensor:
 
 
 def _axes_of(x: MeshTensor, grad_placements: Any, grad_axes: Any) -> Axes:
-    """The ``grad_axes`` for which the gradient of the local has these placements."""
+    """Returns the ``grad_axes`` for which the gradient of the local has these placements. Raises
+    ValueError if there are none."""
     spec = x.spec
     grads = layout_of(grad_placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(a for a, op in grads.partial if op == "sum" and a not in spec.varies)
