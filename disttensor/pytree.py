@@ -18,6 +18,10 @@ import torch
 from torch import nn
 
 Tensor = torch.Tensor
+CONSTANTS = frozenset({
+    int, str, bool, float, complex, type(None), type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+})  # fmt: skip
 Path = tuple[Any, ...]  # the keys and numbers that lead to a part of a structure
 
 
@@ -45,6 +49,27 @@ def substitute(value: Any, f: Callable[[Any], Any], kind: type = Tensor) -> Any:
     if isinstance(value, dict):
         return refill(value, {k: substitute(v, f, kind) for k, v in value.items()})
     return value
+
+
+class Uncacheable(Exception):
+    """Raised for an argument that cannot be part of a key; the message names its class."""
+
+
+def key_of_contents(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
+    """Returns a key of constants by class and value, containers by their contents, and tensors by
+    ``key_of_tensor``. Raises Uncacheable for other objects."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return key_of_tensor(value)
+    if kind in CONSTANTS:  # 0.0 and -0.0 are equal, and two constants
+        return kind, value, repr(value) if kind is float or kind is complex else ""
+    if kind is list or kind is tuple:
+        return kind, tuple([key_of_contents(v, key_of_tensor) for v in value])
+    if kind is dict:
+        return kind, key_of_contents([*value.items()], key_of_tensor)
+    if kind is slice:
+        return kind, key_of_contents((value.start, value.stop, value.step), key_of_tensor)
+    raise Uncacheable(f"an argument is a {kind.__name__}")
 
 
 def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:

@@ -34,7 +34,7 @@ LINES = {
     "random": 860,
     "replay": 1_840,
     "reshard": 1_620,
-    "root": 1_440,
+    "root": 1_470,
     "simulate": 5_350,
     "tensor": 2_740,
 }  # fmt: skip

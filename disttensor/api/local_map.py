@@ -25,10 +25,10 @@ from disttensor.core.layout import layout_of
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import as_placement
 from disttensor.core.spec import DistSpec
-from disttensor.dispatch.key import Uncacheable, key_of
+from disttensor.dispatch.key import key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.meta import execute
-from disttensor.pytree import collect, find_tensors, rebuild, substitute
+from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described

@@ -17,7 +17,6 @@ from disttensor.comm.program import Call, note
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
 from disttensor.dispatch.key import (
-    Uncacheable,
     depends_on_floats,
     key_of,
     meshes_in,
@@ -27,7 +26,7 @@ from disttensor.dispatch.outputs import checked
 from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.dispatch.run import carry_out, run
-from disttensor.pytree import collect
+from disttensor.pytree import Uncacheable, collect
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from ops.registry import RULES
 from ops.signatures import restated

@@ -15,7 +15,7 @@ from disttensor.comm import objects
 from disttensor.dispatch import strict
 from disttensor.dispatch.call_plan import CallPlan
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.key import Uncacheable, key_of
+from disttensor.dispatch.key import key_of
 from disttensor.dispatch.pending_grads import reduce_pending
 from disttensor.dispatch.plan_call import plan_off_mesh
 from disttensor.dispatch.resolve import one_mesh, plain_spec
@@ -23,7 +23,7 @@ from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import written
 from disttensor.errors import name_of, refuse_collectives
 from disttensor.meta import execute, infer
-from disttensor.pytree import collect, substitute
+from disttensor.pytree import Uncacheable, collect, substitute
 from disttensor.random.state import forked, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap

@@ -15,6 +15,7 @@ import torch
 from disttensor.checks import has_own_operators
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
+from disttensor.pytree import Uncacheable
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 
 Tensor = torch.Tensor
@@ -25,10 +26,6 @@ _BY_VALUE = frozenset(
 _FLOAT = {float}
 _NUMBERS = float, complex, np.inexact
 _CONSTANT = _BY_VALUE | {DistSpec, torch.Size, bool, float, complex, type(...)}
-
-
-class Uncacheable(Exception):
-    """The call has an argument that no key can hold; its plan is made anew."""
 
 
 def key_of(value: Any, floats: bool = False) -> Any:

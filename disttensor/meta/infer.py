@@ -22,7 +22,7 @@ import torch
 from disttensor.autograd.graph import nodes_of
 from disttensor.cache import Cache
 from disttensor.errors import name_of
-from disttensor.pytree import collect, rebuild, substitute
+from disttensor.pytree import Uncacheable, collect, key_of_contents, rebuild, substitute
 from disttensor.torch_private import DataDependentOutput as DataDependent
 from disttensor.torch_private import (
     DynamicOutputShape,
@@ -98,8 +98,8 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     functions are cached, as each mesh needs the same.
     """
     try:
-        key = func, _key(args), _key(kwargs), *_around()
-    except _NoKey:
+        key = func, key_of_contents((args, kwargs), _key), *_around()
+    except Uncacheable:
         return _find(func, args, kwargs)
     known = _known.get(key) if _is_torch(func) else None
     if known is None:
@@ -109,30 +109,11 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     return known
 
 
-class _NoKey(Exception):
-    """Raised for an argument whose value may matter in other ways."""
-
-
 _known: Cache[Any, Found] = Cache(4096, lasting=True)
-_CONSTANTS = frozenset({
-    int, float, complex, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device,
-    torch.layout, torch.memory_format,
-})  # fmt: skip
 
 
-def _key(x: Any) -> Any:
-    kind = type(x)
-    if kind in _CONSTANTS:
-        return kind, x
-    if isinstance(x, Tensor):
-        return Tensor, tuple(x.shape), x.dtype, x.device
-    if kind in (list, tuple, torch.Size):
-        return kind, tuple([_key(e) for e in x])
-    if kind is slice:
-        return kind, _key((x.start, x.stop, x.step))
-    if kind is dict:
-        return kind, tuple([(k, _key(v)) for k, v in x.items()])
-    raise _NoKey
+def _key(x: Tensor) -> Any:
+    return Tensor, tuple(x.shape), x.dtype, x.device
 
 
 def _is_torch(func: Any) -> bool:

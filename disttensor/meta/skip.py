@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from disttensor.cache import Cache
 from disttensor.checks import check_type
 from disttensor.meta.guards import Subtree
 from disttensor.meta.instance_forward import InstanceForward
-from disttensor.meta.trace import ASSIGNS, CONSTANTS, Case, trace
+from disttensor.meta.trace import ASSIGNS, Case, trace
+from disttensor.pytree import Uncacheable, key_of_contents
 from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import count_function_modes, current_backward
@@ -30,10 +30,6 @@ _TRIALS = 16  # traces allowed in addition to one for each skipped call
 
 class _Tracing(threading.local):
     now = False
-
-
-class _NoKey(Exception):
-    """Raised for an argument whose value may matter in other ways."""
 
 
 _tracing = _Tracing()
@@ -106,7 +102,7 @@ class Skip(InstanceForward):
             return self.class_forward(*args, **kwargs)
         try:
             key, inputs = self._key(args, kwargs)
-        except _NoKey:
+        except Uncacheable:
             return self.class_forward(*args, **kwargs)
         case = self._cases.get(key)
         if case is None:
@@ -166,7 +162,7 @@ class Skip(InstanceForward):
     def _same_key(self, key: Any, args: Any, kwargs: Any) -> bool:
         try:
             return bool(self._key(args, kwargs)[0] == key)
-        except _NoKey:
+        except Uncacheable:
             return False
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[DistTensor]]:
@@ -197,14 +193,10 @@ class Skip(InstanceForward):
 
 
 def _part(value: Any, inputs: list[DistTensor]) -> Any:
-    kind = type(value)
-    if isinstance(value, DistTensor):
-        inputs.append(value)
-        return value.spec, value.local.requires_grad
-    if kind in CONSTANTS:
-        return kind, value
-    if kind is list or kind is tuple or kind is torch.Size:
-        return kind, tuple([_part(v, inputs) for v in value])
-    if kind is dict:
-        return kind, tuple([(_part(k, inputs), _part(v, inputs)) for k, v in value.items()])
-    raise _NoKey
+    def key(x: Any) -> Any:
+        if not isinstance(x, DistTensor):
+            raise Uncacheable("an argument is a torch.Tensor")
+        inputs.append(x)
+        return x.spec, x.local.requires_grad
+
+    return key_of_contents(value, key)

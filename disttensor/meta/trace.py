@@ -25,7 +25,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.meta.guards import Subtree
-from disttensor.pytree import collect, substitute
+from disttensor.pytree import CONSTANTS, collect, substitute
 from disttensor.random import counter, state
 from disttensor.runtime import current_runtime
 from disttensor.tensor import views
@@ -33,10 +33,6 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
 ASSIGNS = "it assigns to attributes"
-CONSTANTS = frozenset({
-    int, str, bool, float, complex, type(None), torch.dtype, torch.device, torch.memory_format,
-    torch.Size,
-})  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from disttensor.meta.trace import CONSTANTS
+from disttensor.pytree import CONSTANTS
 
 _NONE = object()
 CONTAINERS = (list, dict, set, tuple, deque)

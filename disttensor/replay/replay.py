@@ -22,7 +22,8 @@ from disttensor.comm import desync
 from disttensor.comm.program import NOTED
 from disttensor.dispatch import strict
 from disttensor.meta.instance_forward import InstanceForward
-from disttensor.meta.trace import ASSIGNS, CONSTANTS
+from disttensor.meta.trace import ASSIGNS
+from disttensor.pytree import Uncacheable, key_of_contents
 from disttensor.replay import check
 from disttensor.replay.record import Program, record
 from disttensor.replay.surroundings import Surroundings
@@ -68,10 +69,6 @@ def replay(target: F) -> F:
         return target
     check_callable("replay: target", target, "a module, or a function of DistTensors")
     return target if isinstance(target, Replay) else Replay(target)  # type: ignore[return-value]
-
-
-class _NoKey(Exception):
-    """Raised for an argument that cannot be part of a key."""
 
 
 class Replay(InstanceForward):
@@ -120,7 +117,7 @@ class Replay(InstanceForward):
             return self.eager(*args, **kwargs)
         try:
             key, inputs = self._key(around, args, kwargs)
-        except _NoKey as why:
+        except Uncacheable as why:
             self._tell(str(why))
             return self.eager(*args, **kwargs)
         case = self._cases.get(key)
@@ -230,7 +227,7 @@ class Replay(InstanceForward):
                 inputs = [x for i, x in enumerate(inputs) if ids.index(id(x)) == i]
         for x in inputs:
             if id(x) in around.ids:
-                raise _NoKey("an argument is one of its own tensors")
+                raise Uncacheable("an argument is one of its own tensors")
         parts += (around.state(), around.flags(), snapshot(_device(inputs)))
         return tuple(parts), inputs
 
@@ -248,27 +245,18 @@ def _flags(x: DistTensor) -> tuple[Any, ...]:
 
 
 def _part(value: Any, inputs: list[Any]) -> Any:
-    kind = type(value)
-    if isinstance(value, DistTensor):
-        if value._view_state is not None:
-            raise _NoKey("an argument shares memory in a way that is looked at in each call")
-        inputs.append(value)
-        return value.spec, *_flags(value)
-    if kind in CONSTANTS:  # 0.0 and -0.0 are equal, and two constants
-        return kind, value, repr(value) if kind is float or kind is complex else ""
-    if kind is Tensor or kind is nn.Parameter:
-        inputs.append(value)
-        return (
-            kind, value.shape, value.dtype, value.device, value.requires_grad, value.is_leaf,
-            value.stride(),
-        )  # fmt: skip
-    if kind is list or kind is tuple:
-        return kind, tuple([_part(v, inputs) for v in value])
-    if kind is dict:
-        return kind, tuple([(_part(k, inputs), _part(v, inputs)) for k, v in value.items()])
-    if kind is slice:
-        return kind, _part((value.start, value.stop, value.step), inputs)
-    raise _NoKey(f"an argument is a {kind.__name__}")
+    def key(x: Any) -> Any:
+        kind, is_ours = type(x), isinstance(x, DistTensor)
+        if is_ours and x._view_state is not None:
+            raise Uncacheable("an argument shares memory in a way that is looked at in each call")
+        if not is_ours and kind not in (Tensor, nn.Parameter):
+            raise Uncacheable(f"an argument is a {kind.__name__}")
+        inputs.append(x)
+        if is_ours:
+            return x.spec, *_flags(x)
+        return kind, x.shape, x.dtype, x.device, x.requires_grad, x.is_leaf, x.stride()
+
+    return key_of_contents(value, key)
 
 
 def _contents(value: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import nn
 
 from disttensor.autograd import token
 from disttensor.meta.guards import Subtree, has_hooks
-from disttensor.meta.trace import CONSTANTS
+from disttensor.pytree import CONSTANTS
 from disttensor.replay.reads import CONTAINERS, Reads, names_in
 from disttensor.tensor.base import collector_of
 from disttensor.tensor.dist_tensor import DistTensor, arrived

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.meta.trace import CONSTANTS, Unfit
+from disttensor.meta.trace import Unfit
+from disttensor.pytree import CONSTANTS
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
 
