@@ -56,7 +56,7 @@ _ahead: Any = direct_apply(Ahead)
 
 
 def ahead(moved: Tensor, begin: Begin, begun: Begun) -> Tensor:
-    """Returns ``moved``, the result of a Move that reads ``begun``, followed by an ``Ahead``."""
+    """Appends an ``Ahead`` to ``moved``, the result of a ReshardFunction that reads ``begun``."""
     if moved.grad_fn is None:
         return moved
     first = node_number(moved.grad_fn) + 1

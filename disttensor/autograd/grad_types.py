@@ -99,20 +99,20 @@ class GradTransition:
 
 @cached(8192)
 def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> GradTransition:
-    """Returns the way from ``src``, read varying over ``read``, to ``dst``, used varying over
-    ``axes``."""
+    """Returns the transition from ``src``, read varying over ``read``, to ``dst``, used varying
+    over ``axes``."""
     return GradTransition(GradType(src, read), GradType(dst, axes))
 
 
 def reduction(src: GradType, dst: GradType) -> Begin | None:
-    """Returns a function that starts the backward of a move, if that is one reduction, or None."""
+    """Returns a function that starts a reshard's backward, if that is one reduction, or None."""
     if src.spec.layout.partial:
         return None
     return planner.background(dual(dst)[0].spec, dual(src)[0].spec)
 
 
 class ReshardFunction(torch.autograd.Function):
-    """Moves a local along a way. Backward: from dual(dst) to dual(src)."""
+    """Reshards a local by a transition. Backward: from dual(dst) to dual(src)."""
 
     @staticmethod
     def forward(

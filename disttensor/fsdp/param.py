@@ -2,9 +2,9 @@
 
 The module, the optimizer and a checkpoint see ``sharded_param``: a DistTensor that the shard axis
 splits. During a forward or backward of its segment the module holds ``unsharded_param`` instead. It
-is not split by that axis, has the dtype of the computation, and is a leaf, so it collects gradients
-by the axes over which uses vary (``DistTensor.local_for``). Their reduction is added to the
-gradient of ``sharded_param``. If nothing is split or cast, both are one tensor.
+is not split by that axis and has the dtype of the computation. It is a leaf, so it collects
+gradients by the axes over which uses vary (``DistTensor.local_for``). Their reduction is added to
+the gradient of ``sharded_param``. If nothing is split or cast, both are one tensor.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Infers the results of a call without computing them: runs the function once on tensors without
 data, of the global shapes.
 
-These tensors are on torch's ``meta`` device if that suffices, as its kernels are C++. If it raises
-an error, or the result may depend on the device, on data or on autocast, fake tensors are used,
-which take several times as long and import torch's compiler.
+These tensors are on torch's ``meta`` device if that suffices, as its kernels are C++. Fake tensors
+are used if that raises an error, or if the result may depend on the device, on data or on autocast.
+They take several times as long and import torch's compiler.
 
-Ranks off a mesh know a call by this alone. Besides shapes and dtypes it finds the arguments on
-which each result depends (for gradients), whether the call draws random numbers (which all ranks
-count), and the arguments whose memory results share.
+Ranks off a mesh know a call by this alone. It finds shapes and dtypes, the arguments on which each
+result depends (for gradients) and whose memory it shares, and whether the call draws random
+numbers, which all ranks count.
 """
 
 from __future__ import annotations

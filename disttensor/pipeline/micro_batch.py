@@ -1,4 +1,4 @@
-"""One micro-batch on this rank: its program, its tape, and its actions."""
+"""One micro-batch on this rank: its program, its graph (the tape), and its actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tape: the graph of one micro-batch, cut where its tensors go from mesh to mesh.
+"""The graph of one micro-batch, cut where its tensors go from mesh to mesh.
 
 A single ``loss.backward()`` would run the transfers of the backward inside autograd, one blocking
 after another. A schedule does other work while it waits. So autograd sees each visit of this rank

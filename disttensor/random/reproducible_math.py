@@ -4,8 +4,8 @@ Promised: equal float64 inputs give equal bits, whatever the length of the tenso
 and the number of threads; the error is about 1 ulp. torch's own functions do not promise this: the
 vectorised body and the tail of one tensor may differ in the last bit (measured: float32 sigmoid),
 and then a shard would differ from the same piece of the whole. Here everything is made of
-``+ - * / sqrt``, which IEEE 754 rounds in one way, and each is one torch kernel, so that no
-compiler can fuse two of them. All functions work elementwise and return a new tensor.
+``+ - * / sqrt``, which IEEE 754 rounds in one way. Each is one torch kernel, so no compiler can
+fuse two of them. All functions work elementwise and return a new tensor.
 """
 
 from __future__ import annotations

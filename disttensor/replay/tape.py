@@ -1,8 +1,8 @@
 """Tape: the calls on locals that one forward makes, as lines of a generated Python function.
 
-Each line is one call, and assigns tensors to variables. The function reads each of its *sources*
-(arguments, parameters, captured tensors) at the first line that needs it, so that it gets the alias
-of a leaf that collects gradients at that time.
+Each line is one call, and assigns tensors to variables. The *sources* are arguments, parameters and
+captured tensors. The function reads a source at the first line that needs it: the alias of a leaf
+is then the alias that collects gradients at that time.
 """
 
 from __future__ import annotations

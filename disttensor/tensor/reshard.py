@@ -33,7 +33,7 @@ from reshard.cross_mesh import start
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound=MeshTensor)
-# the tape of the micro-batch that runs: see disttensor.pipeline
+# the MicroBatchGraph of the micro-batch that runs: see disttensor.pipeline
 TAPE: ContextVar[Any] = ContextVar("tape", default=None)
 
 
