@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getdoc
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 
 from disttensor.checks import check_callable
 from disttensor.core.spec import DistSpec
+from disttensor.dispatch.call_plan import CallPlan
+from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, Plan, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.pytree import collect
@@ -32,6 +34,7 @@ class Explanation:
     bytes    what a rank sends before the call runs, or in attention; None where that is not known
              (a body)
     gives    specs of the results; () where they are not known
+    plan     the CallPlan that such a call runs on this rank; None for other ways than "rule"
 
     >>> found = dt.explain(torch.relu, dt.ones(4, 4, mesh=mesh))
     ... # doctest: +ELLIPSIS
@@ -44,6 +47,7 @@ class Explanation:
     way: str
     bytes: int | None
     gives: tuple[DistSpec, ...] = ()
+    plan: CallPlan | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -97,7 +101,8 @@ def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Expla
         return Explanation(text, "body", None)
     if found.plan is None:
         return _gathered(func, specs_of(func, tensors), found.why)
-    return _by_rule(found.plan, [t.requires_grad for t in tensors], written)
+    explanation = _by_rule(found.plan, [t.requires_grad for t in tensors], written)
+    return replace(explanation, plan=plan_call(found.plan, args, kwargs))
 
 
 def _by_rule(plan: Plan, asks: Sequence[bool], written: bool) -> Explanation:

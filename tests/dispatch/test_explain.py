@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import Replicate, Shard
-from disttensor.dispatch import strict
+from disttensor.dispatch import dispatch, strict
+from disttensor.dispatch.key import key_of
 from ops import Arg, Factors, letters
 from ops.notation import notation
 from tests.support import oracle
@@ -96,6 +98,20 @@ def test_what_does_not_go_by_a_rule_says_why():
     assert "out=" in str(dt.explain(torch.add, x, 1, out=out))
     written = dt.explain(T.exp_, p)
     assert written.way == "gather"
+
+
+@on_ranks(2)
+def test_the_plan_is_the_one_that_the_call_runs():
+    mesh = dt.ProcessMesh([0, 1], ("x",))
+    off_mesh = dt.ProcessMesh([1], ("y",))
+    for x in (tensors(mesh)[0], dt.ones(4, 3, mesh=off_mesh)):
+        for func, args in ((torch.add, (x, x)), (T.view, (x, -1)), (T.mul_, (x, 2.0))):
+            found = dt.explain(func, *args).plan
+            func(*args)
+            key = func, *[key_of(a) if not isinstance(a, T) else a.spec for a in args]
+            kept = dispatch.PLANS[key]
+            assert found == replace(kept, is_checked=found.is_checked), (found, kept)
+    assert dt.explain(torch.histc, x).plan is None
 
 
 @on_ranks(2)
