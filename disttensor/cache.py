@@ -25,12 +25,12 @@ _lock = threading.RLock()
 
 
 class Cache(dict[K, V]):
-    """A dict of at most ``limit`` entries: one more drops the oldest. Read it with ``get``, which
-    is that of dict.
+    """A dict of at most ``limit`` entries: one more drops the oldest. Read it with ``get``, the
+    unchanged method of dict.
 
     Args:
-        lasting: there is no mesh in it, and it outlives worlds and decisions.
-        told: it holds what ranks have sent each other, and outlives decisions.
+        lasting: it contains no mesh, and is kept when worlds and decisions are dropped.
+        told: it contains data received from other ranks, and is kept when decisions are dropped.
     """
 
     __slots__ = ("__weakref__", "limit", "told")

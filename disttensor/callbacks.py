@@ -34,7 +34,7 @@ before_metadata_receive: ContextVar[Callable[[], None]] = ContextVar(
     "before_metadata_receive", default=lambda: None
 )
 
-# comm.watcher -> comm. ``fn(watcher, text)`` is called once, in the watcher's thread, with what is
+# comm.watcher -> comm. ``fn(watcher, text)`` is called once, in the watcher's thread, with the text
 # posted in the store under a key. If it returns False it is called again a second later.
 on_report: dict[str, Callable[[Any, str], bool]] = {}
 

@@ -1,5 +1,5 @@
-"""Checks of what public functions are given: the error names the argument, its value, and what is
-expected.
+"""Checks arguments of public functions: the error names the argument, its value, and the expected
+values.
 
 ``who`` is "function: argument". All checks run before anything is sent or changed.
 """
@@ -63,7 +63,7 @@ def check_int(
 
 
 def check_number(who: str, value: Any) -> None:
-    """What ``float`` takes."""
+    """Raises TypeError unless ``float`` accepts the value."""
     try:
         float(value)
     except (TypeError, ValueError):
@@ -134,8 +134,8 @@ def _computes_itself(kind: Any) -> bool:
 
 def has_own_operators(value: object) -> bool:
     """Returns True for a tensor of a subclass that implements operators, as a quantized weight of
-    torchao: its memory is that of its inner tensors. A DistTensor, a DTensor and a FakeTensor are
-    none of these."""
+    torchao: its data is in its inner tensors. A DistTensor, a DTensor and a FakeTensor do not
+    count."""
     kind: Any = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter or not isinstance(value, torch.Tensor):
         return False

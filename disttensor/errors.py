@@ -135,4 +135,4 @@ class CustomFunctionError(DistTensorError):
 
 
 class SimulationError(DistTensorError):
-    """The program cannot be simulated as it is. The message names the line."""
+    """Raised for a program that cannot be simulated. The message names the line."""

@@ -118,8 +118,9 @@ _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
 def find_tensors(value: Any, attributes: bool = False) -> list[Tensor]:
-    """In order of appearance. ``attributes``: also those of objects that are no dataclass, as a
-    distribution. Not of what a module is given: of a cache for all layers it reads its part."""
+    """Returns the tensors in a value, in order of appearance. ``attributes``: also tensors in
+    attributes of objects that are not dataclasses, as a distribution. Do not use it for arguments
+    of a module: a module reads only its part of a cache for all layers."""
     out: list[Tensor] = []
     _collect((value,), attributes, out, set())
     return out
@@ -145,8 +146,8 @@ def _collect(parts: Iterable[Any], attributes: bool, out: list[Tensor], seen: se
 
 
 def replace_tensors(value: Any, f: Callable[[Tensor], Any], attributes: bool = False) -> Any:
-    """The same with f(t) for each tensor t. Dataclasses are copied, where one of their tensors is
-    another one; with ``attributes`` those of other objects are set."""
+    """Returns the value with f(t) for each tensor t. A dataclass is copied if one of its tensors
+    changes; with ``attributes``, attributes of other objects are set."""
     return _replaced(value, f, attributes, {})
 
 
@@ -175,7 +176,7 @@ def _replaced(
 
 
 def _same(new: Any, old: Any) -> bool:
-    """Is it the value from before, or a list of the same values?"""
+    """Returns True if ``new`` is the old value, or a list of the same values."""
     if new is old:
         return True
     if isinstance(new, Tensor) or type(new) is not type(old):

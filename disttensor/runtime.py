@@ -36,8 +36,8 @@ class Runtime:
     meetings: int = 0  # calls of create_groups so far
     undelivered: Exception | None = None  # of a message that this rank has sent
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come
-    early: dict[Any, Any] = field(default_factory=dict)  # messages that were asked for ahead
-    watcher: Any = None  # disttensor.comm.watcher; False: nobody else is there
+    early: dict[Any, Any] = field(default_factory=dict)  # receives that were posted early
+    watcher: Any = None  # disttensor.comm.watcher; False: this is the only rank
     raises: dict[Any, int] = field(default_factory=dict)  # disttensor.comm.lone_failure
     raised: Any = None
     posted: Any = None

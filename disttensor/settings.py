@@ -54,7 +54,7 @@ class Setting:
 
 
 class Snapshot(NamedTuple):
-    """All settings that the results of a call may depend on: ``ours`` and those of torch."""
+    """All settings that may change the results of a call: ``ours`` and torch's."""
 
     grad: bool
     inference: bool

@@ -81,7 +81,7 @@ current_backward: Callable[[], int] = need(
 current_node: Callable[[], Any] = need(
     "to know of which layer a backward is", torch._C, "_current_autograd_node"
 )
-# Does the call of autograd that runs now come to a node, which is no leaf's?
+# Returns True if the current call of autograd will run a node; not for the node of a leaf.
 is_in_backward: Callable[[Any], bool] = need(
     "to gather what a backward will use", torch._C, "_will_engine_execute_node"
 )
@@ -110,7 +110,7 @@ def renumber(node: Any, number: int) -> None:
 
 
 def next_node() -> int:
-    """What autograd counts up with every node that this thread makes."""
+    """Returns the counter of autograd, which increases with every node that this thread makes."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return next_node()
@@ -169,7 +169,7 @@ _has_kernel = need("to see what is composite", torch._C, "_dispatch_has_kernel_f
 
 
 def is_composite(func: Any) -> bool:
-    """Is this overload of an operator made of others, its gradient included?"""
+    """Returns True if this overload of an operator, with its gradient, is composed of others."""
     return bool(_has_kernel(func.name(), "CompositeImplicitAutograd"))
 
 
@@ -259,7 +259,7 @@ count_function_modes: Callable[[], int] = need(
     "to see modes that record calls", torch._C, "_len_torch_function_stack"
 )
 
-# Inside, nobody's dispatch mode sees what is made: for tensors of the engine's own.
+# Inside, no dispatch mode sees new tensors: for internal tensors of the runtime.
 no_dispatch: Any = need("for stand-ins under any mode", torch._C, "_DisableTorchDispatch")
 
 
@@ -326,7 +326,7 @@ def _ends(owner: Any, begin: str, end: str) -> tuple[Any, str, str]:
     return owner, begin, end
 
 
-# What runs from one function of an owner to another, by its name for users.
+# Transforms that start with one function of an owner and end with another, by their public name.
 transform_ends: dict[str, tuple[Any, str, str]] = {
     "torch.func.grad or vjp": _ends(
         eager_transforms, "_grad_increment_nesting", "_grad_decrement_nesting"
@@ -350,7 +350,7 @@ jit_tracers: tuple[tuple[Any, str], ...] = tuple(
 
 # Process groups -----------------------------------------------------------------------------------
 
-# The default process group; None: there is none. What dist.group.WORLD comes to by two properties.
+# The default process group, or None. Equal to dist.group.WORLD, which is slower: two properties.
 default_group: Callable[[], Any] = partial(
     attrgetter("_default_pg" if hasattr(c10d._world, "_default_pg") else "default_pg"), c10d._world
 )
@@ -410,8 +410,8 @@ _unregister_all = need("to put process groups aside", c10d, "_unregister_all_pro
 
 @contextmanager
 def process_groups_aside() -> Iterator[None]:
-    """Inside there is no process group until one is made, and none that is made stays; afterwards
-    those of before are there again."""
+    """A context without process groups. Groups that are made inside are dropped at its end, and the
+    earlier groups are restored."""
     world = c10d._world
     tables: Any = (
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
@@ -446,7 +446,7 @@ def start_fake_world(rank: int, size: int) -> None:
 
 # Modules, optimizers, gradients -------------------------------------------------------------------
 
-# What calls a module's hooks and its forward.
+# The method that calls a module's hooks and its forward.
 module_call: Any = need("to see which forwards run", torch.nn.Module, "_call_impl")
 global_module_hooks: tuple[Any, ...] = tuple(
     need("to see hooks of all modules", nn_module, f"_global_{name}_hooks")

@@ -27,11 +27,11 @@ def dotted(parts: tuple[int, int]) -> str:
 
 @contextmanager
 def importing(version: str = torch.__version__) -> Iterator[None]:
-    """Around the imports of the package: a torch that it cannot run on is one error, with the
-    version and the range. No garbage is collected meanwhile: there is none, and to look for it
-    among all that torch has made takes as long as the imports.
+    """A context for the imports of the package. Raises one error, with the version and the tested
+    range, for a torch that is too old, and for a newer torch on which the imports fail. Garbage
+    collection is off meanwhile: a search through all objects of torch takes as long as the imports.
 
-    On a tested torch errors pass as they are. So does that of a package which is missing.
+    On a tested torch errors are not changed, nor is the error of a missing package.
     """
     found, tested = number(version), f"torch {dotted(OLDEST)} to {dotted(NEWEST)}"
     if found is not None and found < OLDEST:

@@ -29,7 +29,7 @@ def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 
 
 def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool) -> Work[Tensor]:
-    """What is reduced is a copy in any case."""
+    """Starts the all-reduce, always of a copy."""
     if not x.numel():
         return finished(x)
     return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes), async_op=True)

@@ -1,5 +1,6 @@
-"""Balanced(d): as Shard(d) of the rows in another order. What holds all rows puts them in order,
-and Shard's own moves do the rest; from contiguous rows and to them goes an all-to-all."""
+"""Moves of Balanced(d), a Shard(d) of the rows in another order. From and to Replicate and Partial
+the rows are permuted locally, and the moves of Shard do the rest. Between Shard and Balanced there
+is an all-to-all."""
 
 from __future__ import annotations
 

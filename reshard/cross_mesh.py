@@ -1,8 +1,9 @@
-"""From one mesh to another: reduce what must be, send each rank just what it lacks.
+"""Reshards from one mesh to another: reduces pending sums if needed, and sends each rank only the
+elements that it does not hold.
 
-Only the steps on one mesh are collective: sending returns at once, receives are posted before
-anything is sent, and only the receiver waits, where it asks for the result. What is sent to whom is
-planned in cross_mesh_plan.py and routing.py.
+Only the steps on one mesh are collective. Sending returns immediately, receives are posted before
+any send, and only the receiver waits, when it reads the result. cross_mesh_plan.py and routing.py
+plan the messages.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]
 
 
 def expect(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Early]:
-    """Ask for what ``start`` with this tag will ask for, ahead of it. It may never come to that.
-    Gives what was asked for."""
+    """Posts the receives of a later ``start`` with this tag, which may never be called. Returns the
+    posted receives."""
     plan = plan_between(src, dst)
     routes = _routes(plan, collectives.world()[0])
     receives = [(sender, box.shape) for sender, box in routes.receives]
@@ -54,7 +55,7 @@ def expect(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Early]:
 
 
 def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Work[Tensor]:
-    """The messages of a plan: from the local of ``before`` to that of ``after``."""
+    """Sends the messages of a plan: from the local of ``before`` to the local of ``after``."""
     routes, after = _routes(plan, collectives.world()[0]), plan.after
     source, target, kept = routes.source, routes.target, routes.kept
     dtype, device = after.dtype, after.mesh.device
@@ -111,11 +112,11 @@ def fill(x: Tensor, place: Axes, plan: CrossMeshPlan) -> Tensor:
 
 
 def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
-    """The steps that ``reshard`` will take, without taking them. Empty if nothing changes.
+    """Returns the steps that ``reshard`` will take, without running them. Empty if nothing changes.
 
-    Between two meshes one of them is a "send_recv": its ``bytes`` are those that the rank which
-    sends most sends. Raises ValueError for specs that do not fit, and TypeError for a reduction
-    that has no meaning for the dtype.
+    Between two meshes one step is a "send_recv"; its ``bytes`` are the bytes of the rank that sends
+    most. Raises ValueError for specs that do not fit, and TypeError for a reduction that the dtype
+    does not support.
     """
     return planner.choose(src, dst) if src.mesh is dst.mesh else _across(src, dst)
 

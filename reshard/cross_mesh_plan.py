@@ -77,7 +77,7 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
 
 
 def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
-    """What arrives: dst without placements of users' own types; and the reductions in it."""
+    """Returns dst without placements of users' own types, and the reductions in it."""
     layout = planner.essential(dst)
     theirs = set(_axes(layout.own))
     made = tuple(entry for entry in layout.partial if entry[0] not in theirs)
@@ -102,7 +102,7 @@ def _axes(entries: Sequence[tuple[int, object]]) -> Axes:
 
 
 def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
-    """What src may be brought to: no reduction waits but the ``kept`` ones."""
+    """Returns the specs to which src may be resharded: only the ``kept`` reductions are pending."""
     layout = planner.essential(src)
     dims = tuple(_until(axes, set(_axes(layout.own))) for axes in src.layout.dims)
     waiting = tuple(a for a, op in layout.partial if (a, op) not in kept)

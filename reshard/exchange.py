@@ -16,8 +16,8 @@ from reshard.routing import Message, within
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What this rank sends (a box per member of the group, None for nothing), keeps and receives
-    (``numels``: elements per member)."""
+    """The plan of this rank: the boxes that it sends (one for each member of the group, or None),
+    keeps and receives (``numels``: elements per member)."""
 
     group: collectives.Group
     source: Box

@@ -80,7 +80,7 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
 
 @cached(4096)
 def runner(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Tensor]:
-    """What ``run`` does to a local of ``src``, with all that is decided of it."""
+    """Returns the function that ``run`` applies to a local of ``src``; all decisions are made."""
     if src.mesh.coordinate is None:
         return lambda local: local.new_empty(dst.local_shape)
     steps = choose(src, dst)
@@ -112,9 +112,9 @@ def runner(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Tensor]:
 def background(
     src: DistSpec, dst: DistSpec, apart: bool = False
 ) -> Callable[[Tensor], Work[Tensor]] | None:
-    """What begins ``run`` in the background; None where that takes several steps, or sends so
-    little that it is not worth its price. ``apart``: the local may be written to meanwhile, so it
-    is not read once this has begun."""
+    """Returns the function that starts ``run`` in the background; None if it takes several steps,
+    or sends too few bytes to be worth the overhead. ``apart``: the local may be written to
+    meanwhile, so it is not read after the start."""
     steps = choose(src, dst)
     if len(steps) != 1 or steps[0].bytes < WORTH:
         return None

@@ -22,11 +22,11 @@ Pair = tuple[type[Placement], type[Placement]]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A registered function, the name of what it does, and its price.
+    """A registered function, the name of its kind, and its cost.
 
     ``cost(src_bytes, dst_bytes, ranks)``: bytes that one rank sends, given the bytes of the largest
-    local before and after, and the number of ranks on the axes. ``collective`` is False where ranks
-    need not meet.
+    local before and after, and the number of ranks on the axes. ``collective`` is False if the
+    function does not communicate.
     """
 
     kind: str
@@ -42,7 +42,7 @@ starts: dict[MoveFn, StartFn] = {}
 
 
 def no_bytes(src_bytes: int, dst_bytes: int, ranks: int) -> float:
-    """Nothing is sent."""
+    """Returns the cost of a local function: no bytes are sent."""
     return 0.0
 
 
@@ -57,9 +57,10 @@ def register(
 
     It is called as ``fn(x, src, dst, axes)``: ``x`` is this rank's local of the spec ``src``; what
     it returns is its local of ``dst``. The specs differ on ``axes`` only, which all go from a
-    placement of the first type to one of the second. It must not change ``x``.
-    ``cost`` (see Move) is what the planner compares; a function without one counts as local.
-    Raises ValueError if the pair is taken, and TypeError for what is no placement type.
+    placement of the first type to a placement of the second. The function must not change ``x``.
+    The planner compares ``cost`` (see Move); a function without a cost counts as local.
+    Raises ValueError if the pair is registered already, and TypeError for other types than
+    placements.
     """
     for p in (src, dst):
         if not (isinstance(p, type) and issubclass(p, (Shard, Replicate, Partial))):

@@ -1,8 +1,9 @@
-"""Who sends what to whom, in one mesh or between two: pure, the same on every rank.
+"""Plans which rank sends which elements to which rank, in one mesh or between two. Pure, the same
+on every rank.
 
-The locals of the source cut the tensor into cells; ranks that are replicas hold the same cell. A
-receiver needs the part of each cell that lies in its target box, except of the cell that it holds
-itself. Every other part comes from one rank that holds the cell: the ``nearest``.
+The locals of the source split the tensor into cells; replicas hold the same cell. A receiver needs
+the part of each cell that lies in its target box, except of the cell that it holds itself. It gets
+each part from one rank that holds the cell: the ``nearest``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Routing:
         return sum(self.sent.values())
 
     def of(self, rank: int) -> Routes:
-        """What ``rank`` does."""
+        """Returns the routes of ``rank``."""
         source, target = self.held.get(rank), self.needed.get(rank)
         kept = None
         if source and target and source[0] == target[0]:  # else another summand of a reduction
@@ -87,11 +88,11 @@ class Routing:
 
 
 def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
-    """What this rank does in one mesh, where the specs differ on ``axes`` only. Ranks are places in
-    the group of the axes.
+    """Returns the routes of this rank in one mesh, for specs that differ on ``axes`` only. Ranks
+    are positions in the group of the axes.
 
-    The nearest holder differs from the receiver on the fewest axes; of several it is the next one,
-    so that senders share the work.
+    The nearest holder differs from the receiver on the fewest axes. Of several the next one is
+    taken, so that senders share the work.
     """
     mesh = src.mesh
     assert mesh.coordinate is not None

@@ -1,4 +1,4 @@
-"""Checkpointer: save a training run and go on with it, on any mesh."""
+"""Checkpointer: saves a training run and resumes it on any mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = (OSError, ValueError, TypeError, MismatchError)
 
 
 class _Job(NamedTuple):
-    """One save: what this rank writes, and where to."""
+    """One save: the part that this rank writes, and its path."""
 
     step: int
     path: Path
@@ -73,16 +73,16 @@ class Checkpointer:
         self._planned: tuple[Any, Any] = None, None  # for which tensors, and their plans
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, the newest last."""
+        """Returns the steps of the complete checkpoints, the newest last."""
         return [saved.step for saved in folder.complete(self.folder)]
 
     @writer.in_turn()
     def save(self, step: int, *, background: bool = False, **state: Any) -> None:
-        """A checkpoint of ``state``: whole, or not there at all. Raises MismatchError where the
-        ranks have not run the same program up to the last optimizer step.
+        """Saves ``state`` atomically. Raises MismatchError if the ranks have not run the same
+        program up to the last optimizer step.
 
-        ``background``: copy it, and write beside the training. The next call of this object waits
-        for that, and raises what went wrong.
+        ``background``: copies the state, and writes it while training goes on. The next call of
+        this object waits for the writer, and raises its error.
         """
         step = check_int("Checkpointer.save: step", step, 0)
         check_bool("Checkpointer.save: background", background)
@@ -139,7 +139,7 @@ class Checkpointer:
         self._thread = writer.start(self.folder, run)
 
     def wait(self) -> None:
-        """Until what is written in the background is complete. Raises its error, on all ranks."""
+        """Waits until the background save is complete. Raises its error, on all ranks."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -149,11 +149,11 @@ class Checkpointer:
 
     @writer.in_turn()
     def load(self, step: int | None = None, **state: Any) -> int | None:
-        """Fill ``state`` with the newest complete checkpoint, or that of ``step``; gives its step,
-        or None if there is none. A part of what was saved may be asked for.
+        """Fills ``state`` from the newest complete checkpoint, or from the checkpoint of ``step``.
+        Returns its step, or None if there is none. ``state`` may be a part of the saved state.
 
-        Raises ValueError, before anything is changed, where a file was changed, or the state is not
-        what was saved: it names the file, the parameter or the entry.
+        Raises ValueError, before anything is changed, if a file was modified or ``state`` does not
+        match the saved state. The error names the file, the parameter or the entry.
         """
         if step is not None:
             step = check_int("Checkpointer.load: step", step, 0)
@@ -211,7 +211,7 @@ class Checkpointer:
     def _plan(
         self, what: str, group: Group, tensors: Tensors, specs: list[Any]
     ) -> tuple[Any, Any, Any]:
-        """Who writes what; as the last time, if all ranks have the same tensors."""
+        """Returns the plan of writes; the last plan, if the tensors of all ranks are unchanged."""
         planner = _storage().Staged()
         planner.set_up_planner(tensors, is_coordinator=group.index == 0)
         if self._planned[0] != specs:

@@ -42,7 +42,7 @@ def complete(folder: Path) -> list[Saved]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder to write into. What an earlier run has left behind is removed."""
+    """Creates a new folder to write into, and removes incomplete folders of earlier runs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
         if name.startswith((_WRITING, _REMOVING)):
@@ -89,8 +89,8 @@ def _sync(folder: Path) -> None:
 
 
 def check(path: Path, part: int, parts: int) -> int:
-    """The step of a checkpoint. Raises ValueError where a file is missing or changed; the content
-    is that of every ``parts``-th large file."""
+    """Returns the step of a checkpoint. Raises ValueError if a file is missing or modified; of
+    large files this rank reads the content of every ``parts``-th one."""
     try:
         mark: Any = json.loads((path / _MARK).read_bytes())
         step, files, version = int(mark["step"]), mark["files"], mark["format"]

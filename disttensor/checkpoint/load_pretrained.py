@@ -35,19 +35,19 @@ def load_pretrained(
     strict: bool = True,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Fill ``model`` from safetensors files, and return it: from a folder that ``save_pretrained``
-    or Hugging Face wrote, one file, or several. Every rank makes the call, reads the parts that it
-    holds, and nothing is sent.
+    """Loads safetensors files into ``model``, and returns it. The files are a folder that
+    ``save_pretrained`` or Hugging Face wrote, one file, or several. Every rank makes the call and
+    reads the pieces that it holds; nothing is sent.
 
-    With a ``mesh`` the model is sharded by ``plan`` first (``shard_module``); made on the meta
-    device, it never exists whole anywhere. What the files lack of such a model (buffers that are
-    not saved) is made by ``init(module)``, else as ``shard_module`` would, of a transformers model
-    by its own ``_init_weights``.
+    With a ``mesh`` the model is first sharded by ``plan`` (``shard_module``). A model on the meta
+    device is materialized shard by shard. Tensors of such a model that the files lack (buffers that
+    are not saved) are initialized by ``init(module)``, else as in ``shard_module``; in a
+    transformers model by its ``_init_weights``.
 
-    ``names``: name in the model -> where it is in the files, a function or a dict of those that
-    differ: another name; a list of names, joined along dim 0 (q, k and v of a fused ``qkv``); or
-    ``(name, slice)``, some rows of one. Values are cast to the dtype of the model. Raises
-    FileNotFoundError, and ValueError for names and shapes that do not fit, before anything of the
+    ``names``: name in the model -> its place in the files, as a function or a dict of the names
+    that differ. A place is another name; a list of names, joined along dim 0 (q, k and v of a fused
+    ``qkv``); or ``(name, slice)``, some rows of a tensor. Values are cast to the dtype of the
+    model. Raises FileNotFoundError, and ValueError for names and shapes that do not fit, before the
     model is changed; ``strict=False`` allows missing and unexpected names.
 
     >>> import tempfile
@@ -142,7 +142,7 @@ def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
 
 
 def _sources(where: Any, stored: dict[str, Stored]) -> list[Part] | None:
-    """The parts that ``where`` means, None where one of them is not in the files."""
+    """Returns the parts that ``where`` names, None if a part is not in the files."""
     out = []
     for one in where if isinstance(where, list) else [where]:
         name, rows = one if isinstance(one, tuple) else (one, slice(None))

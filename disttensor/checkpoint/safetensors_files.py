@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Bytes of ``x[0]``, of a tensor without dims those of all."""
+        """Returns the bytes of ``x[0]``; for a 0-d tensor the bytes of the tensor."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property

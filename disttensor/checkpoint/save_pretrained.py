@@ -35,16 +35,16 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     names: Mapping[str, str] | Callable[[str], str] | None = None,
 ) -> None:
-    """Write ``model`` to ``folder`` as Hugging Face does: safetensors files of at most
-    ``max_shard_size``, an index where there are several, and the config of a transformers model.
-    One process reads it with ``from_pretrained``, any mesh with ``load_pretrained``.
+    """Writes ``model`` to ``folder`` in the format of Hugging Face: safetensors files of at most
+    ``max_shard_size``, an index if there are several, and the config of a transformers model. One
+    process reads them with ``from_pretrained``, any mesh with ``load_pretrained``.
 
-    Every rank of the world makes the call. Each writes some rows of each tensor, straight to their
-    place in the file; a rank holds its pieces, and those rows of one tensor. The files get their
-    names when all are whole and synced. A tied weight is written once. ``names``: name in the
-    model -> name in the files, a function or a dict of those that differ. Raises ValueError for
-    what the format cannot hold, before anything is written, and OSError on all ranks where one
-    could not write; files that were in the folder are as they were then.
+    Every rank of the world makes the call. Each rank writes some rows of each tensor directly to
+    their place in the file, and holds only the rows of one tensor in addition to its pieces. The
+    files get their names when all are complete and synced. A tied weight is written once.
+    ``names``: name in the model -> name in the files, as a function or a dict of the names that
+    differ. Raises ValueError, before it writes, for values that the format cannot hold. If a rank
+    cannot write, raises OSError on all ranks, and existing files stay unchanged.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def check_names(who: str, names: Any) -> None:
 
 
 def renamed(name: str, names: Any) -> Any:
-    """What a function or a dict of other names says of ``name``."""
+    """Returns the value for ``name`` of a function or a dict of other names."""
     return names(name) if callable(names) else (names or {}).get(name, name)
 
 
@@ -167,8 +167,8 @@ def _rows(x: Any) -> tuple[int, Any]:
 
 
 def _write(inside: list[Stored], tensors: dict[str, Any]) -> Exception | None:
-    """This rank's rows of all tensors of a file are on the disk. An error is given back at the end:
-    until then other ranks wait for this one at each tensor."""
+    """Writes this rank's rows of all tensors of a file to the disk. An error is returned at the
+    end, because until then other ranks wait for this rank at each tensor."""
     error: Exception | None = None
     with contextlib.ExitStack() as stack:
         try:

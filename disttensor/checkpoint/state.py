@@ -1,6 +1,6 @@
-"""What a training run consists of, as tensors by name and a tree of all other values, and back.
+"""Converts the state of a training run to named tensors and a tree of other values, and back.
 
-Names are those of the model's parameters, whatever mesh, stage or shard they are on:
+Tensors have the names of the model's parameters, independent of mesh, stage and sharding:
 ``model.blocks.0.up.weight``, ``optimizer.state.model.blocks.0.up.weight.exp_avg``. In the tree a
 tensor that has a name is a meta tensor; small plain ones, as the optimizers' ``step``, stay.
 """
@@ -78,8 +78,8 @@ _LISTS = ("params", "param_names")
 
 
 def _ranks(p: Tensor) -> tuple[int, ...] | None:
-    """Who has the state of p (a rank outside its mesh may have none, or an old one); (): all. None
-    where this rank is not among them."""
+    """Returns the ranks that have the state of p (a rank outside its mesh may have none, or an old
+    one); (): all ranks. None if this rank is not among them."""
     if not isinstance(p, DistTensor):
         return ()
     return p.process_mesh.root.ranks if p.is_initialized else None
@@ -99,7 +99,7 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
 
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):
-            # what is written beside the program must not change with it
+            # the program may change the value while a thread writes it
             return copy.copy(x) if isinstance(x, (set, bytearray)) else x
         if isinstance(x, DistTensor):
             with torch.no_grad():  # what is pending is reduced
@@ -159,8 +159,8 @@ def check_loadable(key: str, tree: Any) -> None:
 def restore(
     key: str, x: Any, saved: Any, names: Mapping[int, str], tensors: Tensors
 ) -> Callable[[], Any]:
-    """Adds to ``tensors`` what is to be read for one object; call the result when it was. Raises
-    ValueError where the object is not what was saved. Nothing is changed yet."""
+    """Adds the tensors to read for one object to ``tensors``, and changes no object. Call the
+    result after they were read. Raises ValueError if the object does not match the saved one."""
     kind = "model" if isinstance(x, nn.Module) else saved["kind"]
     kind = "optimizer" if isinstance(x, Optimizer) else kind
     if kind != saved["kind"]:
@@ -262,7 +262,7 @@ def _restore_optimizer(
 
 
 def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> int | None:
-    """The saved group whose options those of ``group`` become."""
+    """Returns the number of the saved group whose options ``group`` gets."""
     if not group:
         return None
     first: int = group_of[group[0]]

@@ -53,7 +53,7 @@ class Writer(FileSystemWriter):
         self.sums = files.sums
 
     def write(self, plan: SavePlan, planner: DefaultSavePlanner, rank: int) -> Any:
-        """What ``finish`` is to know of each item."""
+        """Writes the items of a plan, and returns facts about each item for ``finish``."""
         self.set_up_storage_writer(rank == 0, rank=rank)
         plan = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
         return self.write_data(plan, planner).value()

@@ -1,5 +1,5 @@
-"""The batches of a loader on their meshes: where each entry goes, what all ranks must know of one,
-and the DistTensors made of what this rank has loaded."""
+"""Batches of a loader on their meshes: the placement of each entry, the metadata that all ranks
+need, and the DistTensors made from this rank's samples."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
 
 
 def is_summand(place: Places | None) -> bool:
-    """Is what each rank makes of its samples one part of a reduction?"""
+    """Returns True if the value that each rank computes from its samples is pending."""
     return place is not None and any(isinstance(p, Partial) for p in place[1])
 
 
@@ -78,7 +78,7 @@ def _by_key(name: str, value: Any) -> dict[Any, Any]:
 
 
 def _checked(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
-    """``alone``: the placements are those of all entries."""
+    """Returns placements after checking them. ``alone``: they apply to all entries."""
     given = check_sequence("shard_loader: placements", placements, "a list of placements")
     placements = [as_placement(p) for p in given]
     for p in placements:
@@ -210,7 +210,8 @@ class Placed:
 
 
 def agreed(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
-    """What all ranks say of a batch; what differs is an error on all of them."""
+    """Exchanges the facts of a batch between all ranks, and returns them. Raises an error on all
+    ranks if they differ."""
     group = collectives.world_group()
     why = None if error is None else f"{type(error).__name__}: {error}"
     everyone = objects.gather_objects((why, indices, form), group)

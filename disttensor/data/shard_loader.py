@@ -1,9 +1,9 @@
 """shard_loader: a DataLoader of global batches, of which each rank loads its own samples only.
 
-Every rank walks through the *indices* of all batches, which costs nothing, and loads those of its
-piece. What the ranks have to agree on (the order, and shape, dtype and structure of a batch, which
-a rank without samples cannot know) is compared for each batch, in one exchange of a few bytes. An
-error of one rank is raised on all.
+Every rank iterates over the *indices* of all batches, which is cheap, and loads the samples of its
+piece. The ranks compare the order, and shape, dtype and structure of each batch, in one exchange of
+a few bytes; a rank without samples gets them from the others. An error of one rank is raised on all
+ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _KEPT = (
 
 
 def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
-    """``loader``, a torch DataLoader of global batches, as one of DistTensors.
+    """Converts ``loader``, a torch DataLoader of global batches, to a loader of DistTensors.
 
     Each rank loads the samples of its own piece of dim 0; ranks outside the mesh load none. Batches
-    and their order are those of one process with the same seed, the last one and ``drop_last`` too.
-    Batches may be tensors, or dicts, lists and tuples of them. ``mesh`` and ``placements`` are for
-    all tensors, or dicts or tuples with one for each entry of a batch: ``(stages[0], stages[-1])``.
-    An entry that ``collate_fn`` makes of all samples of a rank, as a count of tokens, has
-    ``Partial("sum")`` (or "max", "min") on the axes that split the batch.
-    All ranks of the world iterate together. ``state_dict`` holds the position in samples, and
-    resumes under any mesh. Raises TypeError for a loader without indices (an IterableDataset,
-    ``batch_size=None``), ValueError for placements that split no tensor this way.
+    and their order are the same as in one process with the same seed, including the last batch and
+    ``drop_last``. Batches may be tensors, or dicts, lists and tuples of tensors. ``mesh`` and
+    ``placements`` apply to all tensors, or are dicts or tuples with a value for each entry of a
+    batch: ``(stages[0], stages[-1])``. An entry that ``collate_fn`` computes from all samples of a
+    rank, as a count of tokens, has ``Partial("sum")`` (or "max", "min") on the axes that split the
+    batch. All ranks of the world iterate together. ``state_dict`` holds the position in samples,
+    and can be loaded on any mesh. Raises TypeError for a loader without indices (an
+    IterableDataset, ``batch_size=None``), ValueError for placements that do not split dim 0.
 
     >>> samples = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
     >>> loader = torch.utils.data.DataLoader(samples, batch_size=4)
@@ -50,7 +50,7 @@ def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
 
 
 class ShardedLoader:
-    """What ``shard_loader`` gives: iterate over it, ask its ``len``, keep its ``state_dict``."""
+    """The result of ``shard_loader``: an iterable with ``len`` and ``state_dict``."""
 
     def __init__(self, loader: Any, mesh: Any, placements: Any) -> None:
         by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
@@ -90,8 +90,8 @@ class ShardedLoader:
         self.began = [generator.get_state() for generator in generators]
         self.pieces.skip = self.samples
         batches = iter(self.local)  # draws the seed of the workers, and then
-        self.pieces.start()  # the sampler draws that of the order, as in one process
-        if self.resumed:  # what the script drew since then goes on as it was
+        self.pieces.start()  # the sampler draws the seed of the order, as in one process
+        if self.resumed:  # the script's own random numbers continue
             torch.set_rng_state(before)
         self.resumed = False
         return _Epoch(self, batches)
@@ -153,7 +153,8 @@ class _Epoch(Iterator[Any]):
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """What an epoch draws from, each once: torch's own, if the loader has none."""
+    """Returns the generators that an epoch uses, without duplicates: torch's own, if the loader has
+    none."""
     samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
     found = [loader.generator or torch.default_generator]
     found += [g for g in (getattr(s, "generator", None) for s in samplers) if g is not None]
@@ -163,8 +164,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
 class _Pieces:
     """A batch sampler: the indices of this rank's piece of each global batch of another one.
 
-    ``given``: for each that was asked for, (samples of the whole batch, the first of this rank and
-    the one behind its last, a digest of all indices). The first ``skip`` samples are left out.
+    ``given``: for each returned batch, (samples of the global batch, the first of this rank and the
+    one after its last, a digest of all indices). The first ``skip`` samples are left out.
     """
 
     def __init__(self, batches: Any, places: Sequence[Places]) -> None:

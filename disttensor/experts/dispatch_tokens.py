@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class Stage(NamedTuple):
-    """What experts do with their rows, and with which parameters."""
+    """The function that experts apply to their rows, and its parameters."""
 
     fn: Callable[..., Tensor]
     parameters: tuple[Any, ...]
@@ -94,14 +94,14 @@ class _Experts:
 
 
 def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTokens:
-    """Tokens [..., d] on their way to the experts ``indices`` [..., k] (0 to num_experts - 1; any
-    other number sends the token to nobody).
+    """Assigns tokens [..., d] to the experts ``indices`` [..., k] (0 to num_experts - 1; other
+    numbers select no expert).
 
-    Say with ``apply`` what experts do; ``combine_tokens`` brings the results back. None is dropped,
-    however many come to one expert. Nothing is sent before ``combine_tokens``: the three are one
-    call, whose result is as large as the tokens. Over an axis that splits tokens and parameters,
-    each token travels to a rank once for all its experts there, and one row comes back. Raises
-    TypeError and ValueError for what does not fit.
+    ``apply`` of the result takes the function of the experts; ``combine_tokens`` returns their
+    results. No token is dropped. All communication takes place in ``combine_tokens``: the three are
+    one call, whose result is as large as the tokens. Over an axis that splits tokens and
+    parameters, each token is sent to a rank once for all its experts there, and one row is sent
+    back. Raises TypeError and ValueError for invalid arguments.
 
     >>> x, up = dt.ones(6, 4, mesh=mesh), dt.ones(3, 4, 4, mesh=mesh)
     >>> indices, weights = torch.tensor([[0, 2]] * 6), torch.tensor([[0.5, 0.5]] * 6)
@@ -127,9 +127,9 @@ def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTo
 
 
 def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
-    """What the experts of ``dispatched`` made of each token, times ``weights`` [..., k], and
-    summed over k: [..., d] in the dtype and the layout of the tokens; a pending sum over an axis
-    that splits the experts and not the tokens. See ``dispatch_tokens``.
+    """Returns the results of the experts of ``dispatched`` for each token, times ``weights``
+    [..., k] and summed over k: [..., d] in the dtype and the layout of the tokens; a pending sum
+    over an axis that splits the experts and not the tokens. See ``dispatch_tokens``.
 
     >>> x, chosen = torch.ones(2, 3), torch.tensor([[0], [1]])
     >>> sent = dt.dispatch_tokens(x, chosen, 2).apply(lambda rows, counts: rows * 10)

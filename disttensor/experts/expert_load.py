@@ -52,11 +52,11 @@ class ExpertLoad(tuple[LayerLoad, ...]):
 
 
 def expert_load(model: nn.Module) -> ExpertLoad:
-    """How many tokens of the last forward came to each expert of each mixture in ``model``, from
-    all ranks. All ranks of the world make the call.
+    """Counts the tokens of the last forward that each expert of each mixture in ``model`` received
+    from all ranks. All ranks of the world make the call.
 
-    Found are experts of transformers that ``shard_module`` has seen, and each ``DispatchedTokens``
-    that a module keeps as an attribute. Of several micro-batches it is the last one that ran.
+    It finds experts of transformers that ``shard_module`` has converted, and ``DispatchedTokens``
+    that are attributes of modules. With several micro-batches it counts the last one that ran.
 
     >>> class Mixture(torch.nn.Module):
     ...     def forward(self, x, indices, weights):

@@ -23,7 +23,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Does the module hold experts as transformers does?"""
+    """Returns True if the module holds experts in the form of transformers."""
     if not all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
         return False
     if module.has_post_expert_norm or not callable(getattr(module, "_apply_gate", None)):
@@ -70,7 +70,7 @@ class ExpertsForward(InstanceForward):
         return out
 
     def compute(self, rows: Tensor, counts: list[int], *parameters: Tensor) -> Tensor:
-        """What the experts of this rank make of their rows."""
+        """Computes the results of the experts of this rank for their rows."""
         module = self.module
         turned = not module.is_transposed
         up, down, *biases = parameters

@@ -1,4 +1,4 @@
-"""What a function of ``dt.plans`` gives."""
+"""The result of the functions of ``dt.plans``: a proposed plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Proposal(dict[str, Sequence[Placement]]):
     """A plan for ``shard_module``: name of each parameter -> placements. ``why[name]`` says the
     reason.
 
-    Change it as a dict. It prints with what repeats from layer to layer on one line.
+    It can be changed like a dict. When printed, equal entries of several layers share one line.
 
     >>> plan = dt.plans.megatron(torch.nn.TransformerEncoderLayer(4, 2, 8))
     >>> isinstance(plan, dt.plans.Proposal), plan.why["linear1.weight"]

@@ -1,4 +1,4 @@
-"""What a name or pattern of modules and parameters means, and what is close to an unknown one."""
+"""Matches names and patterns of modules and parameters, and finds names similar to unknown ones."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def find_modules(root: nn.Module, pattern: str, where: str) -> list[tuple[str, n
 
 
 def covers(pattern: str | re.Pattern[str], name: str, modules: Collection[str]) -> bool:
-    """Does an entry of a plan mean the tensor ``name``, by its own name or that of a module around
-    it? A regex has to match all of a name; ``*`` in a glob stands for any number of parts."""
+    """Returns True if an entry of a plan matches the tensor ``name``, by its own name or the name
+    of a module that contains it. A regex has to match the full name; ``*`` in a glob matches any
+    number of parts."""
     if isinstance(pattern, str) and (not _GLOB.search(pattern) or pattern in modules):
         return name == pattern or name.startswith(pattern + ".")
     parts = name.split(".")

@@ -33,21 +33,21 @@ def shard_module(
     *,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Make every parameter and buffer of ``module`` a DistTensor on ``mesh``, and return it.
+    """Converts all parameters and buffers of ``module`` to DistTensors on ``mesh``. Returns it.
 
     ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or
     a compiled regex) to placements, or names of modules to styles of torch's
     ``parallelize_module`` (``ColwiseParallel()``), which split over the axis ``"tp"`` or the only
-    one; the first entry that matches counts, exact names before
-    patterns. Or it is a function (name, module, mesh) that is called for each submodule and shards
-    what it likes with ``shard_tensor``. What is not named is replicated, and so is a 0-d tensor
-    (``num_batches_tracked``) that an entry names beside others. Tied parameters stay tied.
+    one. The first matching entry is used, exact names before patterns. Or ``plan`` is a function
+    (name, module, mesh) that is called for each submodule and shards its tensors with
+    ``shard_tensor``. Tensors that no entry names are replicated, and so is a 0-d tensor
+    (``num_batches_tracked``) if its entry matches other tensors too. Tied parameters stay tied.
     On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device
-    are made shard by shard and initialized by ``init(submodule)``, or without it by the submodule's
-    own ``reset_parameters``, inner modules first, with the bits that one process draws. A frozen
-    tensor of a subclass with operators of its own (a quantized weight of torchao) stays as it is,
-    whole on each rank. Raises ValueError for one that requires grad, for a plan that does not fit
-    and for meta tensors that nothing would initialize, before anything is changed.
+    are materialized shard by shard and initialized by ``init(submodule)``, or without it by
+    ``reset_parameters`` of the submodule, inner modules first, with the same bits as in one
+    process. A frozen tensor of a subclass that implements operators (a quantized weight of torchao)
+    is left unchanged, replicated. Raises ValueError before anything is changed: for such a tensor
+    that requires grad, for a plan that does not fit, and for meta tensors without initialization.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> column, row = [dt.Replicate(), dt.Shard(0)], [dt.Replicate(), dt.Shard(1)]
@@ -72,7 +72,7 @@ def a_module(who: str, value: object) -> None:
 
 
 def check_plan(who: str, plan: object, init: object) -> None:
-    """Raise TypeError for what is no plan, or no function ``init``."""
+    """Raises TypeError if ``plan`` is not a plan, or ``init`` is not a function."""
     if plan is not None and not callable(plan):
         expected = "a dict {name: placements}, or a function (name, module, mesh),"
         check_type(f"{who}: plan", plan, Mapping, expected)
@@ -87,10 +87,10 @@ def place(
     plan: Mapping[Any, Sequence[Placement]] | None,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
-    """``shard_module`` where each tensor has its own mesh, or None: then it stays as it is.
+    """Shards a module in which each tensor has its own mesh; tensors with None are left unchanged.
 
-    ``before``: the slots as they were; what somebody has placed since then is placed in all its
-    other slots too.
+    ``before``: the slots before the call. A tensor that was replaced in one slot since then is
+    replaced in all its other slots too.
     """
     chosen = _choose(module, mesh_of, plan)
     check_subclasses("shard_module", module, chosen)
@@ -110,7 +110,7 @@ def place(
             if value.is_meta:
                 fresh.add(owner)
         table[key] = made.get(id(value), value)
-    for slot in before:  # an optimizer that still has the old one is told so: grad_sync.check_fresh
+    for slot in before:  # grad_sync.check_fresh detects an optimizer that has the old tensor
         now = slot.table.get(slot.key)
         if now is not slot.value and isinstance(now, DistTensor):
             old: Any = slot.value
@@ -123,7 +123,7 @@ def place(
 
 
 def _initializer(module: nn.Module) -> Any:
-    """What initializes the parameters of this module itself, or None."""
+    """Returns the function that initializes the parameters of this module itself, or None."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
@@ -231,7 +231,7 @@ def _choose(
             for name in hits:
                 mesh = mesh_of(tensors[name])
                 if several and not tensors[name].ndim:
-                    continue  # a count beside what is split, as num_batches_tracked
+                    continue  # a 0-d tensor of an entry for several tensors, as num_batches_tracked
                 if name not in chosen and mesh is not None:
                     placements = given
                     if is_style(given):

@@ -52,14 +52,15 @@ class Linear(NamedTuple):
 def megatron(
     model: nn.Module, mesh_axis: int | str = 1, mesh: ProcessMesh | None = None
 ) -> Proposal:
-    """Propose a tensor-parallel plan in Megatron's layout: attention by heads, the first matrices
+    """Proposes a tensor-parallel plan in Megatron's layout: attention by heads, the first matrices
     of an MLP by their outputs and the last by its inputs, experts by their number, token embedding
     and output head by the vocabulary; the rest replicated.
 
     ``mesh_axis``: the axis that splits, its number or (with ``mesh``) its name. Without ``mesh`` it
-    is taken for the last one. With ``mesh``, attention whose heads the axis does not divide is left
-    whole. What is not recognized by names and shapes is replicated, and ``plan.why`` says so: any
-    plan gives right numbers, a better one moves less. Raises ValueError for a name without a mesh.
+    is assumed to be the last axis. With ``mesh``, attention whose heads the axis does not divide is
+    replicated. Parameters that are not recognized by names and shapes are replicated, and
+    ``plan.why`` has the reason. All plans give correct results; they differ in communication.
+    Raises ValueError for a name without a mesh.
 
     >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
     >>> plan = dt.plans.megatron(model)
@@ -177,7 +178,7 @@ class _Proposer:
             self.dims[f"{name}.relative_attention_bias.weight"] = 1, "attention: by heads"
 
     def _outputs(self, name: str, taken: int | None) -> list[Linear]:
-        """The layer(s) behind the attention ``name``: in it, or beside it in the module around."""
+        """Returns the layers after the attention ``name``: inside it, or in its parent module."""
         around = name.rpartition(".")[0]
         for place, depth in ((name, 2), (around, 2)):
             found = [

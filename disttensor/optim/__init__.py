@@ -1,4 +1,4 @@
-"""What lies between a backward and an optimizer's step: clipping and loss scaling over all meshes.
+"""Clipping and loss scaling over all meshes, and hooks before an optimizer's step.
 
 Not here: the rules of the optimizers' own functions (``ops.foreach``).
 """

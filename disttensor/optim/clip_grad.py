@@ -73,7 +73,7 @@ def clip_grad_norm_(
     return total
 
 
-# Who has what -------------------------------------------------------------------------------------
+# Which ranks hold which gradients -----------------------------------------------------------------
 
 
 def by_mesh(params: Iterable[Tensor]) -> Shares:
@@ -86,7 +86,7 @@ def by_mesh(params: Iterable[Tensor]) -> Shares:
 
 
 def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
-    """Is every rank of the world in each of them?"""
+    """Returns True if every rank of the world is in each mesh."""
     size = collectives.world()[1]
     return all(mesh.root.size == size for mesh in meshes)
 
@@ -102,8 +102,8 @@ def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
 
 
 def meeting(shares: Shares) -> collectives.Group | None:
-    """The ranks that must put their numbers together so that all know those of the whole; None:
-    each knows them."""
+    """Returns the group of ranks that must exchange numbers to compute the global ones; None: each
+    rank has them already."""
     meshes = [mesh for mesh in shares if mesh is not None]
     if not everywhere(meshes) or None in shares:
         return collectives.world_group()
@@ -119,8 +119,8 @@ def meeting(shares: Shares) -> collectives.Group | None:
 
 
 def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
-    """Of the ranks that hold the same piece of what is ``split`` by these axes: is this one the
-    first ``among`` them?"""
+    """Returns True if this rank is the first ``among`` the ranks that hold the same piece of a
+    tensor ``split`` by these axes."""
     alike = [a for a in range(mesh.ndim) if a not in split]
     ranks = mesh.mesh
     holders = (int(ranks[c]) for c in mesh.members(alike, mesh.coordinate or ()))
@@ -131,7 +131,7 @@ def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) ->
 
 
 def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
-    """The norm of all gradients, as torch takes it: that of the norms of each."""
+    """Returns the norm of all gradients, computed as in torch: the norm of the norms of each."""
     group = meeting(shares)
     meshes = [mesh for mesh in shares if mesh is not None]
     device = meshes[0].device
@@ -220,12 +220,11 @@ def _norms(
 
 
 def _number(values: Tensor, number: Sequence[int], order: float, count: int) -> Tensor:
-    """What the norms of pieces say of the whole, in numbers that ranks add up, or of which they
-    take the largest.
+    """Converts norms of pieces to numbers whose sum or maximum over ranks gives the global norm.
 
-    Of finite order the sum of powers; of order 0 the number of elements that are not zero, for each
-    of ``count`` parameters; of an infinite one the largest (or minus the smallest), and whether any
-    is nan: the maximum of a backend may lose it."""
+    For a finite order: the sum of powers. For order 0: the number of nonzero elements of each of
+    ``count`` parameters. For an infinite order: the largest (or minus the smallest), and whether
+    any is nan, because the maximum of a backend may drop nan."""
     if order == 0:
         out = values.new_zeros(count)
         return out.index_add_(

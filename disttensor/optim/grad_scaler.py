@@ -23,14 +23,14 @@ Tensor = torch.Tensor
 
 
 def shard_scaler(scaler: GradScaler) -> GradScaler:
-    """Let the whole world decide with ``scaler`` whether a step is skipped; gives the scaler back.
+    """Makes all ranks of the world skip the same steps of ``scaler``, and returns the scaler.
 
-    Every rank of the world makes this call, and from then on ``unscale_`` and ``step`` for as many
-    optimizers in the same order, also one whose optimizer has only parameters of other stages,
-    plain ones, or none at all on this rank. Without it that is so only for optimizers that have
-    DistTensors on every rank. Each costs one all-reduce of a number; pending gradients are reduced
-    first. The scale stays the same on all ranks. Raises TypeError for anything but a GradScaler,
-    ValueError if the ranks give scalers of different settings.
+    Every rank of the world makes this call. After it, every rank has to call ``unscale_`` and
+    ``step`` for the same number of optimizers in the same order. This includes optimizers that on
+    this rank have only parameters of other stages, regular tensors, or no parameters. Without this
+    call, only optimizers with DistTensors on every rank are synchronized. Each call costs one
+    all-reduce of a number; pending gradients are reduced first. The scale is the same on all ranks.
+    Raises TypeError for anything but a GradScaler, ValueError if the settings of ranks differ.
 
     >>> scaler = dt.shard_scaler(torch.amp.GradScaler("cpu", init_scale=4.0))
     >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
@@ -109,8 +109,8 @@ class _Share:
 def _unscale_pieces(
     params: Iterable[DistTensor], inv_scale: Tensor, found: Tensor, allow_fp16: bool
 ) -> None:
-    """What torch does with gradients, for what this rank holds of them; ``found`` becomes 1.0 where
-    one is infinite."""
+    """Unscales this rank's pieces of gradients as torch does; ``found`` becomes 1.0 if a gradient
+    is infinite."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for p in params:
         grad: Any = p.grad

@@ -132,11 +132,11 @@ def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tupl
 
 
 def groups(degrees: Degrees) -> list[GroupSpec]:
-    """All communicators of a strategy: every rank has the same list.
+    """Returns all communicators of a strategy, the same list on every rank.
 
     For each stage: all sets of axes that have more than one process, the small sets first; a
-    gradient may be pending on any of them, and a loss is summed over all. Then those whose
-    collectives run beside the model's: lane "gather" for parameters, over ``sharding``; lane
+    gradient may be pending on any of them, and a loss is summed over all. Then communicators for
+    collectives that overlap with the model's: lane "gather" for parameters, over ``sharding``; lane
     "reduce" for gradients, over the same sets again; lane "replicas" for shards that are summed
     after.
     """

@@ -15,12 +15,13 @@ Maker = Callable[[Iterable[torch.Tensor]], Optimizer]
 
 
 def _has_stepped(state: Any) -> bool:
-    """Is this the state of a parameter after a step, not the start that a constructor made?"""
+    """Returns True if this is the state of a parameter after a step, not the state that the
+    constructor of the optimizer made."""
     return bool(state) and not (isinstance(state, dict) and state.get("step", 1) == 0)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise for what ``rebind`` cannot do: called before anything is changed."""
+    """Raises an error for an optimizer that ``rebind`` cannot handle, before any change."""
     if not isinstance(optimizer, Optimizer):
         if optimizer is not None and not callable(optimizer):
             raise TypeError(
@@ -51,8 +52,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def rebind(
     optimizer: Optimizer | Maker | None, model: nn.Module, before: list[Slot]
 ) -> Optimizer | None:
-    """The optimizer, with the parameters of ``model`` in place of those of ``before``, or made now.
-    Its groups keep their options and their order."""
+    """Returns the optimizer with the parameters ``before`` replaced by those in ``model``, or a new
+    optimizer. Its groups keep their options and their order."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, Optimizer):

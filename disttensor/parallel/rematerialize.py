@@ -29,8 +29,8 @@ class Recomputed(InstanceForward):
 
 
 def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules that ``names`` and globs mean, elements in place of a ModuleList. Raises
-    ValueError for a name that means none, and for what cannot be wrapped."""
+    """Returns the modules that match ``names`` (or globs); for a ModuleList, its elements. Raises
+    ValueError for a name without a match, and for modules that cannot be wrapped."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for pattern in names:
         hits = find_modules(model, pattern, "Strategy: recompute=")
@@ -50,7 +50,7 @@ def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Wrap the forwards of ``modules``, but for what is skipped on this rank: it keeps nothing."""
+    """Wraps the forwards of ``modules``, except modules that are skipped on this rank."""
     elsewhere = {
         id(child)
         for module in model.modules()

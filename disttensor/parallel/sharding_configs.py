@@ -61,7 +61,7 @@ def strategy_fields(configs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(configs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given and is not None."""
+    """Returns the configs whose values are not None."""
     if not isinstance(configs, Mapping):
         raise TypeError(
             f"sharding configs: a dict is expected, as {{'sharding_degree': 8}}; got {configs!r}"

@@ -40,26 +40,26 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a training run is divided among processes. Change it, and the script stays as it is.
+    """Divides a training run among processes. A script does not depend on the degrees.
 
     ``dp``        parts of the batch, each with a replica of everything
     ``sharding``  parts of the batch, and of the optimizer's state, gradients and parameters
                   (``zero_stage`` 1, 2 and 3, the default)
     ``tp``        parts of each layer, as the plan given to ``apply`` says
-    ``cp``        parts of the sequence; ``attention`` says how it is brought together
+    ``cp``        parts of the sequence; ``attention`` selects the communication of attention
     ``pp``        stages of some layers each
 
-    Of the degrees left out, the first of dp, sharding, tp, cp, pp (with a ``zero_stage``: sharding,
-    dp, ...) takes what the others leave of the world, and the rest are 1.
+    If degrees are left out, the first of dp, sharding, tp, cp, pp (with a ``zero_stage``: sharding,
+    dp, ...) that is left out gets the remaining factor of the world size, and the others are 1.
 
     ``accumulate_steps``: micro-batches in one step of the optimizer. ``attention``: a policy as in
-    ``attention_policy``, in force inside ``autocast``. ``amp``: "bf16" or "fp16", for
+    ``attention_policy``, applied inside ``autocast``. ``amp``: "bf16" or "fp16", for
     ``autocast`` and, with sharding, for unsharded parameters (``param_dtype``); gradients are
     reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
-    that keep no activations. ``schedule``: the name of one of the stages, for ``pipeline.run``;
-    how often a stage is visited follows from it. For the rest see ``shard_data_parallel``. Raises
-    TypeError and ValueError for what has no meaning; ``degrees`` (and with it ``mesh``, ``stages``
-    and ``apply``) raises for a world that does not factor.
+    that keep no activations. ``schedule``: the name of a pipeline schedule, for ``pipeline.run``;
+    it determines how often a stage is visited. For the rest see ``shard_data_parallel``. Raises
+    TypeError and ValueError for invalid arguments; ``degrees`` (and with it ``mesh``, ``stages``
+    and ``apply``) raises for a world size that is not a product of the degrees.
 
     >>> strategy = dt.Strategy(tp=2, sharding=4, accumulate_steps=2)
     >>> print(strategy.degrees(32))
@@ -240,19 +240,19 @@ class Strategy:
         visits: int | Sequence[ProcessMesh] | None = None,
         init: Callable[[nn.Module], Any] | None = None,
     ) -> tuple[nn.Module, Optimizer | None]:
-        """Place ``model`` in place, rebind its optimizer, and return both. All ranks call it.
+        """Shards ``model`` in place, rebinds its optimizer, and returns both. All ranks call it.
 
-        ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements; in place of a
-        list a dict by axis will do: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. Over ``sharding``
-        the strategy itself splits parameters, but experts that the plan splits there.
-        ``optimizer``: one of the model's parameters that has no state yet, or a function of
-        parameters that makes one. ``layers``: what the stages of ``pp`` are made of, ``counts[i]``
-        on stage i, or dealt out by ``balance`` (and ``sample``), each stage visited ``visits``
-        times on the way of ``schedule``, or the meshes in the order of ``visits`` (without it those
-        of ``schedule``, see ``pipeline.split``); a Sequential needs none. ``init``: see
-        ``shard_module``.
+        ``plan``: as for ``shard_module`` on the mesh of a stage, names -> placements. Placements
+        may also be a dict by axis: {"blocks.*.up.weight": {"tp": dt.Shard(0)}}. The strategy itself
+        splits parameters over ``sharding``, except experts that the plan splits there.
+        ``optimizer``: an optimizer of the model's parameters without state, or a function of
+        parameters that returns an optimizer. ``layers``: the layers of the stages of ``pp`` (not
+        needed for a Sequential), ``counts[i]`` on stage i, or divided by ``balance`` (and
+        ``sample``). ``visits``: how often each stage is visited in the order of ``schedule``, or
+        the meshes in the order of their visits; by default the visits of ``schedule`` (see
+        ``pipeline.split``). ``init``: see ``shard_module``.
 
-        Raises TypeError and ValueError for what does not fit, before anything is changed.
+        Raises TypeError and ValueError for invalid arguments, before anything is changed.
         """
         a_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
@@ -333,8 +333,8 @@ class Strategy:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around a forward and its loss: torch.autocast to the dtype of ``amp`` (without one it is
-        left as it is), and ``attention_policy(attention)``.
+        """A context for a forward and its loss: torch.autocast to the dtype of ``amp`` (unchanged
+        without ``amp``), and ``attention_policy(attention)``.
 
         >>> with dt.Strategy(amp="bf16").autocast():
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype

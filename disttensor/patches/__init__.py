@@ -1,5 +1,5 @@
-"""Every change that disttensor makes to torch: ``TABLE`` says what and why, ``install`` makes them
-at import, ``uninstall`` takes them back. Not here: anything that works without a change to torch.
+"""All changes that disttensor makes to torch: ``TABLE`` lists them with reasons, ``install`` makes
+them at import, ``uninstall`` reverts them. Not here: code that works without a change to torch.
 """
 
 from disttensor.patches.table import TABLE as TABLE

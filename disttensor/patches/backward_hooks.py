@@ -62,8 +62,8 @@ def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch calls once it has put hooks of the old kind on the node of a module's result: of a
-    DistTensor that is the node of this rank's piece."""
+    """Wraps the function that torch calls after it has put hooks of the old kind on the node of a
+    module's result: for a DistTensor this is the node of this rank's piece."""
 
     def check(self: Any, args: Any, result: Any, grad_fn: Any) -> Any:
         found = [x for x in collect((args, result), []) if isinstance(x, DistTensor)]

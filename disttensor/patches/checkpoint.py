@@ -1,13 +1,13 @@
 """torch.utils.checkpoint (use_reentrant=False) on DistTensors.
 
-What is wrapped is the generator that torch runs around the forward of a region: all ways to a
-checkpoint end there, also a function ``checkpoint`` that was imported before disttensor. The public
-way, a ``context_fn`` for each call, would need a wrapper of ``checkpoint``, which such imports, a
-region with ``debug=True`` and torch.compile (it knows torch's function by identity) pass by.
+The patch wraps the generator that torch runs around the forward of a region. All checkpoints use
+it, also a function ``checkpoint`` that was imported before disttensor. The public way, a
+``context_fn`` for each call, would need a wrapper of ``checkpoint``, which such imports, a region
+with ``debug=True`` and torch.compile (it compares torch's function by identity) would bypass.
 
-A region keeps its inputs, and torch saves each tensor through the hooks of the region around it, so
-that nested regions free it and bring it back. Of a DistTensor it would save the wrapper, which is
-in no graph: brought back, it would no longer require grad. It gets the local instead.
+A region keeps its inputs, and torch saves each tensor through the hooks of the enclosing region, so
+that nested regions free and restore it. For a DistTensor it would save the wrapper, which is in no
+graph: the restored tensor would not require grad. It gets the local instead.
 """
 
 from __future__ import annotations

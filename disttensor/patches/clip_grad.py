@@ -20,8 +20,8 @@ Function = Callable[..., Any]
 
 
 def over_all_meshes(original: Function) -> Function:
-    """``clip_grad_norm_``: parameters of other ranks have no gradient here, and torch would take
-    the norm of what is here."""
+    """Wraps ``clip_grad_norm_``: parameters on other ranks have no gradient on this rank, and torch
+    would compute the norm of this rank's gradients only."""
 
     @wraps(original)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:

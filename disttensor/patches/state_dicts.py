@@ -41,8 +41,8 @@ def iterating(original: Any) -> Any:
 
 
 def staged(x: DistTensor, copied: Any) -> DistTensor:
-    """x with ``copied`` of its local. What is pending is reduced: a copy is written beside the
-    program, where nothing can be sent."""
+    """Returns x with ``copied`` of its local. A pending value is reduced first: the copy is written
+    in another thread, which cannot communicate."""
     with torch.no_grad():
         x = resharded(x.detach(), settled(x.spec))
         return wrap(copied(x.local) if x.is_initialized else x.local, x.spec)
@@ -63,7 +63,7 @@ def staging(original: Any) -> Any:
 
 
 def broadcasting(original: Any) -> Any:
-    """What rank 0 sends, one tensor at a time, is written to this rank's piece and let go."""
+    """Wraps the broadcast of rank 0: writes each tensor to this rank's piece, and then frees it."""
 
     def broadcast(full: Any, local: Any, keys: Any, *args: Any, **kwargs: Any) -> None:
         ours = {k: x for k in keys if isinstance(x := local.get(k), DistTensor)}
@@ -78,12 +78,12 @@ def broadcasting(original: Any) -> Any:
 
 
 def known_everywhere(original: Any) -> Any:
-    """``state_dict`` and ``load_state_dict`` of an object, as torch's functions for distributed
-    state dicts call them.
+    """Wraps ``state_dict`` and ``load_state_dict`` of an object, as torch's functions for
+    distributed state dicts call them.
 
-    An optimizer has no state for a parameter of another stage. It is told here what the ranks of
-    that stage have, pieces as metadata, so that all ranks know one set of names; and forgets it
-    after loading, when it would no longer be brought up to date.
+    An optimizer has no state for a parameter of another stage. Here it gets the state of the ranks
+    of that stage, with pieces as metadata, so that all ranks have the same names. After loading
+    this state is removed, because it would not be updated any more.
     """
 
     def bound(of: Any, api: str) -> Any:

@@ -49,8 +49,8 @@ class Change:
 
 
 def replaced(new: Callable[[Any], Any], *places: tuple[Any, str]) -> Callable[[str], Undo]:
-    """``new`` of the original stands at ``places``, which are names of one function. What somebody
-    else has put over it since stays."""
+    """Returns a change that puts ``new(original)`` at ``places``, which are names of one function.
+    Undoing it keeps replacements that other code has made since."""
 
     def make(what: str) -> Undo:
         owner, name = places[0]
@@ -428,5 +428,5 @@ def uninstall(*names: str) -> None:
 
 
 def original(name: str) -> Any:
-    """What torch had in the place of a change."""
+    """Returns the object of torch that a change replaced."""
     return _originals[name]

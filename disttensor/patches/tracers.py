@@ -1,9 +1,9 @@
 """Tracers and transforms of torch, which follow a tensor through C++ or by its class: they would
 follow the empty wrapper of a DistTensor, or take its local for a constant.
 
-While one of them runs, calls of a DistTensor are answered here instead of by ``dispatch``; at other
-times nothing costs anything. What a transform is given as an input arrives below
-``__torch_function__``, where ``DistTensor.__torch_dispatch__`` refuses it.
+While one of them runs, calls on a DistTensor are handled here instead of in ``dispatch``; at other
+times there is no cost. An input of a transform arrives below ``__torch_function__``, where
+``DistTensor.__torch_dispatch__`` raises an error.
 """
 
 from __future__ import annotations

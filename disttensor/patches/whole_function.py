@@ -1,9 +1,9 @@
-"""A custom autograd function that is given whole tensors in place of DistTensors.
+"""Runs a custom autograd function on full tensors instead of DistTensors.
 
-Its code may use DistTensors besides, of a closure or a module: results and gradients that are
-DistTensors are made whole, and ``torch.autograd.grad`` finds the DistTensors behind the whole
-arguments (``BEHIND``). What was set up around its forward, as gathered parameters, is set up for
-its backward again.
+Its code may also use DistTensors of a closure or a module: results and gradients that are
+DistTensors are gathered, and ``torch.autograd.grad`` finds the DistTensors of the full arguments
+(``BEHIND``). The state around its forward, such as gathered parameters, is set up again for its
+backward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, with the log-sum-exp of their scores: by it the results
-for several blocks of keys are merged. And its backward.
+"""Attention of some queries to one block of keys, and its backward. It also returns the log-sum-exp
+of the scores, which is used to merge the results for several blocks.
 
 All tensors are [batch, heads, length, width]; k and v may have fewer heads, each for a group of
-those of q. Source of the merge and of the backward: Dao et al., "FlashAttention", 2022; Liu et al.,
+heads of q. Source of the merge and of the backward: Dao et al., "FlashAttention", 2022; Liu et al.,
 "Ring attention with blockwise transformers", 2023.
 """
 
@@ -20,8 +20,8 @@ Grads = tuple[Tensor, Tensor, Tensor, Any]  # of q, k, v, and of the mask or Non
 
 
 class Hidden(NamedTuple):
-    """What of a block does not count: ``mask`` (False, or added to the scores), ``causal`` (key i
-    is seen from query i on), ``keep`` (factors of the weights: dropout)."""
+    """The hidden part of a block: ``mask`` (False, or added to the scores), ``causal`` (key i is
+    visible to query i and later ones), ``keep`` (factors of the weights: dropout)."""
 
     mask: Tensor | None = None
     causal: bool = False
@@ -29,7 +29,7 @@ class Hidden(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are made in."""
+    """Returns the dtype in which sums of this dtype are computed."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -55,7 +55,8 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     hidden: Hidden, of_mask: bool,
 ) -> Grads:  # fmt: skip
-    """Gradients of q, k, v, and of the mask if asked. ``out`` and ``lse`` are those of all keys."""
+    """Returns the gradients of q, k, v, and of the mask if requested. ``out`` and ``lse`` belong to
+    all keys."""
     if _flash(q, v, hidden) and not of_mask:
         seen = lse.masked_fill(lse == -math.inf, 0.0)
         mask = _added(hidden.mask, q.dtype)
@@ -94,7 +95,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _flash(q: Tensor, v: Tensor, hidden: Hidden) -> bool:
-    """Is there a kernel of torch that gives the log-sum-exp?"""
+    """Returns True if torch has a kernel that returns the log-sum-exp."""
     return (
         q.is_cpu and flash_on_cpu is not None and hidden.keep is None and q.shape[-1] == v.shape[-1]
     )

@@ -1,9 +1,9 @@
-"""How attention brings queries and keys together whose sequence is split: what a user may ask for,
-and what is chosen where nobody asked.
+"""How attention over a split sequence communicates: the policies that a user may select, and the
+automatic choice.
 
     gather   k and v are gathered: a rank has all keys for its queries
-    ring     k and v go round piece by piece (``ring_attention.py``)
-    heads    q, k and v are exchanged so that a rank has all of the sequence for some heads
+    ring     pieces of k and v are passed around a ring (``ring_attention.py``)
+    heads    q, k and v are exchanged so that a rank has the full sequence of some heads
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     causal: bool
 
     def forward(self, way: str) -> float:
-        """What one rank sends before it has the result."""
+        """Returns the bytes that one rank sends in the forward."""
         n, keys = self.n, self.k + self.v
         every = self.q + keys + self.out
         if way == "heads":  # the all-to-alls there and back
@@ -64,13 +64,13 @@ class Sizes(NamedTuple):
         return keys * (n - 1) / n + dealt
 
     def sent(self, way: str) -> float:
-        """What one rank sends, there and back: the same again in the backward, and by ring the
-        blocks once more beside their gradients."""
+        """Returns the bytes that one rank sends, forward and backward. The backward sends as much
+        as the forward; with a ring it also sends the blocks again, with their gradients."""
         again = (self.k + self.v) * (self.n - 1) / self.n if way == "ring" else 0.0
         return 2 * self.forward(way) + again
 
     def kept(self, way: str) -> float:
-        """What of k and v one rank keeps for the backward."""
+        """Returns the bytes of k and v that one rank keeps for the backward."""
         return (self.k + self.v) / (1 if way == "gather" else self.n)
 
 

@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 def _windows(
     sizes: Sequence[int], kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> tuple[Window, ...]:
-    """How each dim of the output reads that of the input. "same": of odd zeros, one more at the
-    end."""
+    """Returns how each dim of the output reads its dim of the input. With "same" and an odd number
+    of zeros, the end gets one more."""
     n = len(sizes)
     steps, holes = tuple_of(stride, n), tuple_of(dilation, n)
     reach = [d * (k - 1) + 1 for d, k in zip(holes, kernel, strict=True)]
@@ -86,8 +86,8 @@ def _factors(
 
 
 def _cost(input: Arg, window: Window) -> Callable[[int], float]:
-    """There, and as much back with the gradients, while the gradient of a gather is a cut of what
-    is there."""
+    """Returns a function: number of pieces -> bytes that a rank receives. It counts both
+    directions, since gradients are sent back; the backward of a gather is a local slice."""
     return lambda parts: 2 * input.nbytes * window.lacking(parts)
 
 

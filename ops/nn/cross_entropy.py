@@ -133,14 +133,14 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
 
 
 def _result_dtype(o: Options, input: Tensor, target: Tensor) -> torch.dtype:
-    """What torch gives: autocast computes losses in single precision."""
+    """Returns the dtype of torch's result: autocast computes losses in single precision."""
     dtype = torch.result_type(input, target) if o.dense else input.dtype
     autocast = dtype in HALVES and torch.is_autocast_enabled(input.device.type)
     return torch.float32 if autocast else dtype
 
 
 def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
-    """What the mean divides by: the number or weight of the targets that count, on all ranks."""
+    """Returns the divisor of the mean: the number or weight of the counted targets of all ranks."""
     dtype = wide(losses.dtype)
     if weights is None:
         mine = torch.full((), losses.numel(), dtype=dtype, device=losses.device)
@@ -150,7 +150,7 @@ def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -
 
 
 def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The weight of each target: that of its class, 0 where it is ignored."""
+    """Returns the weight of each target: the weight of its class, 0 if it is ignored."""
     ignored = target == ignore_index
     if weight is None:
         return ~ignored

@@ -1,13 +1,13 @@
-"""A mixture of experts as one call: tokens go to the experts that a router chose, and their results
-come back as a weighted sum.
+"""A mixture of experts as one call: tokens are sent to the experts that a router chose, and their
+results are returned as a weighted sum.
 
 The parameters [experts, ...] may be split by expert. On an axis that splits the tokens too, each
-token travels to the ranks that have its experts, once, and one row for it travels back: the sum of
-what these experts made of it, weighted there. On an axis that splits the parameters alone every
-rank has the tokens: it computes with its experts, and the sum over the ranks is pending.
+token is sent once to each rank that has some of its experts. One row is sent back: the weighted sum
+of their results. On an axis that splits only the parameters, every rank has all tokens and computes
+with its experts, and the sum over the ranks is pending.
 
-What is sent before is the router's choice, to all members of the group, in the smallest integers:
-so every rank knows all sizes, and no rank waits for a size that another one has to send.
+Before the tokens, each rank sends the choices of its router to all members of the group, in the
+smallest integer type. So every rank knows all sizes before it receives rows.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _route(every: Tensor, counts: list[int], me: int, ranges: list[Range]) -> Ro
 
 
 def _run(find: Callable[[Tensor, int], Route], send: Any) -> Callable[..., Tensor]:
-    """What runs on the locals. ``send``: None where no token travels."""
+    """Returns the local function. ``send``: None if no token is sent."""
 
     def run_experts(
         experts: Experts, num_experts: int, tokens: Tensor, indices: Tensor, weights: Tensor,

@@ -30,7 +30,8 @@ class Window:
     after: int
 
     def reads(self, start: int, length: int) -> Range:
-        """What outputs ``start`` to ``start + length`` read, zeros outside included."""
+        """Returns the inputs that outputs ``start`` to ``start + length`` read, including padding
+        zeros."""
         if not length:
             return (0, 0)
         first = start * self.stride - self.before
@@ -58,14 +59,15 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """What this rank does to its piece of an input dim: fetch, then ``zeros`` before and after."""
+    """How this rank extends its piece of an input dim: it fetches elements of other ranks, and adds
+    ``zeros`` before and after."""
 
     fetch: Callable[[Any], Any]
     zeros: tuple[int, int]
 
 
 def ranges_of(call: LocalCall, size: int, axes: Axes) -> tuple[Range, ...]:
-    """What each member of ``axes`` (major first) holds of a dim that they split."""
+    """Returns the range of each member of ``axes`` (major first) in a dim that they split."""
 
     def cut(place: tuple[int, ...]) -> Range:
         at = dict(zip(axes, place, strict=True))

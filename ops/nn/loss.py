@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def modern(words: dict[str, Any]) -> str:
-    """The reduction that is asked for. The deprecated words are left to torch."""
+    """Returns the requested reduction. Torch handles the deprecated arguments."""
     if words.get("size_average") is not None or words.get("reduce") is not None:
         raise NoRule("size_average and reduce are deprecated: use reduction=")
     reduction = words.get("reduction", "mean")

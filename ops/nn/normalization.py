@@ -127,9 +127,10 @@ def batch_norm(
 
 
 def _of_a_dense_gradient(make: Callable[[LocalCall], Any], call: LocalCall) -> Any:
-    """What ``make`` gives; the gradient of its result comes dense. torch (up to 2.15, on CPU) takes
-    one of other strides, as of a transpose, for another memory format where the batch is one image,
-    and gives wrong gradients: a piece may be one, and instance_norm makes one of all images."""
+    """Returns the function of ``make`` with a dense gradient of its result. If the batch is one
+    image, torch (up to 2.15, on CPU) takes a gradient with other strides, as of a transpose, for
+    another memory format, and returns wrong gradients. A piece may be one image, and instance_norm
+    merges all images to one."""
     run = make(call)
     if call.func is F.batch_norm and call.inputs[0].local_shape[0] != 1:
         return run
@@ -144,8 +145,8 @@ def _of_a_dense_gradient(make: Callable[[LocalCall], Any], call: LocalCall) -> A
 
 
 def _of_one_dtype(call: LocalCall) -> Any:
-    """The torch function, which takes weight and bias in the dtype of the statistics, whatever that
-    of the input is."""
+    """Returns the torch function, called with weight and bias in the dtype of the statistics, for
+    any dtype of the input."""
     run = padded_if_empty(call)
 
     def batch_norm(

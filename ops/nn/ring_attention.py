@@ -1,13 +1,13 @@
-"""Ring attention: the pieces of k and v go round the ranks, each computes with the piece that it
-has just then, and the results are merged by the log-sum-exp of their scores.
+"""Ring attention: the pieces of k and v are passed around the ranks. Each rank computes with the
+current piece, and the results are merged by the log-sum-exp of their scores.
 
-``ring_schedule.py`` says who has which piece when. A rank holds its own, the one that it computes
-with and the one that comes; nothing else of k and v is ever there.
+``ring_schedule.py`` computes which rank has which piece in which step. A rank holds three pieces of
+k and v at most: its own, the current one and the next one.
 
-Where attention is causal, contiguous pieces would give the last rank nearly twice the work of the
-mean. So the sequence is dealt out anew inside the call: of 2 n chunks rank i takes i and 2 n - 1 -
-i, and the result goes back. Source: Liu et al. 2023; Brandon et al., "Striped attention", 2023;
-the dealing is that of Llama 3 (2024) and of torch's context parallelism.
+With causal attention and contiguous pieces the last rank would have nearly twice the mean work. So
+the sequence is redistributed inside the call: of 2 n chunks rank i gets i and 2 n - 1 - i, and the
+result is sent back. Source: Liu et al. 2023; Brandon et al., "Striped attention", 2023; the
+redistribution is the same as in Llama 3 (2024) and torch's context parallelism.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ops.nn.ring_schedule import Pair, Ring
 
 
 class Factor(NamedTuple):
-    """What besides q, k and v decides the result. ``numbers(pair)``: the factors of dropout."""
+    """Inputs of attention other than q, k and v. ``numbers(pair)``: the factors of dropout."""
 
     scale: float
     numbers: Callable[[Pair], Tensor] | None
@@ -46,7 +46,7 @@ def _hidden(ring: Ring, factor: Factor, pair: Pair, mask: Tensor | None, q: Tens
 
 
 def _pairs(ring: Ring, factor: Factor, mask: Tensor | None, block: int) -> Iterable[Pair]:
-    """What this rank computes of a block; apart where positions matter."""
+    """Returns the parts of a block that this rank computes; several parts if positions matter."""
     if mask is None and factor.numbers is None:
         return ring.joined(block)
     pairs = ring.pairs(ring.me, block)
@@ -151,8 +151,8 @@ def _at(mask: Tensor, pair: Pair) -> tuple[Any, ...]:
 
 
 def _arrived(ring: Ring, step: int, back: Any, own: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """``own`` with what came home, ``sums`` with what others added to this block, of the hop before
-    ``step``."""
+    """Adds gradients that arrived in the hop before ``step``: to ``own`` the sum of this rank's own
+    block, to ``sums`` the contributions of other ranks to the current block."""
     if back is None:
         return own, sums
     got, n = back.wait(), ring.size

@@ -1,9 +1,10 @@
-"""Who has which block of k and v in which step, as they go round: pure, the same on all ranks.
+"""The schedule of ring attention: which rank has which block of k and v in which step. Pure, the
+same on all ranks.
 
-Step t has rank i compute with block (i - t) mod n, while the next one is on its way from its
-neighbour. In the backward the blocks go round once more, and beside each goes the sum of its
-gradients, which begins at the first rank that is not the owner and ends at home. A block travels as
-far as somebody needs it: ``reach`` hops.
+In step t rank i computes with block (i - t) mod n, and receives the next block from its neighbour.
+In the backward the blocks go round again. The sum of the gradients of each block follows it: it
+starts at the first rank that is not the owner, and ends at the owner. A block is passed on as long
+as a rank needs it: ``reach`` hops.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Who holds what: ``rows[i]`` and ``keys[i]`` are ranges of the queries and of the keys of
-    member i, in the order in which its locals have them."""
+    """The rows of each member: ``rows[i]`` and ``keys[i]`` are ranges of the queries and of the
+    keys of member i, in the order of its locals."""
 
     me: int
     rows: tuple[Ranges, ...]
@@ -52,7 +53,7 @@ class Ring:
         return sum(stop - start for start, stop in self.keys[block])
 
     def pairs(self, member: int, block: int) -> Iterator[Pair]:
-        """What ``member`` computes of ``block``."""
+        """Yields the parts of ``block`` that ``member`` computes."""
         r = 0
         for row in self.rows[member]:
             k = 0

@@ -1,8 +1,8 @@
-"""Who gets which token: a pure function of what the router chose on all members of a group.
+"""Routes tokens to members of a group: a pure function of the router's choices on all members.
 
-A token goes to a member once, however many of its experts are there. The rows that a member gets
-are numbered by sender and token; a *pair* is a row and one of this member's experts, and pairs are
-sorted by expert. An index outside of the experts sends its token nowhere.
+A token is sent to a member once, for all of its experts there. The rows that a member receives are
+numbered by sender and token. A *pair* is a row and one of this member's experts; pairs are sorted
+by expert. For an index that is not the number of an expert, the token is not sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Range = tuple[int, int]  # first and one past the last expert of a member
 
 
 class Route(NamedTuple):
-    """What one member sends and gets.
+    """The tokens that one member sends and receives.
 
     send      its tokens in the order in which they leave, those for member 0 first
     sent      how many go to each member; received: how many rows come from each
@@ -47,15 +47,15 @@ def route(every: Tensor, tokens: int, me: int, ranges: Sequence[Range]) -> Route
     n, most, k = every.shape
     mine, device = every[me, :tokens].long(), every.device
     first, last = ranges[me]
-    # What leaves: to each member the tokens that have an expert there. Column n is nobody.
+    # Tokens to send: to each member the tokens that have an expert there. Column n: no member.
     owner = torch.full((max([1, *(stop for _, stop in ranges)]) + 1,), n, device=device)
     for i, (start, stop) in enumerate(ranges):
         owner[start:stop] = i
-    members = owner[mine.clamp(max=len(owner) - 1)]  # the last entry is nobody's, as is -1
+    members = owner[mine.clamp(max=len(owner) - 1)]  # the last entry and -1: no member
     goes = torch.zeros(n + 1, tokens, dtype=torch.bool, device=device)
     goes[members, torch.arange(tokens, device=device).unsqueeze(1)] = True
     to = goes[:n].nonzero()
-    # What comes.
+    # Rows to receive.
     chosen = (every >= first) & (every < last)
     comes = chosen.any(-1).flatten()
     pairs = chosen.flatten().nonzero().squeeze(1)

@@ -95,7 +95,7 @@ def moved(call: LocalCall, piece: Any, axes: Axes, heads: bool) -> LocalPiece:
 
 
 def reshards(call: LocalCall, have: Any, want: Any, axes: Axes) -> Local:
-    """What brings a local of the call from a layout to another."""
+    """Returns a function that reshards a local of the call from one layout to another."""
     if have.layout == want.layout:
         return lambda x: x
     return lambda x: call.collectives.reshard(x, have.shape, have.layout, want.layout, axes)
@@ -115,8 +115,8 @@ def gathered(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -
 
 
 def by_heads(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -> Local:
-    """All of the sequence for some heads, and back. Heads of k that the axes do not divide are
-    repeated for those of q that share them."""
+    """Returns a local function that exchanges to the full sequence of some heads, and back. If the
+    axes do not divide the heads of k, these are repeated for the heads of q that share them."""
     query, key = call.inputs[:2]
     shared, parts = key.shape[-3], call.count((*key.layout.dims[-3], *axes))
     each = query.shape[-3] // max(1, shared) if shared and shared % parts else 1

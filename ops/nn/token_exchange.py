@@ -1,6 +1,6 @@
-"""Rows of tensors to the members of a group and back, in sizes that depend on data.
+"""Sends rows of tensors to the members of a group and back, with sizes that depend on data.
 
-Its backward is the same with what is sent and what comes exchanged, to every order.
+The backward is the same exchange with senders and receivers swapped, to every order.
 """
 
 from __future__ import annotations
