@@ -49,7 +49,7 @@ class Cache(dict[K, V]):
 
 
 def cached(limit: int) -> Callable[[F], F]:
-    """``@cached(1024)``: a function of hashable arguments remembers its last ``limit`` results."""
+    """Caches the last ``limit`` results of a function of hashable arguments: ``@cached(1024)``."""
 
     def remember(function: F) -> F:
         made = lru_cache(maxsize=limit)(function)

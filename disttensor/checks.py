@@ -18,7 +18,7 @@ import torch
 def argument_error(
     who: str, value: object, expected: str, kind: type[Exception] = TypeError
 ) -> Exception:
-    """The error that says so; of a long value it gives the type."""
+    """Returns the error for an argument; for a long value it contains only the type."""
     text = " ".join(repr(value).split())
     shown = text if len(text) <= 80 else f"({type(value).__name__})"
     return kind(f"{who}={shown}: {expected} is expected")
@@ -39,7 +39,7 @@ def check_callable(who: str, value: object, expected: str = "a function") -> Non
 
 
 def check_sequence(who: str, value: object, expected: str) -> tuple[Any, ...]:
-    """The entries of an iterable that is not text."""
+    """Returns the entries of an iterable that is not text."""
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise argument_error(who, value, expected)
     return tuple(value)
@@ -52,7 +52,7 @@ def is_int(value: object) -> bool:
 def check_int(
     who: str, value: Any, least: int | None = None, expected: str = "a whole number"
 ) -> int:
-    """``value``, a whole number, from ``least`` up."""
+    """Returns ``value`` as an int. Raises an error unless it is a whole number >= ``least``."""
     if least is not None:
         expected += f" from {least} up"
     if not is_int(value):
@@ -71,13 +71,13 @@ def check_number(who: str, value: Any) -> None:
 
 
 def check_positive(who: str, value: Any, expected: str) -> None:
-    """A number above 0."""
+    """Raises an error unless the value is a number above 0."""
     if not _real(who, value, expected) > 0:  # NaN is not
         raise argument_error(who, value, expected, ValueError)
 
 
 def check_duration(who: str, value: Any) -> None:
-    """A number from 0 up, finite."""
+    """Raises an error unless the value is a finite number >= 0."""
     expected = "a number of seconds from 0 up"
     if not 0 <= _real(who, value, expected) < math.inf:
         raise argument_error(who, value, expected, ValueError)
@@ -90,7 +90,7 @@ def _real(who: str, value: Any, expected: str) -> float:
 
 
 def check_shape(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
-    """A shape as a tuple. A tensor of one whole number is a size, as in torch."""
+    """Returns a shape as a tuple. A tensor of one whole number is a size, as in torch."""
     if type(shape) in (tuple, torch.Size):  # mostly it is right
         right = all(type(n) is int and n >= least for n in shape)
         if right and math.prod(shape) < 2**63:
@@ -123,7 +123,7 @@ def check_dtype(who: str, value: object) -> None:
 
 @lru_cache(maxsize=256)
 def _computes_itself(kind: Any) -> bool:
-    """Does the class override what torch.Tensor and nn.Parameter answer?"""
+    """Returns True if the class overrides ``__torch_dispatch__`` or ``__torch_function__``."""
     names = "__torch_function__", "__torch_dispatch__"
     known: list[Any] = [
         getattr(k, name) for k in (torch.Tensor, torch.nn.Parameter) for name in names
@@ -144,8 +144,8 @@ def has_own_operators(value: object) -> bool:
 
 
 def check_dense(who: str, value: Any, meta: bool = False) -> None:
-    """A dense tensor of torch that has values: no DTensor, nothing sparse, quantized or nested.
-    ``meta``: also one on the meta device."""
+    """Raises an error unless the value is a dense tensor with data: no DTensor, not sparse,
+    quantized or nested. ``meta``: the meta device is allowed."""
     expected = "a dense tensor of torch that has values"
     check_type(who, value, torch.Tensor, "a tensor of torch")
     kind = type(value).__name__
@@ -166,7 +166,7 @@ def check_dense(who: str, value: Any, meta: bool = False) -> None:
 
 
 def check_differentiable(who: str, requires_grad: object, dtype: torch.dtype) -> None:
-    """torch's own error, on ranks outside the mesh too."""
+    """Raises torch's own error, on ranks outside the mesh too."""
     check_bool(f"{who}: requires_grad", requires_grad)
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(

@@ -27,8 +27,8 @@ def _is_users(file: str) -> bool:
 
 
 def user_line(frame: Any = None) -> str:
-    """``file.py:12`` of the innermost frame that is neither ours nor torch's; of the caller, or of
-    the stack that ``frame`` ends."""
+    """Returns ``file.py:12`` of the innermost frame that is neither ours nor torch's, in the stack
+    of the caller, or the stack that ends with ``frame``."""
     return said(user_place(frame or sys._getframe(1)))
 
 
@@ -36,7 +36,7 @@ Place = tuple[str, int] | None
 
 
 def user_place(frame: Any) -> Place:
-    """File and line of ``user_line``, not yet put together; None: there is no such frame."""
+    """Returns file and line of ``user_line`` separately; None if there is no such frame."""
     while frame is not None:
         name = frame.f_code.co_filename
         if _is_users(name):
@@ -78,7 +78,7 @@ class FallbackWarning(UserWarning):
 
 
 def name_of(func: Any) -> str:
-    """``torch.add``, ``torch.Tensor.add_``: the name under which a user finds the function."""
+    """Returns the public name of a function: ``torch.add``, ``torch.Tensor.add_``."""
     name = resolve_name(func) or getattr(
         func, "__qualname__", getattr(func, "__name__", repr(func))
     )
@@ -86,8 +86,8 @@ def name_of(func: Any) -> str:
 
 
 def refuse_collectives(func: Any) -> None:
-    """Raise RuntimeError if ``func`` is a collective or a message of torch.distributed. A
-    DistTensor goes to it."""
+    """Raises RuntimeError if ``func`` is a collective or a message of torch.distributed, called
+    with a DistTensor."""
     own = getattr(func, "__module__", None) or ""
     if own.startswith("torch.distributed.nn") or re.match(r"_?c10d", str(func)):
         raise RuntimeError(

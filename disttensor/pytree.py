@@ -73,8 +73,8 @@ def key_of_contents(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """The same structure, its mappings as dicts, with ``leaf(x, path)`` for each x that is no
-    container."""
+    """Returns the same structure, with mappings as dicts, and ``leaf(x, path)`` for each x that is
+    not a container."""
     if isinstance(value, Mapping):
         return {k: map_paths(v, leaf, (*path, k)) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -83,7 +83,7 @@ def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> 
 
 
 def refill(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the class of ``like``, with these items in the place of its own."""
+    """Returns a dict of the class of ``like`` with these items."""
     if type(like) is dict:
         return items
     other = copy.copy(like)

@@ -55,7 +55,7 @@ __all__ = [
 
 
 def need(purpose: str, owner: Any, *names: str) -> Any:
-    """The first of ``names`` that ``owner`` has. Raises ImportError where it has none of them."""
+    """Returns the first of ``names`` that ``owner`` has. Raises ImportError if it has none."""
     for name in names:
         found = getattr(owner, name, None)
         if found is not None:
@@ -104,8 +104,8 @@ node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def renumber(node: Any, number: int) -> None:
-    """Put a node elsewhere in that order: of those that are ready, a backward runs the one with the
-    highest number."""
+    """Changes the number of a node: of all ready nodes, a backward runs the node with the highest
+    number."""
     node._set_sequence_nr(number)
 
 
@@ -130,7 +130,7 @@ no_function_mode: Any = need("to compare states within a mode", torch._C, "Disab
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
-    """``function.apply`` in C++, without what torch and ``disttensor.patches`` put before it."""
+    """Returns ``function.apply`` in C++, without the wrappers of torch and our patches."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -174,8 +174,8 @@ def is_composite(func: Any) -> bool:
 
 
 def schemas_of(func: Any) -> list[Any]:
-    """The schemas of an operator of ``torch.ops``, of all overloads where none was chosen; none of
-    other functions."""
+    """Returns the schemas of an operator of ``torch.ops``; of all overloads if none is chosen; an
+    empty result for other functions."""
     names = func.overloads() if hasattr(func, "overloads") else ()
     overloads = [getattr(func, name) for name in names] or [func]
     return [one._schema for one in overloads if hasattr(one, "_schema")]
@@ -186,7 +186,7 @@ nn_functions: Any = need("for the rules of torch.nn.functional", torch._C, "_nn"
 
 
 def schemas_named(name: str) -> list[Any]:
-    """The schemas of torch's operator of this name, as its functions in Python take them."""
+    """Returns the schemas of torch's operator of this name, as used by its Python functions."""
     return [s for s in _schemas(f"aten::{name}") if not any(a.is_out for a in s.arguments)]
 
 
@@ -212,7 +212,7 @@ def carry(state: torch.Tensor, *values: int) -> None:
 
 
 def carried(state: torch.Tensor, count: int) -> tuple[tuple[int, ...] | None, bytes]:
-    """The ``count`` integers that ``carry`` wrote, or None, and the bytes of the state."""
+    """Returns the ``count`` integers that ``carry`` wrote, or None, and the bytes of the state."""
     words = _words_of(state)
     mark, halves = words[_FIRST : _FIRST + 4 : 2], words[_FIRST + 4 : _FIRST + 4 + 4 * count : 2]
     found = tuple([halves[i] | halves[i + 1] << 32 for i in range(0, 2 * count, 2)])
@@ -265,8 +265,8 @@ no_dispatch: Any = need("for stand-ins under any mode", torch._C, "_DisableTorch
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Tensors made in here are kept and used under any mode: none of the caller's applies to them.
-    No graph is made unless the code in here enables it."""
+    """A context without the modes of the caller, for tensors that are kept and used under any mode.
+    No graph is made inside unless the code enables it."""
     with no_function_mode(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -290,7 +290,7 @@ _FAKE = need("to see a FakeTensorMode", torch._C, "_TorchDispatchModeKey").FAKE
 
 
 def fakes() -> Any:
-    """The FakeTensorMode that new tensors are made in, without data; None: they are real."""
+    """Returns the FakeTensorMode in which new tensors are made; None if they are real."""
     return _mode_of(_FAKE)
 
 
@@ -298,8 +298,8 @@ _warns = need("to make fakes", torch._C, "_set_warn_deprecated_on_mutable_data_p
 
 
 def fake_like(like: FakeTensor, bare: torch.Tensor) -> FakeTensor:
-    """``bare``, of the meta device, as a FakeTensor of the mode and device of ``like``, which is an
-    unused one. Its constructor takes five times as long."""
+    """Converts ``bare``, a meta tensor, to a FakeTensor with the mode and device of ``like``, an
+    unused FakeTensor. The constructor would take five times as long."""
     fake: FakeTensor = make_subclass(
         FakeTensor, bare, dispatch_device=True, device_for_backend_keys=like.fake_device
     )
@@ -312,9 +312,9 @@ _modes = threading.local()
 
 
 def fake_mode() -> Any:
-    """Inside, functions run on tensors without data. One for each thread, made when it is first
-    needed: torch imports its compiler for it, which takes longer than to import all that is
-    ours."""
+    """A mode in which functions run on tensors without data. Each thread has one, made at the first
+    use, because torch imports its compiler for it, which takes longer than to import our
+    packages."""
     if not hasattr(_modes, "fake"):
         _modes.fake = FakeTensorMode(allow_non_fake_inputs=True)
     return _modes.fake
@@ -366,7 +366,7 @@ _backend: Any = need("to know how long a group waits", dist.ProcessGroup, "_get_
 
 
 def timeout_of(group: Any) -> Any:
-    """How long a collective of ``group`` waits; None where the backend does not say."""
+    """Returns the timeout of collectives of ``group``; None if the backend has none."""
     kind = "cuda" if "nccl" in str(c10d._world.pg_backend_config.get(group, "")) else "cpu"
     options = getattr(_backend(group, torch.device(kind)), "options", None)
     return getattr(options, "_timeout", None)
@@ -390,8 +390,8 @@ _naming = threading.Lock()
 
 @contextmanager
 def group_name(name: str) -> Iterator[None]:
-    """The process group that is made inside bears ``name``: for this moment torch's own function is
-    replaced. ``new_group`` takes no name."""
+    """A context in which a new process group gets ``name``. It replaces torch's function meanwhile,
+    because ``new_group`` has no argument for a name."""
     with _naming:
         usual = need("to name a group", c10d, "_process_group_name")
         c10d._process_group_name = lambda *_, **__: c10d.GroupName(name)
@@ -439,7 +439,7 @@ def process_groups_aside() -> Iterator[None]:
 
 
 def start_fake_world(rank: int, size: int) -> None:
-    """PyTorch's fake process group of ``size`` ranks, which brings nothing from one to another."""
+    """Starts PyTorch's fake process group of ``size`` ranks, which transfers no data."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=size)
 

@@ -16,7 +16,7 @@ OLDEST, NEWEST = (2, 12), (2, 15)  # the two ends of constraints-torch.txt
 
 
 def number(version: str) -> tuple[int, int] | None:
-    """The first two numbers of a version; None where it has no such form."""
+    """Returns the first two numbers of a version; None for another form."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else None
 

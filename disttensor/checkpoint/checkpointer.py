@@ -271,7 +271,7 @@ def _group(lane: str = "") -> Group:
 
 
 def _agree(what: str, group: Group, error: Exception | None, value: Any = None) -> list[Any]:
-    """Every rank's ``value``; the error of any rank is raised on all."""
+    """Returns the ``value`` of every rank; the error of any rank is raised on all."""
     kind = next((k for k in _KINDS if isinstance(error, k)), RuntimeError)
     mine = None if error is None else (_KINDS.index(kind) if kind in _KINDS else -1, str(error))
     everyone = objects.gather_objects((mine, value, what), group)
@@ -302,7 +302,7 @@ def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:
 
 
 def _specs(tensors: Tensors) -> str:
-    """Changes with whatever a plan depends on."""
+    """Returns a value that changes if the inputs of a plan change."""
     digest = hashlib.blake2b(digest_size=16)
     known: dict[Any, str] = {}
     for name, x in tensors.items():
@@ -315,7 +315,7 @@ def _specs(tensors: Tensors) -> str:
 
 
 def _digest(value: Any) -> str:
-    """Of the values in a tree."""
+    """Returns a digest of the values in a tree."""
     digest = hashlib.blake2b(digest_size=16)
 
     def add(x: Any) -> None:

@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 
 def complete(folder: Path) -> list[Saved]:
-    """Those in ``folder``, the newest last."""
+    """Returns the complete checkpoints in ``folder``, the newest last."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = [(match, name) for name in names if (match := _NAME.fullmatch(name))]
     return sorted(Saved(int(m[1]), int(m[2]), folder / name) for m, name in found)
@@ -54,7 +54,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(path: Path, step: int, sums: Sums) -> Path:
-    """Give a folder, all of whose files are on the disk, its name."""
+    """Gives a folder its final name. All its files are on the disk."""
     for name, (size, _) in sums.items():
         if not (path / name).is_file() or (path / name).stat().st_size != size:
             raise OSError(
@@ -72,7 +72,7 @@ def publish(path: Path, step: int, sums: Sums) -> Path:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest ``keep``: each loses its name first."""
+    """Removes all but the newest ``keep`` checkpoints: each is renamed first."""
     for saved in complete(folder)[: -keep if keep else 0]:
         doomed = saved.path.with_name(_REMOVING + saved.path.name)
         os.rename(saved.path, doomed)
@@ -80,7 +80,7 @@ def prune(folder: Path, keep: int | None) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Syncs the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -101,7 +101,7 @@ def _paths(files: Any) -> list[Path]:
 
 
 def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool) -> Any:
-    """name in the model -> parts in the files, one name for tied tensors. Raises ValueError."""
+    """Returns name in the model -> parts in the files, one name for tied tensors."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     parts: dict[str, list[Part]] = {}
     lost, used, known = dict[int, str](), set[str](), set[int]()
@@ -155,7 +155,7 @@ def _sources(where: Any, stored: dict[str, Stored]) -> list[Part] | None:
 
 
 def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn.Module], Any]:
-    """An ``init`` for the modules of which the files lack some tensor; the others are filled."""
+    """Returns an ``init`` for the modules with a tensor that the files lack."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     filled = {id(state[name]) for name in parts}
     lacking = {
@@ -178,7 +178,7 @@ def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn
 
 
 def _fill(x: Any, parts: list[Part]) -> None:
-    """The piece of this rank, part by part."""
+    """Reads the piece of this rank, part by part."""
     if isinstance(x, DistTensor):
         box = prepare_to_read(x)
         if box is None:

@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 
 def laid_out(path: Path, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Any:
-    """(what the file begins with, the tensors in it, its size). Wide elements come first, so that
+    """Returns (header of the file, its tensors, its size). Wide elements come first, so that
     all are aligned. Raises ValueError for a dtype that the format lacks."""
     begin, header, found = 0, {}, []
     for name, dtype, shape in sorted(tensors, key=lambda t: -t[1].itemsize):
@@ -68,7 +68,7 @@ def laid_out(path: Path, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """name -> what the file at ``path`` holds. Raises ValueError where it is none, or cut off."""
+    """Reads name -> tensor of the file at ``path``. Raises ValueError for an invalid file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -92,13 +92,13 @@ def stored_in(path: Path) -> dict[str, Stored]:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     array: Any = x.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def write_rows(file: Any, stored: Stored, first: int, rows: Tensor) -> None:
-    """``rows`` are ``x[first:]`` of the tensor, as many as there are."""
+    """Writes ``rows`` as the rows of the tensor that begin at ``first``."""
     if rows.numel():
         left = _bytes(rows.detach().cpu().contiguous())
         file.seek(stored.begin + first * stored.row)
@@ -107,7 +107,7 @@ def write_rows(file: Any, stored: Stored, first: int, rows: Tensor) -> None:
 
 
 def read_box(stored: Stored, box: Box, out: Tensor) -> None:
-    """Fill ``out`` with the elements of ``box``: straight from the file where they lie in one run,
+    """Fills ``out`` with the elements of ``box``: directly from the file if they are contiguous,
     else by way of a buffer."""
     if not stored.shape:
         stored, box, out = stored._replace(shape=(1,)), Box((0,), (1,)), out.reshape(1)

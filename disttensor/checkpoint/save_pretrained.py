@@ -72,7 +72,7 @@ def save_pretrained(
 
 
 def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
-    """name in the files -> tensor, tied ones under one name, that which transformers expects."""
+    """Returns name in the files -> tensor; tied tensors have the name of transformers."""
     aliases: dict[int, list[str]] = {}
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -117,7 +117,7 @@ def _size(limit: int | str) -> int:
 
 
 def _files(folder: Path, tensors: dict[str, Any], limit: int) -> list[Any]:
-    """``laid_out`` of each file, under the name that it has while it is written."""
+    """Returns ``laid_out`` of each file, by its temporary name."""
     groups: list[list[Any]] = [[]]
     filled = 0
     for name, x in tensors.items():
@@ -145,7 +145,7 @@ def _make(folder: Path, files: list[Any]) -> None:
 
 
 def _by_rows(spec: DistSpec) -> DistSpec:
-    """``spec`` where all axes of the mesh split dim 0: every rank has other rows, in one run."""
+    """Returns ``spec`` with dim 0 split by all axes of the mesh: contiguous rows."""
     axes = range(spec.mesh.ndim)
     kept = tuple(a for a in spec.layout.dims[0] if a not in {b for b, _ in spec.layout.own})
     rest = tuple(a for a in axes if a not in kept)
@@ -153,7 +153,7 @@ def _by_rows(spec: DistSpec) -> DistSpec:
 
 
 def _rows(x: Any) -> tuple[int, Any]:
-    """(first row, rows) of ``x`` that this rank writes; None for no rows. All ranks of its mesh
+    """Returns (first row, rows) of ``x`` that this rank writes, or None. All ranks of its mesh
     call it."""
     if not isinstance(x, DistTensor):
         return 0, x if world()[0] == 0 else None
@@ -191,7 +191,7 @@ def _write(inside: list[Stored], tensors: dict[str, Any]) -> Exception | None:
 
 
 def _together(run: Callable[[], Any], error: Exception | None = None) -> None:
-    """``run()`` on all ranks, and an OSError on all where one failed, or came with an ``error``."""
+    """Calls ``run()`` on all ranks. Raises OSError on all if one failed or has an ``error``."""
     try:
         if error is None:
             run()
@@ -204,7 +204,7 @@ def _together(run: Callable[[], Any], error: Exception | None = None) -> None:
 
 
 def _publish(model: nn.Module, folder: Path, files: list[Any]) -> None:
-    """The files get their names; what is left of an earlier model goes."""
+    """Gives the files their final names, and removes files of an earlier model."""
     weights: dict[str, str] = {}
     for _, inside, _ in files:
         path = inside[0].path

@@ -32,14 +32,14 @@ _SMALL = 64  # elements of a plain tensor that stays in the tree
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """id of a parameter -> its name in a checkpoint."""
+    """Returns id of a parameter -> its name in a checkpoint."""
     models = [(key, x) for key, x in objects.items() if isinstance(x, nn.Module)]
     return {id(p): f"{key}.{name}" for key, model in models for name, p in model.named_parameters()}
 
 
 def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any:
-    """The tree of one object; its tensors are added to ``tensors``. Raises TypeError for an object
-    that could not be filled again."""
+    """Returns the tree of one object, and adds its tensors to ``tensors``. Raises TypeError for
+    an object that cannot be loaded."""
     if isinstance(x, nn.Module):
         known: dict[int, str] = {}
         tied, state = {}, {}
@@ -95,7 +95,7 @@ def _name(p: Tensor, names: Mapping[int, str], key: str) -> str:
 
 
 def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
-    """``value`` with meta tensors in the place of those that ``tensors`` gets by their names."""
+    """Moves the tensors of ``value`` to ``tensors``, and puts meta tensors in their place."""
 
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):
@@ -123,8 +123,8 @@ def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
-    """The way back: each tensor becomes what ``target`` makes of it; where it is a meta tensor,
-    that will be read."""
+    """The inverse: replaces each tensor by the result of ``target``, which will be read if the
+    tensor is a meta tensor."""
 
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):

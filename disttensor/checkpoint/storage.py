@@ -74,7 +74,7 @@ class Staged(DefaultSavePlanner):
         self.copies: dict[Any, torch.Tensor] = {}
 
     def stage(self, plan: SavePlan, memory: dict[Any, torch.Tensor]) -> None:
-        """``memory``: of the save before this one, which is used again."""
+        """Copies the tensors. ``memory``: buffers of the previous save, which are used again."""
         for item in plan.items:
             data: Any = super().resolve_data(item).detach()
             old = memory.get(item.index)
@@ -185,8 +185,8 @@ class _View(io.RawIOBase):
 
 
 def reading(path: Path, tensors: dict[str, torch.Tensor]) -> Callable[[], Any]:
-    """Call it to fill ``tensors``: each rank reads what it holds. Raises for tensors that the
-    checkpoint does not have."""
+    """Returns a function that fills ``tensors``: each rank reads its pieces. Raises an error for
+    tensors that the checkpoint does not have."""
     reader = Reader(path)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     known = reader.read_metadata()

@@ -50,7 +50,7 @@ class SyncedFile(io.RawIOBase):
 
 
 def sum_of(path: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
+    """Returns (bytes, CRC-32) of a file."""
     crc = size = 0
     with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(_CHUNK))

@@ -34,7 +34,7 @@ _EMPTY: dict[str, Callable[[torch.dtype], Any]] = {
 
 
 def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
-    """entry of a batch -> where it goes; None -> where all of it goes."""
+    """Returns entry of a batch -> its placement; None -> the placement of all entries."""
     one_mesh = isinstance(mesh, (ProcessMesh, DeviceMesh))
     listed = {None: mesh} if one_mesh else _by_key("mesh", mesh)
     meshes: Any = {key: as_mesh("shard_loader: mesh", m) for key, m in listed.items()}
@@ -104,7 +104,7 @@ def _checked(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placem
 
 
 def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[int, int]:
-    """Of so many samples, the first and the one behind the last of this rank's piece."""
+    """Returns the first sample of this rank's piece, and the sample after its last."""
     own = [Shard(0) if isinstance(p, Partial) else p for p in placements]
     own = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in own]
     dims = layout_of(own, 1, mesh.ndim).dims

@@ -76,7 +76,7 @@ class ShardedLoader:
         self.resumed = False
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,13 +97,13 @@ class ShardedLoader:
         return _Epoch(self, batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: how many samples of this epoch were given, and what decides its order."""
+        """Returns the position: the number of samples of this epoch so far, and its order."""
         began = self.began or [generator.get_state() for generator in _generators(self.loader)]
         size = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else -1
         return {"samples": self.samples, "of": size, "generators": [g.clone() for g in began]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the samples that were given: on any mesh, with batches of any size. Raises
+        """Continues after the samples of the state: on any mesh, with batches of any size. Raises
         ValueError for the state of other data."""
         mine = self.state_dict()
         if (state["of"], len(state["generators"])) != (mine["of"], len(mine["generators"])):
@@ -181,7 +181,7 @@ class _Pieces:
         return self._pieces()
 
     def start(self) -> None:
-        """Let the sampler draw the order of the epoch, if it has not."""
+        """Makes the sampler draw the order of the epoch, if it has not yet."""
         if not self.given and not self.ahead:
             self.ahead.extend([batch for batch in [next(self.source, None)] if batch is not None])
 

@@ -36,10 +36,10 @@ class DispatchedTokens:
         self.owner: DistSpec | None = None  # of the first parameter: who has which expert
 
     def apply(self, fn: Callable[..., Tensor], *parameters: Any) -> DispatchedTokens:
-        """``fn(rows, counts, *parameters)`` on each rank, for its experts: rows [n, d] sorted by
-        expert, a plain tensor; counts, a list of how many each has; the parameters [experts, ...]
-        of these experts alone, plain. Gives [n, d]. A rank to which no token comes does not call
-        it. Returns self."""
+        """Sets the function of the experts: each rank calls ``fn(rows, counts, *parameters)``
+        with regular tensors. rows [n, d] are sorted by expert, counts is the list of their numbers
+        of rows, parameters are the slices [experts, ...] of this rank's experts. fn returns [n, d].
+        A rank without tokens does not call it. Returns self."""
         check_callable("DispatchedTokens.apply: fn", fn)
         for i, p in enumerate(parameters):
             check_type(f"DispatchedTokens.apply: parameter {i}", p, Tensor, "a tensor")

@@ -87,7 +87,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
 def _mixtures(
     model: nn.Module,
 ) -> Iterator[tuple[str, DispatchedTokens | None, ProcessMesh | None]]:
-    """(name, what was dispatched last, its mesh), on all ranks alike."""
+    """Returns (name, last dispatched tokens, mesh), the same on all ranks."""
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         forward = getattr(forward, "experts", forward)  # of a module that is computed again
@@ -123,7 +123,7 @@ def _counted(sent: DispatchedTokens | None) -> tuple[tuple[int, ...], tuple[int,
 
 
 def _ranges(owner: DistSpec | None, experts: int) -> list[tuple[int, int]]:
-    """The experts of each part."""
+    """Returns the range of experts of each part."""
     if owner is None or not owner.layout.dims[0]:
         return [(0, experts)]
     axes, mesh = owner.layout.dims[0], owner.mesh

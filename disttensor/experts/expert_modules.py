@@ -38,7 +38,7 @@ def _names(module: Any) -> list[str]:
 
 
 def attach(module: nn.Module) -> None:
-    """Give the experts in ``module`` the forward below."""
+    """Replaces the forward of the experts in ``module``."""
     for m in module.modules():
         if "forward" not in m.__dict__ and is_experts(m):
             ExpertsForward(m).put()

@@ -14,8 +14,8 @@ from disttensor.experts.proposal import Proposal
 
 
 def expert_tensors(model: nn.Module) -> dict[str, int]:
-    """name of each parameter [experts, ...] -> how many experts. They are the parameters of a
-    module that says ``num_experts``, or is called experts, and has matrices for each."""
+    """Returns name of each parameter [experts, ...] -> number of experts, for modules that have
+    ``num_experts``, or are called experts, and have matrices for each expert."""
     found = {}
     for name, module in model.named_modules():
         own = {key: p for key, p in module._parameters.items() if p is not None}
@@ -35,9 +35,9 @@ def experts(
     mesh_axis: int | str | Sequence[int | str],
     mesh: ProcessMesh | None = None,
 ) -> Proposal:
-    """Propose to split the experts of each mixture by their number over ``mesh_axis``: its number
-    or (with ``mesh``) its name, or a list of several, which together hold each expert once. The
-    plan names the parameters of experts alone; ``plan | other`` joins it to another one.
+    """Proposes to split the experts of each mixture by their number over ``mesh_axis``: its number
+    or (with ``mesh``) its name, or a list of axes, which together hold each expert once. The plan
+    names only the parameters of experts; ``plan | other`` joins it to another plan.
 
     Experts are the parameters [experts, ...] of a module with ``num_experts``, or called experts,
     that holds a matrix for each. Without ``mesh`` the axis is taken for the last one. Experts that

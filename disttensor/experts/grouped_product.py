@@ -24,7 +24,7 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int], turned:
 
 
 def _parts(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(group, first row, one past the last) of the groups that have rows."""
+    """Yields (group, first row, one past the last) of the groups that have rows."""
     ends = pairwise(accumulate(counts, initial=0))
     return [(g, start, stop) for g, (start, stop) in enumerate(ends) if stop > start]
 

@@ -18,8 +18,8 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Those of ``names`` that ``pattern`` means: itself, or else what it matches part by part as a
-    glob, in which ``*`` stands for one part or some of one."""
+    """Returns the ``names`` that match ``pattern``: the name itself, else the matches of a glob by
+    parts, in which ``*`` matches one part or some of it."""
     if pattern in names:
         return [pattern]
     want = pattern.split(".")
@@ -28,7 +28,7 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 
 
 def find_modules(root: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
-    """(name, module) for each module that ``pattern`` means; a ModuleList stands for its elements.
+    """Returns (name, module) for each match of ``pattern``; for a ModuleList, its elements.
     Raises ValueError, which begins with ``where``, if there is none."""
     modules = {name: module for name, module in root.named_modules() if name}
     found: list[tuple[str, nn.Module]] = []
@@ -59,11 +59,11 @@ def covers(pattern: str | re.Pattern[str], name: str, modules: Collection[str]) 
 
 
 def close_to(name: Any, names: Iterable[str], most: int = 3) -> list[str]:
-    """The names that somebody who wrote ``name`` may have meant, the likeliest first."""
+    """Returns names similar to ``name``, the likeliest first."""
     return get_close_matches(str(name), list(names), most, 0.5)
 
 
 def known(name: str, names: Collection[str], most: int = 8) -> str:
-    """``names`` for an error about an unknown ``name``: close ones first, then in their order."""
+    """Lists ``names`` for an error about an unknown ``name``: similar names first."""
     shown = list(dict.fromkeys([*close_to(name, names), *names]))[:most]
     return ", ".join(shown) + (", ..." if len(names) > most else "")

@@ -130,7 +130,7 @@ def _initializer(module: nn.Module) -> Any:
 def check_subclasses(
     who: str, module: nn.Module, chosen: Mapping[str, Sequence[Placement]]
 ) -> None:
-    """Raise ValueError for a tensor of a subclass with operators of its own that cannot stay whole:
+    """Raises ValueError for a tensor of a subclass with operators that cannot stay replicated:
     it requires grad, or ``chosen`` splits it."""
     for name, _, _, _, value in slots(module):
         if not has_own_operators(value):
@@ -149,7 +149,7 @@ def check_subclasses(
 
 
 def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
-    """Raise for a meta tensor in a module that cannot initialize it."""
+    """Raises ValueError for a meta tensor in a module that cannot initialize it."""
     for name, owner, _, _, value in slots(module):
         if isinstance(value, DistTensor) or not value.is_meta or mesh_of(value) is None:
             continue
@@ -166,7 +166,7 @@ def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> No
 
 
 def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """Submodules before what holds them: the order in which constructors initialize."""
+    """Yields submodules before their parents: the order in which constructors initialize."""
     seen = set() if seen is None else seen
     seen.add(module)
     for child in module.children():
@@ -197,7 +197,7 @@ def _choose(
     mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
     plan: Mapping[Any, Sequence[Placement]] | None,
 ) -> dict[str, Sequence[Placement]]:
-    """name of each tensor -> placements. Checks the whole plan."""
+    """Returns name of each tensor -> placements. Checks the whole plan."""
     everything = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -265,7 +265,7 @@ def _of_style(
 def _check_placements(
     pattern: Any, name: str, placements: Any, ndim: int, mesh: ProcessMesh
 ) -> None:
-    """Raise where these placements do not fit the tensor ``name``."""
+    """Raises ValueError if these placements do not fit the tensor ``name``."""
     try:
         layout = layout_of(placements, ndim, mesh.ndim)
         if layout.partial:

@@ -223,7 +223,7 @@ class _Proposer:
 
 
 def _linear(name: str, module: nn.Module) -> Linear | None:
-    """A Linear, or the Conv1D of GPT-2, which is one with its weight transposed."""
+    """Returns True for a Linear, or the Conv1D of GPT-2, a Linear with transposed weight."""
     if isinstance(module, nn.Linear):
         return Linear(name, module, 0, 1)
     if type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):
@@ -232,13 +232,13 @@ def _linear(name: str, module: nn.Module) -> Linear | None:
 
 
 def _number(module: nn.Module, *names: str) -> int | None:
-    """The first of these attributes that is a whole number."""
+    """Returns the first of these attributes that is a whole number."""
     found = (getattr(module, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), None)
 
 
 def _undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
-    """Why so many ranks cannot split the heads; "" if they can, or if no heads are known."""
+    """Returns why the ranks cannot split the heads; "" if they can, or if heads are unknown."""
     size = _number(
         module, "head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head"
     )

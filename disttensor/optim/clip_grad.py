@@ -33,8 +33,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Scale the gradients down so that their norm, taken over all parameters of all meshes, is at
-    most ``max_norm``.
+    """Scales the gradients so that their norm, over all parameters of all meshes, is at most
+    ``max_norm``.
 
     Every rank of the world makes the call, with the same parameters. Gives the norm before
     clipping, a plain tensor that is the same on all ranks, for one all-reduce of a few numbers over
@@ -77,8 +77,8 @@ def clip_grad_norm_(
 
 
 def by_mesh(params: Iterable[Tensor]) -> Shares:
-    """The parameters of each mesh, in the order of all; None: plain tensors. Those of a sub-mesh
-    are on its root, where they are replicated on the axes left out."""
+    """Returns the parameters of each mesh, in their order; None: regular tensors. Parameters of a
+    sub-mesh count to its root, and are replicated on the other axes."""
     shares: Shares = {}
     for p in params:
         shares.setdefault(p.spec.mesh.root if isinstance(p, DistTensor) else None, []).append(p)
@@ -92,7 +92,7 @@ def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
 
 
 def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
-    """The axes of ``mesh`` by which some of these parameters, or of their gradients, are split."""
+    """Returns the axes of ``mesh`` that split some of these parameters, or their gradients."""
     found: set[int] = set()
     for p in params:
         for x in (p, p.grad):
@@ -154,7 +154,7 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
 
 
 def _mark(meshes: Sequence[ProcessMesh]) -> int:
-    """A small number that says which meshes these are, on every rank the same."""
+    """Returns a small number that identifies these meshes, the same on every rank."""
     return zlib.crc32(repr([(m.ranks, m.shape) for m in meshes]).encode()) % 2**16
 
 
@@ -173,8 +173,8 @@ def _check_alike(alike: bool, meshes: Sequence[ProcessMesh]) -> None:
 def _mine(
     shares: Shares, group: collectives.Group | None
 ) -> tuple[list[Tensor], list[int], list[float]]:
-    """The pieces that this rank brings in, and the numbers of their parameters; for each mesh (has
-    a rank of it gradients, has one none)."""
+    """Returns the pieces that this rank contributes, and the numbers of their parameters; for each
+    mesh (some rank has gradients, some rank has none)."""
     pieces: list[Tensor] = []
     number: list[int] = []
     flags: list[float] = []
@@ -202,7 +202,7 @@ def _norms(
     pieces: Sequence[Tensor], number: Sequence[int], order: float, foreach: bool | None,
     device: torch.device,
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """The norms of the pieces that are not empty, taken in float32 at least; and whose each is."""
+    """Returns the norms of the nonempty pieces, in float32 or wider, and their parameters."""
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(pieces):
         if x.numel():
@@ -239,7 +239,7 @@ def _number(values: Tensor, number: Sequence[int], order: float, count: int) -> 
 
 
 def _total(numbers: Tensor, order: float) -> Tensor:
-    """The norm, from the numbers of all ranks."""
+    """Returns the norm, computed from the numbers of all ranks."""
     if order == 0:
         return (numbers != 0).sum()
     if not math.isinf(order):
@@ -249,8 +249,8 @@ def _total(numbers: Tensor, order: float) -> Tensor:
 
 
 def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
-    """The dtype of the norm; None where there are no gradients. Raises where some ranks of a mesh
-    have some."""
+    """Returns the dtype of the norm; None without gradients. Raises an error if only some ranks of
+    a mesh have gradients."""
     found: torch.dtype | None = None
     for i, (mesh, share) in enumerate(shares.items()):
         some, none = flags[2 * i : 2 * i + 2]

@@ -62,7 +62,7 @@ Unscale = Callable[..., dict[torch.device, Tensor]]
 
 
 def deciding_together(original: Unscale) -> Unscale:
-    """``GradScaler._unscale_grads_``: all methods look at the gradients of an optimizer by it."""
+    """Replaces ``GradScaler._unscale_grads_``, by which all methods read gradients."""
 
     @wraps(original)
     def _unscale_grads_(

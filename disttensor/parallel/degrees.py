@@ -29,7 +29,7 @@ class Degrees(NamedTuple):
 
     @property
     def busy(self) -> tuple[str, ...]:
-        """The axes of a stage that have more than one process."""
+        """Returns the axes of a stage that have more than one process."""
         return tuple(axis for axis in STAGE_AXES if getattr(self, axis) > 1)
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class GroupSpec(NamedTuple):
 
 
 def product_of(sizes: Mapping[str, int | None]) -> str:
-    """``dp=3 x tp=2``; what is None is left out."""
+    """Returns ``dp=3 x tp=2``, without degrees that are None."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
 
 
 def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Degrees:
-    """The degrees in a world of so many processes. Those given stay; of those left out, ``first``
-    and then the first of ``REST`` takes what is left, and the others are 1. Raises ValueError where
-    the world has no such factors.
+    """Returns the degrees in a world of this size. Given degrees are kept. Of the others, ``first``
+    or else the first of ``REST`` gets the remaining factor, and the rest are 1. Raises ValueError
+    if the world has no such factors.
 
     >>> infer({"tp": 2}, 8)
     Degrees(pp=1, dp=4, sharding=1, cp=1, tp=2)
@@ -70,7 +70,7 @@ def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Deg
 
 
 def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
-    """The error, with the nearest products that fit. ``rest``: the axis that takes what is left."""
+    """Returns the error, with the nearest products. ``rest``: the axis of the remaining factor."""
     needed = math.prod(sizes.values())
     near = sorted(_fitting(sizes, world, rest), key=lambda item: item[0])[:6]
     shown = ", ".join(product_of(choice) for _, choice in near)
@@ -86,7 +86,7 @@ def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
 def _fitting(
     sizes: Mapping[str, int], world: int, rest: str | None
 ) -> Iterator[tuple[tuple[int, float], dict[str, int]]]:
-    """((how many axes change, by how much), degrees that fit), without axes that stay 1."""
+    """Yields ((number of changed axes, size of the change), degrees) that fit the world."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     axes = [a for a in REST[::-1] if sizes.get(a, 1) > 1] or [a for a in REST[::-1] if a in sizes]
     for values in itertools.product(divisors, repeat=len(axes)):
@@ -110,13 +110,13 @@ def _fitting(
 
 
 def stage_ranks(degrees: Degrees, stage: int) -> range:
-    """The ranks of one stage: consecutive, as pp is the outermost axis."""
+    """Returns the ranks of one stage: consecutive, because pp is the outermost axis."""
     size = degrees.world // degrees.pp
     return range(stage * size, (stage + 1) * size)
 
 
 def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The ranks of a stage in groups that differ only on ``axes``, which vary major first."""
+    """Returns groups of ranks of a stage that differ only on ``axes``, major first."""
     sizes = [getattr(degrees, axis) for axis in STAGE_AXES]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     ways: list[list[int]] = [[], []]  # what the other axes add to a rank, and what ``axes`` add

@@ -27,8 +27,8 @@ KEYS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def strategy_fields(configs: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Strategy that ``configs`` say. Raises TypeError and ValueError for keys that
-    are not known, values of another type, and keys that contradict each other.
+    """Returns the fields of Strategy for ``configs``. Raises TypeError and ValueError for unknown
+    keys, values of another type, and keys that contradict each other.
 
     ``mp_degree`` and ``pp_degree`` are 1 unless given; ``sharding_degree`` is what the others
     leave; ``dp_degree`` is 1, and with ``hybrid_dp`` what the others leave.

@@ -164,8 +164,8 @@ class Strategy:
         return strategy
 
     def degrees(self, world: int | None = None) -> Degrees:
-        """The sizes of all axes in a world of so many processes; None: in this one, which is then
-        started.
+        """Returns the sizes of all axes in a world of this size; None: in the current world, which
+        is then started.
 
         >>> dt.Strategy(tp=4, pp=2).degrees(32)
         Degrees(pp=2, dp=4, sharding=1, cp=1, tp=4)
@@ -186,8 +186,8 @@ class Strategy:
         return [mesh[i] for i in range(mesh.shape[0])]
 
     def visits(self) -> list[ProcessMesh]:
-        """The mesh of each stage in the order in which ``schedule`` visits them, several times
-        where it does so: ``pipeline.run(step, batches, strategy.schedule,
+        """Returns the mesh of each stage in the order in which ``schedule`` visits them, with
+        repetitions: ``pipeline.run(step, batches, strategy.schedule,
         stages=strategy.visits())``.
 
         >>> dt.Strategy(schedule="zbv").visits()    # there and back, over one stage
@@ -208,7 +208,7 @@ class Strategy:
         return order
 
     def groups(self, world: int | None = None) -> list[GroupSpec]:
-        """The communicators that ``apply`` makes up front, on all ranks in one order.
+        """Returns the communicators that ``apply`` creates, on all ranks in one order.
 
         >>> dt.Strategy(tp=2).groups(world=4)[0]
         GroupSpec(ranks=(0, 2), axes=('dp',), lane='')
@@ -327,7 +327,7 @@ class Strategy:
         return model, rebind(optimizer, model, before)
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
-        """Around each micro-batch: replicas are summed after the last one of a step only."""
+        """A context for each micro-batch: replicas are summed only after the last one."""
         check_int("Strategy.accumulate: micro_batch", micro_batch, 0)
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
@@ -348,8 +348,8 @@ class Strategy:
             yield
 
     def scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A torch.amp.GradScaler by which the whole world decides on a step; all ranks make it. It
-        scales for "fp16" only: the script uses it in any case. ``options`` are torch's.
+        """Returns a torch.amp.GradScaler that skips the same steps on all ranks, which all call
+        this. It is enabled for "fp16" only, so a script can always use it. ``options`` are torch's.
 
         >>> dt.Strategy().scaler().is_enabled(), dt.Strategy(amp="fp16").scaler().is_enabled()
         (False, True)
@@ -362,7 +362,7 @@ class Strategy:
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
-    """Names of modules as a tuple."""
+    """Returns names of modules as a tuple."""
     names = check_sequence(f"Strategy: {field}", value, "a list of names of modules")
     for name in names:
         check_type(f"Strategy: {field}: entry", name, str, "the name of a module")
@@ -370,7 +370,7 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _on_stage(plan: Any, model: nn.Module) -> Any:
-    """The plan with placements by axis as lists."""
+    """Returns the plan with placements by axis converted to lists."""
     if not isinstance(plan, Mapping):
         return plan
     modules = {name for name, _ in model.named_modules()}

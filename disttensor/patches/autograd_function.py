@@ -25,7 +25,7 @@ _runners: Cache[Any, Callable[..., Any]] = Cache(256)
 
 
 def on_whole_locals(original: Any) -> Any:
-    """``Function.apply``, as the class holds it: a classmethod, in C since torch 2.14."""
+    """Wraps ``Function.apply`` in the form of the class dict: a classmethod, in C since 2.14."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)

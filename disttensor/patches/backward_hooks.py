@@ -40,7 +40,7 @@ class _Node:
 
 
 def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``BackwardHook._apply_on_tensors``; on a rank without the gradients no hook is called."""
+    """Wraps ``BackwardHook._apply_on_tensors``; ranks without the gradients call no hook."""
 
     def apply(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]

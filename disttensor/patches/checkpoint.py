@@ -25,8 +25,8 @@ Generator = Callable[..., Iterator[None]]
 
 
 def _saved(x: Any) -> tuple[Any, Callable[[Any], Any] | None]:
-    """(what torch is to keep of an input, what makes the input of it again). A leaf stays the
-    object that it is: it collects its gradients."""
+    """Returns (the value that torch keeps of an input, a function that restores the input). A leaf
+    is kept as the same object, because it collects its gradients."""
     if not isinstance(x, DistTensor):
         return x, None
     if x.local.is_leaf and x.local.requires_grad:

@@ -42,7 +42,7 @@ def over_all_meshes(original: Function) -> Function:
 
 
 def on_the_whole_world(original: Function) -> Function:
-    """``get_total_norm``: of tensors on one mesh it is known on all ranks only if all are in it."""
+    """Wraps ``get_total_norm``: all ranks need the norm, also ranks outside the tensors' mesh."""
 
     @wraps(original)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,15 +62,15 @@ def on_the_whole_world(original: Function) -> Function:
 
 
 def _on_root(t: Any) -> Any:
-    """Tensors of sub-meshes come together on the whole mesh, for nothing."""
+    """Reshards tensors of sub-meshes to the root mesh, without communication."""
     if not isinstance(t, DistTensor) or t.spec.on_root() is t.spec:
         return t
     return resharded(t.detach(), t.spec.on_root())
 
 
 def where_gradients_are(original: Function) -> Function:
-    """``clip_grad_value_``: torch raises where no parameter has a gradient, as on a rank whose
-    parameters all lie elsewhere."""
+    """Wraps ``clip_grad_value_``: torch raises an error if no parameter has a gradient, as on a
+    rank whose parameters all lie on other ranks."""
 
     @wraps(original)
     def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ _finder = _Finder()
 
 
 def once_imported(module: str, make: Callable[[Any], Undo]) -> Undo:
-    """``make(module)`` now, or as soon as somebody imports it; gives what takes that back."""
+    """Calls ``make(module)`` now, or when the module is imported. Returns a function to undo it."""
     if module in sys.modules:
         return make(sys.modules[module])
     if _finder not in sys.meta_path:

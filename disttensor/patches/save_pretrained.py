@@ -10,8 +10,8 @@ from disttensor.tensor.dist_tensor import DistTensor
 
 
 def refusing(original: Any) -> Any:
-    """It writes on rank 0 only, from the memory there. Refused on every rank that calls it, before
-    the folder is touched; what all ranks hold whole is written as ever."""
+    """Wraps ``save_pretrained``, which writes the memory of rank 0 only. Raises an error on every
+    rank that calls it, before the folder is touched. Replicated values are written as before."""
 
     @wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:

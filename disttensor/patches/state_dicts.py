@@ -49,7 +49,7 @@ def staged(x: DistTensor, copied: Any) -> DistTensor:
 
 
 def staging(original: Any) -> Any:
-    """torch's copy of one tensor to memory that it reuses."""
+    """Wraps torch's copy of one tensor to memory that it reuses."""
 
     def offload(self: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
         if not isinstance(x, DistTensor):
@@ -116,8 +116,8 @@ def known_everywhere(original: Any) -> Any:
 
 
 def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, list[int]]]:
-    """Meshes that are not the whole world, with the numbers of their parameters, in an order that
-    all ranks have."""
+    """Returns the meshes that are not the whole world, with the numbers of their parameters, in the
+    same order on all ranks."""
     found: dict[ProcessMesh, list[int]] = {}
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if isinstance(p, DistTensor) and objects.others(p.spec.mesh.root.ranks):

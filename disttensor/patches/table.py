@@ -72,7 +72,7 @@ def replaced(new: Callable[[Any], Any], *places: tuple[Any, str]) -> Callable[[s
 def replaced_in(
     module: str, new: Callable[[Any], Any], name: str, owner: str | None = None
 ) -> Callable[[str], Undo]:
-    """``replaced`` in a module of torch, or in its class ``owner``, once that is imported."""
+    """Returns ``replaced`` for a module, or its class ``owner``, applied when it is imported."""
 
     def make(what: str) -> Undo:
         def change(found: Any) -> Undo:
@@ -92,7 +92,7 @@ def entered(table: list[Any], item: Any) -> Callable[[str], Undo]:
 
 
 def together(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
-    """Several changes in one."""
+    """Joins several changes to one."""
 
     def make(what: str) -> Undo:
         undos = [one(what) for one in makes]
@@ -107,7 +107,7 @@ def together(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
 
 
 def tracing(name: str) -> Callable[[str], Undo]:
-    """It is known when the tracer of this name runs."""
+    """Returns a change that records when the tracer of this name runs."""
     owner, begin, end = transform_ends[name]
     return together(
         replaced(tracers.entering(name), (owner, begin)), replaced(tracers.leaving, (owner, end))
@@ -410,7 +410,7 @@ def _chosen(names: tuple[str, ...]) -> list[Change]:
 
 
 def install(*names: str) -> None:
-    """Make the changes of these names in ``TABLE``, or all, that are not made yet."""
+    """Makes the changes with these names in ``TABLE``, or all, that are not made yet."""
     for change in _chosen(names):
         if change.what not in _undo:
             _undo[change.what] = change.make(change.what)

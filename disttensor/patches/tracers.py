@@ -53,8 +53,8 @@ def _leave() -> None:
 
 
 def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """A call of a DistTensor while a tracer runs. vmap, grad and vjp see constants in it, whose
-    whole values are gathered: the result is plain, as what they follow is."""
+    """Runs a call on a DistTensor while a tracer runs. vmap, grad and vjp treat DistTensors as
+    constants: their values are gathered, and the result is a regular tensor."""
     names, kwargs = TRACERS.names, kwargs or {}
     if not names:  # of another thread
         return dispatch(cls, func, types, args, kwargs)
@@ -77,7 +77,7 @@ def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any =
 
 
 def entering(name: str) -> Function:
-    """Of a function with which this tracer begins."""
+    """Wraps a function with which this tracer begins."""
 
     def around(original: Function) -> Function:
         def enter(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def entering(name: str) -> Function:
 
 
 def leaving(original: Function) -> Function:
-    """Of the function with which a tracer ends."""
+    """Wraps the function with which a tracer ends."""
 
     def leave(*args: Any, **kwargs: Any) -> Any:
         _leave()
@@ -101,7 +101,7 @@ def leaving(original: Function) -> Function:
 
 
 def within(name: str) -> Function:
-    """Of a function that is this tracer."""
+    """Wraps a function that is this tracer."""
 
     def around(original: Function) -> Function:
         def trace(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def within(name: str) -> Function:
 
 
 def silent_on_ours(original: Function) -> Function:
-    """Of Dynamo's warnings, which are each given once."""
+    """Wraps Dynamo's warnings, each of which is given once."""
 
     def warn_once(msg: str, *args: Any, **kwargs: Any) -> Any:
         if "`disttensor.dispatch._native." in msg:
@@ -128,9 +128,9 @@ def silent_on_ours(original: Function) -> Function:
 
 
 def run_by_python(what: str) -> Undo:
-    """Dynamo leaves the frames of our packages as they are, and breaks its graphs there: compiled,
-    one closure of ours is taken for another, which has its code. It follows those that stand in
-    front of torch's functions, for plain tensors."""
+    """Makes Dynamo run the frames of our packages in Python, and break its graphs there. It would
+    confuse two closures that have the same code. It still traces wrappers of torch's functions,
+    for regular tensors."""
 
     def skip(rules: Any) -> Undo:
         rooms = [room.name for room in iter_modules([str(Path(__file__).parents[1])])]

@@ -13,7 +13,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 
 
 def refusing_in(place: int) -> Callable[[Any], Any]:
-    """A wrapper of the function whose argument number ``place`` is the module to be wrapped."""
+    """Wraps a function whose argument number ``place`` is a module: DistTensors raise an error."""
 
     def refusing(original: Any) -> Any:
         @wraps(original)
@@ -30,7 +30,7 @@ def refusing_in(place: int) -> Callable[[Any], Any]:
 
 
 def refusing_flex_attention(original: Any) -> Any:
-    """A wrapper of the check of flex_attention's query, key and value."""
+    """Wraps the check of flex_attention's query, key and value."""
 
     @wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
