@@ -59,8 +59,7 @@ def letters_of(input: Arg) -> tuple[int, ...]:
 
 
 def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **options: Any) -> Factors:
-    """Returns the factors of a call that only moves elements, with letters 0, 1, ...: any Partial
-    passes through."""
+    """Returns the factors of a movement of elements, with letters 0, 1, ...: any Partial passes."""
     known: dict[Letter, int] = dict(enumerate(input.shape))
     known.update(sizes or {})
     options.setdefault("moves", True)

@@ -9,7 +9,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch accumulates: float32 for half precision."""
+    """Returns the dtype in which torch accumulates: float32 for half precision."""
     return torch.float32 if dtype in HALVES else dtype
 
 

@@ -18,8 +18,7 @@ from ops.local import LocalCall
 
 
 def is_empty(call: LocalCall) -> bool:
-    """Returns True if this rank's piece of an argument or a result is empty along a dim whose
-    global size is not 0."""
+    """Returns True if a piece on this rank is empty along a dim whose global size is not 0."""
     pieces = (*call.inputs, *call.outputs)
     return any(s and not n for p in pieces for n, s in zip(p.local_shape, p.shape, strict=True))
 

@@ -136,14 +136,14 @@ class Factors:
     beside: Mapping[Letter, Axes] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> Factors:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)
 
     def shapes_for(self, sizes: Mapping[Letter, int]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the outputs where the letters have these sizes."""
+        """Returns the shapes of the outputs where the letters have these sizes."""
 
         def size(dim: Any) -> int:
             return math.prod([sizes[x] for x in dim]) if type(dim) is tuple else sizes[dim]
@@ -154,8 +154,8 @@ class Factors:
 
 
 def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:
-    """Letters of broadcasting: dim i from the right is one letter in every argument and result.
-    Size 1 broadcasts."""
+    """Returns the letters of broadcasting: dim i from the right is one letter in every argument and
+    result. Size 1 broadcasts."""
     ndim = max([len(a.shape) for a in args], default=0)
     sizes: dict[Letter, int] = dict.fromkeys(range(ndim), 1)
     numbered = [[*enumerate(a.shape, ndim - len(a.shape))] for a in args]
@@ -174,7 +174,8 @@ def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> 
 
 
 def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
-    """Factors from a pattern as ``"... m k, k n -> ... m n"`` and the arguments' shapes.
+    """Returns the factors from a pattern as ``"... m k, k n -> ... m n"`` and the arguments'
+    shapes.
 
     ``...`` stands for any leading dims, aligned at the right and broadcast; ``(a b)`` is a dim that
     merges two (give their sizes with ``sizes=``); ``1`` is a dim of size 1. Letters missing on the

@@ -36,7 +36,7 @@ def decide(
     tensors: Sequence[Arg],
     mesh_shape: Axes,
 ) -> tuple[Rule, Factors, Decision | None]:
-    """The rule of the call, its factors, and the decision (None: not in place as asked).
+    """Returns the rule of the call, its factors, and the decision (None: not in place as asked).
     ``tensors`` are the Args of the call in order. Raises NoRule."""
     rule = RULES.get(func)
     if rule is None:

@@ -12,7 +12,7 @@ from ops.propagation import splittable
 
 
 def notation(f: Factors) -> str:
-    """The letters of each tensor and result, then what is special about some of them.
+    """Returns the letters of each tensor and result, then what is special about some of them.
 
     ``_`` is a dim that stays whole (or has size 1 and broadcasts), ``(a b)`` one that merges two,
     ``[]`` a tensor without dims. ``k: sum``: split, it leaves a pending sum; ``whole``: never
@@ -55,7 +55,7 @@ def notation(f: Factors) -> str:
 
 
 def _names(f: Factors) -> dict[Letter, str]:
-    """A name for each letter: itself if it is one, else the next of the alphabet that is free."""
+    """Returns a name for each letter: itself if it is a name, else the next free letter."""
     found = dict.fromkeys(x for dims in (*f.inputs, *f.outputs) for x in _letters(dims))
     taken = {x for x in found if isinstance(x, str) and x.isalpha()}
     free = iter([x for x in ascii_letters if x not in taken] + [f"d{i}" for i in range(99)])

@@ -61,8 +61,9 @@ class Decision:
 def assign(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, fixed: bool = False
 ) -> Decision | None:
-    """The cheapest placements for the call. With ``fixed`` the targets of an in-place function keep
-    their layouts (the choice follows the first argument); None if the rule cannot do that."""
+    """Returns the cheapest placements for the call. With ``fixed`` the targets of an in-place
+    function keep their layouts (the choice follows the first argument); None if the rule cannot do
+    that."""
     if f.per_item:
         return _assign_items(f, args, mesh_shape, fixed)
     if not f.beside and all(lies_whole(arg.layout) for arg in args):
@@ -112,8 +113,8 @@ def _cheapest(
     f: Factors, args: Sequence[Arg], mesh_shape: Axes, majors: list[tuple[Letter, ...]],
     options: list[Sequence[Any]], pending: list[list[tuple[int, str]]], fixed: bool,
 ) -> Decision | None:  # fmt: skip
-    """The decision with the least traffic among all combinations of the axes' options; None if none
-    splits evenly what has to be."""
+    """Returns the decision with the least traffic among all combinations of the axes' options; None
+    if none splits evenly what has to be."""
     best: Decision | None = None
     least = math.inf
     firm = {0} if fixed else f.written
@@ -183,8 +184,8 @@ def _assign_items(
 
 
 def splittable(f: Factors) -> set[Letter]:
-    """Letters that an axis may split: in every output or reduced, not whole, never a minor part of
-    a dim."""
+    """Returns the letters that an axis may split: in every output or reduced, not whole, never a
+    minor part of a dim."""
     minor: set[Letter] = set()
     present: set[Letter] = set(f.reduced)
     for i, dims in enumerate(f.outputs):
@@ -239,8 +240,8 @@ def _options(
 
 
 def _flows(f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]) -> Iterator[Flow]:
-    """The ways for a reduction to flow: all arguments of a movement, or one of each term, stay
-    Partial, all with one reduction. Large ones first."""
+    """Returns the ways for a reduction to flow: all arguments of a movement, or one of each term,
+    stay Partial, all with one reduction. Large ones first."""
     ops = {op for _, op in pending}
     if len(ops) != 1:
         return

@@ -67,8 +67,8 @@ _DUNDERS = {
 
 
 def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function, bool]]:
-    """The functions of this name in the places (of an operator: the method) and their in-place
-    forms, each as (function, writes its first argument)."""
+    """Returns the functions of this name in the places (of an operator: the method) and their
+    in-place forms, each as (function, writes its first argument)."""
     operator = name.endswith("__")
     for place in [torch.Tensor] if operator else places:
         for other in (name,) if operator else (name, name + "_"):
@@ -79,7 +79,8 @@ def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function
 
 
 def variants(func: Function) -> Iterator[tuple[Function, bool]]:
-    """The same function under its other names: the method, the in-place forms, the operators.
+    """Returns the same function under its other names: the method, the in-place forms, the
+    operators.
 
     Gives (function, writes its first argument)."""
     name = getattr(func, "__name__", "")
@@ -94,9 +95,9 @@ def variants(func: Function) -> Iterator[tuple[Function, bool]]:
 
 
 def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
-    """Enter ``rule`` for the functions and (unless ``exact``) their other names. A function has one
-    rule: entering another for the same function raises ValueError; its other names never replace an
-    entry."""
+    """Enters ``rule`` for the functions and (unless ``exact``) their other names. A function has
+    one rule: entering another for the same function raises ValueError; its other names never
+    replace an entry."""
     for func in funcs:
         names = [*variants(func)]
         for found, inplace in names[:1] if exact else names:
@@ -121,7 +122,7 @@ def rule(
     sizes: str = "value",
     **options: Any,
 ) -> Any:
-    """Register a rule. Two forms:
+    """Registers a rule. Two forms:
 
     ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, terms=({0, 1},))``   letters suffice
     ``@rule(torch.softmax)`` over a function with torch's signature that gets an ``Arg`` for each

@@ -42,7 +42,7 @@ class Signature(NamedTuple):
     open: bool
 
     def named(self, word: str) -> str:
-        """The name of the argument that ``word`` gives."""
+        """Returns the name of the argument that ``word`` gives."""
         return word if word in self.names or word in self.words else _NUMPY.get(word, word)
 
     def tensor_at(self, at: int | str) -> bool:
@@ -63,7 +63,7 @@ class Signature(NamedTuple):
 
 @cache
 def signatures(func: Function) -> tuple[Signature, ...]:
-    """All ways to call ``func``; none where torch does not say."""
+    """Returns all ways to call ``func``; none where torch does not say."""
     name, inner = getattr(func, "__name__", ""), unwrap(func)
     if name.startswith("__") or not name:
         return ()
@@ -107,7 +107,7 @@ def _of_python(given: Sequence[Parameter], numbers: set[str]) -> Signature:
 
 
 def chosen(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature | None:
-    """The signature that such a call has."""
+    """Returns the signature that such a call has."""
     fitting: Iterator[Signature] = (s for s in signatures(func) if s.fits(len(args), [*kwargs]))
     return next(fitting, None)
 
@@ -115,8 +115,8 @@ def chosen(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Signa
 def by_position(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], reader: Function | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The call as a rule reads it: by position up to the first gap, the rest by torch's names, in
-    the order of its signature. ``reader``, the rule, may take options by name."""
+    """Returns the call as a rule reads it: by position up to the first gap, the rest by torch's
+    names, in the order of its signature. ``reader``, the rule, may take options by name."""
     read = list(args)
     said = chosen(func, args, kwargs) if kwargs else None
     if said is None:
@@ -131,7 +131,7 @@ def by_position(
 
 @cache
 def _places(reader: Function) -> int | None:
-    """How many arguments a rule takes by position, if it takes the others by name."""
+    """Returns how many arguments a rule takes by position, if it takes the others by name."""
     given = signature(reader).parameters.values()
     if all(p.kind is not Parameter.VAR_KEYWORD for p in given):
         return None
@@ -177,7 +177,7 @@ def _stays(value: Any) -> bool:
 
 
 def _index(value: Any) -> Any:
-    """The value itself, unless it has a slice that ends at a tensor."""
+    """Returns the value itself, unless it has a slice that ends at a tensor."""
     if isinstance(value, slice):
         ends = value.start, value.stop, value.step
         return slice(*map(_number, ends)) if collect(ends, []) else value

@@ -57,7 +57,7 @@ def returned(now: Axes, then: Axes, came: Iterable[int]) -> Axes:
 
 
 def received(shape: Axes, have: Layout, want: Layout, mesh_shape: Axes) -> float:
-    """Elements that one rank receives on the way from a layout to another."""
+    """Returns how many elements one rank receives in a reshard from one layout to another."""
     done = have.partial_axes - want.partial_axes
     joined = want.partial_axes - have.partial_axes
     pairs = [zeroed(h, w, joined) for h, w in zip(have.dims, want.dims, strict=True)]
@@ -92,5 +92,5 @@ def zeroed(now: Axes, then: Axes, joined: Container[int]) -> tuple[Axes, Axes]:
 
 
 def further(now: Axes, then: Axes, may: Callable[[int], bool]) -> Axes:
-    """The axes of a dim as far towards ``then`` as these may be added."""
+    """Returns the axes of a dim after adding as many of ``then`` as possible."""
     return now + tuple(takewhile(may, then[len(now) :])) if then[: len(now)] == now else now

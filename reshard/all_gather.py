@@ -17,8 +17,8 @@ from reshard.registry import Axes, Tensor, register, starts
 
 @cached(4096)
 def plan(src: DistSpec, dst: DistSpec, axes: Axes) -> tuple[PieceGrid, bool]:
-    """How pieces make the whole; and whether uneven ones only need to be joined, because just the
-    last ones are short."""
+    """Returns how pieces form the global tensor, and whether uneven pieces only need to be joined,
+    because only the last ones are short."""
     return piece_grid(src, dst, axes), len(axes) == 1 and src.layout.dim_of(axes[0]) == 0
 
 

@@ -16,7 +16,7 @@ def ring(src_bytes: int, dst_bytes: int, ranks: int) -> float:
 
 @cached(4096)
 def pending(spec: DistSpec, axes: Axes) -> str:
-    """The reduction that waits on ``axes`` (one and the same)."""
+    """Returns the reduction that is pending on ``axes``, the same on all of them."""
     return next(op for axis, op in spec.layout.partial if axis == axes[0])
 
 

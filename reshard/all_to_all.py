@@ -25,7 +25,7 @@ class Even(NamedTuple):
 
 @cached(4096)
 def even(src: DistSpec, dst: DistSpec, axes: Axes) -> Even | None:
-    """None where pieces differ in size, or several axes are not in mesh order on one dim."""
+    """Returns how even pieces are exchanged; None for uneven pieces or axes in another order."""
     i, j = src.layout.dim_of(axes[0]), dst.layout.dim_of(axes[0])
     assert i is not None and j is not None
     if src.layout.dims[i][-len(axes) :] != axes:

@@ -38,7 +38,7 @@ def _contiguous(spec: DistSpec, axes: Axes) -> DistSpec:
 
 @cached(256)
 def _order(size: int, parts: int, back: bool) -> Tensor:
-    """The rows of piece 0, of piece 1, ...; ``back``: where each row is among those."""
+    """Returns the rows of piece 0, of piece 1, ...; ``back``: the inverse permutation."""
     with outside_modes():
         device = torch.device("cpu")
         pieces = [dealt(size, i, parts) for i in range(parts)]
@@ -87,7 +87,7 @@ def pad(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 
 @register(Shard, Balanced, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
 def deal_out(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """The rows that other ranks are to hold go there, or what they are to hold of another dim."""
+    """Exchanges contiguous rows (or pieces of another dim) to balanced rows."""
     (axis,) = axes
     if _dim(src, axis) == _dim(dst, axis):
         return _exchanged(x, src, axis, to_balanced=True)
@@ -97,7 +97,7 @@ def deal_out(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 
 @register(Balanced, Shard, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
 def deal_back(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """The way back."""
+    """Exchanges balanced rows back."""
     (axis,) = axes
     if _dim(src, axis) == _dim(dst, axis):
         return _exchanged(x, src, axis, to_balanced=False)

@@ -96,8 +96,8 @@ def _empty(spec: DistSpec) -> Tensor:
 
 
 def fill(x: Tensor, place: Axes, plan: CrossMeshPlan) -> Tensor:
-    """Reductions made on arrival at ``place``: the first rank of an axis has the value, the others
-    what changes nothing. Of several axes the last is reduced first."""
+    """Makes pending values on arrival at ``place``: the first rank of an axis has the value, the
+    others the neutral element. Of several axes the last is reduced first."""
     for axis, op in plan.once:
         if place[axis]:
             x = torch.full_like(
@@ -135,12 +135,13 @@ def _across(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
 
 
 def cost(src: DistSpec, dst: DistSpec) -> float:
-    """Bytes that one rank sends in the chosen steps."""
+    """Returns the bytes that one rank sends in the chosen steps."""
     return float(sum(step.bytes for step in choose(src, dst)))
 
 
 def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
-    """This rank's local of ``dst``, from its local of ``src``. Collective wherever a step is.
+    """Returns this rank's local of ``dst``, from its local of ``src``. Collective wherever a step
+    is.
 
     Between two meshes it is called on every rank of the world. Not differentiable. ``local`` is
     never changed; the result may be ``local`` itself or a view of it where nothing is sent. On

@@ -42,12 +42,12 @@ class CrossMeshPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all messages together."""
+        """Returns the bytes of all messages."""
         return self.routing.elements * self.src.dtype.itemsize
 
     @property
     def most(self) -> int:
-        """Bytes that the rank which sends most sends."""
+        """Returns the bytes of the rank that sends most."""
         return max(self.routing.sent.values()) * self.src.dtype.itemsize
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class CrossMeshPlan:
 
 @cached(1024)
 def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
-    """The cheapest plan: fewest bytes on the wire, then fewest messages.
+    """Returns the cheapest plan: fewest bytes on the wire, then fewest messages.
 
     Raises ValueError for specs that do not fit, TypeError for a reduction that has no meaning.
     """
@@ -86,7 +86,7 @@ def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
 
 
 def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
-    """The reductions that can travel as they are: on equal meshes, and if order does not matter."""
+    """Returns the reductions that may be sent unreduced: on equal meshes, in any order."""
     layout = planner.essential(src)
     partial, own = layout.partial, layout.own
     if src.mesh.shape != dst.mesh.shape:
@@ -114,5 +114,5 @@ def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
 
 
 def _until(axes: Axes, stop: set[int]) -> Axes:
-    """The leading axes, up to the first that is in ``stop``."""
+    """Returns the leading axes, up to the first that is in ``stop``."""
     return tuple(itertools.takewhile(lambda a: a not in stop, axes))

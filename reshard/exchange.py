@@ -29,7 +29,7 @@ class Exchange:
 
 
 def concerned(src: tuple[DimAxes, ...], dst: tuple[DimAxes, ...]) -> Axes:
-    """The axes over which an exchange communicates: those behind the common major ones of a dim."""
+    """Returns the axes of an exchange: the axes after the common major axes of a dim."""
     axes: set[int] = set()
     for before, after in zip(src, dst, strict=True):
         same = common(before, after)
@@ -38,7 +38,7 @@ def concerned(src: tuple[DimAxes, ...], dst: tuple[DimAxes, ...]) -> Axes:
 
 
 def common(a: DimAxes, b: DimAxes) -> int:
-    """How many leading entries are equal."""
+    """Returns how many leading entries are equal."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
@@ -64,7 +64,7 @@ def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 def start_exchange(
     x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool
 ) -> Work[Tensor]:
-    """``exchange`` in the background."""
+    """Starts ``exchange`` in the background."""
     how = plan(src, dst, axes)
     pieces, out = _pieces(x, how), _kept(x, dst, how)
     if apart and sum(box is not None for box in how.sent) == 1:  # several are copied into one

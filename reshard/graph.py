@@ -43,7 +43,7 @@ class Edge(NamedTuple):
 
 
 def cheapest(start: Layout, goal: Layout, mesh: Axes, shape: Axes, itemsize: int) -> list[Edge]:
-    """The cheapest path, by Dijkstra. Raises LookupError where there is none."""
+    """Returns the cheapest path, by Dijkstra. Raises LookupError if there is none."""
     graph = Graph(goal, mesh, shape, itemsize)
     best: dict[Layout, float] = {start: 0.0}
     came: dict[Layout, tuple[Layout, Edge]] = {}
@@ -172,7 +172,7 @@ class Graph:
                 yield self.edge(before, Partial, (axis,), state, to, (before, op))
 
     def exchanges(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """To the goal at once, for all axes that no reduction holds up."""
+        """Yields one exchange to the goal for all axes without a pending reduction."""
         dims, left_out = state.dims, state.partial_axes | self.placements.keys()
         after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
         axes = concerned(dims, after)
@@ -182,7 +182,7 @@ class Graph:
             yield Edge("all_to_all", exchange, axes, price, to, extra=LATENCY + EXCHANGE)
 
     def users(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """Moves of placement types that are not ours: one axis at a time, through the registry."""
+        """Yields moves of users' placement types: one axis at a time, by the registry."""
         for axis in sorted(mine):
             left = _without(state.dims, axis)
             if left is None:
@@ -207,7 +207,7 @@ class Graph:
         return Edge(move.kind, move.fn, tuple(sorted(axes)), price, to, merge, extra)
 
     def numel(self, dims: Dims) -> int:
-        """Elements of the first rank's local: the largest."""
+        """Returns the elements of the first rank's local, the largest."""
         n = self.sizes.get(dims)
         if n is None:
             pieces = (first(s, axes, self.mesh) for s, axes in zip(self.shape, dims, strict=True))
@@ -215,13 +215,13 @@ class Graph:
         return n
 
     def appended(self, dims: Dims, axes: Axes) -> Dims:
-        """``axes`` on the dims where the goal has them, in the goal's order."""
+        """Returns the dims with ``axes`` appended where the goal has them, in its order."""
         pairs = zip(dims, self.dims, strict=True)
         return tuple((*now, *(a for a in then if a in axes)) for now, then in pairs)
 
 
 def placed(layout: Layout, axis: int, placement: Placement) -> Layout:
-    """``layout``, where ``axis`` is replicated, with a placement on it."""
+    """Returns ``layout`` with a placement on ``axis``, which was replicated."""
     dims, partial, own = layout.dims, layout.partial, layout.own
     if isinstance(placement, Shard):
         d = placement.dim % len(dims)
@@ -234,7 +234,7 @@ def placed(layout: Layout, axis: int, placement: Placement) -> Layout:
 
 
 def placement_at(layout: Layout, axis: int) -> Placement:
-    """Without the order of axes on one dim."""
+    """Returns the placement, without the order of axes on one dim."""
     for a, placement in layout.own:
         if a == axis:
             return placement
@@ -250,7 +250,7 @@ def _drop(entries: tuple[tuple[int, T], ...], axis: int) -> tuple[tuple[int, T],
 
 
 def _without(dims: Dims, axis: int) -> Dims | None:
-    """``dims`` with ``axis`` taken off; None where it is not the minor axis of its dim."""
+    """Returns ``dims`` without ``axis``; None if it is not the minor axis of its dim."""
     for d, axes in enumerate(dims):
         if axis in axes:
             return (*dims[:d], axes[:-1], *dims[d + 1 :]) if axes[-1] == axis else None
@@ -258,7 +258,7 @@ def _without(dims: Dims, axis: int) -> Dims | None:
 
 
 def _inner(axis: int, op: str, pending: Reductions) -> bool:
-    """Whether a reduction on ``axis`` can be made or done: none of another kind waits inside."""
+    """Returns True if no reduction of another kind is pending inside ``axis``."""
     return all(a < axis or REDUCTION_KIND[other] == REDUCTION_KIND[op] for a, other in pending)
 
 

@@ -32,7 +32,7 @@ class PieceGrid:
     boxes: tuple[Box, ...] = ()
 
     def join(self, pieces: Tensor, out: Tensor | None = None) -> Tensor:
-        """The whole, or that in ``out``, of padded pieces [ranks, padded]."""
+        """Joins padded pieces [ranks, padded] to the global tensor, or into ``out``."""
         assert self.whole is not None
         out = pieces.new_empty(self.shape) if out is None else out
         for piece, box in zip(pieces, self.boxes, strict=True):
@@ -41,7 +41,7 @@ class PieceGrid:
         return out
 
     def cut(self, whole: Tensor) -> Tensor:
-        """[ranks, padded] of the whole."""
+        """Splits the global tensor to [ranks, padded]."""
         assert self.whole is not None and self.padded is not None
         out = whole.new_zeros(len(self.boxes), self.padded)
         for piece, box in zip(out, self.boxes, strict=True):

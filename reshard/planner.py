@@ -45,13 +45,13 @@ class Step:
 
 
 def stay(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """Only mesh axes of size 1 differ, or the tensor has no elements: nothing to move."""
+    """Returns x, or an empty tensor: only mesh axes of size 1 differ, or there are no elements."""
     return x if x.shape == dst.local_shape else x.new_empty(dst.local_shape)
 
 
 @cached(4096)
 def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
-    """``reshard.choose`` within one mesh."""
+    """Implements ``reshard.choose`` within one mesh."""
     assert src.mesh is dst.mesh
     if src is dst:
         return ()
@@ -74,7 +74,7 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
 
 
 def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
-    """``reshard.run`` within one mesh."""
+    """Implements ``reshard.run`` within one mesh."""
     return local if src is dst else runner(src, dst)(local)
 
 
@@ -124,7 +124,7 @@ def background(
 
 
 def essential(spec: DistSpec) -> Layout:
-    """The layout without mesh axes of size 1, which mean nothing to the data."""
+    """Returns the layout without mesh axes of size 1, which do not change the data."""
     sizes, layout = spec.mesh.shape, spec.layout
     return Layout(
         tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims),
@@ -143,7 +143,7 @@ def name_of(spec: DistSpec, axes: Axes) -> str:
 
 
 def merged(path: list[Edge]) -> list[Edge]:
-    """Neighbouring local steps that one function can do at once, as one."""
+    """Merges adjacent local steps that one function can run at once."""
     out: list[Edge] = []
     for edge in path:
         before = out[-1] if out else None

@@ -69,7 +69,7 @@ class Routing:
 
     @property
     def elements(self) -> int:
-        """All that is sent."""
+        """Returns the number of elements that are sent."""
         return sum(self.sent.values())
 
     def of(self, rank: int) -> Routes:
@@ -112,7 +112,7 @@ def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
 
 @cached(1024)
 def between(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
-    """The messages from one mesh to another.
+    """Returns the messages from one mesh to another.
 
     ``src`` has reductions on the ``kept`` axes only, of both meshes: they travel unreduced, and
     what lies at i on such an axis goes to i on the same axis of the other mesh. Of the axes
@@ -137,14 +137,14 @@ def _keys(spec: DistSpec, kept: Axes, once: Axes) -> Iterator[tuple[int, Key]]:
 
 
 def _grid(boxes: set[Box]) -> list[list[tuple[int, int]]]:
-    """Of each dim the intervals (start, length) in order; none overlap. Every product of them is
-    one of the boxes."""
+    """Returns the intervals (start, length) of each dim in order, without overlap. Each product
+    of intervals is a box."""
     dims = zip(*(zip(*box, strict=True) for box in boxes), strict=True)
     return [sorted(set(intervals)) for intervals in dims]
 
 
 def _overlapping(grid: list[list[tuple[int, int]]], target: Box) -> Iterator[Box]:
-    """The boxes of the grid that have elements in ``target``, in order."""
+    """Returns the boxes of the grid that have elements in ``target``, in order."""
     hits = []
     for intervals, start, size in zip(grid, *target, strict=True):
         first = bisect_right(intervals, start, key=sum)  # ends after start

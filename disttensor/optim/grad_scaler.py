@@ -68,8 +68,8 @@ def deciding_together(original: Unscale) -> Unscale:
     def _unscale_grads_(
         self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """device -> 1.0 where any rank of any mesh has found an infinite gradient, else 0.0. Every
-        rank of the world calls this, those without a gradient too."""
+        """Returns device -> 1.0 if any rank of any mesh has an infinite gradient, else 0.0. Every
+        rank of the world calls this, also ranks without a gradient."""
         listed = (p for group in optimizer.param_groups for p in group["params"])
         params = list({id(p): p for p in listed}.values())
         check_fresh(params, f"GradScaler with {type(optimizer).__name__}")

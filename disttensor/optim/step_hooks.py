@@ -16,10 +16,10 @@ from disttensor.tensor.grad_sync import sync_gradients
 
 
 def check_fresh(params: Iterable[Any], who: str) -> None:
-    """Raise RuntimeError where a module holds other tensors by now in place of some of ``params``.
+    """Raises RuntimeError if a module has replaced some of ``params`` by other tensors.
 
-    Whatever replaces a parameter of a module writes into its attribute ``_replaced`` what has
-    become of it.
+    Code that replaces a parameter of a module describes the replacement in its attribute
+    ``_replaced``.
     """
     marks = [getattr(p, "_replaced", None) for p in params]  # torch.compile traces this
     stale = [what for what in marks if what]

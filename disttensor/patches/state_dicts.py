@@ -23,10 +23,10 @@ from disttensor.tensor.values import broadcast_value
 
 
 def iterating(original: Any) -> Any:
-    """torch's walk over a state dict, which asks this function for each of its values.
+    """Wraps torch's iteration over a state dict, which calls this function for each value.
 
-    Where it gathers DTensors, a DistTensor becomes a plain whole tensor, on every rank of the
-    world. Where it makes new tensors, one for the local is made.
+    If it gathers DTensors, a DistTensor becomes a full regular tensor, on every rank of the
+    world. If it makes new tensors, it makes a tensor for the local.
     """
 
     def iterate(x: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:

@@ -417,7 +417,7 @@ def install(*names: str) -> None:
 
 
 def uninstall(*names: str) -> None:
-    """Take back the changes of these names, or all: every attribute of torch is what it was.
+    """Reverts the changes with these names, or all: torch gets its old attributes back.
 
     DistTensors are not safe without them: gradients may be lost or incomplete.
     """

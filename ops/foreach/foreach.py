@@ -35,7 +35,7 @@ NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
 
 
 def lists_of(args: Sequence[Any]) -> tuple[list[Sequence[Arg]], list[Arg]]:
-    """The lists of tensors among the arguments, and the tensors that are shared."""
+    """Returns the lists of tensors among the arguments, and the tensors that are shared."""
     lists: list[Sequence[Arg]] = []
     shared: list[Arg] = []
     for a in args:
@@ -89,7 +89,7 @@ def grouped(
 
 
 def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
-    """The rule of one pointwise function on lists."""
+    """Returns the rule of one pointwise function on lists."""
     terms_of = LINEAR.get(name, lambda n: ())
     copies = name in ("clone", "zero")
 

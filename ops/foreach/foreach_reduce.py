@@ -25,7 +25,7 @@ Groups = dict[Axes, list[int]]
 
 
 def each_to_number(tensors: Sequence[Arg], local: Callable[[Any], Local]) -> Factors:
-    """Factors of a reduction of every tensor over all its dims; ``local`` brings pieces
+    """Returns the factors of a reduction of every tensor over all its dims; ``local`` brings pieces
     together."""
 
     def one(members: Sequence[Arg]) -> Factors:
@@ -37,7 +37,7 @@ def each_to_number(tensors: Sequence[Arg], local: Callable[[Any], Local]) -> Fac
 
 
 def by_axes(call: Any) -> Groups:
-    """Numbers of the tensors that are split, by the axes that split them."""
+    """Returns numbers of the tensors that are split, by the axes that split them."""
     groups: Groups = {}
     for i, piece in enumerate(call.inputs):
         axes = tuple(sorted(piece.layout.sharded))
@@ -47,7 +47,7 @@ def by_axes(call: Any) -> Groups:
 
 
 def together(call: Any, values: Sequence[Tensor], op: str, groups: Groups) -> list[Tensor]:
-    """The values of split tensors, reduced over their axes."""
+    """Returns the values of split tensors, reduced over their axes."""
     out = list(values)
     for axes, members in groups.items():
         for dtype in dict.fromkeys(values[i].dtype for i in members):
@@ -77,7 +77,7 @@ def foreach_norm(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> Fac
 
 
 def norms(call: Any) -> Local:
-    """Norms of the pieces to the power of the order, added up, and its root."""
+    """Returns norms of the pieces to the power of the order, added up, and its root."""
     groups = by_axes(call)
     split = [i for members in groups.values() for i in members]
 
@@ -126,7 +126,7 @@ def refuse_nothing(tensors: Sequence[Arg]) -> None:
 
 
 def extreme_sizes(call: Any) -> Local:
-    """The largest or smallest absolute value of each tensor."""
+    """Returns the largest or smallest absolute value of each tensor."""
     groups = by_axes(call)
 
     def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ def foreach_max(input: Sequence[Arg]) -> Factors:
 def extremes(
     call: Any, tensors: Sequence[Tensor], largest: bool, groups: Groups
 ) -> tuple[Tensor, ...]:
-    """The largest (smallest) element of each tensor, of which each rank has a piece."""
+    """Returns the largest (smallest) element of each tensor, of which each rank has a piece."""
     op = "max" if largest else "min"
     found = together(call, [extreme(x.detach(), largest) for x in tensors], op, groups)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):

@@ -27,7 +27,8 @@ WRITTEN: dict[Function, tuple[int, ...]] = {
 
 
 def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
-    """The rule of a fused optimizer function: parameter, state and, read only, the gradient."""
+    """Returns the rule of a fused optimizer function: parameter, state and, read only, the
+    gradient."""
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         if any(isinstance(a, (list, tuple)) for a in kwargs.values()):

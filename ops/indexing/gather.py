@@ -98,7 +98,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
 
 
 def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
-    """Factors of gather and take_along_dim (which broadcasts)."""
+    """Returns the factors of gather and take_along_dim (which broadcasts)."""
     at = front(dim, input.ndim)
     mine: list[Letter] = []
     theirs: list[Letter] = []

@@ -40,7 +40,7 @@ class Indexed:
 
 
 def entries(input: Arg, index: Any) -> list[Any]:
-    """The index as a list with one entry for each dim (and None for new ones), no Ellipsis."""
+    """Returns the index as a list with an entry for each dim (None: a new dim), no Ellipsis."""
     items = list(index) if isinstance(index, tuple) else [index]
     for item in items:
         if isinstance(item, bool) or not (
@@ -135,7 +135,7 @@ def _place(got: Indexed, advanced: Sequence[Arg], places: Sequence[int]) -> None
 
 
 def _letters_of_indices(got: Indexed) -> list[tuple[Letter, ...]]:
-    """Letters of each index tensor of the call."""
+    """Returns the letters of each index tensor of the call."""
     out: list[tuple[Letter, ...]] = []
     for t in got.tensors:
         sizes = got.index.sizes if got.index is not None and t.ndim else {}
@@ -169,7 +169,7 @@ def getitem(input: Arg, index: Any) -> Factors:
 
 
 def _value_letters(value: Arg, out: Sequence[tuple[Letter, int]]) -> tuple[Letter, ...]:
-    """Letters of a value that is broadcast to the dims ``out``; it may have more dims of size 1."""
+    """Returns the letters of a value that is broadcast to ``out``, and may have dims of size 1."""
     letters: list[Letter] = []
     for i, size in enumerate(value.shape):
         d = len(out) - value.ndim + i
@@ -186,7 +186,7 @@ def _value_letters(value: Arg, out: Sequence[tuple[Letter, int]]) -> tuple[Lette
 
 
 def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
-    """Factors of writing ``value`` at ``index``: as getitem, and the value follows the target."""
+    """Returns the factors of writing ``value`` at ``index``; the value follows the target."""
     got = read_index(input, index)
     dims = letters_of(input)
     if got.mask is not None:

@@ -79,7 +79,7 @@ def scatter_reduce(
 def along_index(
     input: Arg, dim: int, index: Arg, source: Any, terms: Terms, adds: bool = False
 ) -> Factors:
-    """Factors of writing rows numbered by a vector."""
+    """Returns the factors of writing rows numbered by a vector."""
     solid = isinstance(source, Arg) and source.ndim == input.ndim
     if isinstance(source, Arg) and not solid and source.ndim:
         raise NoRule("a source with other dims")

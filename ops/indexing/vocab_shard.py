@@ -39,8 +39,8 @@ class Owned:
         return (index - self.offset).masked_fill(others, 0), others
 
     def gather(self, input: Tensor, dim: int, here: Tensor, index: Tensor) -> Tensor:
-        """The elements ``here`` of the piece along ``dim``. Raises for a number of ``index`` that
-        no rank owns, as one process does."""
+        """Returns the elements ``here`` of the piece along ``dim``. Raises for a number of
+        ``index`` that no rank owns, as one process does."""
         try:
             return self.rows(input, dim).gather(dim, here)
         except RuntimeError:
@@ -53,7 +53,8 @@ class Owned:
             ) from None
 
     def rows(self, input: Tensor, dim: int = 0) -> Tensor:
-        """The piece, never empty: a row of zeros, in the graph, where this rank owns nothing."""
+        """Returns the piece, never empty: a row of zeros, in the graph, where this rank owns
+        nothing."""
         if self.size:
             return input
         # not cat: it leaves vectors of length 0 out of the graph

@@ -68,8 +68,7 @@ def addmm(call: LocalCall, func: Any) -> Any:
 
 
 def apart(call: LocalCall, input: int) -> bool:
-    """Returns True if the gradient of the argument ``input`` may be a sum over ranks that is large
-    enough to be worth splitting."""
+    """Returns True if the gradient of argument ``input`` may be a large sum over ranks."""
     most = math.prod(call.inputs[input].shape) * 2 * torch.float64.itemsize
     return bool(call.axes("n")) and most >= WORTH
 

@@ -55,7 +55,7 @@ def _solves(tensors: list[Arg]) -> list[int]:
 
 
 def _with_vector(tensors: list[Arg]) -> list[int]:
-    """The second is a vector for each matrix: pivots, factors of reflections."""
+    """Returns the cores of a matrix and a vector each: pivots, factors of reflections."""
     return [2, 1, 2][: len(tensors)]
 
 

@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
 
 
 def with_whole_keys(call: LocalCall, dropout_p: float, is_causal: bool) -> Local:
-    """The local function of a call in which a rank has all keys for its queries."""
+    """Returns the local function of a call in which a rank has all keys for its queries."""
     return (with_dropout if dropout_p else causal if is_causal else zeros_if_empty)(call)
 
 

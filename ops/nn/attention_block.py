@@ -55,8 +55,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     hidden: Hidden, of_mask: bool,
 ) -> Grads:  # fmt: skip
-    """Returns the gradients of q, k, v, and of the mask if requested. ``out`` and ``lse`` belong to
-    all keys."""
+    """Returns gradients of q, k, v (and the mask if asked). ``out`` and ``lse`` are of all keys."""
     if _flash(q, v, hidden) and not of_mask:
         seen = lse.masked_fill(lse == -math.inf, 0.0)
         mask = _added(hidden.mask, q.dtype)

@@ -38,7 +38,7 @@ class attention_policy(Setting, allowed=POLICIES, default="auto"):
 
 
 def setting(layouts: Collection[Layout]) -> Callable[[], str] | None:
-    """The policy, where it has a say: some sequence is split."""
+    """Returns the policy if a sequence is split, else None."""
     return (
         attention_policy.current if any(len(x.dims) > 1 and x.dims[-2] for x in layouts) else None
     )
@@ -82,7 +82,7 @@ class Choice(NamedTuple):
 
 
 def choose(sizes: Sizes, possible: Collection[str]) -> Choice:
-    """The way under "auto", of those that are possible for the call."""
+    """Returns the way that "auto" chooses from the possible ways."""
     least = min(map(sizes.kept, possible))
     fit = [way for way in possible if sizes.kept(way) <= max(KEPT, least)]
     best = min(fit, key=lambda way: (sizes.sent(way), sizes.kept(way)))

@@ -97,8 +97,8 @@ def _check(name: str, n: int, input: Arg, weight: Arg) -> None:
 
 
 def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequence[int]) -> Any:
-    """The convolution of a piece: for each dim that is split it fetches, pads, and runs without
-    padding."""
+    """Returns the convolution of a piece: for each dim that is split it fetches, pads, and runs
+    without padding."""
     parts = call.count(call.axes("g"))
     halos = [halo(call, i - n, call.axes(f"in{i}"), windows[i]) for i in split]
     pads = [w.before for w in windows]
@@ -128,7 +128,7 @@ def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequen
 
 
 def _on_pieces(call: LocalCall, n: int) -> Any:
-    """The convolution with the groups that this rank has."""
+    """Returns the convolution with the groups that this rank has."""
     parts = call.count(call.axes("g"))
     if is_empty(call):
         return bias_if_empty(call, bias_dim=-n - 1)

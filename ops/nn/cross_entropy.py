@@ -158,7 +158,7 @@ def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 
 def _largest(o: Options, x: Tensor) -> Tensor:
-    """The largest logit of each row over all ranks, without a gradient."""
+    """Returns the largest logit of each row over all ranks, without a gradient."""
     shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
     mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
     largest = o.collectives.all_reduce(mine, "max", o.class_axes)
@@ -166,12 +166,12 @@ def _largest(o: Options, x: Tensor) -> Tensor:
 
 
 def _sums(o: Options, parts: list[Tensor]) -> tuple[Tensor, ...]:
-    """The parts, each summed over all ranks, in one collective."""
+    """Returns the parts, each summed over all ranks, in one collective."""
     return tuple(o.collectives.psum(torch.stack(parts), o.class_axes).unbind(0))
 
 
 def _along(o: Options, x: Tensor, weight: Tensor | None) -> Tensor | None:
-    """The class weights, shaped to multiply logits."""
+    """Returns the class weights, shaped to multiply logits."""
     return (
         None if weight is None else weight.reshape(-1, *(1,) * (x.ndim - o.classes - 1)).to(x.dtype)
     )
@@ -185,7 +185,7 @@ def _losses(
     ignore_index: int,
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and weight of each target from this rank's classes: log sum exp - logit, smoothed."""
+    """Returns loss (log sum exp - logit, smoothed) and weight of targets, on this rank."""
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
     here, others = o.owned.find(index)
@@ -218,7 +218,7 @@ def _losses(
 def _dense_losses(
     o: Options, x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Loss of each row for probabilities: the sum over classes of w t (log sum exp - x)."""
+    """Returns the loss of rows for probabilities: the sum over classes of w t (log sum exp - x)."""
     t = target.to(x.dtype)
     if smoothing:
         t = t * (1 - smoothing) + smoothing / o.owned.total

@@ -123,7 +123,7 @@ def _local(num_experts: int, both: Axes, call: LocalCall) -> Callable[..., Tenso
 
 
 def _member(call: LocalCall, axes: Axes, number: int) -> Axes:
-    """The coordinate of a member of this rank's group over the axes (major first)."""
+    """Returns the coordinate of a member of this rank's group over the axes (major first)."""
     at = list(call.coordinate)
     for a in reversed(axes):
         number, at[a] = divmod(number, call.mesh_shape[a])

@@ -30,24 +30,24 @@ class Window:
     after: int
 
     def reads(self, start: int, length: int) -> Range:
-        """Returns the inputs that outputs ``start`` to ``start + length`` read, including padding
-        zeros."""
+        """Returns the inputs that outputs ``start`` to ``start + length`` read, with padding."""
         if not length:
             return (0, 0)
         first = start * self.stride - self.before
         return first, first + (length - 1) * self.stride + self.reach
 
     def within(self, reads: Range) -> Range:
-        """The positions of ``reads`` that there are."""
+        """Returns the positions of ``reads`` inside the input."""
         return min(max(reads[0], 0), self.size), min(max(reads[1], 0), self.size)
 
     def padding(self, reads: Range) -> tuple[int, int]:
-        """How many zeros ``reads`` has before and after the positions that there are."""
+        """Returns how many zeros ``reads`` has before and after the positions inside the input."""
         start, stop = reads
         return max(0, min(stop, 0) - start), max(0, stop - max(start, self.size))
 
     def lacking(self, parts: int) -> float:
-        """The largest share of the input that a rank has to fetch when it is cut into ``parts``."""
+        """Returns the largest share of the input that a rank has to fetch when it is cut into
+        ``parts``."""
         most = 0
         for i in range(parts):
             start, stop = self.within(self.reads(*chunk(self.made, parts, i)))
@@ -59,8 +59,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """How this rank extends its piece of an input dim: it fetches elements of other ranks, and adds
-    ``zeros`` before and after."""
+    """How this rank extends its piece of a dim: by elements of other ranks, then by ``zeros``."""
 
     fetch: Callable[[Any], Any]
     zeros: tuple[int, int]
@@ -79,7 +78,8 @@ def ranges_of(call: LocalCall, size: int, axes: Axes) -> tuple[Range, ...]:
 
 
 def halo(call: LocalCall, dim: int, axes: Axes, window: Window) -> Halo:
-    """The plan for ``dim`` (of the first input and the first result) that ``axes`` split."""
+    """Returns the plan for ``dim`` (of the first input and the first result) that ``axes``
+    split."""
     have = ranges_of(call, window.size, axes)
     reads = [window.reads(a, b - a) for a, b in ranges_of(call, window.made, axes)]
     want = tuple(window.within(r) for r in reads)

@@ -34,7 +34,7 @@ def modern(words: dict[str, Any]) -> str:
 
 
 def total(losses: Tensor, divisor: Any = 1) -> Tensor:
-    """Sum of the losses over a divisor; half precision is summed in single."""
+    """Returns the sum of the losses over a divisor; half precision is summed in single."""
     if losses.dtype in HALVES:
         return (losses.sum(dtype=torch.float32) / divisor).to(losses.dtype)
     return losses.sum() if type(divisor) is int and divisor == 1 else losses.sum() / divisor
@@ -62,7 +62,7 @@ def lossy(f: Factors, reduction: str, count: int) -> Factors:
 
 
 def elementwise(tensors: list[Any], words: dict[str, Any]) -> Factors:
-    """Factors of a loss with one value for each element of the broadcast tensors."""
+    """Returns the factors of a loss with one value for each element of the broadcast tensors."""
     if not all(isinstance(t, Arg) for t in tensors):
         raise NoRule("options by position")
     reduction = modern(words)
@@ -128,7 +128,7 @@ def ctc_loss(
 
 
 def _ctc_local(call: Any) -> Callable[..., Tensor]:
-    """The losses of this rank's sequences; an empty piece is given one, which is cut off again."""
+    """Returns the losses of this rank's sequences; an empty piece is padded with a sequence."""
     if not call.split:
         return call.func
     (_, start, _), (_, count, _) = call.inputs[0].local_box
@@ -161,7 +161,7 @@ def _ctc_local(call: Any) -> Callable[..., Tensor]:
 
 
 def rowwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
-    """Factors of a loss with one value for each row: rows pass through, a row is whole."""
+    """Returns the factors of a loss with one value per row: rows pass through, a row is whole."""
     reduction = modern(words)
     rows = tensors[0].shape[0] if tensors[0].ndim else 1
     if any(t.ndim not in (1, 2) or t.shape[0] != rows for t in tensors) or tensors[0].ndim != 2:

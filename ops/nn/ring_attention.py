@@ -54,8 +54,8 @@ def _pairs(ring: Ring, factor: Factor, mask: Tensor | None, block: int) -> Itera
 
 
 def _shown(mask: Tensor, pair: Pair) -> Pair | None:
-    """The rows and keys of a pair from the first to the last that the mask shows; None: it hides
-    all. Each rank finds its own: what it sends does not depend on it."""
+    """Returns the rows and keys of a pair from the first to the last that the mask shows; None: it
+    hides all. Each rank finds its own: what it sends does not depend on it."""
     part = mask[_at(mask, pair)]
     part = (part if part.dtype == torch.bool else part != -math.inf).flatten(0, -3).any(0)
     if not part.any():
@@ -145,7 +145,7 @@ def _along(part: slice) -> tuple[slice, ...]:
 
 
 def _at(mask: Tensor, pair: Pair) -> tuple[Any, ...]:
-    """Where a mask has the rows and keys of a pair."""
+    """Returns where a mask has the rows and keys of a pair."""
     rows = pair.rows if mask.shape[-2] > 1 else slice(None)
     return ..., rows, slice(*pair.key) if mask.shape[-1] > 1 else slice(None)
 
@@ -164,12 +164,12 @@ def _arrived(ring: Ring, step: int, back: Any, own: Tensor, sums: Tensor) -> tup
 
 
 def _row(k: Tensor, v: Tensor) -> int:
-    """Elements of k and v for one key."""
+    """Returns how many elements of k and v one key has."""
     return k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1])
 
 
 def _unpacked(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of a block, which lie one after the other."""
+    """Returns the keys and values of a block, which lie one after the other."""
     lead, length = k.shape[:2], flat.numel() // max(1, _row(k, v))
     n = lead.numel() * length * k.shape[-1]
     return flat[:n].view(*lead, length, k.shape[-1]), flat[n:].view(*lead, length, v.shape[-1])
@@ -189,7 +189,7 @@ def _round(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tens
 
 
 def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., Any]:
-    """The local function of a call whose queries and keys are split by the same axes."""
+    """Returns the local function of a call whose queries and keys are split by the same axes."""
     axes, (query, key) = call.axes("l"), call.inputs[:2]
     lengths = query.shape[-2], key.shape[-2]
     pieces = tuple(ranges_of(call, size, axes) for size in lengths)

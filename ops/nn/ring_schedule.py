@@ -68,8 +68,8 @@ class Ring:
             r += row[1] - row[0]
 
     def joined(self, block: int) -> list[Pair]:
-        """The pairs of this rank and a block, in fewer: what is seen wholly and lies side by side,
-        and the whole of its own block. Their ranges say nothing."""
+        """Returns the pairs of this rank and a block, in fewer: what is seen wholly and lies side
+        by side, and the whole of its own block. Their ranges say nothing."""
         mine = self.rows[self.me]
         if (
             self.causal
@@ -91,7 +91,7 @@ class Ring:
         return max(((i - block) % self.size for i in needs), default=0)
 
     def at(self, step: int) -> int:
-        """The block that this rank has then."""
+        """Returns the block that this rank has in a step."""
         return (self.me - step) % self.size
 
     def hop(self, step: int, held: Tensor, row: int) -> Any:

@@ -26,7 +26,7 @@ def brought_together(
     policy: str, whole: Callable[[LocalCall], Local], dropout_p: float, is_causal: bool,
     call: LocalCall,
 ) -> Local:  # fmt: skip
-    """The local function of a call in which one letter splits queries and keys."""
+    """Returns the local function of a call in which one letter splits queries and keys."""
     axes = tuple(a for a in call.axes("l") if call.mesh_shape[a] > 1)
     if not axes:
         return whole(call)
@@ -58,7 +58,7 @@ def brought_together(
 
 
 def sizes_of(call: LocalCall, axes: Axes, is_causal: bool) -> Sizes:
-    """Bytes of q, k, v and the result."""
+    """Returns the bytes of q, k, v and the result."""
     dtype = getattr(call.inputs[0], "dtype", None)
     sizes = []
     for piece in (*call.inputs[:3], call.outputs[0]):
@@ -69,8 +69,8 @@ def sizes_of(call: LocalCall, axes: Axes, is_causal: bool) -> Sizes:
 
 
 def possible(call: LocalCall, axes: Axes, dropout_p: float) -> list[str]:
-    """The ways that "auto" may choose: "heads" where the axes divide them and no mask has rows of
-    its own, "ring" where nothing is dropped: its numbers would be drawn one by one."""
+    """Returns the ways that "auto" may choose: "heads" where the axes divide them and no mask has
+    rows of its own, "ring" where nothing is dropped: its numbers would be drawn one by one."""
     ways = ["gather"] if dropout_p else ["gather", "ring"]
     query, key, _, *mask = call.inputs
     if len(query.shape) < 3:

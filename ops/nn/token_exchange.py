@@ -44,7 +44,7 @@ class TokenExchange(torch.autograd.Function):
 
 
 def exchanged(way: Way, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The rows of all tensors side by side; as bytes where their dtypes differ."""
+    """Returns the rows of all tensors side by side; as bytes where their dtypes differ."""
     if len(tensors) == 1:
         return (way.send(tensors[0], way.sent, way.received),)
     dtypes = {t.dtype for t in tensors}

@@ -17,7 +17,7 @@ from ops.registry import Function, rule
 
 
 def _images(func: Function, core: int, tensors: int, doc: str) -> None:
-    """The first ``tensors`` arguments are images, of which ``core`` dims stay whole."""
+    """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims."""
 
     def factors(*args: Any, **words: Any) -> Factors:
         images = list(args[:tensors])

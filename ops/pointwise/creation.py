@@ -27,7 +27,7 @@ def like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
 
 
 def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) -> Factors:
-    """A new tensor: as the input where the shape is the same, else replicated."""
+    """Returns a new tensor: as the input where the shape is the same, else replicated."""
     if shape == input.shape:
         return pointwise_factors([input], metadata_only=INPUT, local=local)
     dims = tuple(range(input.ndim))
@@ -47,7 +47,8 @@ def sizes_of(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def made(call: Any) -> Callable[..., Any]:
-    """The same function with the local shape: one argument of new_full, all of the others."""
+    """Returns the same function with the local shape: one argument of new_full, all of the
+    others."""
     func = torch.Tensor.new_empty if call.func is torch.Tensor.new else call.func
     shape, fills = call.outputs[0].local_shape, func is torch.Tensor.new_full
 

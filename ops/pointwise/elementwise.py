@@ -72,7 +72,7 @@ PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, nn_functions)
 
 
 def enter(names: str, rule: Rule) -> None:
-    """Enter ``rule`` for every function with one of the names that has none yet."""
+    """Enters ``rule`` for every function with one of the names that has none yet."""
     for name in names.split():
         for func, inplace in functions_named(name, PLACES):
             if func not in RULES:
@@ -81,7 +81,8 @@ def enter(names: str, rule: Rule) -> None:
 
 
 def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..., Factors]:
-    """The same for a function with an argument ``inplace``; where that is set there is no rule."""
+    """Returns the same for a function with an argument ``inplace``; where that is set there is no
+    rule."""
     if not inspect.isfunction(inspect.unwrap(func)):
         return factors  # what is written in C has none
     names = list(inspect.signature(func).parameters)
@@ -98,7 +99,7 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
 
 
 def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """The named arguments of a call, by position or by name; None where one is missing."""
+    """Returns the named arguments of a call, by position or by name; None where one is missing."""
     given = list(args[: len(names)])
     return given + [kwargs.get(name) for name in names[len(given) :]]
 
@@ -143,7 +144,7 @@ LINEAR: dict[str, Callable[..., Any]] = {
 
 
 def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
-    """Enter elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
+    """Enters elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
     "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / 2)."""
     terms_of = LINEAR[linear]
 

@@ -15,7 +15,7 @@ from ops.registry import Rule, rule
 
 
 def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | None]) -> None:
-    """Enter an elementwise function of three arguments; ``terms`` gets them in order."""
+    """Enters an elementwise function of three arguments; ``terms`` gets them in order."""
     names = arguments.split()
 
     def factors(*args: Any, **kwargs: Any) -> Factors:

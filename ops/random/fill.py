@@ -32,8 +32,8 @@ def drawing(
     place: tuple[int, ...] | None = None,
     func: Any = None,
 ) -> Callable[..., Any]:
-    """The local function of a random call: ``by_position``, or ``func`` (the torch function) seeded
-    for this rank's place on the axes ``place`` (those that split the result)."""
+    """Returns the local function of a random call: ``by_position``, or ``func`` (the torch
+    function) seeded for this rank's place on the axes ``place`` (those that split the result)."""
     run_fast = func or call.func
     axes = tuple(sorted(call.outputs[0].layout.sharded)) if place is None else place
 
@@ -55,8 +55,8 @@ def _tensor_of(args: Any, kwargs: Any) -> Tensor:
 
 
 def whole_float(dtype: torch.dtype) -> int:
-    """The largest n such that dtype holds all integers up to n, or of an integer dtype its largest
-    value."""
+    """Returns the largest n such that dtype holds all integers up to n, or of an integer dtype its
+    largest value."""
     if dtype == torch.bool:
         return 1
     if dtype.is_floating_point:
@@ -98,7 +98,7 @@ WHOLE = (Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_)
 
 
 def filled(call: LocalCall) -> Callable[..., Any]:
-    """Fill this rank's piece. Of a pending sum or product the first rank has the numbers, the
+    """Fills this rank's piece. Of a pending sum or product the first rank has the numbers, the
     others 0 or 1."""
     kind_of, func, target = FILLS.get(call.func), call.func, call.outputs[0]
     ops = dict(target.layout.partial)

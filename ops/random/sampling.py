@@ -73,8 +73,9 @@ def counted(call: LocalCall) -> Callable[..., Any]:
 
 
 def quantile(level: Tensor, rates: Tensor) -> Tensor:
-    """The smallest count k with P(count <= k) > level, of Poisson counts with these rates, by
-    bisection. P(count <= k) is the regularized upper incomplete gamma function Q(k + 1, rate)."""
+    """Returns the smallest count k with P(count <= k) > level, of Poisson counts with these rates,
+    by bisection. P(count <= k) is the regularized upper incomplete gamma function Q(k + 1,
+    rate)."""
     below, above = -torch.ones_like(rates), (rates + 10 * rates.sqrt() + 40).floor()
     while bool((above - below > 1).any()):
         middle = ((below + above) / 2).floor()

@@ -26,7 +26,8 @@ NOWHERE = torch.iinfo(torch.int64).max
 
 
 def check_not_empty(name: str, input: Arg, dim: Any) -> tuple[int, ...]:
-    """The reduced dims. Raises NoRule if nothing is reduced into one: torch says what is wrong."""
+    """Returns the reduced dims. Raises NoRule if nothing is reduced into one: torch says what is
+    wrong."""
     gone = reduced_dims(input, dim)
     if any(input.shape[d] == 0 for d in gone):
         raise NoRule(f"{name} of nothing")
@@ -47,14 +48,14 @@ def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
 
 
 def best_of(call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes) -> Tensor:
-    """The extreme over all ranks, reduced dims kept, gradient evenly to all that tie."""
+    """Returns the extreme over all ranks, reduced dims kept, gradient evenly to all that tie."""
     every = call.collectives.all_gather(local_extreme(x.detach(), gone, largest), axes)
     best = torch.amax(every, 0) if largest else torch.amin(every, 0)
     return Extreme.apply(x, best, None, gone, call.collectives, axes) if x.requires_grad else best
 
 
 def ties(x: Tensor, best: Tensor) -> Tensor:
-    """Where x is as good as the best; NaN is as good as NaN."""
+    """Returns where x is as good as the best; NaN is as good as NaN."""
     return (x == best) | (x.isnan() & best.isnan())
 
 
@@ -124,8 +125,8 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False, out: None = N
 def candidate(
     x: Tensor, gone: tuple[int, ...], call: LocalCall, largest: bool
 ) -> tuple[Tensor, Tensor]:
-    """This rank's best along the reduced dims (one, or all): (value, in the graph of x; its index
-    in the whole; in the shape that is left). Of an empty piece: what never wins."""
+    """Returns this rank's best along the reduced dims (one, or all): (value, in the graph of x; its
+    index in the whole; in the shape that is left). Of an empty piece: what never wins."""
     one = len(gone) == 1 and x.ndim > 1
     piece = call.inputs[0]
     shape = tuple(s for d, s in enumerate(x.shape) if d not in gone)

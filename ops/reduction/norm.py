@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 
 
 def p_norm(call: LocalCall, x: Tensor, p: float, gone: tuple[int, ...], axes: Axes) -> Tensor:
-    """The p-norm over the reduced dims (kept) of all ranks, shared. Gradients at 0 as torch's:
-    0."""
+    """Returns the p-norm over the reduced dims (kept) of all ranks, shared. Gradients at 0 as
+    torch's: 0."""
     if math.isinf(p):
         return best_of(call, x.abs(), gone, p > 0, axes)
     if p == 0:

@@ -20,7 +20,7 @@ from ops.registry import rule
 
 
 def linear_in(input: Arg, dtype: Any) -> tuple[frozenset[int], ...]:
-    """The terms of a sum: linear, unless a cast to or from narrow integers comes between."""
+    """Returns the terms of a sum: linear, unless there is a cast to or from narrow integers."""
     wide = input.dtype is None or input.dtype.is_floating_point or input.dtype.is_complex
     to_float = dtype is None or dtype.is_floating_point or dtype.is_complex
     if (wide and to_float) or (input.dtype == torch.int64 and dtype in (None, torch.int64)):
@@ -29,7 +29,7 @@ def linear_in(input: Arg, dtype: Any) -> tuple[frozenset[int], ...]:
 
 
 def reduced_dims(input: Arg, dim: Any) -> tuple[int, ...]:
-    """The dims that ``dim`` (None, a number, a list) names, counted from the front."""
+    """Returns the dims that ``dim`` (None, a number, a list) names, counted from the front."""
     if dim is None or (isinstance(dim, (list, tuple)) and not len(dim)):
         return tuple(range(input.ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -43,8 +43,8 @@ def reduced_dims(input: Arg, dim: Any) -> tuple[int, ...]:
 def reduction(
     input: Arg, dim: Any, keepdim: bool, kind: str | None, results: int = 1, **options: Any
 ) -> Factors:
-    """Factors of a reduction of the kept letters 0..n-1. ``kind``: what is pending, "inner" (the
-    local function reduces), or None (the reduced dims stay whole)."""
+    """Returns the factors of a reduction of the kept letters 0..n-1. ``kind``: what is pending,
+    "inner" (the local function reduces), or None (the reduced dims stay whole)."""
     gone = reduced_dims(input, dim)
     dims = tuple(range(input.ndim))
     kept: tuple[Any, ...] = tuple(d for d in dims if d not in gone)
@@ -57,19 +57,19 @@ def reduction(
 
 
 def split_axes(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, ...]:
-    """The mesh axes that split the reduced dims, in mesh order."""
+    """Returns the mesh axes that split the reduced dims, in mesh order."""
     return tuple(sorted(call.axes(*gone)))
 
 
 def sizes_of(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, int]:
-    """Elements reduced into one: on this rank, and in all."""
+    """Returns how many elements are reduced into one: on this rank, and on all ranks."""
     piece = call.inputs[0]
     return math.prod(piece.local_shape[d] for d in gone), math.prod(piece.shape[d] for d in gone)
 
 
 def inner(gone: tuple[int, ...], make: Any) -> LocalMaker:
-    """The torch function where the reduced dims are whole, else ``make(call, axes that split
-    them)``."""
+    """Returns the torch function where the reduced dims are whole, else ``make(call, axes that
+    split them)``."""
 
     def local(call: LocalCall) -> Any:
         axes = split_axes(call, gone)

@@ -19,7 +19,8 @@ Lifted = tuple[Dims, tuple[int, ...]]
 def joined(
     tensors: Sequence[Arg], letters: Sequence[Dims], lifted: Sequence[Lifted], dim: int
 ) -> Factors:
-    """Factors of a cat of tensors seen with other dims (``lifted``: letters and sizes of each)."""
+    """Returns the factors of a cat of tensors seen with other dims (``lifted``: letters and sizes
+    of each)."""
     sizes: dict[Letter, int] = {}
     total = 0
     for dims, shape in lifted:
@@ -78,7 +79,7 @@ def stack(tensors: Sequence[Arg], dim: int = 0) -> Factors:
 
 
 def at_least(t: Arg, ndim: int) -> Lifted:
-    """Letters and sizes of ``torch.atleast_{ndim}d(t)``: [n] -> [1, n] -> [1, n, 1]."""
+    """Returns the letters and sizes of ``torch.atleast_{ndim}d(t)``: [n] -> [1, n] -> [1, n, 1]."""
     dims: tuple[Letter, ...] = letters_of(t)
     shape = t.shape
     if not shape:

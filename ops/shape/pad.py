@@ -17,8 +17,7 @@ from ops.registry import rule
 
 
 def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
-    """Padding with elements of the input (reflect, replicate, circular): linear; padded dims are
-    whole."""
+    """Returns the factors of padding by input elements (reflect, ...): padded dims are whole."""
     gone = {input.ndim - 1 - i // 2 for i, n in enumerate(sizes) if n}
     (shape,) = results_of(F.pad, (input, sizes, mode), {})
     dims, known = without(input, gone), dict[Any, int](enumerate(input.shape))

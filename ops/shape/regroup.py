@@ -29,7 +29,7 @@ def resolve(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def groups(src: Sequence[int], dst: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims of ``src`` and ``dst`` (sizes of 1 left out) that belong together, from the front."""
+    """Returns matching dims of ``src`` and ``dst`` (without sizes of 1), from the front."""
     left = [d for d, s in enumerate(src) if s != 1]
     right = [d for d, s in enumerate(dst) if s != 1]
     out = []
@@ -78,7 +78,7 @@ def regroup(
 
 
 def regrouped(input: Arg, sizes: Sequence[int], **options: Any) -> Factors:
-    """Factors of ``input`` seen with other ``sizes``."""
+    """Returns the factors of ``input`` seen with other ``sizes``."""
     shape = resolve(input.shape, sizes)
     ins, outs, known, even = regroup(input.shape, shape)
     return Factors(

@@ -18,7 +18,7 @@ from ops.registry import rule
 
 
 def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
-    """Factors of pieces of these sizes along a whole ``dim``."""
+    """Returns the factors of pieces of these sizes along a whole ``dim``."""
     dims = letters_of(input)
     outs = tuple((*dims[:dim], f"piece{i}", *dims[dim + 1 :]) for i in range(len(sizes)))
     known: dict[Letter, int] = dict(enumerate(input.shape))

@@ -46,8 +46,8 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
 
 
 def _spread(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a whole whose dims lie in the order of the piece's, with the gaps that these
-    have."""
+    """Returns the strides of a whole whose dims lie in the order of the piece's, with the gaps that
+    these have."""
     out = [0] * len(shape)
     here = there = 1  # the next stride of a dense piece, and of the whole
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):

@@ -33,7 +33,7 @@ def needed(call: Any) -> bool:
 
 
 def local_view(call: Any) -> Local:
-    """The view with the sizes of this rank's piece."""
+    """Returns the view with the sizes of this rank's piece."""
     shape = call.outputs[0].local_shape
 
     def view(input: Tensor, *sizes: Any, **words: Any) -> Tensor:
@@ -51,14 +51,14 @@ def local_view(call: Any) -> Local:
 
 
 def local_reshape(call: Any) -> Local:
-    """The reshape with the sizes of this rank's piece."""
+    """Returns the reshape with the sizes of this rank's piece."""
     shape = call.outputs[0].local_shape
     run = (lambda input, *sizes, **words: input.reshape(shape)) if needed(call) else call.func
     return apart(call, run)
 
 
 def local_expand(call: Any) -> Local:
-    """The expand with the sizes of this rank's piece."""
+    """Returns the expand with the sizes of this rank's piece."""
     shape = call.outputs[0].local_shape
     return (lambda input, *sizes, **words: input.expand(shape)) if needed(call) else call.func
 
@@ -143,7 +143,7 @@ def unsqueeze(input: Arg, dim: int) -> Factors:
 
 
 def expanded(input: Arg, sizes: tuple[int, ...]) -> Factors:
-    """Factors of a broadcast to ``sizes`` (-1 keeps a size)."""
+    """Returns the factors of a broadcast to ``sizes`` (-1 keeps a size)."""
     new = len(sizes) - input.ndim
     if new < 0:
         raise RuntimeError(f"expand: {len(sizes)} sizes for a tensor of {input.ndim} dims")

@@ -19,7 +19,7 @@ VIEWS = "expand diagonal permute split_with_sizes unbind unfold squeeze unsqueez
 
 
 def _of(name: str) -> Function:
-    """The view of which ``name`` is the copy."""
+    """Returns the view of which ``name`` is the copy."""
     found: Function = getattr(torch, name, None) or getattr(torch.Tensor, name)
     return found
 
