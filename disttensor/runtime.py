@@ -26,7 +26,7 @@ class Runtime:
     """The state of one world. ``default``: its process group."""
 
     default: Any
-    # interned, while somebody has them: tensors, or plans in caches
+    # interned, as long as tensors or cached plans refer to them
     meshes: WeakValueDictionary[Any, Any] = field(default_factory=WeakValueDictionary)
     shared: list[Any] = field(default_factory=list)  # meshes that torch has as a DeviceMesh
     groups: dict[Any, Any] = field(default_factory=dict)  # torch's, by members and stream
@@ -45,7 +45,7 @@ class Runtime:
     steps: Any = None  # disttensor.comm.program
     buffers: Any = None  # disttensor.comm.buffers
     number: int = 0  # of the worlds of this process
-    is_fake: bool | None = None  # None: not asked yet
+    is_fake: bool | None = None  # None: not known yet
     is_nccl: bool | None = None
     foresees: bool = True  # disttensor.pipeline.foresight
     stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one

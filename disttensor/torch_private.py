@@ -147,7 +147,7 @@ is_view: Callable[[torch.Tensor], bool] = need(
 STORAGE_ID = "_cdata"
 storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
-# How many in C++ hold a tensor, and its memory: views of it, and what other programs read.
+# The number of references in C++ to a tensor, and to its memory (views, other programs).
 tensor_users: Callable[[Any], int] = methodcaller("_use_count")
 _storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use_Count")
 

@@ -88,7 +88,7 @@ def direct(needs: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def said(room: str) -> str:
-    """The first sentence of what a room says of itself."""
+    """Returns the first sentence of a package's docstring."""
     files = rooms()[room]
     head = next((f for f in files if f.stem == "__init__"), files[0])
     text = " ".join((ast.get_docstring(ast.parse(head.read_text())) or "").split("\n\n")[0].split())

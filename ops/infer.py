@@ -74,7 +74,7 @@ def infer(
     except NoRule:
         whole = tuple(replicated(t.ndim).placements(n) for t in tensors)
         return Inferred(whole, whole[:1], ())
-    if decision is None:  # in place by way of a copy: the target keeps its layout
+    if decision is None:  # in place, through a copy: the target keeps its layout
         given = tuple(t.layout.placements(n) for t in tensors)
         return Inferred(given, given[:1], factors.output_shapes())
     return Inferred(

@@ -145,13 +145,13 @@ def restated(
     position. 0-d tensors used as numbers (a size, a dim, an end of a slice) become numbers.
     Returns None if the call has this form already."""
     if not kwargs and all(map(_stays, args)):
-        return None  # most calls: torch need not be asked
+        return None  # most calls need no signature of torch
 
     def read(at: int | str, value: Any) -> Any:
         if isinstance(value, slice) or type(value) is tuple:
             value = _index(value)
         if all(t.ndim for t in collect(value, [])):
-            return value  # mostly: torch need not be asked
+            return value  # most values need no signature of torch
         ways = signatures(func)
         taken = not ways or any(s.tensor_at(at) for s in ways)
         return value if taken else substitute(value, _number)

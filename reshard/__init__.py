@@ -30,5 +30,5 @@ from reshard.registry import register
 
 __all__ = ["Step", "background", "choose", "cost", "register", "run"]
 
-for _file in pkgutil.iter_modules(__path__):  # each registers what it has
+for _file in pkgutil.iter_modules(__path__):  # each registers its functions
     importlib.import_module(f"{__name__}.{_file.name}")

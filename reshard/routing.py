@@ -21,7 +21,7 @@ from disttensor.core.spec import DistSpec
 from reshard.registry import Axes
 
 Key = tuple[Axes, Box]  # coordinates on the axes of reductions that stay, and the box of a cell
-Message = tuple[int, Box]  # the other rank, and what is sent
+Message = tuple[int, Box]  # the other rank, and the box that is sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class Checkpointer:
         try:
             planner.stage(plan, self._memory)
             self._memory = planner.copies
-        except Exception as caught:  # the other ranks hear of it from the writer
+        except Exception as caught:  # the writer reports it to the other ranks
             job = job._replace(error=caught)
         run = partial(self._run, what, job, _group(" writer"))
         self._thread = writer.start(self.folder, run)

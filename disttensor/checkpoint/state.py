@@ -27,8 +27,8 @@ from disttensor.torch_private import outside_modes
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
-Target = Callable[[str, Tensor], Any]  # of a name and what was saved: what to put in its place
-_SMALL = 64  # elements of a plain tensor that stays in the tree
+Target = Callable[[str, Tensor], Any]  # (name, saved tensor) -> its replacement
+_SMALL = 64  # elements of a regular tensor that stays in the tree
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -102,7 +102,7 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
             # the program may change the value while a thread writes it
             return copy.copy(x) if isinstance(x, (set, bytearray)) else x
         if isinstance(x, DistTensor):
-            with torch.no_grad():  # what is pending is reduced
+            with torch.no_grad():  # a pending value is reduced
                 x = resharded(x.detach(), settled(x.spec))
         elif x.numel() <= small:
             return x.detach().cpu().clone()

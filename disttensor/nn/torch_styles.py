@@ -33,8 +33,8 @@ def splits(style: Any) -> bool:
 def placements_of(style: Any, module: nn.Module, name: str, mesh: ProcessMesh) -> list[Placement]:
     """Returns the placements of the tensor ``name`` of ``module`` under a style that splits.
 
-    Raises TypeError for a module that is no Linear and no Embedding, and ValueError where the mesh
-    does not say which axis is that of tensor parallelism.
+    Raises TypeError for a module that is no Linear and no Embedding, and ValueError if the mesh has
+    no axis ``"tp"`` and several axes.
     """
     kind, (owner, _, leaf) = type(style).__name__, name.rpartition(".")
     found = module.get_submodule(owner)

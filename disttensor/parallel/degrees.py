@@ -11,7 +11,7 @@ from disttensor.checks import check_int
 
 AXES = ("pp", "dp", "sharding", "cp", "tp")  # outer to inner
 STAGE_AXES = AXES[1:]  # of the mesh of one stage
-REST = ("dp", "sharding", "tp", "cp", "pp")  # of those left out, the first takes what is left
+REST = ("dp", "sharding", "tp", "cp", "pp")  # the first that is left out gets the remaining factor
 
 
 class Degrees(NamedTuple):
@@ -119,7 +119,7 @@ def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tupl
     """Returns groups of ranks of a stage that differ only on ``axes``, major first."""
     sizes = [getattr(degrees, axis) for axis in STAGE_AXES]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    ways: list[list[int]] = [[], []]  # what the other axes add to a rank, and what ``axes`` add
+    ways: list[list[int]] = [[], []]  # offsets of a rank by other axes, and by ``axes``
     for inside in (False, True):
         steps = [
             [stride * i for i in range(size)]

@@ -11,7 +11,7 @@ from disttensor.nn.names import close_to
 _MB, _ANCHORS = "segment_broadcast_MB", "segment_anchors"
 DEFAULT_MB = 32.0
 
-# key -> (types, what that is in words). None is the same as leaving a key out.
+# key -> (types, their description). None is the same as leaving a key out.
 KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "sharding_segment_strategy": ((str,), f"{_MB!r} or {_ANCHORS!r}"),
     _MB: ((int, float), "a number of megabytes"),

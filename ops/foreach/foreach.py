@@ -18,7 +18,7 @@ from ops.registry import Rule, register
 
 Terms = tuple[frozenset[int], ...]
 
-# name -> the terms of one element's call with n tensors; what is not here is linear in nothing
+# name -> the terms of one element's call with n tensors; other functions are not linear
 LINEAR: dict[str, Callable[[int], Terms]] = {
     "neg": lambda n: FIRST,
     "clone": lambda n: FIRST,

@@ -116,7 +116,7 @@ def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequen
         for one in halos:
             input = one.fetch(input)
         if nothing:
-            # A product all the same: autocast sees one, and the gradients' gradients fetch on this
+            # Also a product: autocast sees a product, and second derivatives fetch on this
             # rank too.
             out = (input.reshape(-1)[:0] @ weight.reshape(-1)[:0]).expand(shape).clone()
             return out if bias is None else out + bias.to(out.dtype).view(-1, *(1,) * n)

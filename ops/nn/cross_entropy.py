@@ -49,7 +49,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
     batch = (*input.shape[:at], *input.shape[at + 1 :])
     dense = logits and input.shape == target.shape
     if not dense and target.shape != batch:
-        raise NoRule("shapes that do not fit")  # torch says what is wrong
+        raise NoRule("shapes that do not fit")  # torch raises the error
     dims: list[Letter] = [d for d in range(input.ndim) if d != at]
     every: list[Letter] = [*dims[:at], "c", *dims[at:]]
     ins = [tuple(every), tuple(every) if dense else tuple(dims)]

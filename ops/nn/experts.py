@@ -40,7 +40,7 @@ def run_experts(
     given = tokens, indices, weights, *parameters
     if has_torch_function(given):
         return handle_torch_function(run_experts, given, experts, num_experts, *given)
-    if without_data(tokens):  # which results depend on what, and their shapes
+    if without_data(tokens):  # the graph and the shape of the result only
         return tokens + sum((x.sum() * 0).to(tokens.dtype) for x in (weights, *parameters))
     return _plain(num_experts)(experts, num_experts, *given)
 

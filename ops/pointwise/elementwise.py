@@ -84,7 +84,7 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
     """Returns the same for a function with an argument ``inplace``; where that is set there is no
     rule."""
     if not inspect.isfunction(inspect.unwrap(func)):
-        return factors  # what is written in C has none
+        return factors  # C functions have no such argument
     names = list(inspect.signature(func).parameters)
     if "inplace" not in names:
         return factors

@@ -33,7 +33,7 @@ AFFINE: list[Function] = [
     torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 ]
-ALPHA = 1.7580993408473766  # of SELU: what it tends to at minus infinity
+ALPHA = 1.7580993408473766  # of SELU: minus its limit at minus infinity
 
 
 def alias(call: LocalCall) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ def normalize(
     input: Arg, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
 ) -> Factors:
     """x / max(norm, eps): pass-through; the norm over a split dim is reduced inside"""
-    _norm(input, p, dim, True, None)  # refuses what it refuses
+    _norm(input, p, dim, True, None)  # raises the same errors
     gone = reduced_dims(input, dim)
 
     def make(call: LocalCall, axes: Axes) -> Any:
