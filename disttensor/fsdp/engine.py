@@ -63,6 +63,8 @@ class Engine:
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
         _ENGINES.append(weakref.ref(self))
+        if _starts not in callbacks.before_start:  # not before: it costs each backward
+            callbacks.before_start.append(_starts)
         weakref.finalize(self, buffers.clear).atexit = False
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
@@ -444,6 +446,5 @@ def clean_up() -> None:
             engine.clean_up()
 
 
-callbacks.before_start.append(_starts)
 callbacks.after_backward_error.append(clean_up)
 callbacks.before_grad_read.append(flush)

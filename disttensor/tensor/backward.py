@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -93,7 +94,7 @@ def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any)
         if isinstance(root, Tensor):
             may_start(root)
     try:
-        with part_of_present():
+        with nullcontext() if current_backward() == -1 else part_of_present():
             return engine(roots, *args, **kwargs)
     except BaseException as error:
         if current_backward() == -1:
