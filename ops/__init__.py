@@ -1,7 +1,7 @@
 """Rules: how shardings pass through torch functions.
 
-``rule`` registers one, ``infer`` asks one; see ``ops.factors`` for the notation. The engine is at
-the root, each package is a chapter of functions. Not here: meshes, communication, DistTensor.
+``rule`` registers a rule, ``infer`` evaluates a rule; see ``ops.factors`` for the notation. Each
+package contains a family of functions. Not here: meshes, communication, DistTensor.
 """
 
 import disttensor  # noqa: F401, I001  (the packages load in one order, whichever is imported first)

@@ -1,6 +1,6 @@
-"""LocalCall: what a local function may know of its call, and the communication it may do.
+"""LocalCall: the facts about a call that a local function receives, and its communication.
 
-``ops`` itself never communicates: the dispatcher hands in ``Collectives`` bound to the mesh.
+``ops`` itself never communicates: the dispatcher passes ``Collectives`` bound to the mesh.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class DrawProtocol(Protocol):
 class Collectives(Protocol):
     """Collectives for local functions, over mesh axes; differentiable, but for ``all_reduce``.
 
-    A value that all ranks of the axes have is *shared* while all compute the same from it: its
-    gradient is the whole one on each rank. ``pvary`` it before a rank uses it together with its own
-    piece: each rank then has a contribution to the gradient, and the backward adds them up.
+    A value that all ranks of the axes have is *shared* if all ranks use it in the same way: its
+    gradient is the full gradient on each rank. Call ``pvary`` before a rank uses it together with
+    its own piece: each rank then has a contribution to the gradient, and the backward sums them.
     """
 
     def psum(self, x: Any, axes: Axes) -> Any:

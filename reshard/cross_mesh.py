@@ -23,7 +23,7 @@ from reshard.routing import Routes
 
 
 def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
-    """Post and send what this rank has to; called on every rank of either mesh, or on all.
+    """Posts this rank's receives and sends. Called on every rank of either mesh, or on all.
 
     ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
     result is a view of it only where nothing moves, on any rank. ``tag``: ``p2p.next_tag()``, which

@@ -1,9 +1,9 @@
-"""How a tensor gets to another mesh: what it is brought to before, who sends what, what arrives.
+"""Plans a reshard to another mesh: the steps before, the messages, and the steps after them.
 
     src --choose, on its mesh--> before --messages--> after --local, on the other mesh--> dst
 
-Pure, the same on every rank. Messages are counted once for the whole world, so reductions are done
-where the sum over all ranks is least: nearly always before, on the mesh of the source.
+Pure, the same on every rank. The cost counts the messages of all ranks, so reductions are done
+where this sum is least: nearly always before the messages, on the source mesh.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How the pieces of a group's ranks lie in the whole: an all_gather joins them, a reduce_scatter
-cuts them."""
+"""The positions of a group's pieces in the global tensor: an all_gather joins them, a
+reduce_scatter splits them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from reshard.registry import Axes, Tensor
 
 @dataclass(frozen=True, slots=True)
 class PieceGrid:
-    """Pieces in the order of the group, and the whole that they make (``shape``).
+    """Pieces in the order of the group, and the tensor that they form (``shape``).
 
-    Equal pieces, ``stacked`` as [ranks of each axis, *piece], become the whole by the permutation
-    ``order`` (None: they are in order already); ``unstacked`` is the whole before its permutation
-    ``back``. Pieces of different ``boxes`` travel flat, padded to ``padded`` elements.
+    Equal pieces, ``stacked`` as [ranks of each axis, *piece], become the joined tensor by the
+    permutation ``order`` (None: they are in order already); ``unstacked`` is this tensor before its
+    permutation ``back``. Pieces of different ``boxes`` are sent flat, padded to ``padded``.
     """
 
     group: collectives.Group

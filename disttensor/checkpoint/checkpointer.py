@@ -45,12 +45,12 @@ class _Job(NamedTuple):
 class Checkpointer:
     """Keeps the newest ``keep`` checkpoints of a run in ``folder``, which all ranks share.
 
-    ``save(step, model=..., optimizer=...)`` takes models, optimizers, whatever has ``state_dict``
-    and ``load_state_dict`` (schedulers, scalers, a ``shard_loader``), tensors, lists and dicts;
-    ``load`` with the same names fills them and gives the step, or None where there is nothing.
-    The state of random numbers goes along. All ranks call it alike, on any mesh and any number of
-    processes; an error is raised on all of them. Several objects may save and load at a time, also
-    in one folder.
+    ``save(step, model=..., optimizer=...)`` accepts models, optimizers, objects with ``state_dict``
+    and ``load_state_dict`` (schedulers, scalers, a ``shard_loader``), tensors, lists and dicts.
+    ``load`` with the same names fills them and returns the step, or None without a checkpoint.
+    The random state is saved too. All ranks make the same calls, on any mesh and any number of
+    processes; an error is raised on all of them. Several objects may save and load at the same
+    time, also in one folder.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(4, 2)
@@ -265,8 +265,8 @@ def _storage() -> Any:
 
 
 def _group(lane: str = "") -> Group:
-    """All ranks, on a communicator of its own: the program may go on in another thread. The writer
-    in the background has one of its own too."""
+    """Returns a group of all ranks with its own communicator, because the program may continue in
+    another thread. The background writer has a separate one."""
     return new_group(range(world()[1]), ("world",), f"checkpoint{lane}")
 
 
@@ -289,8 +289,8 @@ def _agree(what: str, group: Group, error: Exception | None, value: Any = None) 
 
 
 def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:
-    """Of the states of optimizers: (optimizer, ranks of a mesh) -> digest of those there, and
-    optimizer -> those that this rank, the first of their mesh, speaks for."""
+    """Returns, for the states of optimizers: (optimizer, ranks of a mesh) -> digest of the states
+    there, and optimizer -> states that this rank, the first of their mesh, reports."""
     parts: dict[Any, Any] = {}
     firsts: dict[str, Any] = {key: {} for key in states}
     for key, state in states.items():

@@ -1,11 +1,11 @@
-"""A folder of checkpoints: which are complete, how a new one appears whole or not at all, and what
-is kept.
+"""A folder of checkpoints: lists complete checkpoints, publishes new ones atomically, removes old
+ones.
 
-    000007-step-350/          complete: it got this name when all that is in it was on the disk
+    000007-step-350/          complete: renamed to this after all its files were on the disk
         complete.json         the step, and size and CRC-32 of each file
-        values.pt             what is no tensor
+        values.pt             values that are no tensors
         .metadata, *.distcp   tensors, as torch.distributed.checkpoint writes them
-    .writing-000008-step-400/ not yet; the next save removes what a crash has left
+    .writing-000008-step-400/ incomplete; after a crash the next save removes it
 
 Folders are numbered in the order in which they were published.
 """

@@ -2,7 +2,7 @@
 
 Tensors have the names of the model's parameters, independent of mesh, stage and sharding:
 ``model.blocks.0.up.weight``, ``optimizer.state.model.blocks.0.up.weight.exp_avg``. In the tree a
-tensor that has a name is a meta tensor; small plain ones, as the optimizers' ``step``, stay.
+tensor with a name is a meta tensor; small regular tensors, as the optimizers' ``step``, stay.
 """
 
 from __future__ import annotations

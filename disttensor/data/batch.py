@@ -135,7 +135,7 @@ def _name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """Collects the tensors of a batch of so many ``rows``, and leaves what all ranks must know."""
+    """Collects the tensors of a batch with ``rows`` rows, and keeps metadata for all ranks."""
 
     places: dict[Any, Places]
     tensors: dict[Path, Tensor]

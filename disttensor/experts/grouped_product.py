@@ -1,4 +1,4 @@
-"""Rows in groups, each group times a matrix of its own, on plain tensors."""
+"""Products of groups of rows, each with its own matrix, on regular tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Tensor = torch.Tensor
 
 
 def grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int], turned: bool) -> Tensor:
-    """rows [n, i], the first counts[0] of them for weight[0], and so on; weight [groups, i, o], or
-    [groups, o, i] if ``turned`` -> [n, o]. In the dtype of autocast, or else of the weight.
-    Differentiable to every order."""
+    """Multiplies rows [n, i], the first counts[0] with weight[0], and so on. weight is
+    [groups, i, o], or [groups, o, i] if ``turned``; the result [n, o] has the dtype of autocast, or
+    else of the weight. Differentiable to every order."""
     device = rows.device.type
     dtype = weight.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:

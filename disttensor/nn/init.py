@@ -19,9 +19,9 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 
 def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``sparse_`` on a plain tensor of the global shape, seeded alike on all ranks, of which each
-    keeps its piece: torch draws the rows of zeros from its own generator. Peak memory is the full
-    tensor."""
+    """Runs ``sparse_`` on a regular tensor of the global shape with the same seed on all ranks, and
+    keeps this rank's piece, because torch draws the rows of zeros from its own generator. Peak
+    memory is the full tensor."""
 
     @wraps(original)
     def sparse_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,8 +42,8 @@ def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_position(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``_no_grad_trunc_normal_`` as one draw by position: torch samples again while a number is
-    out of bounds, which a rank without a piece cannot see."""
+    """Runs ``_no_grad_trunc_normal_`` as one draw by position: torch samples again while a number
+    is out of bounds, and a rank without a piece does not have the numbers."""
 
     @wraps(original)
     def trunc_normal_(

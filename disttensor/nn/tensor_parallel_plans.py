@@ -1,4 +1,4 @@
-"""Plans for shard_module, proposed from the structure of a model that somebody else wrote."""
+"""Proposes plans for shard_module from the structure of an existing model."""
 
 from __future__ import annotations
 

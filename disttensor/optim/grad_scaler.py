@@ -1,7 +1,7 @@
-"""GradScaler across meshes: whether a gradient is infinite is one decision of the whole world.
+"""GradScaler across meshes: all ranks of the world decide together if a gradient is infinite.
 
-The look of ``torch.amp.GradScaler`` at the gradients of one optimizer is done here when DistTensors
-are among its parameters, or where ``shard_scaler`` says so.
+This replaces the check of ``torch.amp.GradScaler`` for optimizers with DistTensors among their
+parameters, or of a scaler given to ``shard_scaler``.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Strategy:
 
     @classmethod
     def from_sharding_configs(cls, configs: Mapping[str, Any], **more: Any) -> Strategy:
-        """The strategy of a dict of sharding configs, with ``more`` fields of Strategy.
+        """Returns the strategy for a dict of sharding configs, with ``more`` fields of Strategy.
 
         Keys: sharding_degree, mp_degree (tp), dp_degree, pp_degree, hybrid_dp,
         sharding_segment_strategy ("segment_broadcast_MB" or "segment_anchors"),
@@ -177,11 +177,11 @@ class Strategy:
         return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")
 
     def mesh(self) -> ProcessMesh:
-        """All processes, on the axes ("pp", "dp", "sharding", "cp", "tp"), outer to inner."""
+        """Returns the mesh of all processes with axes ("pp", "dp", "sharding", "cp", "tp")."""
         return init_mesh(self.degrees(), AXES, device_type=self.device_type)
 
     def stages(self) -> list[ProcessMesh]:
-        """The mesh of each stage, on the axes ("dp", "sharding", "cp", "tp")."""
+        """Returns the mesh of each stage, with the axes ("dp", "sharding", "cp", "tp")."""
         mesh = self.mesh()
         return [mesh[i] for i in range(mesh.shape[0])]
 
@@ -216,8 +216,8 @@ class Strategy:
         return _degrees.groups(self.degrees(world))
 
     def batch(self, sequence: int | None = 1) -> list[Placement]:
-        """Placements of a batch on a stage: dim 0 is split over dp and sharding, dim ``sequence``
-        over cp (None: it has none).
+        """Returns the placements of a batch on a stage: dim 0 is split over dp and sharding, dim
+        ``sequence`` over cp (None: no such dim).
 
         >>> dt.Strategy().batch()
         [Shard(0), Shard(0), Shard(1), Replicate()]

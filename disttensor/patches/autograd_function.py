@@ -1,7 +1,7 @@
-"""Custom autograd functions on DistTensors: run on the whole locals, as a function without a rule.
+"""Custom autograd functions on DistTensors: run on gathered locals, as a function without a rule.
 
-They differentiate what they are given, and the wrapper is in no graph: with it the gradient would
-be lost without a word.
+They differentiate their arguments, and the wrapper is in no graph: with the wrapper as an argument
+the gradient would be lost silently.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint: whole values, copies in memory, and what rank 0 sends to all.
+"""torch.distributed.checkpoint: full values, copies in memory, and broadcasts of rank 0.
 
-torch's functions look at ``DTensor`` by name, and take any other tensor for a plain one. They are
+torch's functions check for ``DTensor``, and treat any other tensor as a regular tensor. They are
 replaced when torch's modules are imported, which takes longer than the import of disttensor.
 """
 

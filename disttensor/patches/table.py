@@ -1,5 +1,5 @@
-"""The table of changes to torch, transformers and opt_einsum. For plain tensors they do what they
-did without them."""
+"""The table of changes to torch, transformers and opt_einsum. The behaviour for regular tensors
+does not change."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _originals: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Change:
-    """what: a name in torch; why: what is wrong without it; public: the public way, and what it
-    lacks; make: makes the change, and gives what takes it back."""
+    """what: a name in torch; why: the problem without the change; public: the public API, and why
+    it is not enough; make: makes the change, and returns a function to undo it."""
 
     what: str
     why: str

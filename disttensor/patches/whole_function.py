@@ -30,7 +30,7 @@ GIVEN: ContextVar[Sequence[Any]] = ContextVar("arguments of a custom function", 
 
 
 def on_wholes(cls: Any) -> Any:
-    """Returns a subclass of ``cls`` that takes and gives plain tensors only."""
+    """Returns a subclass of ``cls`` that takes and returns regular tensors only."""
     if cls.setup_context is not Function.setup_context:
 
         def forward_alone(*args: Any) -> Any:

@@ -22,11 +22,11 @@ class attention_policy(Setting, allowed=POLICIES, default="auto"):
     """``with attention_policy("ring"):`` chooses how ``scaled_dot_product_attention`` is carried
     out where the sequence of q, k and v is split over one mesh axis or several.
 
-    "gather": k and v are gathered. "ring": k and v go round piece by piece, so that no rank holds
-    more than two at once. "heads": an all-to-all gives each rank the whole sequence of some heads,
-    and another one brings the result back. "auto", the default: the one that sends the fewest bytes
-    of those that keep no more of k and v than 16 MiB, or than the one that keeps least; ``explain``
-    says which, and why. The result lies as q does under each. All ranks say the same. Raises
+    "gather": k and v are gathered. "ring": pieces of k and v are passed around the ranks. "heads":
+    an all-to-all gives each rank the full sequence of some heads, and another one returns the
+    result. "auto", the default: of the ways that keep at most 16 MiB of k and v, or no more than
+    the way that keeps least, the one that sends the fewest bytes; ``explain`` prints the choice.
+    The result has the placements of q in all cases. All ranks set the same policy. Raises
     ValueError for another name.
 
     >>> q = dt.ones(1, 2, 8, 4, mesh=mesh, placements=[dt.Shard(2), dt.Replicate()])

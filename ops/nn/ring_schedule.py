@@ -20,8 +20,8 @@ from ops.nn.dealing import Exchange
 
 
 class Pair(NamedTuple):
-    """Queries and keys of this rank's rows and of a block: where in the locals, and where in the
-    whole. ``seen``: "all" of it, half of it ("diagonal"), or "part": by positions."""
+    """Queries of this rank and keys of a block: their ranges in the locals, and in the global
+    tensor. ``seen``: "all" are visible, half ("diagonal"), or "part": by positions."""
 
     rows: slice
     keys: slice

@@ -1,8 +1,8 @@
-"""Tensors filled with random numbers, and those drawn in the likeness of another.
+"""Functions that fill a tensor with random numbers, also in the shape of another tensor.
 
-A rule decides as for any elementwise function. Its local function asks ``call.collectives`` for the
-numbers of this call (``ops.local.DrawProtocol``): by global position, or by torch's own function,
-seeded for this rank's place.
+Rules are as for elementwise functions. The local function gets the numbers of this call from
+``call.collectives`` (``ops.local.DrawProtocol``): by global position, or from torch's own function,
+seeded for this rank's coordinates.
 """
 
 from __future__ import annotations

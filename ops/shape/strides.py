@@ -1,9 +1,9 @@
-"""Strides: what the strides of a piece say of the whole, and copies where one process would copy.
+"""Strides: infers global strides from the strides of a piece, and copies if one process would copy.
 
-A dim of which this rank has one row or none has any stride without consequence, to torch: a
-transposed or sliced piece may count as contiguous though the whole is not. ``contiguous`` and
-``reshape`` would then give the memory of their input itself, a write to the result would reach it,
-and functions that look at strides and offsets would fail on this rank alone.
+For torch, a dim with one row or none may have any stride. So a transposed or sliced piece may count
+as contiguous on a rank although the global tensor is not. ``contiguous`` and ``reshape`` would then
+return the memory of their input itself, a write to the result would reach the input, and functions
+that read strides and offsets would fail on this rank only.
 """
 
 from __future__ import annotations
