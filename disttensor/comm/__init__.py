@@ -1,7 +1,6 @@
-"""Every byte that leaves this process: collectives, messages, groups, and what records or checks
-them.
+"""All communication of this process: collectives, messages, groups, and their records and checks.
 
-Not here: what a tensor's layout is, and which collective a change of layout needs (``reshard``).
+Not here: the layout of a tensor, and the collectives that a change of layout needs (``reshard``).
 """
 
 from disttensor.comm.collectives import (

@@ -1,11 +1,11 @@
-"""Large tensors that are needed for a moment, in each step again: on the host they lie in memory
-that is kept from one to the next.
+"""Large temporary tensors that each step needs again: on the CPU their memory is kept from step to
+step.
 
-What is freed there goes back to the system or not by thresholds of the C library, which move with
-the sizes that it has seen; what comes from the system costs a fault for each page. So memory stays
-here, and is given to the next who needs about as much, once nobody else holds it. At most a quarter
-more is kept than was in use at once: not all sizes are in use at one time. An accelerator has a
-caching allocator, which does the same; and who watches operators sees tensors come and go.
+The C library returns freed memory to the system or keeps it, by thresholds that depend on earlier
+sizes; new memory from the system costs a page fault per page. So freed storages are kept here and
+reused for requests of a similar size, once no tensor holds them. The memory kept is at most 5/4 of
+the most in use at once, since not all sizes are in use together. Accelerators have a caching
+allocator for this. Under a dispatch mode, which observes allocations, no memory is reused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Tensor = torch.Tensor
 
 
 class Buffers:
-    """The memory that one world keeps. ``storages``: those used last come last. ``lent``: bytes
-    that ``fill`` has taken from them. ``most``: bytes in use at once, so far."""
+    """The memory kept for one world. ``storages``: least recently used first. ``lent``: bytes that
+    ``fill`` has taken from them. ``most``: the most bytes in use at once so far."""
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
         self.lent = self.most = 0
 
     def take(self, nbytes: int) -> Any:
-        """A storage of at least so many bytes, that nobody else holds."""
+        """Returns a storage of at least ``nbytes`` bytes that no tensor holds."""
         found = self._reusable(nbytes, nbytes + nbytes // 8)
         if found is None and self._excess(nbytes) > 0:
             found = self._reusable(nbytes, 2 * nbytes)
@@ -40,21 +40,20 @@ class Buffers:
         return found
 
     def fill(self, storage: Any, nbytes: int) -> None:
-        """Give an empty storage memory of at least so many bytes."""
+        """Gives an empty storage memory of at least ``nbytes`` bytes."""
         swap_memory(storage, self.take(nbytes))
         self.storages.pop()
         self.lent += storage.nbytes()
 
     def drain(self, storage: Any) -> None:
-        """Take it back. The storage is empty then."""
+        """Takes the memory of the storage back, which is empty afterwards."""
         self.lent = max(0, self.lent - storage.nbytes())
         kept = torch.UntypedStorage(0, device="cpu")
         swap_memory(kept, storage)
         self.storages.append(kept)
 
     def _reusable(self, nbytes: int, most: int) -> Any:
-        """The one that was used last, of those that are free and of such a size; it is last
-        then."""
+        """Returns the last used free storage of a size in this range, and moves it to the end."""
         storages = self.storages
         for i in range(len(storages) - 1, -1, -1):
             if nbytes <= storages[i].nbytes() <= most and _is_free(storages, i):
@@ -63,14 +62,14 @@ class Buffers:
         return None
 
     def _excess(self, nbytes: int) -> int:
-        """How many bytes are too many with so many more."""
+        """Returns by how many bytes the limit is exceeded if ``nbytes`` more are kept."""
         sizes = [storage.nbytes() for storage in self.storages]
         used = [n for i, n in enumerate(sizes) if not _is_free(self.storages, i)]
         self.most = max(self.most, sum(used) + self.lent + nbytes)
         return sum(sizes) + self.lent + nbytes - self.most * 5 // 4
 
     def _make_room(self, nbytes: int) -> None:
-        """Drop what has not been used for longest, until so many more are not too many."""
+        """Drops the least recently used free storages until ``nbytes`` more fit in the limit."""
         excess, at = self._excess(nbytes), 0
         while excess > 0 and at < len(self.storages):
             if _is_free(self.storages, at):
@@ -80,7 +79,7 @@ class Buffers:
 
 
 def _is_free(storages: list[Any], i: int) -> bool:
-    """Does only the list hold this storage?"""
+    """Returns True if only the list holds this storage."""
     return users_of_storage(storages[i]) == _ALONE
 
 
@@ -88,7 +87,7 @@ _ALONE = next(users_of_storage(some[0]) for some in [[torch.UntypedStorage(1)]])
 
 
 def kept() -> Buffers:
-    """What the world of now keeps."""
+    """Returns the Buffers of the current world."""
     now = current_runtime()
     if now.buffers is None:
         now.buffers = Buffers()
@@ -97,7 +96,7 @@ def kept() -> Buffers:
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel], for a moment: as of ``torch.empty``."""
+    """Returns a temporary tensor [numel], uninitialized as ``torch.empty``."""
     if device.type != "cpu" or dispatch_modes():
         return torch.empty(numel, dtype=dtype, device=device)
     storage = kept().take(numel * dtype.itemsize)
@@ -105,7 +104,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def fill(storage: Any, nbytes: int) -> None:
-    """Give an empty storage memory of its own."""
+    """Gives an empty storage memory of its own."""
     if storage.device.type == "cpu" and not dispatch_modes():
         kept().fill(storage, nbytes)
     else:
@@ -113,7 +112,7 @@ def fill(storage: Any, nbytes: int) -> None:
 
 
 def drain(storage: Any) -> None:
-    """Take the memory of a storage that was filled: it is empty then."""
+    """Takes the memory of a storage that was filled; the storage is empty afterwards."""
     if storage.device.type == "cpu" and storage.nbytes() and not dispatch_modes():
         kept().drain(storage)
     else:
@@ -121,5 +120,5 @@ def drain(storage: Any) -> None:
 
 
 def clear() -> None:
-    """Keep nothing: who needed it is gone."""
+    """Drops all memory that is kept."""
     last_runtime().buffers = None

@@ -1,11 +1,11 @@
-"""Collectives: all calls of torch.distributed but messages (``p2p``) and objects (``objects``).
+"""Collectives: all calls of torch.distributed except messages (``p2p``) and objects (``objects``).
 
-All take and give plain tensors and a ``Group``. Members are numbered in *mesh order* (the order of
-``Group.ranks``), whatever order the backend keeps. Groups of one rank return at once. Each call can
-be recorded (``record_comms``) and, in debug mode, is compared between ranks first.
+All take and return regular tensors, and take a ``Group``. Members are numbered in *mesh order* (the
+order of ``Group.ranks``), whatever order the backend uses. Groups of one rank return at once. Each
+call can be recorded (``record_comms``) and, in debug mode, is first compared between ranks.
 
-With ``async_op`` a collective gives a Work, whose ``wait`` gives the result. Start such ones on a
-group with a lane of its own (see ``new_group``), in the same order on all members.
+With ``async_op`` a collective returns a Work, whose ``wait`` returns the result. Start asynchronous
+collectives on a group with its own lane (see ``new_group``), in the same order on all members.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 @cache
 def _options(kind: str, async_op: bool, op: str = "") -> Any:
-    """The arguments of a process group's methods. torch.distributed's functions end in these
-    methods: a third of the time of a small collective is spent on the way there."""
+    """Returns the options argument of a process group's method. The methods are called directly,
+    because torch.distributed's functions take a third of the time of a small collective."""
     options = getattr(c10d, kind)()
-    options.asyncOp = async_op  # on NCCL: on a stream of its own
+    options.asyncOp = async_op  # on NCCL: on a separate stream
     if op:
         options.reduceOp = _OPS[op]
     return options
@@ -54,13 +54,13 @@ def _options(kind: str, async_op: bool, op: str = "") -> Any:
 def _announce(
     kind: str, group: Group, sent: Tensor, share: float, op: str, background: bool
 ) -> log.CommRecord | None:
-    """Record that ``share`` of the bytes is sent; compare between ranks in debug mode."""
+    """Records that ``share`` of the bytes is sent, and compares ranks in debug mode."""
     entry = None
     if log.active:
         nbytes = round(share * sent.nbytes)
         entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
     if desync.enabled:
-        shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # these may differ in size
+        shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # piece sizes may differ
         desync.compare(group, f"{kind}({op}) of {shape} {sent.dtype}")
     return entry
 
@@ -78,7 +78,7 @@ def run(
     kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
     finish: Callable[[], T], op: str = "",
 ) -> T:  # fmt: skip
-    """Announce a collective, run it to its end, and give what ``finish`` makes of it."""
+    """Records a collective, runs it to its end, and returns the result of ``finish``."""
     if log.active or desync.enabled:
         _announce(kind, group, sent, share, op, False)
     try:
@@ -93,7 +93,7 @@ def run(
 def _wait(work: Any, group: Group, sent: Tensor) -> None:
     if sent.is_cpu:
         lone_failure.wait(work, group.ranks)
-    else:  # on NCCL a wait with a time limit holds up the program
+    else:  # on NCCL a wait with a time limit blocks the program
         work.wait()
 
 
@@ -101,7 +101,7 @@ def start(
     kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
     finish: Callable[[], T], op: str = "", into: T | None = None,
 ) -> Work[T]:  # fmt: skip
-    """``run``, in the background. ``into``: what ``finish`` will give."""
+    """Starts a collective, and returns its Work. ``into``: the result of ``finish``, if known."""
     entry = None
     if log.active or desync.enabled:
         entry = _announce(kind, group, sent, share, op, True)
@@ -110,7 +110,7 @@ def start(
     except RuntimeError as error:
         raise _failed(kind, group, error) from error
 
-    def end(kept: Any = args) -> T:  # what is under way needs its tensors
+    def end(kept: Any = args) -> T:  # keeps the tensors alive until the end
         if entry is not None:
             log.waited_for(entry)
         try:
@@ -123,14 +123,14 @@ def start(
 
 
 def _there(buffer: Tensor, decode: Any, x: Tensor) -> Tensor | None:
-    """What ``buffer``, in which x is encoded, will be decoded to, where it is the same memory."""
+    """Returns the tensor that ``buffer``, the encoded x, is decoded to if both share memory."""
     if decode is None:
         return buffer
     return decode(buffer) if x.dtype.is_complex else None
 
 
 def _alone(result: Tensor, async_op: bool) -> Any:
-    """The result in a group of one rank."""
+    """Returns the result in a group of one rank."""
     return finished(result) if async_op else result
 
 
@@ -145,8 +145,7 @@ def all_reduce(
 def all_reduce(
     x: Tensor, op: str, group: Group, *, inplace: bool = False, async_op: bool = False
 ) -> Any:
-    """The elementwise ``op`` over all members, of x's shape: a new tensor, or x itself
-    ``inplace``."""
+    """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``."""
     n = len(group.ranks)
     seen = log.active or desync.enabled
     if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):
@@ -179,8 +178,8 @@ _dense = torch.contiguous_format
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    """Most all-reduces: nothing is done to a copy of x but to add it up. A copy is dense as
-    ``wire.dense`` makes it."""
+    """Sums x of a dtype that needs no encoding: most all-reduces. The copy is dense, as from
+    ``wire.dense``."""
     if x.requires_grad and torch.is_grad_enabled():
         x = x.detach()
     total = x.clone(memory_format=_dense)
@@ -207,8 +206,8 @@ def all_gather(
     x: Tensor, group: Group, shape: Sequence[int] | None = None, *, out: Tensor | None = None,
     async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """[n, *x.shape], or that in ``shape`` or ``out``: each member's x in mesh order; all have one
-    shape."""
+    """Returns each member's x in mesh order: [n, *x.shape], or viewed as ``shape``, or in ``out``.
+    All members have the same shape."""
     n = group.size
     if out is not None:
         x, out = wire.in_place("all_gather", x), wire.in_place("all_gather", out)
@@ -246,10 +245,10 @@ def reduce_scatter(
     x: Tensor, op: str, group: Group, shape: Sequence[int] | None = None, *,
     out: Tensor | None = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """[n, *s] to [*s]: member i gets the ``op`` over all members of their x[i].
+    """Reduces [n, *s] to [*s]: member i gets the ``op`` over all members' x[i].
 
-    With ``shape``, that is s, and with ``out`` its shape; x is then any tensor whose n equal parts
-    in memory are the pieces.
+    ``shape``, or the shape of ``out``, replaces s; x is then any tensor whose n equal parts in
+    memory are the pieces.
     """
     n = group.size
     if out is not None:
@@ -268,7 +267,7 @@ def reduce_scatter(
     total, share = out, (n - 1) / n
     into: Any = _there(total, decode, x)
     if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
-        # gloo's own works in the calling thread, at two to three times the cost of an exchange.
+        # gloo's own runs in the calling thread, and costs two to three times an exchange.
         rows = buffers.empty(buffer.numel(), buffer.dtype, buffer.device).view(n, -1)
         fn: Any = all_to_all_single
         options = _options("AllToAllOptions", True)
@@ -306,8 +305,8 @@ def all_to_all(
 def all_to_all(
     pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *, async_op: bool = False
 ) -> Any:
-    """Sends ``pieces[i]`` to member i; gives what came from each, flat, of ``numels[i]``
-    elements."""
+    """Sends ``pieces[i]`` to member i. Returns the pieces received from each member, flat, of
+    ``numels[i]`` elements."""
     if group.size == 1:
         alone = [pieces[0].detach().reshape(-1)]
         return finished(alone) if async_op else alone
@@ -332,8 +331,8 @@ def all_to_all(
 def all_to_all_rows(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
 ) -> Tensor:
-    """[sum(sent), *s] to [sum(received), *s]: the first ``sent[0]`` rows go to member 0, and so on;
-    ``received[i]`` rows come from member i, in order."""
+    """Exchanges rows, [sum(sent), *s] to [sum(received), *s]: the first ``sent[0]`` rows go to
+    member 0, and so on; ``received[i]`` rows come from member i, in order."""
     x = wire.dense(x)
     if group.size == 1:
         return x
@@ -360,7 +359,7 @@ def all_to_all_even(x: Tensor, group: Group, *, async_op: Literal[False] = ...) 
 @overload
 def all_to_all_even(x: Tensor, group: Group, *, async_op: Literal[True]) -> Work[Tensor]: ...
 def all_to_all_even(x: Tensor, group: Group, *, async_op: bool = False) -> Any:
-    """[n, *s] to [n, *s]: x[i] goes to member i, and out[i] is what member i sent."""
+    """Exchanges [n, *s]: x[i] goes to member i, and out[i] comes from member i."""
     n, x = group.size, wire.dense(x)
     if n == 1:
         return _alone(x, async_op)
@@ -377,7 +376,7 @@ def all_to_all_even(x: Tensor, group: Group, *, async_op: bool = False) -> Any:
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
-    """x of member ``src`` on every member; on the others x gives the shape and dtype."""
+    """Returns the x of member ``src``; on the other members x gives the shape and dtype."""
     if group.size == 1:
         return x.detach()
     mine = group.index == src
@@ -390,7 +389,7 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
 
 
 def scatter(pieces: Sequence[Tensor] | None, like: Tensor, src: int, group: Group) -> Tensor:
-    """Piece i of member ``src`` on member i; all are of the shape and dtype of ``like``."""
+    """Returns piece i of member ``src`` on member i; all have the shape and dtype of ``like``."""
     mine = group.index == src
     given = pieces if mine and pieces is not None else ()
     if mine and len(given) != group.size:

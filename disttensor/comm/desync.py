@@ -1,8 +1,8 @@
-"""Debug mode: before a collective runs, its members compare what each is about to do.
+"""Debug mode: before a collective runs, its members compare which call each is about to make.
 
-The comparison goes through the store of the process group, not through the collective itself, so it
-works where ranks disagree: the error says which rank does what, and names the ranks that never
-came.
+The comparison uses the store of the process group and not the collective itself, so it works even
+if ranks disagree. The error says which rank makes which call, and names the ranks that did not
+arrive.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from disttensor.comm.process_group import world_store
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import current_runtime
 
-# Of the whole process, and no context variables: collectives of a backward run in threads of
-# autograd, which have contexts of their own, and must be compared as well.
+# Global to the process instead of context variables: collectives of a backward are compared too,
+# and run in autograd's threads, which have their own contexts.
 enabled = os.environ.get("DISTTENSOR_DEBUG", "") not in ("", "0")
 timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30")))
 
@@ -26,7 +26,7 @@ class debug:
     """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before
     it runs.
 
-    Enter and leave it on all ranks alike. Raises MismatchError, naming the ranks, where they
+    Enter and leave the block on all ranks alike. Raises MismatchError, naming the ranks, if they
     differ.
 
     >>> with dt.debug(seconds=10):
@@ -73,7 +73,7 @@ def compare(group: Any, what: str) -> None:
                 f"{timeout.total_seconds():g} s; its last collective: {last}"
             ) from None
         seen[other] = store.get(f"{name}/{other}").decode()
-    if call:  # all members are at this call, so all have read what was said at the one before
+    if call:  # all members have reached this call, so all have read the entry of the previous one
         store.delete_key(f"{of_group}/{call - 1}/{rank}")
     kinds = {r: text.split(" at ")[0] for r, text in seen.items()}
     if len(set(kinds.values())) > 1:
@@ -84,7 +84,7 @@ def compare(group: Any, what: str) -> None:
 
 
 def differing(texts: dict[int, str]) -> dict[int, str]:
-    """Of long texts ("what at line") no more than from the first difference on."""
+    """Shortens long texts ("what at line") to the part around the first difference."""
     alike = zip(*texts.values(), strict=False)
     cut = next((i for i, letters in enumerate(alike) if len(set(letters)) > 1), 0)
     begin = max(0, cut - 60)

@@ -1,10 +1,10 @@
-"""Who failed first, and where the others are: what a rank adds to its own error when a collective
-or a message fails.
+"""Adds to an error of a failed collective or message which rank failed first, or where the others
+are.
 
-A rank that waits sees only that a neighbour is gone, and the neighbour may have waited itself. So
-the first failing rank posts its error to the store of the process group. One that was killed posts
-nothing; the first rank that misses it posts its number. Where all live, each says where its program
-is.
+A waiting rank sees only that a neighbour is gone, and the neighbour may have waited itself. So the
+first failing rank posts its error to the store of the process group. A killed rank posts nothing;
+the first rank that misses it posts its number. If all ranks live, each reports the line that its
+program has reached.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from disttensor.comm.process_group import is_fake, world
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 
 _PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
-_SHOWN = 16  # ranks whose place an error tells
-_before: Any = None  # the hook that ours calls in the end
+_SHOWN = 16  # ranks whose source line an error shows
+_before: Any = None  # the previous hook, which ours calls last
 
 
 def watch() -> Runtime:
-    """From now on an uncaught error of this process is posted for the others, and theirs are heard.
-    Cheap after the first call. Gives the world of now."""
+    """Posts uncaught errors of this process to the other ranks, and reads theirs, from now on.
+    Cheap after the first call. Returns the Runtime of the current world."""
     global _before
     now = current_runtime()
     if now.watcher is None:
@@ -40,7 +40,7 @@ def watch() -> Runtime:
 
 
 def unwatch() -> None:
-    """Undo ``watch``, unless somebody has put another hook on top since."""
+    """Undoes ``watch``, unless another hook has been installed since."""
     global _before
     if sys.excepthook is _hook:
         sys.excepthook, _before = _before, None
@@ -48,7 +48,7 @@ def unwatch() -> None:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, Exception):
-        with contextlib.suppress(Exception):  # whatever happens, the error itself is shown
+        with contextlib.suppress(Exception):  # the error itself is shown in any case
             line = traceback.extract_tb(trace)[-1] if trace is not None else None
             where = f" ({line.filename}:{line.lineno})" if line is not None else ""
             text = str(error).splitlines()
@@ -58,7 +58,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def post(what: str) -> str:
-    """Let all ranks know what went wrong, unless they do. Gives what did first."""
+    """Posts an error for all ranks unless there is one already. Returns the first error posted."""
     beside = watcher.of(current_runtime())
     if beside is None or beside.lost:
         return what
@@ -68,7 +68,7 @@ def post(what: str) -> str:
 
 
 def _all_ended(beside: watcher.Watcher) -> bool:
-    """Waits until all other ranks have (True), or two seconds have passed."""
+    """Waits until all other ranks have ended, at most two seconds. Returns True if they have."""
     end = time.monotonic() + 2.0
     while beside.store.add("ended", 0) < beside.size - 1:
         if time.monotonic() > end:
@@ -78,7 +78,7 @@ def _all_ended(beside: watcher.Watcher) -> bool:
 
 
 def first() -> str:
-    """A sentence about the rank that failed first; where all live, about where each of them is."""
+    """Returns a sentence: which rank failed first, or where each rank is if all live."""
     beside = watcher.of(current_runtime())
     if beside is None:
         alone = world()[1] == 1 or is_fake() or watcher.store_answers()
@@ -115,8 +115,8 @@ def _hear_failed(beside: watcher.Watcher, what: str) -> bool:
 
 
 def _places(beside: watcher.Watcher) -> str:
-    """All ranks live: they wait for each other, or for one that is slow. Of one that has never
-    communicated nobody knows that."""
+    """Returns where each rank is, when all live: they wait for each other, or for a slow rank.
+    Ranks that have never communicated are listed separately, since they may have ended."""
     unseen = post_unseen(beside)
     seen = [r for r in range(beside.size) if r not in unseen]
     who = beside.failed if unseen else "All ranks live"
@@ -127,7 +127,7 @@ def _places(beside: watcher.Watcher) -> str:
 
 
 def post_unseen(beside: watcher.Watcher) -> list[int]:
-    """Posts and returns the ranks that have never watched."""
+    """Posts and returns the ranks that have never started a watcher."""
     unseen = [r for r in range(beside.size) if not beside.store.check([f"process/{r}"])]
     if unseen:
         post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
@@ -147,11 +147,11 @@ callbacks.on_report["asked"] = _say_place
 
 @atexit.register
 def _leave() -> None:
-    """The others may still need what this rank has."""
+    """Records that this rank ends. The rank that keeps the store waits for the others."""
     beside = last_runtime().watcher
     if beside:
         with contextlib.suppress(Exception):
-            if beside.lost:  # there is no store any more
+            if beside.lost:  # the store is gone
                 return
             if not beside.failed:
                 beside.store.set(f"left/{beside.rank}", "")
@@ -160,7 +160,7 @@ def _leave() -> None:
                 elif not hasattr(sys, "last_value") and not _all_ended(beside):
                     post(f"rank {beside.rank} has ended its program before the others")
             if beside.failed:
-                if beside.keeps_store:  # which goes with this rank, and what failed with it
+                if beside.keeps_store:  # the store, and the error in it, end with this rank
                     beside.said("heard", range(beside.size), _PATIENCE)
                 return
         beside.stop()

@@ -1,4 +1,4 @@
-"""Who communicates: groups of ranks, and their process groups, made when first needed."""
+"""Groups of ranks that communicate, and their process groups, created when first needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group:
     pg: Any
     lane: str = ""  # see new_group
     order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
-    in_rank_order: bool = True  # the backend numbers members by rank: is that the mesh order?
+    in_rank_order: bool = True  # the backend numbers members by rank; True: this is the mesh order
 
     def __post_init__(self) -> None:
         numbers = {rank: i for i, rank in enumerate(sorted(self.ranks))}
@@ -51,13 +51,13 @@ class Group:
         return len(self.ranks)
 
     def to_backend(self, rows: Any) -> Any:
-        """What there is for each member, in the order of the backend's numbers."""
+        """Reorders one entry per member from mesh order to the backend's order."""
         if self.in_rank_order:
             return rows
         return _picked(rows, sorted(range(self.size), key=self.order.__getitem__))
 
     def to_members(self, rows: Any) -> Any:
-        """The way back: from the order of the backend's numbers to that of the mesh."""
+        """Reorders one entry per member from the backend's order to mesh order."""
         return rows if self.in_rank_order else _picked(rows, self.order)
 
     def __repr__(self) -> str:
@@ -69,11 +69,11 @@ def _picked(rows: Any, order: Sequence[int]) -> Any:
 
 
 def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
-    """The group of ``ranks``, this rank among them. Collective for its members only, and cached.
+    """Returns the group of ``ranks``, which include this rank. Cached; collective for its members.
 
-    Each ``lane`` has a communicator of its own over the same ranks: what is started in one is in no
-    order with the collectives of another, so that those in the background never come between those
-    that are waited for. Raises CommError that names the ranks when they do not all arrive.
+    Each ``lane`` has its own communicator over the same ranks. Collectives of two lanes are not
+    ordered among each other, so background collectives never come between the collectives that the
+    program waits for. Raises CommError, naming the ranks, if they do not all arrive.
     """
     ranks, axes = tuple(ranks), tuple(axes)
     if len(ranks) == 1:
@@ -85,19 +85,18 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Grou
 
 
 def world_group() -> Group:
-    """All ranks."""
+    """Returns the group of all ranks."""
     return new_group(range(world()[1]), ("world",))
 
 
 def process_group(
     members: tuple[int, ...], axes: Sequence[str], lane: str = "", timeout: float | None = None
 ) -> Any:
-    """torch's process group of the sorted ``members``, made once; of one rank too, which our own
-    calls never need. It is never the default group, which the user's own threads may use, as
-    torch's asynchronous checkpoints do.
+    """Returns torch's process group of the sorted ``members``, created once; also for one rank,
+    which only callers outside this package need. The default group is never returned: the user's
+    own threads may use it, as torch's asynchronous checkpoints do.
 
-    ``timeout``: seconds to wait for the others while it is made; None: as long as for any
-    collective.
+    ``timeout``: seconds to wait for the others during creation; None: as long as for a collective.
     """
     now = current_runtime()
     key = (members, lane)
@@ -116,22 +115,23 @@ def process_group(
 
 
 def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | None) -> Any:
-    """A group that its members alone create, under a name that follows from what all of them know.
-    torch puts the number of groups that a rank already has into the name: ranks of different meshes
-    would wait for each other in vain."""
+    """Creates a group with its members only, under a name that follows from facts known to all of
+    them. torch's default name contains the number of groups that a rank already has: ranks of
+    different meshes would disagree about the name, and wait for each other until the time limit."""
     digest = hashlib.sha256(repr((members, lane, attempt())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
     usual = timeout_of(current_runtime().default)  # torch gives each group 30 minutes
     _arrive(members, digest, limit or usual)
     with group_name(f"disttensor_{digest}"):
         made = dist.new_group(members, limit or usual, use_local_synchronization=True)
-        if limit is not None:  # of the making only
+        if limit is not None:  # the limit holds for the creation only
             set_timeout(usual, made)
         return made
 
 
 def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
-    """Wait until all members are here, as long as they live, which torch would not look at."""
+    """Waits until all members are here. Raises RuntimeError if one of them ends, fails or is late;
+    torch does not check whether the members live."""
     beside = watcher.of(current_runtime())
     if beside is None:
         return
@@ -154,7 +154,7 @@ def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> Non
 
 @cache
 def _linger() -> None:
-    """At exit, give gloo's threads a moment to let go of the last tensors. One that asks for the
-    GIL to do so while Python shuts down aborts the process (seen in torch 2.13 with Python 3.11, in
-    plain torch programs too)."""
+    """Gives gloo's threads a moment at exit to release the last tensors. A thread that requests the
+    GIL for this while Python shuts down aborts the process (seen with torch 2.13 and Python 3.11,
+    also without this project)."""
     atexit.register(time.sleep, 0.1)

@@ -1,10 +1,11 @@
-"""How a message travels over gloo: a small one as the bytes of a tensor and one word behind them
-that says how many they are, any other as a copy of the tensor.
+"""Formats messages for gloo: a small tensor as bytes and a word with their number, others as a
+copy.
 
-gloo ends the process where a message is larger than what the receiver has made room for, and says
-nothing where it is smaller. So the size is in the tag as well (``sized``): of two sizes most have
-two tags, and never meet, of which ``mismatch`` hears. Two that do meet are told by the word; or by
-a mark at the end of the receiver's room, which a message of that size overwrites.
+gloo ends the process if a message is larger than the receiver's buffer, and reports nothing if it
+is smaller. So the tag contains the size too (``sized``): messages of different sizes mostly have
+different tags and never match, which ``mismatch`` detects. If the tags are equal, the word shows
+the difference. A large message has no word: the receiver's buffer ends in a mark, which only a
+message of the expected size overwrites.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from disttensor.comm.wire import dense
 
 Tensor = torch.Tensor
 
-_BARE = 1 << 10  # bytes from which on no word is sent
-_NOTHING = -1  # what the word is before anything has come
-_REFUSED = -2  # what it is where the sender has no message of this size
-_MARK = int.from_bytes(os.urandom(8), "little", signed=True)  # no tensor ends in it
-_SIZES = 61  # as many as fit above the bits of a transfer, below the one of all our tags
+_BARE = 1 << 10  # messages of at least this many bytes have no word
+_NOTHING = -1  # the word before a message has arrived
+_REFUSED = -2  # the word if the sender has no message of this size
+_MARK = int.from_bytes(os.urandom(8), "little", signed=True)  # random: no tensor ends in this value
+_SIZES = 61  # size codes of a tag: above the bits of a transfer, below the bit of all our tags
 
 
 class WireMessage:
-    """``content``: a tensor. ``wire``: the memory that is sent, or is room for what comes."""
+    """``content``: a tensor. ``wire``: the memory that is sent, or that receives the message."""
 
     __slots__ = ("content", "nbytes", "wire")
 
@@ -37,8 +38,8 @@ class WireMessage:
 
     @classmethod
     def of(cls, x: Tensor) -> WireMessage:
-        """With a copy of ``x``: its own memory may be written to, by torch and by who does not ask
-        torch, before the message has gone."""
+        """Returns a message with a copy of ``x``, since the memory of ``x`` may be written before
+        the message has been sent."""
         if x.nbytes >= _BARE:
             content = copied(x)
             return cls(content, content, x.nbytes)
@@ -48,7 +49,7 @@ class WireMessage:
 
     @classmethod
     def awaited(cls, shape: Sequence[int], dtype: torch.dtype) -> WireMessage:
-        """Room for one that comes."""
+        """Returns a message with an empty buffer, to receive into."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _BARE:
             return _with_word(shape, dtype, _NOTHING)
@@ -59,14 +60,14 @@ class WireMessage:
 
     @classmethod
     def refusing(cls, nbytes: int) -> WireMessage:
-        """In place of one that never comes."""
+        """Returns a message that ends the wait for a message which will never be sent."""
         if nbytes < _BARE:
             return _with_word((nbytes,), torch.uint8, _REFUSED)
         return cls(nothing := torch.zeros(8, dtype=torch.uint8, device="cpu"), nothing, nbytes)
 
     @property
     def is_whole(self) -> bool:
-        """Did a message of this size arrive?"""
+        """Returns True if a message of the expected size has arrived."""
         if self.nbytes < _BARE:
             return int(self.wire[-1]) == self.nbytes
         return self._end.value != _MARK
@@ -79,7 +80,7 @@ class WireMessage:
 def _with_word(shape: Sequence[int], dtype: torch.dtype, word: int | None = None) -> WireMessage:
     numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
-    pairs = (nbytes + 8 + 15) // 16  # of words: whole elements of 16 bytes too
+    pairs = (nbytes + 8 + 15) // 16  # of words: elements have up to 16 bytes
     wire = torch.empty(2 * pairs, dtype=torch.int64, device="cpu")
     wire[-1].fill_(nbytes if word is None else word)
     return WireMessage(wire.view(dtype)[:numel].view(shape), wire, nbytes)

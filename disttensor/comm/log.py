@@ -1,5 +1,4 @@
-"""record_comms: what was communicated, by which mesh axis, from which line of the user's
-program."""
+"""record_comms: records each collective, with its mesh axis and the user's source line."""
 
 from __future__ import annotations
 
@@ -13,18 +12,17 @@ import torch
 from disttensor.errors import user_line
 from disttensor.torch_private import current_backward
 
-# The logs that are open now, of the whole process: collectives of a backward run in threads of
-# autograd, which would not see a context variable. Almost always empty, so that to check is cheap.
+# The open logs, global to the process: collectives of a backward run in autograd's threads, which
+# would not see a context variable. Almost always empty, so the check is cheap.
 active: list[CommLog] = []
-BESIDE = ", beside it"  # in a table: a collective in the background of its phase
+BESIDE = ", beside it"  # in a table: a collective that runs in the background of its phase
 WAITED = ", waited for at"
 
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:
-    """One collective on this rank. ``bytes``: what this rank puts on the wire (ring algorithms);
-    ``background``: the rank goes on, and waits for it where its result is needed; ``waited`` is the
-    line that does, "" before.
+    """One collective on this rank. ``bytes``: sent by this rank (ring algorithms). ``background``:
+    asynchronous, waited for where its result is needed. ``waited``: the line that waits; "" before.
 
     >>> dt.CommRecord("all_reduce", "tp", 96, "backward", "train.py:7", (4, 6), torch.float32).axis
     'tp'
@@ -43,7 +41,7 @@ class CommRecord:
 
 @dataclass(eq=False)
 class CommLog:
-    """The collectives of a ``with record_comms()`` block: a sequence of CommRecord that prints as a
+    """The collectives of a ``with record_comms()`` block: a sequence of CommRecord, printed as a
     table.
 
     >>> with dt.record_comms() as log:
@@ -71,19 +69,19 @@ class CommLog:
         return self.records[i]
 
     def transfer(self, label: object, sources: Sequence[int]) -> None:
-        """Messages of one transfer are posted on this rank: ``label`` is its plan, or says what it
-        is; ``sources`` are the ranks that it comes from. Nothing to a log."""
+        """Called when this rank posts messages of a transfer; ignored here. ``label``: its plan or
+        description; ``sources``: the ranks that it comes from."""
 
     def traced(self, mesh: Any, calls: Sequence[Any]) -> None:
-        """A module on ``mesh``, which this rank is not in, makes these calls whenever it is called.
-        Nothing to a log."""
+        """Called when a module on ``mesh``, which this rank is not in, is traced: each call of the
+        module makes these ``calls``. Ignored here."""
 
     @property
     def total_bytes(self) -> int:
         return sum(r.bytes for r in self.records)
 
     def counts(self, phase: str | None = None) -> dict[str, int]:
-        """Number of collectives of each kind, of one phase ("forward", "backward") or of both."""
+        """Returns the collectives per kind, of one phase ("forward", "backward") or of both."""
         return dict(Counter(r.kind for r in self.records if phase in (None, r.phase)))
 
     def __str__(self) -> str:
@@ -107,8 +105,8 @@ class CommLog:
 
 
 def record_comms() -> CommLog:
-    """``with record_comms() as log:`` one CommRecord per collective of this rank, forward and
-    backward.
+    """Records one CommRecord per collective of this rank, forward and backward: ``with
+    record_comms() as log:``.
 
     >>> with dt.record_comms() as log:
     ...     total = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
@@ -132,5 +130,5 @@ def record(
 
 
 def waited_for(entry: CommRecord) -> None:
-    """This line waits for what was recorded so: the one thing of a record that comes later."""
+    """Records that this line waits for the collective; only this field is set later."""
     object.__setattr__(entry, "waited", user_line())

@@ -1,10 +1,10 @@
 """Ends the waits of other ranks for a rank whose call raised while its process lives.
 
 A rank whose call raised, and which makes no other call for some seconds, posts the error to the
-store; a failed ``pipeline.run`` is posted at once. A rank that has waited for some seconds reads
-the posts. If it waits for a rank that has raised more errors in the same calls than itself, it
-posts the failure for all ranks, and all waits end. Errors that all ranks raise
-alike end no wait, since each rank counts its own.
+store. A failed ``pipeline.run`` is posted at once. A rank that has waited for some seconds reads
+the posts. If the awaited rank has raised more errors in the same calls than the waiting rank, the
+waiting rank posts the failure, and the waits of all ranks end. Each rank counts its own errors, so
+an error that all ranks raise alike ends no wait.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from disttensor.comm.process_group import world
 from disttensor.errors import user_line
 from disttensor.runtime import Runtime, last_runtime
 
-QUIET = 6.0  # seconds without a call, after which a rank is taken to have stopped
+QUIET = 6.0  # seconds without a call, after which a rank counts as stopped
 SLICE = timedelta(seconds=1)
-PATIENCE = 3  # slices of a wait before the posts are read
+PATIENCE = 3  # number of slices that a wait takes before it reads the posts
 STOPPED = "stopped"  # the key in the store
 
 
 class Raised(NamedTuple):
     """The last error of this rank: the ``nth`` in calls of ``ranks`` since the optimizer step
-    ``step``. ``mark``: the calls until then; None: other calls do not matter."""
+    ``step``. ``mark``: the calls recorded until then (a later call shows that the program goes on);
+    None: later calls do not matter."""
 
     ranks: tuple[int, ...]
     step: int
@@ -42,19 +43,19 @@ class Raised(NamedTuple):
 
 
 def note_error(error: BaseException, planned: Any) -> None:
-    """Notes that a call of the plan ``planned`` raised on this rank."""
+    """Records that a call of the plan ``planned`` raised on this rank."""
     call = planned.call
     if call is not None and call.mesh is not None:
         _note(error, call.mesh.ranks, _mark(), QUIET)
 
 
 def note_failed_backward(error: BaseException) -> None:
-    """Notes that a backward, which all ranks run, raised on this rank."""
+    """Records that a backward, which all ranks run, raised on this rank."""
     _note(error, range(world()[1]), _mark(), QUIET)
 
 
 def note_failed_run(error: BaseException) -> None:
-    """Notes that ``pipeline.run`` raised on this rank: it sends no more messages of this run."""
+    """Records that ``pipeline.run`` raised here: this rank sends no more messages of this run."""
     _note(error, range(world()[1]), None, 0.0)
 
 
@@ -65,7 +66,7 @@ def _note(error: BaseException, ranks: Sequence[int], mark: Any, seconds: float)
     trace, text = error.__traceback__, type(error).__name__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    with contextlib.suppress(Exception):  # it may not have a text
+    with contextlib.suppress(Exception):  # the error may have no text
         text = f"{text}: {str(error).splitlines()[0][:400]}"
     words = f"{text} ({user_line(None if trace is None else trace.tb_frame)})"
     key = _, step = tuple(ranks), _step(now)
@@ -79,11 +80,11 @@ def _step(now: Runtime) -> int:
 
 
 def _mark() -> tuple[int, int]:
-    """Changes with each call."""
+    """Returns a value that changes with each recorded call."""
     noted = program.NOTED
     try:
         return len(noted), id(noted[-1])
-    except IndexError:  # another thread may clear it meanwhile
+    except IndexError:  # another thread may have cleared the deque
         return 0, 0
 
 
@@ -105,8 +106,8 @@ def _post(beside: watcher.Watcher) -> None:
 
 
 def find(beside: watcher.Watcher, awaited: Sequence[int]) -> bool:
-    """Returns True if a rank has stopped while others wait. Posts so of one of the ranks
-    ``awaited``, for which this rank has waited for some seconds."""
+    """Returns True if a rank has stopped while others wait. Posts the failure if the stopped rank
+    is among ``awaited``, the ranks for which this rank has waited for some seconds."""
     now = last_runtime()
     if not now.is_given_up and beside.store.check(["raised"]):
         lines = beside.store.get("raised").decode().splitlines()
@@ -131,12 +132,12 @@ def _give_up(beside: watcher.Watcher, text: str = "") -> bool:
 
 
 def wait(work: Any, ranks: Sequence[int]) -> None:
-    """``work.wait()`` for a collective of ``ranks`` that each ends when all have begun it. Raises
-    RuntimeError also where a rank has stopped and some seconds have passed."""
+    """Runs ``work.wait()`` for a collective of ``ranks`` that ends once all of them have started
+    it. Raises RuntimeError also if a rank has stopped, after some seconds."""
     try:
         work.wait(SLICE)
         return
-    except RuntimeError:  # of the collective, or the slice has passed
+    except RuntimeError:  # the collective failed, or the slice has passed
         beside = last_runtime().watcher
     for slices in itertools.count(1):
         if work.is_completed():

@@ -1,11 +1,11 @@
-"""A wait for a message that was sent in another size ends with an error.
+"""Ends a wait for a message that was sent with another size, by an error.
 
-Messages of two sizes have two tags (``letter.py``), so the receiver would wait until the time limit
-of the process group. One that has waited for some time asks the sender in the thread beside its
-program (``watcher.py``), by way of the store. A sender that holds a message of that transfer in
-another size alone says so, and sends what is waited for, marked as none: so the wait ends. Nothing
-of this is done while messages come. Where a rank has failed (``lone_failure.py``), a sender that
-holds no message of that transfer ends the wait in the same way.
+Messages of different sizes have different tags (``letter.py``), so the receiver would wait until
+the time limit. After some time the receiver's watcher thread (``watcher.py``) sends a request to
+the sender through the store. If the sender holds a message of this transfer, but of another size
+only, it posts that size, and sends a message marked as refused, which ends the wait. While messages
+arrive in time, no request is sent. After a failure of a rank (``lone_failure.py``), a sender
+without a message of this transfer ends the wait in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = 1.0  # seconds
 
 
 class Sending(NamedTuple):
-    """A message to another rank, for people: put into words only where it failed."""
+    """A message to another rank, as text for errors: formatted only after a failure."""
 
     rank: int
     peer: int
@@ -42,7 +42,7 @@ class Sending(NamedTuple):
 
 
 class PendingReceive:
-    """A letter on its way from the rank ``source``."""
+    """A message on its way from the rank ``source``."""
 
     __slots__ = ("letter", "since", "source", "tag", "work")
 
@@ -78,14 +78,15 @@ class PendingReceive:
         key = "" if beside is None else f"sent/{beside.rank}/{self.tag}"
         if beside is None or not beside.store.check([key]):
             return "fewer bytes were sent"
-        return str(beside.store.get(key).decode())  # and a message that refuses came in its place
+        return str(beside.store.get(key).decode())  # the message received was marked as refused
 
 
 _waiting: list[PendingReceive] = []
 
 
 def _ask(beside: watcher.Watcher) -> None:
-    """Again and again, as long as this rank waits: a sender that has nothing yet forgets it."""
+    """Sends requests to the senders repeatedly while this rank waits: a sender that has no message
+    yet drops the request."""
     for awaited in list(_waiting):
         seconds = time.monotonic() - awaited.since
         if seconds > lone_failure.PATIENCE:
@@ -113,7 +114,7 @@ def _answer(beside: watcher.Watcher) -> None:
                 text = f"{what.nbytes} bytes were sent at {what.line}"
                 beside.store.set(f"sent/{peer}/{tag}", text)
             wire, group = WireMessage.refusing(nbytes).wire, cast(Any, dist.group.WORLD)
-            with contextlib.suppress(RuntimeError):  # it is gone, as others will say
+            with contextlib.suppress(RuntimeError):  # the peer is gone, which other checks report
                 work = group.send([wire], peer, sized(tag, nbytes))
                 OUTBOX.put(work, wire, what._replace(nbytes=nbytes))
 

@@ -1,7 +1,7 @@
-"""Picklable objects, and values that only some ranks have: for set-up and checks, not for data.
+"""Exchanges picklable objects, and values that only some ranks have: for set-up and checks only.
 
-What a few ranks know (of a tensor on their mesh, mostly) goes to all others of the world. Every
-rank takes part, as a sender or a receiver, so that the numbers of messages stay in step.
+Facts that a few ranks know (mostly about a tensor on their mesh) are sent to all other ranks of the
+world. Every rank takes part, as a sender or a receiver, so that message numbers stay equal.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Tensor = torch.Tensor
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Every member's picklable ``value``, in mesh order."""
+    """Returns every member's picklable ``value``, in mesh order."""
     if group.size == 1:
         return [value]
     out: list[Any] = [None] * group.size
-    # how much is sent differs between ranks, and is not counted
+    # sizes differ between ranks and are not counted
     unknown = torch.empty(0, device="cpu")
     fn: Any = dist.all_gather_object
     if is_fake():
@@ -38,24 +38,24 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def _nothing(*_: Any) -> None:
-    """A collective of a fake process group."""
+    """Stands for a collective of a fake process group."""
 
 
 def told(numbers: Tensor, mine: Sequence[float]) -> list[float]:
-    """What ranks have told each other, for Python. ``mine``: what this rank said, which is all that
-    there is in a fake process group."""
+    """Returns exchanged numbers as a list. In a fake process group, where nothing is received,
+    these are ``mine``, the numbers of this rank."""
     return list(mine) if is_fake() else numbers.tolist()
 
 
 def others(ranks: Sequence[int]) -> list[int]:
-    """The ranks of the world that are not among ``ranks``."""
+    """Returns the ranks of the world that are not among ``ranks``."""
     inside = set(ranks)
     return [r for r in range(world()[1]) if r not in inside]
 
 
 def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
-    """Called by all ``ranks`` with one picklable value: every other rank of the world gets it by
-    ``recv_object``."""
+    """Sends a picklable value to every other rank of the world, which calls ``recv_object``. All
+    ``ranks`` call this with the same value."""
     rest = others(ranks)
     if not rest:
         return
@@ -64,7 +64,7 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
         return
     payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(payload)], device=device)
-    for i, part in enumerate((size, payload)):  # of two sizes, and so with two tags
+    for i, part in enumerate((size, payload)):  # two sizes, so two tags
         p2p.send(part, rest, tag + i, f"an object of ranks {list(ranks)}")
 
 
@@ -83,7 +83,7 @@ def sends_error(ranks: Sequence[int], device: torch.device) -> Iterator[None]:
 
 
 def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
-    """Called by all ranks but ``ranks``: what those send. Raises it if it is an error."""
+    """Returns, or raises if it is an error, the object that ``ranks`` send to all other ranks."""
     callbacks.before_metadata_receive.get()()
     tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
@@ -104,7 +104,7 @@ def broadcast_value(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The plain ``value`` that ``ranks`` hold, on every rank of the world; None on the others."""
+    """Returns the regular tensor ``value`` of ``ranks`` on every rank; other ranks pass None."""
     rest = others(ranks)
     if not rest:
         assert value is not None
@@ -118,7 +118,7 @@ def broadcast_value(
 
 
 def digest(x: Tensor) -> str:
-    """Of the bytes: NaN equals itself, -0.0 is not 0.0."""
+    """Hashes the bytes of x: NaN equals itself, -0.0 differs from 0.0."""
     x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
     data: Any = x.reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=16).hexdigest()

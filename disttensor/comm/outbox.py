@@ -1,9 +1,9 @@
-"""What this rank has sent, until it is delivered.
+"""Keeps sent messages until they are delivered.
 
-gloo reads a message from the sender's memory when the receiver asks for it, which may be much
-later. It needs the buffer *and* the Work until then, and the Work's ``is_completed`` says nothing
-about it. So a thread of its own waits for the Works in order, and then drops both. It wakes for
-many messages at a time: it would take time from the program for each of them.
+gloo reads a message from the sender's memory when the receiver posts its receive, which may be much
+later. Until then it needs the buffer *and* the Work, and the Work's ``is_completed`` does not
+report delivery. So a separate thread waits for the Works in order, and then drops both. It wakes
+for many messages at a time: a wake for each message would slow down the program.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import CommError
 from disttensor.runtime import Runtime, current_runtime
 
-LINGER = 0.05  # seconds in which more is sent before the thread looks
-EXIT_SECONDS = 60.0  # how long a process that ends stays for messages that nobody took yet
+LINGER = 0.05  # seconds in which the thread collects messages
+EXIT_SECONDS = 60.0  # how long a process at its end waits for undelivered messages
 
 
 _Entry = tuple[Any, torch.Tensor, object, Runtime]
@@ -36,14 +36,14 @@ class SendQueue:
         self.lock = threading.RLock()
         self.changed, self.hurry = (threading.Condition(self.lock) for _ in range(2))
         self.waiting: deque[_Entry] = deque()
-        self.batch: deque[_Entry] = deque()  # of those before: the thread waits for the first
+        self.batch: deque[_Entry] = deque()  # taken from ``waiting``; the thread waits for one
         self.open = 0  # messages that are not delivered yet
         self.used = self.idle = False
         self.hurried = 0  # callers that wait for delivery
 
     def put(self, work: Any, buffer: torch.Tensor, what: object) -> None:
-        """``what``, of which ``str`` is taken only then, says in an error what was sent. In a fake
-        process group there is nobody to wait for."""
+        """Keeps a Work and its buffer until delivery. ``what`` describes the message in errors, and
+        is formatted only then. Does nothing in a fake process group."""
         now = current_runtime()
         if is_fake() if now.is_fake is None else now.is_fake:
             return
@@ -73,7 +73,7 @@ class SendQueue:
                     self.changed.notify_all()
 
     def held(self) -> list[object]:
-        """What may not be delivered yet."""
+        """Returns the descriptions of messages that may be undelivered."""
         with self.changed:
             return [what for _, _, what, _ in (*self.batch, *self.waiting)]
 
@@ -90,7 +90,7 @@ class SendQueue:
 def _wait_for(work: Any, buffer: torch.Tensor, what: object, sender: Runtime) -> None:
     try:
         if buffer.is_cuda:
-            while not work.is_completed():  # to wait would hold up a stream
+            while not work.is_completed():  # a wait would block a stream
                 time.sleep(1e-3)
         else:
             work.wait()
@@ -111,14 +111,14 @@ def failed(what: object, error: Exception) -> CommError:
 
 
 def check_delivered() -> None:
-    """Raises the failure of an earlier message of this world."""
+    """Raises the error of an earlier message of this world that failed."""
     error = current_runtime().undelivered
     if error is not None:
         raise error
 
 
 def flush(seconds: float | None = None) -> None:
-    """Wait until all messages of this rank are delivered. Raises CommError where one is not."""
+    """Waits until all messages of this rank are delivered. Raises CommError if one is not."""
     if not OUTBOX.flush(seconds):
         raise CommError(
             f"rank {world()[0]}: {OUTBOX.open} messages were not taken within {seconds} s by the "
@@ -129,7 +129,7 @@ def flush(seconds: float | None = None) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Others may still need what this rank has sent; after an error, for a moment only."""
+    """Waits at exit for undelivered messages; after an error, for two seconds only."""
     if OUTBOX.used:
         OUTBOX.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)
-        time.sleep(0.1)  # as in groups.py: gloo's threads let go of the tensors
+        time.sleep(0.1)  # as in groups.py: gloo's threads release the tensors

@@ -1,16 +1,17 @@
 """Point-to-point messages from one rank of the world to another.
 
-They go over the default process group, and nobody else takes part (``directions`` says where over
-others). Sending returns at once, and
-receiving is posted now and waited for later, so ranks need not meet. Messages of one pair of ranks
-with one tag arrive in the order in which they were sent.
+Messages use the default process group, or on NCCL the groups of ``directions``; only the sender and
+the receiver take part. Sending returns at once, and a receive is posted now and waited for later,
+so ranks need not meet. Messages of one pair of ranks with one tag arrive in the order in which they
+were sent.
 
 Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program,
-takes part or not, so all agree. The backward of a transfer uses ``tag + 1``. A *channel* numbers
-transfers on its own: micro-batches, which ranks may take in different order, have one each.
+even if it takes no part, so all ranks agree. The backward of a transfer uses ``tag + 1``. A
+*channel* has its own numbering of transfers: ranks may run micro-batches in different orders, so
+each micro-batch has its own channel.
 
-Note on NCCL. It knows no tags: messages from one rank to another match by the order in which both
-post them, so there both must take micro-batches in one order.
+Note on NCCL. NCCL has no tags: messages from one rank to another match by the order in which both
+post them, so both must run the micro-batches in the same order.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from disttensor.runtime import Runtime, current_runtime, last_runtime
 Tensor = torch.Tensor
 
 CHANNELS = 1 << 10
-_TRANSFERS = 1 << 13  # of one channel, before tags are used again
-Receive = tuple[int, Sequence[int]]  # from which rank, in which shape
-Early = tuple[int, int, int]  # a message that is asked for ahead: source, tag, bytes
+_TRANSFERS = 1 << 13  # of one channel, before its tags repeat
+Receive = tuple[int, Sequence[int]]  # source rank, shape
+Early = tuple[int, int, int]  # a receive posted in advance: source, tag, bytes
 
-_OURS = 1 << 30  # set in all our tags: a program's own small tags stay free; sizes are below
+_OURS = 1 << 30  # set in all our tags, so that small tags stay free for the user; sizes are below
 
 
 # Tags ------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ CHANNEL: ContextVar[int] = ContextVar("channel", default=0)
 
 
 class channel:
-    """``with channel(3):`` transfers of this thread are numbered on their own. 0 is everybody's."""
+    """``with channel(3):`` numbers the transfers of this thread separately. 0 is the default."""
 
     __slots__ = ("_number", "_token")
 
@@ -69,7 +70,7 @@ class channel:
 
 
 def next_tag() -> int:
-    """The tag of the next transfer: even and positive, the same on all ranks that count alike."""
+    """Returns the tag of the next transfer: even, positive, the same on ranks with equal counts."""
     tags = current_runtime().tags
     number = CHANNEL.get()
     count = tags.get(number, 0)
@@ -78,12 +79,12 @@ def next_tag() -> int:
 
 
 def transfers(channel: int) -> int:
-    """How many transfers a channel has had."""
+    """Returns the number of transfers that a channel has had."""
     return current_runtime().tags.get(channel, 0)
 
 
 def channels(count: int) -> list[int]:
-    """The channels of so many micro-batches. Raises RuntimeError if failed runs used up all."""
+    """Returns the channels of ``count`` micro-batches. Raises if failed runs have used all."""
     retired = current_runtime().retired
     free = CHANNELS - 1 - retired
     if retired and count > free:
@@ -96,14 +97,16 @@ def channels(count: int) -> list[int]:
 
 
 def retire_channels(count: int) -> None:
-    """Some of as many micro-batches have failed. Ranks were not all at the same transfer, and
-    messages of these channels may not have been received: they are not used again."""
+    """Retires the channels of ``count`` micro-batches, some of which failed. Ranks were not all at
+    the same transfer, so messages of these channels may never be received: they are not used
+    again."""
     current_runtime().retired += min(count, CHANNELS - 1)
 
 
 def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
-    """The tag of the same transfer in another channel: ``before`` and ``after`` are a channel and
-    how many transfers it has had when that program began. A tag of yet another channel stays."""
+    """Returns the tag of the same transfer in another channel. ``before`` and ``after``: a channel,
+    and its number of transfers when the program began. A tag of a third channel is returned
+    unchanged."""
     (channel, count), (other, later) = before, after
     if not tag & _OURS or tag >> 14 & CHANNELS - 1 != channel:
         return tag
@@ -115,7 +118,7 @@ def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
 
 
 class _Receiving(NamedTuple):
-    """A message to this rank, for people: put into words only where it failed."""
+    """A message to this rank, as text for errors: formatted only after a failure."""
 
     rank: int
     peer: int
@@ -130,8 +133,8 @@ _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 @contextlib.contextmanager
 def abandoning() -> Iterator[None]:
-    """A Message that is dropped in here may never come, as the program that was to send it has
-    failed: its buffer is kept as long as the world, and nobody waits for it."""
+    """Keeps the buffer of each ReceiveWork that is dropped in the block for the life of the world,
+    without a wait: the program that sends the message has failed, so the message may never come."""
     token = _abandons.set(True)
     try:
         yield
@@ -140,8 +143,8 @@ def abandoning() -> Iterator[None]:
 
 
 class ReceiveWork(Work[Tensor]):
-    """A message that is on its way to this rank; ``wait`` raises CommError if the sender is gone or
-    sends nothing in time, MismatchError where it sends another size."""
+    """A message that is on its way to this rank. ``wait`` raises CommError if the sender is gone or
+    sends nothing in time, and MismatchError if a message of another size was sent."""
 
     __slots__ = ("_posted",)
 
@@ -159,7 +162,7 @@ class ReceiveWork(Work[Tensor]):
         super().__init__(finish, lambda: all(work.is_completed() for work in works))
         self._posted = works, out, what
 
-    def __del__(self) -> None:  # nobody wants it, but the sender must get rid of it
+    def __del__(self) -> None:  # never waited for: the sender must complete
         if self._finish is not None and not sys.is_finalizing():
             works, out, what = self._posted
             if _abandons.get():
@@ -170,8 +173,7 @@ class ReceiveWork(Work[Tensor]):
 
 
 def send(x: Tensor, to: int | Sequence[int], tag: int, label: object = "") -> None:
-    """A copy of ``x`` goes to the global rank ``to``, or to each of several. Returns at once; x may
-    be changed after."""
+    """Sends a copy of ``x`` to the global rank ``to``, or to several. x may change afterwards."""
     ranks = (to,) if isinstance(to, int) else to
     transfer([(rank, x) for rank in ranks], [], x.dtype, x.device, tag, label)
 
@@ -184,7 +186,7 @@ def receive(
     tag: int,
     label: object = "",
 ) -> ReceiveWork:
-    """Ask for the tensor that the global rank ``source`` sends with this tag; wait for it later."""
+    """Posts a receive of the tensor that the global rank ``source`` sends with this tag."""
     return transfer([], [(source, shape)], dtype, device, tag, label)[0]
 
 
@@ -196,11 +198,11 @@ def transfer(
     tag: int,
     label: object = "",
 ) -> list[ReceiveWork]:
-    """All messages of one transfer: ``(to, tensor)`` go out, ``(source, shape)`` come in.
+    """Posts all messages of a transfer: sends ``(to, tensor)``, receives ``(source, shape)``.
 
-    Gives a Message per receive. The tensors may be changed after. ``label``, of which ``str`` is
-    taken only then, says in errors what was moved. Raises CommError, for an earlier message of this
-    rank too that could not be delivered.
+    Returns a ReceiveWork per receive. The tensors may be changed afterwards. ``label`` describes
+    the transfer in errors, and is formatted only then. Raises CommError, also for an earlier
+    message of this rank that could not be delivered.
     """
     now = failures.watch()
     if now.undelivered is not None:
@@ -219,7 +221,7 @@ def transfer(
             return messages
         return _post_batches(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
-        OUTBOX.flush(10.0)  # an earlier message that failed is being put into words
+        OUTBOX.flush(10.0)  # gives the error of an earlier message time to be recorded
         check_delivered()
         me, peers = world()[0], sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"
@@ -231,16 +233,14 @@ def _by_letters(now: Runtime, device: torch.device) -> bool:
     return device.type == "cpu" and not fake and not directions.needed(device)
 
 
-# Over gloo: every message on its own, in any dtype. What comes is asked for first.
+# Over gloo: every message separately, in any dtype. Receives are posted first.
 
 
 def expect(
     receives: Sequence[Receive], dtype: torch.dtype, device: torch.device, tag: int
 ) -> list[Early]:
-    """Ask for what a transfer brings that this rank has not come to yet: it waits for the
-    ``transfer`` with this tag. Gives what was asked for: nothing where messages match by their
-    order.
-    """
+    """Posts the receives of a transfer that this rank has not reached yet; the ``transfer`` with
+    this tag takes them over. Returns their keys: none if messages match by order only."""
     now = current_runtime()
     if not _by_letters(now, device):
         return []
@@ -252,7 +252,7 @@ def expect(
 
 
 def in_vain(keys: Iterable[Early]) -> bool:
-    """Was something of this expected, and has not been waited for?"""
+    """Returns True if any of these early receives has not been taken over by its transfer."""
     return not current_runtime().early.keys().isdisjoint(keys)
 
 
@@ -266,7 +266,7 @@ def _awaited(
     if awaited is None:
         awaited = _asked(now, source, shape, dtype, tag)
     content = awaited.letter.content
-    if content.dtype != dtype or content.shape != shape:  # it was expected to be another one
+    if content.dtype != dtype or content.shape != shape:  # posted early for another shape
         content = as_bytes(content).view(dtype).view(shape)
     return ReceiveWork([awaited], content, _Receiving(now.default.rank(), source, label))
 
@@ -290,7 +290,7 @@ def _post_letters(
         OUTBOX.put(work, letter.wire, Sending(me, to, label, tag, letter.nbytes, line))
 
 
-# Over others, and a fake process group ------------------------------------------------------------
+# Over other backends and a fake group ------------------------------------------------------------
 
 
 def _post_batches(
@@ -301,13 +301,13 @@ def _post_batches(
     tag: int,
     label: object,
 ) -> list[ReceiveWork]:
-    """The messages of a transfer in one communicator as one batch, or two ranks could wait for each
-    other."""
+    """Posts the messages of a transfer in one batch per communicator: posted separately, two ranks
+    could wait for each other."""
     me, apart = world()[0], directions.needed(device)
     if apart:
         directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
-    given = {id(x): x for _, x in sends}  # one copy for all who get it
+    given = {id(x): x for _, x in sends}  # one copy for all receivers
     copies = {key: copied(x) for key, x in given.items()}
     raw = {key: as_bytes(copy) for key, copy in copies.items()}
     posts: list[tuple[Any, Tensor, int, Any]] = [
@@ -321,7 +321,7 @@ def _post_batches(
     for group in dict.fromkeys(group for *_, group in posts):
         places = [i for i, post in enumerate(posts) if post[-1] is group]
         made = dist.batch_isend_irecv([dist.P2POp(*posts[i], tag=tag) for i in places])
-        for nth, i in enumerate(places):  # or one Work for all
+        for nth, i in enumerate(places):  # or a single Work for all
             works[i] = made[nth if len(made) == len(places) else -1]
     for (to, x), work in zip(sends, works[len(receives) :], strict=True):
         OUTBOX.put(work, copies[id(x)], Sending(me, to, label, tag, x.nbytes, ""))

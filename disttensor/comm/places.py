@@ -1,14 +1,13 @@
-"""Places of gradients: those that are summed together lie in one memory, which stays from one step
-to the next.
+"""Persistent memory of gradients: gradients that are summed together lie in one flat buffer, which
+is kept from step to step.
 
-    flat      a a a a b b c c c     what one collective sums
+    flat      a a a a b b c c c     summed by one collective
     tensors   a       b   c         one each, with a storage of its own
 
-Whoever holds a gradient that lies in its place, or a view of it, is seen by the users of its
-storage, and must never see another value there. Where somebody is seen as the place is needed, the
-memory is left to him, all move to a new one, and what he holds has no place from then on: it gets a
-copy of its sum. So a tensor that is kept in each step keeps the memory of one step alive, not of
-all.
+A gradient that the user holds, or a view of it, must never change its value. The reference counts
+of its storage show such a holder. If a tensor is still held when the buffer is needed, the holder
+keeps the old memory, all tensors move to a new buffer, and this tensor gets a copy of its sum from
+then on. So a user who keeps a gradient of each step keeps a whole buffer alive for one step only.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ Tensor = torch.Tensor
 
 class Bucket:
     """shapes   of the tensors
-    sizes    elements of their places, which may be larger
-    copied   those that get copies
+    sizes    elements reserved for each tensor, at least its own
+    copied   indices of the tensors that get copies
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Bucket:
         self.move()
 
     def move(self) -> None:
-        """To memory of its own."""
+        """Allocates new memory for all tensors."""
         self.flat = torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.device)
         memory, at, of = self.flat.untyped_storage(), 0, self.dtype.itemsize
         self.tensors: list[Tensor] = []
@@ -48,12 +47,12 @@ class Bucket:
             at += size
 
     def leave(self, seen: Iterable[int]) -> None:
-        """Somebody holds these: the memory is left to him."""
+        """Leaves the memory to the holders of the tensors ``seen``, and moves to new memory."""
         self.copied.update(seen)
         self.move()
 
     def is_free(self, i: int) -> bool:
-        """Does nobody hold tensor i?"""
+        """Returns True if only the bucket holds tensor i."""
         return users(self.tensors, i) == FREE
 
     def fits(self, shapes: Sequence[torch.Size], sizes: Sequence[int], dtype: torch.dtype) -> bool:
@@ -61,7 +60,7 @@ class Bucket:
 
 
 class Place:
-    """Tensor ``index`` of ``bucket``; None: it has no place, or none yet."""
+    """Tensor ``index`` of ``bucket``; None: the tensor has no place, or none yet."""
 
     __slots__ = ("__weakref__", "bucket", "index")
 
@@ -70,8 +69,8 @@ class Place:
         self.index = 0
 
     def settle(self, leaf: Tensor) -> None:
-        """The gradient of ``leaf`` has come: it lies here from now on, and what it lay in is free
-        for the next. Nothing happens where somebody would see that."""
+        """Moves the new gradient of ``leaf`` into its place, which frees the gradient's own memory.
+        Does nothing if another holder would see the write."""
         bucket, i, grad = self.bucket, self.index, leaf.grad
         if bucket is None or grad is None or type(grad) is not Tensor or i in bucket.copied:
             return
@@ -94,8 +93,8 @@ def bucket_of(
     like: Tensor,
     dtype: torch.dtype,
 ) -> Bucket:
-    """The one in which these tensors have their places, in this order: a new one where they have
-    others. Tensors behind the places have theirs in this bucket only."""
+    """Returns the bucket with the places of these tensors, in this order; a new bucket if they have
+    other places. Tensors without a Place, at the end, have a place in this bucket only."""
     bucket = places[0].bucket
     if (
         bucket is None
@@ -109,12 +108,13 @@ def bucket_of(
 
 
 def users(tensors: list[Tensor], i: int) -> tuple[int, int, int]:
-    """How many references of Python, holders in C++, and users of its memory ``tensors[i]`` has."""
+    """Returns how many Python references, C++ holders and users of its memory ``tensors[i]``
+    has."""
     return sys.getrefcount(tensors[i]), tensor_users(tensors[i]), storage_users(tensors[i])
 
 
 def _counts() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """What is counted of a tensor that a list alone holds, and a leaf as its gradient."""
+    """Returns the users of a tensor in a list only, and of the same tensor as a leaf's ``grad``."""
     leaf = torch.zeros(1, requires_grad=True)
     pieces = [torch.zeros(1)]
     free = users(pieces, 0)

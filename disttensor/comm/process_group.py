@@ -1,4 +1,4 @@
-"""The default process group: who this process is, and how it joins the others."""
+"""The default process group: the rank of this process, and how it joins the other ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world() -> tuple[int, int]:
-    """(rank, size) of this process; (0, 1) where no process group was started."""
-    default: Any = dist.group.WORLD  # asked itself: this is called several times for a transfer
+    """Returns (rank, size) of this process; (0, 1) without a process group."""
+    default: Any = dist.group.WORLD  # read directly: each transfer calls this several times
     return (0, 1) if default is None else (default.rank(), default.size())
 
 
 def is_fake() -> bool:
-    """Is the world PyTorch's ``fake`` process group? There one rank runs alone: others send it
-    nothing, and what ranks tell each other is what this one says."""
+    """Returns True if the world is PyTorch's ``fake`` process group. Only this rank runs then: no
+    messages arrive, and exchanged values are this rank's own."""
     now = current_runtime()
     if now.is_fake is None:
         now.is_fake = dist.is_initialized() and dist.get_backend() == "fake"
@@ -34,7 +34,7 @@ def is_fake() -> bool:
 
 
 def is_nccl() -> bool:
-    """Does NCCL carry messages of the world?"""
+    """Returns True if messages of the world can use NCCL."""
     now = current_runtime()
     if now.is_nccl is None:
         now.is_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
@@ -42,28 +42,28 @@ def is_nccl() -> bool:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """The backend of a group, by whose ways collectives are made: of a fake one, the one that it
-    stands for."""
+    """Returns the backend of a group, which decides how collectives are made; for a fake group, the
+    backend that it stands for."""
     name = backend_of(group, device).name()
     return current_runtime().stands_for if name == "fake" else name
 
 
 def attempt() -> str:
-    """Under ``torchrun --max-restarts`` the ranks that start again find the store of those that
-    died, with addresses where nobody is any more: whatever is put there is named by this."""
+    """Returns a prefix for keys of the store, different after each restart: under ``torchrun
+    --max-restarts`` the store still contains the addresses of ranks that died."""
     return f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def world_store() -> Any:
-    """The store of the default process group, for what is ours."""
+    """Returns the store of the default process group, with a prefix for our keys."""
     return dist.PrefixStore(f"disttensor/{attempt()}", default_store())
 
 
 def join_world(
     device_type: str | None = None, backend: str | None = None, timeout: float | None = None
 ) -> None:
-    """Start the default process group unless it is there: from torchrun's environment, or as a
-    world of one. Raises ValueError where it is there with another backend or timeout."""
+    """Starts the default process group unless it exists: from torchrun's environment, or as a world
+    of one. Raises ValueError if it exists with another backend or timeout."""
     if dist.is_initialized():
         limit = timeout_of(default_group())
         has = limit and limit.total_seconds()
@@ -100,14 +100,13 @@ def join_world(
 
 
 def keeps_store() -> bool:
-    """Does the store of the world end with this process? Rank 0 keeps it where torchrun does
-    not."""
+    """Returns True if the store of the world ends with this process: rank 0 keeps it, unless
+    torchrun does."""
     return world()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _meet(rank: int, size: int, timeout: float) -> Any:
-    """The store, when all ranks have come to it. Raises CommError that names those that have
-    not."""
+    """Returns the store when all ranks have joined it. Raises CommError that names the missing."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
@@ -149,7 +148,7 @@ def _meet(rank: int, size: int, timeout: float) -> Any:
 
 
 def _check_rank() -> None:
-    """Raise for a rank that the world does not have: it would wait for ranks that never come."""
+    """Raises for a rank outside the world, which would wait for ranks that never come."""
     texts = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
         raise RuntimeError(

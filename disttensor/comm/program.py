@@ -1,13 +1,12 @@
-"""The program that this rank runs, compared with that of the other ranks of a mesh at each
-optimizer step.
+"""Compares this rank's program with the other ranks of each mesh, at each optimizer step.
 
-Every call is noted (``note``), which appends to a list and costs nothing else. A step folds what
-was noted since the last one into a few numbers for each mesh that this rank is in, and the watcher
-(``watcher.py``) compares them through the store while the program goes on. Where they differ the
-ranks exchange what they noted, and the next step raises.
+Every call is recorded (``note``), at the cost of one append to a list. A step folds the calls since
+the last step into a few numbers for each mesh that this rank is in. The watcher (``watcher.py``)
+compares the numbers through the store while the program goes on. If they differ, the ranks exchange
+their calls, and the next step raises.
 
-Ranks may ask for values alone: calls that one rank makes besides are no difference as long as they
-write to nothing, make nothing new, and are in no graph.
+A rank may make extra read-only calls (for example to log a value): they are ignored if they write
+nothing, create no tensor and build no graph.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from disttensor.errors import MismatchError, Place, said, user_line, user_place
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import next_node
 
-_KEPT = 1 << 16  # calls that are remembered between two steps
-_PATIENCE = 5.0  # seconds for the other ranks to say what they noted
+_KEPT = 1 << 16  # most calls that are kept between two steps
+_PATIENCE = 5.0  # seconds for the other ranks to post their calls
 
 
 class Call:
-    """One kind of call on a mesh (None: nobody to compare it with). ``words``: what it is, the same
-    text on all ranks; ``effect``: 0 where it only gives a result, 1 where it writes, 2 where it
-    begins or ends something; ``draws``: it is what a random call draws from."""
+    """A kind of call on a mesh (None: no other rank to compare with). ``words``: a description, the
+    same text on all ranks. ``effect``: 0 for a call that only returns a result, 1 for a write, 2
+    for a start or an end. ``draws``: the entry records the random numbers that another call
+    draws."""
 
     __slots__ = ("_mark", "draws", "effect", "mesh", "where", "words")
 
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def mark(self) -> int:
-        """A number that says the words, in every process the same."""
+        """A hash of the words, the same in every process."""
         if not self._mark:
             self._mark = int.from_bytes(blake2b(self.words().encode(), digest_size=7).digest())
         return self._mark
@@ -65,15 +65,16 @@ class Call:
         return f"{self.words()} ({self.where})"
 
 
-# What has been noted since the last step: each has a Call in its attribute ``call``.
+# Calls recorded since the last step: each entry has a Call in its attribute ``call``.
 NOTED: deque[Any] = deque(maxlen=_KEPT)
 note: Callable[[Any], None] = NOTED.append
 call_when_cleared(NOTED.clear, told=True)
 
 
 class State(NamedTuple):
-    """The calls on one mesh since the last step, as numbers: how many, all in order, those that
-    have an effect, and how many nodes of autograd this thread has made meanwhile."""
+    """The calls on one mesh since the last step, as numbers: their count, hashes of all and of
+    those with an effect, and the number of autograd nodes that this thread has created
+    meanwhile."""
 
     made: int
     calls: int
@@ -81,7 +82,7 @@ class State(NamedTuple):
     nodes: int
 
     def agrees(self, other: State) -> bool:
-        """Is the program the same, but for values that one rank has asked for besides?"""
+        """Returns True if the programs are the same except for extra read-only calls."""
         same = self.effects == other.effects
         return same and (self.calls == other.calls or (
             self.made != other.made and self.nodes == other.nodes
@@ -89,41 +90,41 @@ class State(NamedTuple):
 
 
 def enters(what: str, spec: Any) -> None:
-    """Something that is made of nothing, or ends in nothing: a new DistTensor, a backward."""
+    """Records a call without tensor arguments or without results: a new DistTensor, a backward."""
     mesh = spec.mesh
     if mesh.coordinate is not None and len(mesh.ranks) > 1:
         note(_entry(what, spec, user_place(sys._getframe(1))))
 
 
 def draws(mesh: Any, seed: int, call: int) -> None:
-    """A random call on ``mesh``, which draws the same on all ranks."""
+    """Records a random call on ``mesh``, which draws the same numbers on all ranks."""
     if mesh.coordinate is not None and len(mesh.ranks) > 1:
         words = f"random numbers of seed {seed}, call {call}"
         note(Call(lambda: words, mesh, 1, "a random call", draws=True))
 
 
 def noted_calls() -> list[Call]:
-    """What was noted since the last step and other ranks note too, the draws behind all others: a
-    replay notes its calls before it makes them."""
+    """Returns the calls since the last step that other ranks record too. Draws come last, because a
+    replay records its calls before it makes them."""
     calls = [n.call for n in NOTED if n.call.mesh is not None]
     return [c for c in calls if not c.draws] + [c for c in calls if c.draws]
 
 
 @cached(4096)
 def _entry(what: str, spec: Any, place: Place) -> Call:
-    """The same each time that a line does this."""
+    """Returns the Call of a line that does this; cached."""
     return Call(lambda: f"{what} {spec!r}", spec.mesh, 2, said(place))
 
 
 def folded(calls: Sequence[Call], nodes: int, least: int = 1) -> State:
-    """``least``: the effect that counts as one."""
+    """Returns the State of ``calls``. ``least``: the smallest effect that counts as one."""
     # a hash of ints is the same in all processes
     effects = hash(tuple([c.mark for c in calls if c.effect >= least]))
     return State(len(calls), hash(tuple([c.mark for c in calls])), effects, nodes)
 
 
 class ProgramStep(NamedTuple):
-    """What ended in an optimizer step: its number, its place, the calls before it by mesh."""
+    """An optimizer step: its number, its source line, and the calls before it by mesh."""
 
     number: int
     place: str
@@ -135,22 +136,22 @@ class Steps:
 
     def __init__(self) -> None:
         self.count = 0
-        self.node = 0  # of autograd, at the last one
-        self.error = ""  # what differed
-        self.compared: Any = None  # an Event: the last one has been
+        self.node = 0  # the next autograd node at the last step
+        self.error = ""  # the difference found, as text
+        self.compared: Any = None  # an Event: the last step has been compared
         self.kept: deque[ProgramStep] = deque(maxlen=4)
 
 
 def peers(mesh: Any, rank: int) -> list[int]:
-    """The ranks of ``mesh`` that do what ``rank`` does: those that are in the same meshes. Calls on
-    tensors of several meshes differ where one of them is another rank's."""
+    """Returns the ranks of ``mesh`` that are in the same meshes as ``rank``: a call on tensors of
+    several meshes is recorded differently by ranks that are not in all of them."""
     used = [m.root.ranks for m in list(current_runtime().meshes.values()) if m.specs]
     return [r for r in mesh.ranks if all((r in ranks) == (rank in ranks) for ranks in used)]
 
 
 def at_step(who: str) -> None:
-    """The program comes to an optimizer step. Raises MismatchError if the ranks' programs differed
-    before the last one."""
+    """Records an optimizer step, and starts the comparison of the calls before it. Raises
+    MismatchError if the ranks' programs differed before the last step."""
     now = current_runtime()
     beside = watcher.of(now)
     if beside is None:
@@ -165,9 +166,9 @@ def at_step(who: str) -> None:
         step.calls.setdefault(call.mesh, []).append(call)
     NOTED.clear()
     steps.kept.append(step)
-    if (step.number - 1) % max(1, beside.size // 32):  # the store serves one rank after another
+    if (step.number - 1) % max(1, beside.size // 32):  # the store serves ranks one by one
         return
-    least = 2 if step.number == 1 else 1  # one rank may load a model, and broadcast it then
+    least = 2 if step.number == 1 else 1  # one rank may load a model before it broadcasts it
     nodes = steps.node - node
     states = {
         (repr(mesh), *peers(mesh, beside.rank)): folded(calls, nodes, least)
@@ -187,18 +188,18 @@ def at_step(who: str) -> None:
 
 
 def check() -> None:
-    """Raises MismatchError if what was noted before the last optimizer step differs from what other
-    ranks have noted. A rank that finds a difference itself knows of it here."""
+    """Raises MismatchError if this rank's calls before the last optimizer step differ from the
+    calls of other ranks. Waits for this rank's own comparison to end."""
     steps: Steps | None = current_runtime().steps
     if steps is not None and steps.compared is not None:
-        steps.compared.wait(2 * _PATIENCE)  # mostly it has been long ago
+        steps.compared.wait(2 * _PATIENCE)  # usually done long before
         if steps.error:
             raise MismatchError(steps.error)
 
 
 def _explain(beside: watcher.Watcher, where: str) -> bool:
-    """Some rank has found a difference: all of the mesh say what they noted, each when its program
-    has come to that step."""
+    """Posts this rank's calls after a rank has found a difference, and reads the others' calls.
+    Returns False until the program of this rank has reached that step."""
     name, ranks, number = json.loads(where)
     if beside.rank not in ranks:
         return True
@@ -207,7 +208,7 @@ def _explain(beside: watcher.Watcher, where: str) -> bool:
     if steps is None or not any(s.number >= number for s in kept):
         return False
     step = next((s for s in kept if s.number == number), None)
-    if step is None:  # long ago
+    if step is None:  # no longer kept
         return True
     mine = next((c for m, c in step.calls.items() if repr(m) == name), [])
     beside.store.set(f"noted/{beside.rank}", json.dumps(
@@ -220,15 +221,15 @@ def _explain(beside: watcher.Watcher, where: str) -> bool:
 
 
 def difference(name: str, number: int, notes: dict[int, Any]) -> str:
-    """In words, from what each rank has noted: ``[place of the step, [(call, line), ...]]``. Most
-    ranks are right."""
+    """Describes the difference between the calls of the ranks: ``[place of the step, [(call, line),
+    ...]]`` of each. The largest set of equal ranks is listed first."""
     camps: dict[tuple[str, ...], list[int]] = {}
     for rank, (_, calls) in sorted(notes.items()):
         camps.setdefault(tuple(words for words, _ in calls), []).append(rank)
     (most, *others) = sorted(camps.items(), key=lambda camp: -len(camp[1]))
     if not others:
         return ""
-    together = zip(*camps, strict=False)  # as far as all go
+    together = zip(*camps, strict=False)  # up to the shortest
     shared = sum(1 for _ in itertools.takewhile(lambda calls: len(set(calls)) == 1, together))
     lines = []
     for _, ranks in (most, *others):

@@ -1,5 +1,5 @@
-"""All process groups up front: made in one order, with errors that name the ranks that are
-missing or want something else."""
+"""Creates all process groups in advance, in one order. Errors name the ranks that are missing or
+that request different groups."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Wanted(NamedTuple):
 def create_groups(
     groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float = 300.0
 ) -> None:
-    """Make the process groups of all ``(ranks, axes, lane)`` in one order, so that no two ranks
-    wait for each other in two.
+    """Creates the process groups of all ``(ranks, axes, lane)``, in the same order on all ranks, so
+    that no two ranks wait for each other in different groups.
 
-    Every rank of the world makes the call, with the same groups, also those that it is not in. It
-    returns when all ranks have made theirs; ``new_group`` finds them then. What needs no
-    communicator (one rank) is left out. Raises ValueError for ranks that are not in the world, and
-    CommError that names the ranks, within ``timeout`` seconds each time that it waits, where some
-    do not come, want other groups, or cannot make one.
+    Every rank of the world calls this function with the same groups, including groups that it is
+    not in. The call returns when all ranks have created their groups; ``new_group`` then finds
+    them. A group of one rank needs no communicator and is skipped. Raises ValueError for ranks that
+    are not in the world. Raises CommError, naming the ranks, if ranks do not arrive, request
+    different groups, or cannot create one; each wait takes at most ``timeout`` seconds.
     """
     rank, size = world()
     names: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
@@ -49,11 +49,11 @@ def create_groups(
                 f"create_groups: ranks {list(ranks)} of mesh axes {'+'.join(axes)} are not "
                 f"different ranks of the world, which has ranks 0 to {size - 1}"
             )
-        if len(ranks) > 1:  # of several names for the same ranks any will do
+        if len(ranks) > 1:  # any of several names for the same ranks will do
             names[key] = min(tuple(axes), names.get(key, tuple(axes)))
     if size == 1:
         return
-    if is_fake():  # nobody else is there
+    if is_fake():  # there are no other ranks
         for (members, lane), axes in sorted(item for item in names.items() if rank in item[0][0]):
             process_group(members, axes, lane)
         return
@@ -72,8 +72,8 @@ def create_groups(
 
 
 class _Rendezvous:
-    """Ranks wait for each other by the store of the world. ``monitored_barrier`` needs a
-    communicator, is of gloo alone, and cannot say what the others wait for."""
+    """Barriers of ranks through the store of the world. ``monitored_barrier`` needs a communicator,
+    exists for gloo only, and cannot say which group the others wait for."""
 
     def __init__(self, timeout: float) -> None:
         now = current_runtime()
@@ -82,12 +82,12 @@ class _Rendezvous:
         self.rank, self.size, self.timeout = *world(), timeout
 
     def fail(self, why: str) -> str:
-        """Let all know what went wrong. Gives what went wrong first."""
+        """Posts an error for all ranks. Returns the first error that was posted."""
         return str(self.store.compare_set("failed", "", why).decode())
 
     def wait_for(self, ranks: Sequence[int], place: str, wanted: Sequence[_Wanted]) -> None:
-        """Return when all ``ranks`` are at ``place``. Raises CommError that names those that did
-        not come."""
+        """Waits until all ``ranks`` are at ``place``. Raises CommError that names the ranks that
+        did not arrive."""
         self.store.set(f"{place}/{self.rank}", "")
         if self.store.add(f"{place}/count", 1) == len(ranks):
             self.store.set(f"{place}/all", "")
@@ -97,7 +97,7 @@ class _Rendezvous:
             if failed or time.monotonic() > end:
                 missing = [r for r in ranks if not self.store.check([f"{place}/{r}"])]
                 if not missing:
-                    return  # the last one came just now
+                    return  # the last rank arrived just now
                 why = f" within {self.timeout:g} s"
                 if failed:
                     why = f": {self.store.get('failed').decode()}"
@@ -113,7 +113,7 @@ class _Rendezvous:
             pause = min(0.2, pause * 2)
 
     def agree(self, wanted: Sequence[_Wanted]) -> None:
-        """Raise CommError on all ranks, naming them, unless all want the same groups."""
+        """Raises CommError on all ranks, naming them, unless all request the same groups."""
         text = "\n".join(map(str, wanted))
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.store.set(f"digest/{self.rank}", digest)

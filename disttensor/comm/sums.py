@@ -1,8 +1,8 @@
-"""Sums of many tensors over a group: large ones where they lie, all others in one flat memory that
-stays (``disttensor.comm.places``).
+"""Sums many tensors over a group: large tensors in their own memory, all others in one flat buffer
+that is kept from step to step (``disttensor.comm.places``).
 
-What is large follows from sizes that all ranks know. A tensor is summed in its own memory if nobody
-else can see that; where somebody holds it, or a view of it, a copy is summed in its place.
+The sizes that decide are known to all ranks. A large tensor is summed in place if only the caller
+holds it. If other code holds the tensor or a view of it, a copy is summed instead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from disttensor.torch_private import dispatch_modes
 
 Tensor = torch.Tensor
 
-# Bytes of a tensor, for each further rank of the group, from which on it has a collective of its
-# own and no copy. A collective takes messages to and from each rank, a copy takes memory traffic:
-# where the two are equal depends on the machine.
+# From this many bytes per other rank of the group, a tensor gets its own collective instead of a
+# copy into the flat buffer. A collective costs messages to and from each rank, a copy costs memory
+# traffic: the break-even point depends on the machine.
 LARGE = 2 * 2**20
 
 
 class BucketSlot(NamedTuple):
-    """What all ranks know of a tensor: how many elements the largest piece of any of them has, and
-    whether all have as many."""
+    """The size of a tensor, as known to all ranks: the largest number of elements that a rank has,
+    and whether all ranks have this number."""
 
     numel: int
     is_even: bool
@@ -40,12 +40,12 @@ def sums(
     pieces: list[Tensor], slots: Sequence[BucketSlot], group: Group, dtype: torch.dtype, *,
     places: Sequence[Place], held: int = 0, is_grad: bool = False,
 ) -> list[Work[Any]]:  # fmt: skip
-    """Start to sum: ``pieces`` hold the sums when all of what this gives has been waited for.
+    """Starts to sum; ``pieces`` hold the sums when all returned Works have been waited for.
 
-    Replicas get the same bits: uneven pieces, too, have one place in the flat tensor on all ranks.
-    ``places``: of the first pieces; those that are not large may lie there. ``held``: how many
-    references the caller knows of, ``pieces`` not counted. ``is_grad``: each is the ``grad`` of a
-    leaf.
+    Replicas get the same bits: uneven pieces, too, have the same place in the flat buffer on all
+    ranks. ``places``: of the first pieces; pieces that are not large may lie there. ``held``:
+    number of references that the caller holds, ``pieces`` not counted. ``is_grad``: each piece is
+    the ``grad`` of a leaf.
     """
     bound = LARGE * (group.size - 1)
     large = [s.is_even and s.numel * dtype.itemsize >= bound and dtype in NATIVE for s in slots]
@@ -70,8 +70,8 @@ def _in_places(
     pieces: list[Tensor], rest: list[int], slots: Sequence[BucketSlot], places: Sequence[Place],
     alone: tuple[int, int, int], group: Group, dtype: torch.dtype,
 ) -> Work[Any]:  # fmt: skip
-    """Those of ``rest``, in the memory that stays. ``alone``: the users of a piece that lies in its
-    place, if nobody else holds it."""
+    """Sums the pieces with the indices ``rest`` in the persistent buffer. ``alone``: the users of a
+    piece that lies in its place, if no other code holds it."""
     bucket = bucket_of(
         [places[i] for i in rest if i < len(places)], [pieces[i].shape for i in rest],
         [slots[i].numel for i in rest], pieces[rest[0]], dtype,
@@ -108,7 +108,7 @@ def _copy_out(work: Work[Any], pieces: list[Tensor], copied: list[int]) -> None:
 def _in_new_memory(
     pieces: list[Tensor], rest: list[int], sizes: list[int], group: Group, dtype: torch.dtype
 ) -> Work[Any]:
-    """Those of ``rest``, where nobody is to see memory that stays."""
+    """Sums the pieces with the indices ``rest`` in a new flat buffer."""
     flat = torch.empty(sum(sizes), dtype=dtype, device=pieces[rest[0]].device)
     views = []
     for i, place in zip(rest, flat.split(sizes), strict=True):
@@ -121,12 +121,12 @@ def _in_new_memory(
 
 
 def _copy(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """One that nobody else has, dense."""
+    """Returns a dense copy that only the caller holds."""
     return piece.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_grad: bool) -> bool:
-    """May ``pieces[i]`` be written to, unseen?"""
+    """Returns True if a write to ``pieces[i]`` cannot be seen by other code."""
     return (
         users(pieces, i) == _known(held, is_grad)
         and pieces[i].dtype is dtype
@@ -136,6 +136,6 @@ def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_gra
 
 
 def _known(held: int, is_grad: bool) -> tuple[int, int, int]:
-    """The users of a piece of which ``held`` references are known."""
+    """Returns the users of a piece of which only the ``held`` known references exist."""
     references, owners, storage = LENT if is_grad else FREE
     return references + held, owners, storage

@@ -1,8 +1,8 @@
-"""A thread beside the program: it says in the store that this rank lives, hears what others have
-posted there, and answers for a program that waits.
+"""A thread beside the program: posts to the store that this rank lives, reads the posts of other
+ranks, and answers for a program that waits.
 
-The store of the world is asked through a connection of its own, once a second and when the program
-has something to post. Nothing waits for it, so that a slow rank raises no alarm.
+The thread has its own connection to the store, used once a second and for posts of the program. The
+program never waits for a heartbeat, so a slow rank raises no alarm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PERIOD = 1.0  # seconds
 
 
 class Watcher:
-    """Of one world. ``store``: may be used from any thread, as long as nobody waits in it."""
+    """The watcher of one world. ``store``: usable from any thread that does not block in it."""
 
     def __init__(self, now: Runtime) -> None:
         self.rank, self.size = world()
@@ -42,15 +42,15 @@ class Watcher:
             queue.SimpleQueue()
         )
         self.known: set[str] = set()
-        self.lost = False  # the store cannot be reached any more
-        self.failed = ""  # what went wrong first, in words: disttensor.comm.failures
+        self.lost = False  # the store can no longer be reached
+        self.failed = ""  # the first error, as text: disttensor.comm.failures
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self.store.set(f"process/{self.rank}", _process())
         self.thread.start()
 
     def ask(self, job: Callable[[Any], None]) -> threading.Event:
-        """``job(store)`` runs in the thread, soon. The event: it has ended."""
+        """Runs ``job(store)`` in the thread soon. Returns an Event that is set afterwards."""
         ended = threading.Event()
         if self.stopped.is_set():
             ended.set()
@@ -80,7 +80,7 @@ class Watcher:
                     self._hear()
                 finally:
                     ended.set()
-        except Exception:  # the store went with the rank, or the launcher, that kept it
+        except Exception:  # the rank or launcher that kept the store is gone
             self.lost = True
         self.stopped.set()
         while not self.jobs.empty():
@@ -98,11 +98,11 @@ class Watcher:
             if not known and fn(self, self.store.get(key).decode()):
                 self.known.add(key)
 
-    # What is known of the others ------------------------------------------------------------------
+    # State of the other ranks ---------------------------------------------------------------------
 
     def gone(self, seconds: float, ranks: Sequence[int] = ()) -> int | None:
-        """A rank (of ``ranks``) whose process has ended: at once where it ran on this machine, else
-        one that has shown no sign of life for ``seconds``. None: all live."""
+        """Returns a rank (of ``ranks``) whose process has ended; None: all live. Processes on this
+        machine are looked up; on others a rank is gone if it has no heartbeat for ``seconds``."""
         asked = ranks or range(self.size)
         everyone = [r for r in asked if self.store.check([f"process/{r}"])]
         elsewhere = {}
@@ -118,8 +118,8 @@ class Watcher:
         return next(still, None)
 
     def said(self, what: str, ranks: Iterable[int], seconds: float) -> dict[int, str]:
-        """What these ranks have posted under ``what``: of all of them, or after some seconds of
-        those that have."""
+        """Returns the texts that these ranks have posted under ``what``. Waits at most ``seconds``
+        for all, then leaves out the missing ones."""
         keys = {rank: f"{what}/{rank}" for rank in ranks}
         end = time.monotonic() + seconds
         while not self.store.check([*keys.values()]) and time.monotonic() < end:
@@ -128,22 +128,22 @@ class Watcher:
         return {rank: self.store.get(key).decode() for rank, key in there.items()}
 
     def place(self) -> str:
-        """The line where the program of this rank is now."""
+        """Returns the line that the program of this rank has reached."""
         return user_line(sys._current_frames().get(self.program))
 
 
 def of(now: Runtime) -> Watcher | None:
-    """The watcher of this world, started if there is none yet; None where nobody else is there."""
+    """Returns the watcher of this world, started if needed; None without other ranks or a store."""
     if now.watcher is None and now.default is not None:
         now.watcher = False
         if world()[1] > 1 and not is_fake() and store_answers():
-            with contextlib.suppress(RuntimeError, AttributeError):  # a store of another kind
+            with contextlib.suppress(RuntimeError, AttributeError):  # another type of store
                 now.watcher = Watcher(now)
     return now.watcher or None
 
 
 def store_answers() -> bool:
-    """False: the store of the world went with the rank, or the launcher, that kept it."""
+    """Returns False if the store is gone, with the rank or the launcher that kept it."""
     try:
         default_store().check([""])
     except RuntimeError:
@@ -162,11 +162,11 @@ def _own_connection(store: Any, number: int) -> Any:
 
 
 def _machine() -> str:
-    """Processes that see each other's numbers."""
+    """Returns a name that is equal for processes which can look up each other's process ids."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # nobody else's
+        return f"{socket.gethostname()} {os.getpid()}"  # a name for this process only
 
 
 def _process() -> str:
@@ -174,7 +174,7 @@ def _process() -> str:
 
 
 def _runs(pid: int) -> bool:
-    """Is there such a process, and has it not ended?"""
+    """Returns True if the process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""How numbers travel: dtypes that every backend sends and reduces, and the limits of fp16."""
+"""Encodes numbers for sending: dtypes that every backend reduces, and the scaling of fp16."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from disttensor.errors import CommError
 
 Tensor = torch.Tensor
 
-# What every backend sends as it is; all else travels as bytes, and is reduced in a wider dtype.
+# Dtypes that every backend sends. Others are sent as bytes, and reduced in a wider dtype.
 NATIVE = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
           torch.uint8, torch.int8}  # fmt: skip
 
-# What a sum of needs nothing done before and after it: fp16 does, see ``factors``.
+# Dtypes whose sum needs no scaling; fp16 needs it, see ``factors``.
 SUMMED = NATIVE - {torch.float16}
 
-# Backends whose own AVG is a sum and one division. Others reduce a sum that is divided here.
+# Backends whose AVG is a sum and one division. For others the sum is divided here.
 AVERAGES = {"nccl", "gloo"} if torch.__version__ >= "2.13" else {"nccl"}
 
 
 def dense(x: Tensor) -> Tensor:
-    """x as the memory says: detached, contiguous, no conjugation or sign left to be applied."""
+    """Returns x detached and contiguous, with conjugation and negation applied."""
     if x.requires_grad:
         x = x.detach()
     if x.is_neg() or x.is_conj():
@@ -34,25 +34,26 @@ def dense(x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes. One element may have any stride, which a view
-    would not take."""
+    """Returns the memory of a contiguous tensor as bytes. A tensor of one element may have any
+    stride, which ``view`` would refuse."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def sendable(x: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend sends."""
+    """Returns the same memory in a dtype that every backend sends."""
     return x if x.dtype in NATIVE else as_bytes(x)
 
 
 def matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
-    """The same memory in shapes that gloo takes: ``all_`` joins pieces like ``one`` along dim 0."""
+    """Returns the same memory in shapes for gloo: ``all_`` joins pieces like ``one`` along dim
+    0."""
     if one.ndim and one.ndim == all_.ndim and one.shape[1:] == all_.shape[1:]:
         return one, all_
     return one.view(-1), all_.view(-1)
 
 
 def in_place(kind: str, x: Tensor, op: str = "") -> Tensor:
-    """x, detached, if its memory can be sent (and with ``op`` reduced) as it is."""
+    """Returns x, detached. Raises if its memory cannot be sent (with ``op``: reduced) directly."""
     if not x.is_contiguous() or x.is_conj() or x.is_neg() or (op and x.dtype not in NATIVE):
         raise CommError(
             f"{kind} in place or into a given tensor sends memory as it is: contiguous, and for a "
@@ -79,7 +80,7 @@ def _check_average(x: Tensor, op: str) -> None:
 
 
 def encoded(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """A dense tensor that every backend reduces, and the way back (None: nothing to undo)."""
+    """Returns a dense tensor that every backend reduces, and its decoding function (or None)."""
     x, dtype = dense(x), x.dtype
     if op == "sum" and dtype in NATIVE:  # most often
         return x, None
@@ -100,26 +101,25 @@ def encoded(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | No
 
 
 def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
-    """What n ranks multiply by before and after they add up, so that the result is the ``op``
-    ("sum" or "avg").
+    """Returns factors before and after a sum over n ranks that make it the ``op`` ("sum" or "avg").
 
-    fp16 overflows above 65504 and flushes to zero below 2**-24, so a sum over n ranks is scaled by
-    2**-k before, the power of two near 1/sqrt(n), and the rest of the way after. Sums on the way
+    fp16 overflows above 65504 and flushes to zero below 2**-24. So a sum over n ranks is scaled by
+    2**-k before, the power of two near 1/sqrt(n), and by the remaining factor after. Partial sums
     may then reach 2**k * 65504, and values keep their bits down to 2**k * 2**-24. Other dtypes need
-    nothing before.
+    no factor before.
     """
     half = math.log2(n) / 2
     if dtype != torch.float16:
         k = 0
     elif op == "avg":
         k = math.floor(half + 0.5)
-    else:  # two ranks have no sum on the way
+    else:  # two ranks have no partial sums
         k = math.ceil(half - 0.5)
     return 2.0**-k, 2.0**k / n if op == "avg" else 2.0**k
 
 
 def scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
-    """The backend's reduction for ``op``, and the factors before and after it."""
+    """Returns the backend's reduction for ``op``, and the factors before and after it."""
     if op == "avg" and wire.dtype != torch.float16:
         if backend_name(group.pg, wire.device) in AVERAGES:
             return "avg", 1.0, 1.0
@@ -129,8 +129,8 @@ def scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
 
 
 def add_up(rows: list[Tensor], out: Tensor, op: str) -> Tensor:
-    """The sum or average of ``rows`` in ``out``: in one order on all ranks, in float32 for narrower
-    numbers."""
+    """Writes the sum or average of ``rows`` to ``out``, in the same order on all ranks, and in
+    float32 for half-precision dtypes."""
     first, second, *rest = rows
     if out.dtype in (torch.float16, torch.bfloat16):
         total = first.float().add_(second)

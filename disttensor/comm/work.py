@@ -1,4 +1,4 @@
-"""Work: what was started, and is waited for later."""
+"""Work: an operation that was started, and is waited for later."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """Something under way. Do not touch the tensors that it was started with before ``wait``.
+    """An operation in progress. Do not use the tensors that it was started with before ``wait``.
 
-    ``wait`` gives the result of ``finish``, or raises its error, as often as it is asked. ``into``:
-    what that will be, where it is there already, to be filled; None: it is made in the end.
+    ``wait`` returns the result of ``finish``, or raises its error; every later ``wait`` does the
+    same. ``into``: the tensor that will hold the result, if it exists already; else None.
     """
 
     __slots__ = ("_done", "_error", "_finish", "_result", "into")
@@ -22,12 +22,12 @@ class Work(Generic[T]):
     ) -> None:
         self.into = into
         self._finish: Callable[[], T] | None = finish
-        self._done = done  # None: nobody can tell before ``wait``
+        self._done = done  # None: unknown before ``wait``
         self._error: Exception | None = None
         self._result: Any = None
 
     def done(self) -> bool:
-        """Would ``wait`` return, or raise, at once?"""
+        """Returns True if ``wait`` would return, or raise, at once."""
         return self._finish is None or (self._done is not None and self._done())
 
     def wait(self) -> T:
@@ -43,7 +43,7 @@ class Work(Generic[T]):
 
 
 def finished(result: T) -> Work[T]:
-    """Work with nothing left to do."""
+    """Returns a Work that is complete, with this result."""
     work: Work[T] = Work.__new__(Work)
     work._finish = work._done = work._error = work.into = None
     work._result = result
