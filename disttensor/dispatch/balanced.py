@@ -1,9 +1,9 @@
-"""Calls of tensors with ``Balanced`` rows.
+"""Decides calls of tensors with ``Balanced`` rows.
 
-A rule is applied as if the rows were contiguous. If its decision splits a letter by an axis that an
-argument splits as ``Balanced``, and each index of the letter is independent of the others, the
-order of the rows does not matter: all arguments and results with this letter become ``Balanced``.
-All other rows become contiguous.
+A rule is applied as if the rows were contiguous. The order of rows does not matter for a letter
+that the decision splits by an axis which an argument splits as ``Balanced``, if each index of the
+letter is independent of the others. All arguments and results with this letter then become
+``Balanced``. All other rows become contiguous.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def is_known(layout: Layout) -> bool:
 def keep(
     f: Factors, decision: Decision, layouts: Sequence[Layout], writes: bool
 ) -> Decision | None:
-    """Returns the decision with ``Balanced`` rows where they are allowed; None if a tensor that is
-    written (``writes``: the targets) could not keep its placement. ``layouts``: of the
-    arguments."""
+    """Returns the decision with ``Balanced`` rows where they are allowed; None if a written tensor
+    (``writes``: the targets) could not keep its placement. ``layouts``: of the arguments."""
     kept = dict(_kept(f, decision, layouts))
     firm = {*(f.targets if writes else ()), *f.written}
     for t in firm:
@@ -58,7 +57,7 @@ def keep(
 def _kept(
     f: Factors, decision: Decision, layouts: Sequence[Layout]
 ) -> Iterator[tuple[int, Letter]]:
-    """Each axis that deals rows out, with the letter that it splits, where all may stay so."""
+    """Yields each axis with ``Balanced`` rows that all may keep, and the letter that it splits."""
     pairs = zip(f.inputs, layouts, strict=True)
     dealing = {
         (a, dims[p.dim]) for dims, layout in pairs for a, p in layout.own if isinstance(p, Balanced)

@@ -1,8 +1,8 @@
-"""CallPlan: what calls of one kind do on this rank. Data; nothing here runs.
+"""CallPlan: the steps of one kind of call on this rank, as data; no code runs here.
 
 ``plan_call`` makes a plan for the first call of a key, and ``run`` (or ``native.c``, which reads
-the same fields by name) carries out this call and all later ones. Tensor arguments are counted in
-order of appearance, through lists and keywords.
+the same fields by name) runs this call and all later ones. Tensor arguments are counted in order of
+appearance, through lists and keywords.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Function = Callable[..., Any]
 
 
 class ReadKind(IntEnum):
-    CONSTANT = 0  # passed as it is
+    CONSTANT = 0  # passed unchanged
     TENSOR = 1
-    LIST = 2  # a container of tensors, which are read as they are where no graph is made
+    LIST = 2  # a container of tensors, whose locals are passed if no graph is built
     TREE = 3  # a container; some of its tensors are resharded
 
 
@@ -33,9 +33,9 @@ class Read(NamedTuple):
     """How the local function receives one argument.
 
     spec      reshard to this first; None: no reshard
-    varying   axes over which this use varies: what its gradient means
+    varying   axes over which this use varies: they define the meaning of its gradient
     regular   the spec that stands for a regular tensor, which becomes a DistTensor first
-    elements  of a container: one Read for each tensor in it; () where all are read as they are
+    elements  of a container: one Read for each tensor in it; () if all locals are passed unchanged
     """
 
     kind: ReadKind
@@ -49,18 +49,18 @@ CONSTANT = Read(ReadKind.CONSTANT)
 
 
 class Origin(Enum):
-    """How a use of the result that varies over other axes is made."""
+    """How a use of the result is made that varies over other axes."""
 
     NONE = 0
     VIEW = 1  # the same view of a use of the first argument
-    REPEAT = 2  # the call again, which is cheaper than communication
+    REPEAT = 2  # repeats the call, which is cheaper than communication
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CallPlan:
     """The plan of all calls of one key.
 
-    func              what the user called: for errors, and to dispatch again
+    func              the function that the user called: for errors, and to dispatch again
     local             runs on locals; None: this rank is off the mesh, and no kernel runs
     specs             of the tensor arguments (a regular tensor counts as replicated)
     input_specs       for each the spec that it is resharded to, or None; () where all stay
@@ -68,18 +68,18 @@ class CallPlan:
     results           specs of the results in order. Their dtypes hold if ``is_checked``
     template          off the mesh: the return value, with an ``infer.Out`` for each tensor
     is_view           the results are views of the first argument
-    is_copy           ... whose data had to be moved (see tensor/views.py)
+    is_copy           ... of resharded data, and so copies (see tensor/views.py)
     writes            numbers of the tensors that are written; None: no in-place call
     untracked_writes  autograd does not count these writes: fused kernels, custom operators
-    may_reuse         for each tensor: is it pending, so that an earlier reduction is read instead?
+    may_reuse         for each tensor: True if pending, so that an earlier reduction may be read
     reduce_first      for each tensor the spec to reduce it to before the call is dispatched again
     draws             off the mesh: the call draws random numbers. A function of the arguments
                       returns True where such a call draws none
     broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh
     is_simple         no tensor is resharded, written or viewed, and there is one result
-    native            C may carry it out
+    native            the C code may run this call
     autocast          off the mesh: the plans of the same calls under autocast, by its dtype
-    call              what other ranks compare
+    call              the description that ranks compare
     """
 
     func: Function
@@ -109,7 +109,7 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question that the key of the call answers, as ``x.is_complex()``."""
+    """The result of a call that the key determines, such as ``x.is_complex()``."""
 
     value: Any
     call: Call | None = field(default=None, compare=False)
@@ -117,7 +117,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PythonCall:
-    """A call that a Python function carries out: ``run(args, kwargs)``."""
+    """A call that a Python function runs: ``run(args, kwargs)``."""
 
     run: Callable[[Any, Any], Any]
     call: Call | None = field(default=None, compare=False)

@@ -1,5 +1,4 @@
-"""Functions that torch wrote in Python: their body, so that its inner calls are dispatched one by
-one."""
+"""Prepares functions that torch wrote in Python, so that their inner calls are dispatched."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def _never(*_: Any) -> bool:
 
 
 class _Seen:
-    """A module as seen by such a body: some names answered otherwise."""
+    """A module as such a body sees it: some names are replaced."""
 
     def __init__(self, module: Any, **other: Any) -> None:
         self.__dict__.update(other, _module=module)
@@ -38,8 +37,8 @@ _TORCH = _Seen(torch, overrides=_Seen(torch.overrides, **_CHECKS))
 
 
 def body_of(func: Function) -> Function | None:
-    """A function that torch wrote in Python, with its own dispatch checks answered "no": its inner
-    calls are then dispatched one by one. None for functions of C++."""
+    """Returns a copy of a function that torch wrote in Python whose own dispatch checks return
+    False: its inner calls are then dispatched one by one. None for functions of C++."""
     made = _bodies.get(func)
     if made is not None:
         return made

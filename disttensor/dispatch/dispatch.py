@@ -1,7 +1,7 @@
-"""The path of one call, from the user's function to the local one and back.
+"""Dispatches one call: from the user's function to the local function and back.
 
-Warm: a key, one look-up, and ``run`` of the plan that was made for the first call of this key.
-Cold: ``start`` plans the call, and keeps the plan.
+Warm call: a key, one look-up, and ``run`` of the plan that was made for the first call of this key.
+Cold call: ``start`` plans the call, and keeps the plan.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _known = PLANS.get
 def dispatch(
     cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    """``DistTensor.__torch_function__``. One and two arguments are spelled out: they are most
-    calls."""
+    """Implements ``DistTensor.__torch_function__``. One and two arguments are spelled out for
+    speed: most calls have so many."""
     try:
         n = len(args)
         if n == 2:
@@ -88,15 +88,15 @@ def dispatch(
 
 
 def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Planned:
-    """Plans the first call of a key, and notes it."""
+    """Plans the first call of a key, and records it."""
     planned = _keep(key, plan_of(func, args, kwargs or {}, key), _call(func, key))
     note(planned)
     return planned
 
 
 def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, Planned | None]:
-    """A call of a kind that the C code does not know: its result, and the plan of the next ones;
-    None where nothing was kept, or a result was not seen yet."""
+    """Runs a call of a kind that the C code has no plan for. Returns its result, and the plan for
+    later calls; None if no plan was kept, or its results have not been checked yet."""
     try:
         key: Any = (func, *[key_of(a) for a in args])
         if kwargs:
@@ -111,7 +111,7 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
 
 
 def _keep(key: Any, planned: Planned, call: Call | None) -> Planned:
-    """Keeps a plan for calls of this key. ``call``: what other ranks compare."""
+    """Keeps a plan for calls of this key. ``call``: the description that ranks compare."""
     planned = PLANS[key] = replace(planned, call=call)
     return planned
 
@@ -123,8 +123,8 @@ def _check(key: Any, plan: CallPlan, out: Any) -> CallPlan:
 
 
 def _call(func: Function, key: Any) -> Call:
-    """A call of ``func`` as ranks compare it; on no mesh where this rank has nobody to compare
-    with."""
+    """Returns the description of a call of ``func`` that ranks compare. Its mesh is None if there
+    is no other rank to compare with."""
     meshes = meshes_in(key)
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is not None and (mesh.size == 1 or mesh.coordinate is None):
@@ -136,8 +136,8 @@ def plan_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None,
     valued: bool = False,
 ) -> Planned:  # fmt: skip
-    """Plans calls like this one. ``key``: its own, if it has one; ``valued``: the plan may depend
-    on the values of floats."""
+    """Plans calls like this one. ``key``: the key of the call, if it has one; ``valued``: the plan
+    may depend on the values of floats."""
     rule = RULES.get(func)
     if rule is not None and restated(func, args, kwargs):
         return PythonCall(partial(again, func))
@@ -169,17 +169,17 @@ def plan_of(
 
 
 def again(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
-    """A call whose tensors come in another order, or stand for numbers."""
+    """Dispatches a call with tensors in torch's order, and numbers instead of 0-d tensors."""
     args, kwargs = restated(func, args, kwargs or {}) or (args, kwargs or {})
     if any(type(t) is DistTensor for t in collect((args, kwargs), [])):
         return dispatch(DistTensor, func, (), args, kwargs)
-    return func(*args, **kwargs)  # only the number was one
+    return func(*args, **kwargs)  # the only DistTensor was replaced by a number
 
 
 def by_value(
     func: Function, setting: Callable[[], Any] | None, args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """A call of a function whose rule depends on the value of a float, or on a setting."""
+    """Runs a call of a function whose rule depends on the value of a float, or on a setting."""
     kwargs = kwargs or {}
     try:
         key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
@@ -188,7 +188,7 @@ def by_value(
     if setting is not None:
         key = (*key, setting())
     planned = PLANS.get(key)
-    if planned is None:  # the call without values was noted
+    if planned is None:  # the call without values was recorded
         call = None if setting is None else _call(func, key)
         planned = _keep(key, plan_of(func, args, kwargs, valued=True), call)
     if planned.call is not None:
@@ -197,6 +197,6 @@ def by_value(
 
 
 def without_out(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
-    """A call with ``out=None``, which torch's own Python functions spell out."""
+    """Dispatches a call without its ``out=None``, which torch's own Python functions pass."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
     return dispatch(DistTensor, func, (), args, rest)

@@ -1,4 +1,4 @@
-"""explain: how a call would be carried out, in words, without doing it."""
+"""explain: describes how a call would be run, without running it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The result of ``explain``; ``str`` gives the text that it printed.
+    """The result of ``explain``; ``str`` returns the printed text.
 
     way      "rule", "body" (its Python body runs, each inner call dispatched), "gather" or "direct"
-    bytes    what a rank sends before the call runs, or in attention; None where that is not known
-             (a body)
-    gives    specs of the results; () where they are not known
-    plan     the CallPlan that such a call runs on this rank; None for other ways than "rule"
+    bytes    bytes that a rank sends before the call runs, or in attention; None if unknown (a body)
+    gives    specs of the results; () if unknown
+    plan     the CallPlan of such a call on this rank; None for ways other than "rule"
 
     >>> found = dt.explain(torch.relu, dt.ones(4, 4, mesh=mesh))
     ... # doctest: +ELLIPSIS
@@ -54,11 +53,12 @@ class Explanation:
 
 
 def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Print, and give, how ``func(*args, **kwargs)`` would be carried out: the rule in factor
-    notation, the placements wanted and given, the steps and bytes of each implicit reshard, what
-    runs on the locals, or why the inputs are gathered. Nothing runs and nothing is communicated.
+    """Prints and returns how ``func(*args, **kwargs)`` would be run: the rule in factor notation,
+    the required and resulting placements, the steps and bytes of each implicit reshard, the
+    function that runs on the locals, or why the inputs are gathered. The call is not run and no
+    data is sent.
 
-    Raises TypeError where no argument is a DistTensor, and what the call itself raises for wrong
+    Raises TypeError if no argument is a DistTensor, and the errors of the call itself for wrong
     arguments.
 
     >>> x = dt.ones(8, 6, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
@@ -134,7 +134,7 @@ def _by_rule(plan: Plan, asks: Sequence[bool], written: bool) -> Explanation:
 
 
 def _said(local: Function) -> str:
-    """Where a local function stands."""
+    """Returns the name of a local function, with its module."""
     name = getattr(local, "__qualname__", type(local).__name__).replace(".<locals>", "")
     return f"{getattr(local, '__module__', '') or 'torch'}.{name}"
 

@@ -1,5 +1,4 @@
-"""What happens to a function without a rule: its Python body is run, or everything is gathered and
-it runs whole."""
+"""Runs functions without a rule: by their Python body, or on gathered inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ _running = threading.local()
 
 
 def decompose_or_gather(func: Function, why: str) -> Callable[[Sequence[Any], Any], Any]:
-    """Run the Python body of ``func``; gather where it has none, or ends in a call of itself."""
+    """Returns a runner of the body of ``func``; it gathers without a body or in a recursive
+    call."""
     body, gather = body_of(func), run_replicated(func, why)
     if body is None:
         return gather
@@ -58,7 +58,7 @@ def decompose_or_gather(func: Function, why: str) -> Callable[[Sequence[Any], An
 
 
 def writes(func: Function) -> bool:
-    """Returns True if the function changes its first argument, by torch's convention of names."""
+    """Returns True if the function changes its first argument, by torch's naming convention."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (
@@ -68,7 +68,7 @@ def writes(func: Function) -> bool:
     return name.endswith("_") and func is not torch.Tensor.requires_grad_
 
 
-# Arguments that torch functions write, which neither the name nor a version counter shows
+# Arguments that torch functions write without a sign in the name or in a version counter
 UNTOLD: dict[Function, dict[str, int]] = {
     torch.batch_norm: {"running_mean": 3, "running_var": 4},
     torch.fused_moving_avg_obs_fake_quant: {
@@ -78,8 +78,8 @@ UNTOLD: dict[Function, dict[str, int]] = {
 
 
 def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call changes: its first argument by torch's convention of names, and what
-    the schema of a custom op says."""
+    """Returns the tensors that a call changes: its first argument by torch's naming convention, and
+    the arguments that the schema of a custom op marks as written."""
     found = collect([*args, *kwargs.values()][:1], []) if writes(func) else []
     places = dict(UNTOLD.get(func, {}))
     for schema in schemas_of(func):
@@ -94,12 +94,12 @@ def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 def run_replicated(
     func: Function, why: str, expected: bool = False
 ) -> Callable[[Sequence[Any], Any], Any]:
-    """Gathers the inputs to Replicate, runs on full tensors, returns Replicate. Arguments that the
-    function writes keep their placements. ``expected``: no warning. Raises RuntimeError for a
-    collective of torch.distributed."""
+    """Returns a runner that gathers the inputs to Replicate, runs on full tensors, and returns
+    Replicate. Arguments that the function writes keep their placements. ``expected``: no warning.
+    Raises RuntimeError for a collective of torch.distributed."""
     refuse_collectives(func)
     writing = writes(func)
-    plans: Cache[Any, CallPlan] = Cache(256)  # off the mesh, by kind of call
+    plans: Cache[Any, CallPlan] = Cache(256)  # for ranks off the mesh, by key of the call
 
     def outside(mesh: Any, args: Sequence[Any], kwargs: Any) -> Any:
         try:
@@ -120,7 +120,7 @@ def run_replicated(
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         kwargs = kwargs or {}
         taken: list[tuple[DistTensor, Tensor, int]] = []
-        given: dict[int, DistTensor] = {}  # a function that gives its argument gives it here too
+        given: dict[int, DistTensor] = {}  # for functions that return their argument
         changed = {id(t) for t in written_by(func, args, kwargs)}
 
         def take(x: Tensor) -> Tensor:
@@ -155,22 +155,22 @@ def run_replicated(
         try:
             with sending, forked(mesh):
                 out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
-        finally:  # what is computed again for a backward may be stopped after it has written
+        finally:  # a recomputation for a backward may stop after a write
             for x, full, before in taken:
-                # some write without a new version: apply_, custom ops
+                # apply_ and some custom ops write without a new version
                 if version(full) != before or id(x) in changed:
                     _give_back(x, full, func, before)
         first: Any = next(iter((*args, *kwargs.values())), None)
         if writing and any(type(t) is DistTensor for t in collect(first, [])):
             return first if isinstance(out, (Tensor, list, tuple)) else out
         if any(t.layout is torch.strided and _memory(t) is None for t in collect(out, [])):
-            return out  # of a transform around this call, which follows plain tensors only
+            return out  # inside a transform, which supports regular tensors only
         result = wrap_full(out, mesh, given)
         moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
         sources = {memory: x for x, full in moved if (memory := _memory(full)) is not None}
         for t in collect(result, []) if sources else ():
             source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
-            if source is not None:  # a view, in one process
+            if source is not None:  # a view, if run in one process
                 views.enter(t, source, func)
         if tells:
             objects.send_object(described(result), mesh.root.ranks, mesh.device)
@@ -198,8 +198,8 @@ def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None
 
 
 def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
-    """Full results as replicated DistTensors. A sparse or a quantized tensor stays plain, the same
-    on every rank."""
+    """Wraps full results as replicated DistTensors. A sparse or quantized tensor stays a regular
+    tensor, the same on every rank."""
 
     def made(t: Tensor) -> Tensor:
         if id(t) in given:
@@ -212,15 +212,15 @@ def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
 
 
 def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Computes, then copies into ``out=``, which keeps its placement; a plain tensor receives the
-    whole value."""
+    """Runs the call, then copies the result into ``out=``, which keeps its placement; a regular
+    tensor receives the full value."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
     out = kwargs["out"]
     result = func(*args, **rest)
     targets = out if isinstance(out, (list, tuple)) else (out,)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for target, value in zip(targets, results, strict=True):
-        if type(target) is not DistTensor and not target.numel():  # as torch.empty(0)
+        if type(target) is not DistTensor and not target.numel():  # such as torch.empty(0)
             target.resize_(tuple(value.shape))
         if tuple(target.shape) != tuple(value.shape):
             raise RuntimeError(

@@ -1,5 +1,5 @@
-"""Functions over lists of tensors (``torch._foreach_*``, fused optimizers) where the tensors lie on
-several meshes."""
+"""Runs functions over lists of tensors (``torch._foreach_*``, fused optimizers) on several
+meshes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Function = Callable[..., Any]
 
 
 def meshes_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Returns the number of meshes of the members of the lists of such a function; 0 for others."""
+    """Returns the number of meshes in the lists of such a function; 0 for other functions."""
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 0
     return len(_by_mesh(args, kwargs)[1])
 
 
 def _by_mesh(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], dict[Any, list[int]]]:
-    """Returns the first list, and the numbers of the members by mesh (None: all are plain)."""
+    """Returns the first list, and the indices of its members by mesh (None: all are regular)."""
     lists = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, (list, tuple))]
     first = lists[0] if lists else ()
     numbers: dict[Any, list[int]] = {}
@@ -30,8 +30,8 @@ def _by_mesh(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], dict[Any,
 
 
 def each_mesh(func: Function) -> Callable[[Sequence[Any], Any], Any]:
-    """The runner: one call for each mesh, with its members of every list; results in the order of
-    the members."""
+    """Returns a runner that makes one call for each mesh, with the members of every list on this
+    mesh. The results have the order of the members."""
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         first, by_mesh = _by_mesh(args, kwargs)

@@ -1,4 +1,4 @@
-"""Functions of torch that are answered here rather than by a rule."""
+"""Functions of torch that have a handler instead of a rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_KEY.update([torch.is_complex, torch.is_floating_point, torch.numel])
 
 
 def _of_meta_tensor(func: Any) -> None:
-    """Functions that ask for shape and dtype only: answered by a plain stand-in of the global
+    """Registers a function that reads only shape and dtype: it runs on a meta tensor of the global
     shape."""
 
     def stand_in(v: Any) -> Any:
@@ -47,7 +47,7 @@ for _func in (
 
 
 def _of_local(func: Any) -> None:
-    """Questions about storage and device: answered for the piece of this rank."""
+    """Registers a function that reads storage or device: runs on the local of this rank."""
     HANDLERS[func] = lambda x, *args, **kwargs: func(x.local, *args, **kwargs)
 
 
@@ -66,7 +66,7 @@ for _name in ("untyped_storage", "storage", "_typed_storage"):
 def _type(x: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
         return x.spec.meta_tensor.type()
-    if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor", torch.FloatTensor
+    if not isinstance(dtype, torch.dtype):  # "torch.FloatTensor" or torch.FloatTensor
         dtype = torch.empty(0).type(dtype).dtype
     return x.to(dtype, non_blocking=non_blocking)
 
@@ -86,7 +86,7 @@ def _is_set_to(x: Any, other: Any) -> bool:
 
 
 def _view_in_place(name: str) -> None:
-    """``x.t_()`` and its like: x becomes the view."""
+    """Registers an in-place view such as ``x.t_()``: x becomes the view."""
     view = getattr(Tensor, name.removesuffix("_"))
     HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: become(x, view(x, *args, **kwargs))
 
@@ -105,8 +105,8 @@ for _name in (
 
 @handler(Tensor.resize_, Tensor.resize_as_)
 def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
-    """As it is where the size stays; what has no element becomes zeros. Else memory of another size
-    would need another layout."""
+    """Returns x unchanged if the shape is equal; an empty x becomes zeros of the new shape.
+    Raises RuntimeError otherwise: memory of another size would need another layout."""
     like = args[0] if args else None
     shape = (
         tuple(like.shape)

@@ -1,8 +1,8 @@
-"""The key of a call: what of it a plan depends on.
+"""The key of a call: the facts that its plan depends on.
 
-(function, specs of DistTensors, shape and dtype of plain tensors, constants by type and value).
-Floats count by type only, so that a learning rate does not fill the cache. The dtype of a result is
-no part of it: autocast may change that, which the local result shows at no cost.
+A key is (function, specs of DistTensors, shape and dtype of regular tensors, constants by type and
+value). Floats count by type only, so that a learning rate does not fill the cache. The key does not
+contain the dtype of a result, which autocast may change: the local result shows it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def key_of(value: Any, floats: bool = False) -> Any:
             return kind, len(value)
         return kind, tuple([v.spec if type(v) is DistTensor else key_of(v, floats) for v in value])
     if isinstance(value, Tensor):
-        if isinstance(value, DistTensor):  # it was awaited
+        if isinstance(value, DistTensor):  # still pending
             return arrived(value).spec
         return kind if has_own_operators(value) else Tensor, value.shape, value.dtype
     if kind is slice:
@@ -62,7 +62,7 @@ def key_of(value: Any, floats: bool = False) -> Any:
 
 
 def depends_on_floats(values: Any) -> bool:
-    """Returns True if keys with the values of floats tell more calls apart."""
+    """Returns True if keys with the values of floats distinguish more calls."""
     try:
         return bool(key_of(values) != key_of(values, floats=True))
     except Uncacheable:
@@ -70,9 +70,9 @@ def depends_on_floats(values: Any) -> bool:
 
 
 def meshes_in(key: Any) -> set[Any]:
-    """The meshes of the specs in a key."""
+    """Returns the meshes of the specs in a key."""
     meshes, parts = set(), list(key)
-    for part in parts:  # which becomes longer meanwhile
+    for part in parts:  # grows in the loop
         if type(part) is DistSpec:
             meshes.add(part.mesh)
         elif type(part) is tuple:
@@ -81,7 +81,7 @@ def meshes_in(key: Any) -> set[Any]:
 
 
 def likeness(key: Any) -> Any:
-    """The key without the sizes of DistTensors, but for those that are 1."""
+    """Returns the key without the sizes of DistTensors, except sizes of 1."""
     return tuple([
         p.kind if type(p) is DistSpec else likeness(p) if type(p) is tuple else p for p in key
     ])  # fmt: skip
@@ -89,7 +89,7 @@ def likeness(key: Any) -> Any:
 
 def of_no_mesh(func: Any, key: Any) -> bool:
     """Returns True if the key of a call of ``func`` contains DistSpecs and constants only. Values
-    that depend on all of it but the meshes may outlive the meshes."""
+    that depend on all of the key but its meshes may outlive the meshes."""
     return all(
         of_no_mesh(func, p) if type(p) is tuple
         else type(p) in _CONSTANT or isinstance(p, type) or p is func
@@ -98,7 +98,7 @@ def of_no_mesh(func: Any, key: Any) -> bool:
 
 
 def words_of(func: Any, key: Any) -> str:
-    """The call of a key as a text that is the same on all ranks."""
+    """Describes the call of a key, with the same text on all ranks."""
     positional, named = (key[0], key[1:]) if type(key[0]) is tuple else (key, ())
     return name_of(func) + _words(positional[1:]) + (_words(named) if named else "")
 
@@ -109,7 +109,7 @@ def _words(part: Any) -> str:
             return str(part[1])
         return f"({', '.join(map(_words, part))})"
     if type(part) is torch.device:
-        return part.type  # each rank has a number of its own
+        return part.type  # the index differs between ranks
     if type(part) in _BY_VALUE or type(part) in (DistSpec, torch.Size):
         return repr(part)
     if isinstance(part, type):

@@ -1,4 +1,4 @@
-"""MeshCollectives: the collectives and random numbers that local functions may use, on a mesh."""
+"""MeshCollectives: collectives and random numbers for local functions, on one mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class MeshCollectives:
-    """``ops.local.Collectives`` over the axes of one mesh."""
+    """Implements ``ops.local.Collectives`` over the axes of one mesh."""
 
     __slots__ = ("mesh",)
 

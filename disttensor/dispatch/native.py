@@ -1,8 +1,8 @@
-"""Which code carries out warm calls: ``native.c`` where it was compiled, else ``dispatch`` in
-Python. The results are the same, bit for bit.
+"""Chooses the code that runs warm calls: ``native.c`` if it was compiled, else ``dispatch`` in
+Python. The results are equal, bit for bit.
 
-``DISTTENSOR_PYTHON=1`` in the environment chooses Python. In a checkout ``make native`` compiles;
-what was compiled of another state of the file is not used.
+``DISTTENSOR_PYTHON=1`` in the environment chooses Python. In a checkout ``make native`` compiles; a
+module compiled from another version of the file is not used.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Tensor = torch.Tensor
 
 _FILE = Path(__file__).with_name("native.c")
 
-# Operators, with the methods that torch says were called by them.
+# Operators, and the methods that ``__torch_function__`` receives for them.
 OPERATORS = {
     "__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul",
     "__truediv__": "div", "__matmul__": "matmul", "__neg__": "neg", "__iadd__": "add_",
     "__isub__": "sub_", "__imul__": "mul_",
 }  # fmt: skip
-# The methods of DistTensor that run known calls without torch's argument parser.
+# Methods of DistTensor that run known calls without torch's argument parser.
 METHODS = (
     "view", "reshape", "transpose", "permute", "t", "flatten", "expand", "expand_as", "squeeze",
     "unsqueeze", "select", "narrow", "chunk", "unbind", "contiguous", "clone", "to", "float",
@@ -61,7 +61,7 @@ METHODS = (
 
 
 def _compiled() -> tuple[Any, str]:
-    """The module of C, or None and why there is none."""
+    """Returns the C module and "", or None and the reason."""
     if os.environ.get("DISTTENSOR_PYTHON", "0") not in ("", "0"):
         return None, "DISTTENSOR_PYTHON is set"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -71,7 +71,7 @@ def _compiled() -> tuple[Any, str]:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError)
         return None, "it was not compiled: make native" if missing else str(error)
-    # a checkout has the file, what is installed has not
+    # a checkout has the file, an installed package does not
     if _FILE.exists() and f"{zlib.crc32(_FILE.read_bytes()):08x}" != found.SOURCE:
         return None, "it was compiled of another native.c: make native"
     return found, ""
@@ -113,7 +113,7 @@ _in_c = module is not None
 
 
 def carrier() -> Callable[..., Any]:
-    """Returns the function that carries out calls of DistTensors while no tracer runs."""
+    """Returns the function that runs calls of DistTensors while no tracer is active."""
     return module.dispatch if _in_c else dispatch.dispatch
 
 
@@ -122,14 +122,14 @@ def in_c() -> bool:
 
 
 def active() -> str:
-    """Returns "C", or "Python" with the reason: for people."""
+    """Returns "C", or "Python" with the reason, as text for people."""
     return "C" if _in_c else f"Python ({why or 'asked for'})"
 
 
 @contextmanager
 def using(in_c: bool) -> Iterator[None]:
-    """Carries out warm calls in C or in Python: for tests and measurements. Without C code, in
-    Python."""
+    """Runs warm calls in C or in Python within the block: for tests and measurements. Without the C
+    module always in Python."""
     before = _in_c
     _choose(in_c and module is not None)
     try:

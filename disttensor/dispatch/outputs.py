@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 def checked(plan: CallPlan, out: Any) -> CallPlan:
     """Returns the plan with the dtypes of the first results. Raises RuntimeError if their shapes
-    differ from the shapes that the rule says."""
+    differ from the rule's."""
     results = list(plan.results)
     for i, (t, spec) in enumerate(zip(collect(out, []), results, strict=False)):
         if tuple(t.shape) != tuple(spec.local_shape):
@@ -34,7 +34,7 @@ def checked(plan: CallPlan, out: Any) -> CallPlan:
 
 
 def wrap_outputs(out: Any, specs: Sequence[DistSpec]) -> Any:
-    """Local results as DistTensors, in the structure they came in."""
+    """Wraps local results as DistTensors, in the same structure."""
     if type(out) is Tensor:
         spec = specs[0]
         return wrap(out, spec if out.dtype is spec.dtype else spec.with_dtype(out.dtype))

@@ -1,4 +1,4 @@
-"""Pending gradients that a call needs reduced: reduced for good, as an optimizer step would."""
+"""Reduces pending gradients that a call needs reduced, in place as an optimizer step does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reduced_by(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> 
 
 
 def reduce_pending(args: Sequence[Any], kwargs: Any, reduced: Sequence[bool]) -> bool:
-    """Reduces pending gradients of parameters among the arguments that the call needs reduced
+    """Reduces the pending gradients of parameters among the arguments that the call needs reduced
     (``reduced``), as an optimizer step would. Returns True if there was one."""
     if not kwargs and not any(
         isinstance(a, (list, tuple, dict)) or (type(a) is DistTensor and is_gradient(a))

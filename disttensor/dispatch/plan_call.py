@@ -1,4 +1,4 @@
-"""Plans a call whose rule is known: ``resolve.Plan`` -> ``CallPlan``, in the mesh or off it."""
+"""Plans a call whose rule is known: ``resolve.Plan`` -> ``CallPlan``, on the mesh or off it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 
 
 def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
-    """The CallPlan of calls like this one."""
+    """Returns the CallPlan of calls like this one."""
     reuses, wholes = plan.reuses, plan.reduces
     reduction: dict[str, Any] = {}
     if any(reuses):
@@ -82,7 +82,7 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
 
 
 def reads_of(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Read, ...]:
-    """How the local function receives the arguments."""
+    """Returns a Read for each argument: how the local function receives it."""
     tensors = iter(zip(plan.input_specs, plan.varying_axes, plan.specs, strict=True))
 
     def read(t: Tensor) -> Read:
@@ -111,8 +111,8 @@ def plan_off_mesh(
     func: Function, mesh: ProcessMesh, layouts: tuple[Layout, ...] | None, args: Sequence[Any],
     kwargs: dict[str, Any], writes: bool, **reduction: Any,
 ) -> CallPlan:  # fmt: skip
-    """The CallPlan on a rank off the mesh. ``layouts``: of the results; None: they are replicated.
-    ``writes``: the first argument is changed in place."""
+    """Returns the CallPlan for a rank off the mesh. ``layouts``: of the results; None: they are
+    replicated. ``writes``: the first argument is changed in place."""
     found = execute.found_for(func, mesh, args, kwargs)
     draws: Any = IDLE.get(getattr(func, "__name__", "").rstrip("_"))
     if draws is not None and _by_key(args, kwargs):
@@ -148,14 +148,14 @@ def plan_off_mesh(
 
 
 def autocast_dtype(mesh: ProcessMesh) -> torch.dtype | None:
-    """The dtype that autocast computes in on the devices of this mesh; None: it is off."""
+    """Returns the dtype of autocast on the device type of this mesh; None: autocast is off."""
     kind = mesh.device.type
     on = autocast_is_on() and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
 
 
 def now_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
-    """The plan of a call off the mesh under the autocast of now, which decides dtypes."""
+    """Returns the plan of a call off the mesh under the current autocast, which decides dtypes."""
     dtype = autocast_dtype(plan.mesh)
     found = plan.autocast.get(dtype)
     if found is None:
@@ -166,7 +166,7 @@ def now_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _by_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True if all calls of this key have equal values: keys contain only the type of a
-    float or a regular tensor."""
+    """Returns True if all calls of this key have equal values: a key contains only the type of a
+    float, and the shape and dtype of a regular tensor."""
     values = (*args, *kwargs.values())
     return all(type(v) in (DistTensor, int, bool, str, type(None)) for v in values)

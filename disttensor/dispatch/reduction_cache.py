@@ -1,10 +1,10 @@
-"""A pending sum that one call reduces is reduced for the calls after it: ``x.relu() + x.sigmoid()``
-sends x once.
+"""Caches reductions: a pending sum that one call reduces is reduced for later calls too, so that
+``x.relu() + x.sigmoid()`` sends x once.
 
-The tensor keeps its placement and its local; beside it is kept what the reduction gave. A later
-call that could use the pending value reads that instead, unless the tensor was written to since, or
-is now in another region of activation checkpointing (a recomputation must make the calls that its
-forward made). Ranks outside the mesh take the same decision, without values.
+The tensor keeps its placement and its local, and the reduced value is stored with it. A later call
+that could use the pending value reads the reduced value instead. Exceptions: the tensor was written
+since, or the call is in another region of activation checkpointing (a recomputation must make the
+same calls as its forward). Ranks off the mesh take the same decision, without values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tensor = torch.Tensor
 
 
 class Reduced(NamedTuple):
-    """source, version: what was reduced; value: to what; grad: was a graph made; region: the region
-    of activation checkpointing that it was made in."""
+    """A reduced value: ``source`` and its ``version``, the resulting ``value``, ``grad`` (a graph
+    was built) and ``region``, the region of activation checkpointing."""
 
     source: Tensor
     version: int
@@ -46,7 +46,7 @@ def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Reduces ``x`` to ``dst``. The result is kept unless writes to ``x`` may be uncounted."""
     local = x.local
     inside = dst.mesh.coordinate is not None
-    # the local alone: what leads back to x would be a circle
+    # only the local: a reference to x would be a cycle
     value = wrap(moved_for(x, dst, ()) if inside else resharded(x, dst).local, dst)
     if inside and is_handed_out(local):
         return value
@@ -57,7 +57,7 @@ def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
 
 
 def known(x: DistTensor) -> DistTensor | None:
-    """The value of ``x`` as an earlier call has reduced it, or None."""
+    """Returns the value of ``x`` that an earlier call has reduced, or None."""
     kept = x._reduced
     if kept is None or kept.grad is not _grad(x) or kept.region != region():
         return None
@@ -67,20 +67,20 @@ def known(x: DistTensor) -> DistTensor | None:
     if is_handed_out(local):
         return None
     if kept.source is not local or kept.version != version(local):
-        return remember(x, kept.value.spec)  # written to by way of what shares its memory
+        return remember(x, kept.value.spec)  # written through an alias of its memory
     value: DistTensor = kept.value
     return value
 
 
 def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, DistTensor]:
-    """Returns reduced values of pending arguments by the ids of these: earlier reductions, and new
+    """Returns reduced values by the ids of their pending arguments: earlier reductions, and new
     ones that the call needs. Empty: the call runs on the pending values."""
     wholes = plan.reduce_first
     tensors = collect((args, kwargs), [])
     if not wholes and not any(type(t) is DistTensor and t._reduced is not None for t in tensors):
         return {}
     found: dict[int, DistTensor] = {}
-    left = False  # adding pending values is free; with one of them reduced it would not be
+    left = False  # a sum of pending values is free, but not if one of them is reduced
     for i, (t, reuse) in enumerate(zip(tensors, plan.may_reuse, strict=True)):
         if not reuse or type(t) is not DistTensor or id(t) in found:
             continue
@@ -100,14 +100,14 @@ def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[in
 def call_with(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], found: dict[int, DistTensor]
 ) -> Any:
-    """The call with the reduced values in the place of pending ones."""
+    """Runs the call with the reduced values instead of the pending arguments."""
 
     def put(t: Tensor) -> Tensor:
         return found.get(id(t), t)
 
     out = plan.func(*substitute(tuple(args), put), **substitute(kwargs, put))
     for t in collect((args, kwargs), []):
-        # off the mesh it stands for a new tensor
+        # off the mesh the result represents a new tensor
         if found.get(id(t)) is out and type(t) is DistTensor and t.is_initialized:
             return t
     return out

@@ -1,5 +1,5 @@
-"""A cheap result is computed once more where it is used in another way, rather than moved: each set
-of axes over which uses of it vary has a value of its own in the graph."""
+"""Recomputes a cheap result for another use instead of moving it: each set of axes over which its
+uses vary has its own value in the graph."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def repeat(
     local_fn: Function, args: Sequence[Any], words: dict[str, Any], made: list[int],
     value: Tensor, made_at: int, spec: DistSpec, axes: Axes,
 ) -> Tensor:  # fmt: skip
-    """The origin of a cheap result: the call again, of uses that vary. ``made``, ``made_at``: the
-    versions of its arguments and of its ``value`` when it was made."""
+    """Repeats the call of a cheap result with uses that vary over ``axes``, or moves the value
+    after a write. ``made``, ``made_at``: versions of the arguments and of ``value`` at the call."""
     now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
     if version(value) != made_at or now != made:
         out: Tensor = move(value, GradType(spec), GradType(spec, axes), None)

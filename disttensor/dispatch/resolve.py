@@ -1,8 +1,8 @@
-"""Resolves how a call is carried out. ``plan_call`` makes a plan of it, and ``explain`` prints it.
+"""Resolves how a call is run. ``plan_call`` makes a plan of the Resolution, ``explain`` prints it.
 
-The ways, in the order in which they are tried: a handler (functions that are no computation),
+The ways, in the order in which they are tried: a handler (functions that compute nothing),
 ``out=``, one call for each mesh (lists), a rule, the Python body of the function, and last the
-fallback that gathers everything: always right.
+fallback that gathers everything, which is always correct.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ops.registry import RULES, Rule
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-HANDLERS: dict[Function, Function] = {}  # functions that are answered as they are: no rule, no key
-OF_KEY: set[Function] = set()  # those whose answer follows from the key of the call
+HANDLERS: dict[Function, Function] = {}  # functions with a handler instead of a rule
+OF_KEY: set[Function] = set()  # functions whose result depends on the key of the call only
 
 
 def handler(*funcs: Function) -> Callable[[Function], Function]:
-    """Register what answers these functions when a DistTensor is among their arguments."""
+    """Registers a handler of these functions, for calls with a DistTensor among the arguments."""
 
     def enter(answer: Function) -> Function:
         for func in funcs:
@@ -100,15 +100,15 @@ class Plan:
 
     @property
     def reuses(self) -> list[bool]:
-        """For each tensor argument: is it pending, so that what an earlier call reduced it to is
-        read instead? None of a call that writes, or gives a view."""
+        """For each tensor argument: True if it is pending, and an earlier reduction may be read
+        instead. All False for a call that writes, or returns a view."""
         if self.rule.inplace or self.factors.view:
             return [False] * len(self.specs)
         return [bool(s.layout.partial) for s in self.specs]
 
     @property
     def reduces(self) -> list[bool]:
-        """For each tensor argument: does the call do its pending sums, and nothing else to it?"""
+        """For each tensor argument: True if the call only reduces its pending sums."""
         return [
             bool(s.layout.partial)
             and w == Layout(s.layout.dims)
@@ -137,11 +137,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """way: "handler", "out", "each_mesh", "rule", "decompose" or "gather"; why: no rule is taken.
-
-    ``expected``: a gather gives no warning (an in-place function whose target could not keep its
-    placement by the rule).
-    """
+    """The way to run a call: "handler", "out", "each_mesh", "rule", "decompose" or "gather".
+    ``why``: the reason why no rule is used. ``expected``: a gather gives no warning (an in-place
+    function whose target could not keep its placement by the rule)."""
 
     way: str
     why: str = ""
@@ -158,8 +156,8 @@ _SAME: Cache[Any, tuple[Factors, Decision]] = Cache(4096, lasting=True)
 def resolve(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None
 ) -> Resolution:
-    """How a call of ``func``, of this ``key`` if it has one, is carried out. Raises what the rule
-    raises for wrong arguments, and ValueError where tensors are on two meshes."""
+    """Returns how a call of ``func`` is run; ``key``: of the call, if it has one. Raises the rule's
+    errors for wrong arguments, and ValueError if tensors are on two meshes."""
     if func in HANDLERS:
         return Resolution("handler")
     if "out" in kwargs:
@@ -230,16 +228,16 @@ def _without_rule(func: Function, why: str) -> Resolution:
 
 
 def specs_of(func: Function, tensors: Sequence[Tensor]) -> list[DistSpec]:
-    """The specs of the tensors of a call, in order."""
+    """Returns the specs of the tensors of a call, in order."""
     mesh = one_mesh(func, tensors)
     return [t.spec if type(t) is DistTensor else plain_spec(t, mesh) for t in tensors]
 
 
 def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
-    """The mesh of the call. Raises ValueError where there are two: it is never guessed."""
+    """Returns the mesh of the call. Raises ValueError if there are two: no mesh is guessed."""
     dist = [arrived(t) for t in tensors if isinstance(t, DistTensor)]
     mesh = dist[0].spec.mesh
-    # by name: importing it costs more than all of ours
+    # by name: importing DTensor takes longer than importing disttensor
     if any(type(t).__name__ == "DTensor" for t in tensors):
         raise ValueError(
             f"{name_of(func)}: a torch DTensor among DistTensors: convert it with "
@@ -257,7 +255,7 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
 
 
 def plain_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
-    """Returns the spec of a regular tensor beside DistTensors: replicated. Warns about a parameter
+    """Returns the spec of a regular tensor among DistTensors: replicated. Warns about a parameter
     that its model has replaced: see ``optim.step_hooks.check_fresh``."""
     replaced = getattr(x, "_replaced", None)
     if replaced and x.requires_grad and torch.is_grad_enabled():

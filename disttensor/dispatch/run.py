@@ -1,7 +1,7 @@
-"""run: carries out a CallPlan. The one interpreter in Python; ``native.c`` is the fast path.
+"""run: runs a CallPlan. The only interpreter in Python; ``native.c`` is the fast path.
 
-In the mesh: read the locals, call the local function, wrap its results. Off the mesh: metadata and
-tokens only, no memory and no kernel.
+On the mesh: reads the locals, calls the local function, wraps its results. Off the mesh: only
+metadata and tokens, without memory or kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from disttensor.tensor.versions import count, version
 from disttensor.torch_private import make_subclass
 
 Tensor = torch.Tensor
-Check = Callable[[CallPlan, Any], CallPlan]  # of the first results: the plan with their dtypes
+Check = Callable[[CallPlan, Any], CallPlan]  # sets the dtypes of the first results
 _CONSTANT, _TENSOR, _LIST, _ = ReadKind
 
 _setitem: Callable[..., Any] = Tensor.__setitem__
@@ -54,7 +54,7 @@ def run(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None = None
 ) -> Any:
     """Runs a call. ``check``: see ``carry_out``."""
-    if plan.is_simple and check is None:  # most calls, spelled out
+    if plan.is_simple and check is None:  # most calls, spelled out for speed
         first: Any = args[0] if args else None
         if len(args) == 2 and not kwargs:
             (a, b), (p, q) = args, plan.reads
@@ -101,7 +101,7 @@ def run(
 def _compute(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None
 ) -> Any:
-    """A call with results."""
+    """Runs a call that is not in place."""
     given, named = _read_all(plan, args, kwargs)
     out = plan.local(*given, **named)  # type: ignore[misc]
     x: Any = args[0] if args and type(args[0]) is DistTensor else None
@@ -123,19 +123,19 @@ def _compute(
 def _read_all(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the local function."""
+    """Returns the arguments of the local function."""
     given = [read(r, a) for r, a in zip(plan.reads, args)]  # noqa: B905
     return given, _named(plan, kwargs, len(given)) if kwargs else kwargs
 
 
 def _named(plan: CallPlan, kwargs: dict[str, Any], n: int) -> dict[str, Any]:
-    """The keyword arguments, after ``n`` positional ones."""
+    """Returns the keyword arguments of the local function; ``n``: number of positional ones."""
     rest = zip(plan.keywords, plan.reads[n:], strict=True)
     return {k: read(r, kwargs[k]) for k, r in rest}
 
 
 def read(r: Read, value: Any) -> Any:
-    """One argument of the local function."""
+    """Returns one argument of the local function."""
     kind, spec, varying, regular, elements = r
     if kind is _CONSTANT:
         return value
@@ -151,14 +151,14 @@ def read(r: Read, value: Any) -> Any:
 
 
 def _replicated(x: Tensor, spec: Any) -> DistTensor:
-    """A regular tensor as a DistTensor. Not x itself: the alias of a leaf would collect a gradient
-    that never reaches x."""
+    """Wraps a regular tensor as a DistTensor. A leaf x is not used directly: its alias would
+    collect a gradient that never reaches x."""
     return wrap(x.view_as(x) if x.requires_grad and _grad() else x, spec)
 
 
 def locals_of(value: Any) -> Any:
-    """A container with the locals of the DistTensors in it."""
-    if type(value) is list or type(value) is tuple:  # mostly, of DistTensors alone
+    """Returns a container with the locals of its DistTensors."""
+    if type(value) is list or type(value) is tuple:  # usually of DistTensors only
         try:
             found = [t.local for t in value]
             return found if type(value) is list else tuple(found)  # x[i, j] is not x[[i, j]]
@@ -171,9 +171,9 @@ def locals_of(value: Any) -> Any:
 
 
 def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call in place: the result is its first argument."""
+    """Runs an in-place call: the result is its first argument."""
     tensors = collect((args, kwargs), [])
-    # regular tensors may take DistTensors in
+    # regular tensors may be targets too
     targets = [tensors[i] for i in plan.writes or () if type(tensors[i]) is DistTensor]
     for x in targets:
         views.refuse_copy(x, plan.func)
@@ -187,14 +187,14 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None if out is None else args[0] if args else targets[0]
 
 
-# Views, and results that a use makes anew -------------------------------------------------------
+# Views, and results that a use recomputes -------------------------------------------------------
 
 
 def _relate(
     plan: CallPlan, x: DistTensor, args: Sequence[Any], given: list[Any], named: Any, result: Any
 ) -> None:
     """Relates the results of a view to the first argument."""
-    is_one = type(result) is DistTensor  # not a tuple, as of a split into one piece
+    is_one = type(result) is DistTensor  # a split into one piece returns a tuple
     if is_one and plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
         _derive_view(plan, x, given, named, result)
     if plan.is_copy:
@@ -213,7 +213,7 @@ def _derive_view(
 
 
 def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
-    """The origin of a view: a varying use of the view is the view of a varying use."""
+    """Returns a varying use of a view: the view of a varying use."""
     out: Tensor = local(x.local_for(axes), *rest, **named)
     return out
 
@@ -236,7 +236,7 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
 
 
 def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call on a rank outside the mesh."""
+    """Runs a call on a rank off the mesh."""
     mesh = plan.mesh
     plan = now_off_mesh(plan, args, kwargs)
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):

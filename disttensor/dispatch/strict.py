@@ -1,4 +1,4 @@
-"""strict: refuse silent communication and silent fallback; and the one warning per fallback."""
+"""strict: forbids implicit communication and fallbacks; and warns once per fallback otherwise."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _warned: set[Any] = set()
 
 
 class strict(Setting, default=False):
-    """``with strict():`` an implicit reshard that communicates, or a function without a rule, is an
-    error that names the call, the source line and the bytes.
+    """``with strict():`` makes an implicit reshard that communicates, or a function without a rule,
+    an error that names the call, the source line and the bytes.
 
     >>> with dt.strict():
     ...     y = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).relu().sum()
@@ -27,7 +27,7 @@ class strict(Setting, default=False):
 
 
 def check_moves(func: Any, sources: Sequence[DistSpec], wants: Sequence[DistSpec | None]) -> None:
-    """Inside strict(): raise if following the plan communicates."""
+    """Raises StrictError, within strict(), if the reshards of a plan communicate."""
     for i, (src, dst) in enumerate(zip(sources, wants, strict=True)):
         if dst is None:
             continue
@@ -42,7 +42,7 @@ def check_moves(func: Any, sources: Sequence[DistSpec], wants: Sequence[DistSpec
 
 
 def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
-    """Note a fallback: an error inside strict(), else one warning per function."""
+    """Reports a fallback: raises StrictError within strict(), else warns once per function."""
     if strict.current():
         nbytes = sum(cross_mesh.cost(s, s.replicated()) for s in specs)
         raise StrictError(
@@ -50,7 +50,7 @@ def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
             f"{nbytes:,.0f} bytes per rank. Register one with ops.rule, wrap the code in "
             "local_map, or leave strict()"
         )
-    said = getattr(func, "__module__", ""), name_of(func)  # a function may be made for each call
+    said = getattr(func, "__module__", ""), name_of(func)  # func may be created anew per call
     if said not in _warned:
         _warned.add(said)
         where = user_line()

@@ -1,4 +1,4 @@
-"""After a write: uses of the old value are invalidated, and views of copies are written back."""
+"""Invalidates uses of the old value after a write, and writes views of copies back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Function = Callable[..., Any]
 
 @lru_cache(maxsize=1024)
 def is_untracked(func: Function) -> bool:
-    """Returns True if autograd may not count what ``func`` writes: torch's fused kernels do not,
-    and any operator or function that is not torch's own may not."""
+    """Returns True if autograd may not count the writes of ``func``: it does not for torch's fused
+    kernels, and may not for operators and functions outside torch."""
     ours = (getattr(func, "__module__", None) or "torch").startswith("torch")
     fused = getattr(func, "__name__", "").startswith(("_fused_", "_amp_"))
     return fused or bool(schemas_of(func)) or not ours
 
 
 def written(x: DistTensor) -> None:
-    """The local of ``x`` has been written to: its uses before this are of the old value."""
+    """Updates state after a write to the local of ``x``: earlier uses have the old value."""
     if x._grad_state is not None or x._reduced is not None or views.LIVE or INFERENCE:
         x.forget_uses()
     if x._view_state is not None:
