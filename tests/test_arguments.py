@@ -362,6 +362,7 @@ BAD: dict[str, dict[str, str]] = {
         **FULL, "kwargs": MADE["kwargs"], "fn": FUNCTION, "shape": "-1 (1.5,) '4' True None t",
         "dims_mapping": MAPPING},
     "dt.from_local(t,grid(),(S0,R))": {
+        "run_check": f"None {FLAGS}",
         "local": "None 3 [1.0] x", "mesh": f"None {MESH}", "placements": PLACED,
         "shape": "4 (4,-4) (4.0,4) '44'", "dims_mapping": MAPPING, "partial_status": PARTIAL},
     "dt.init_mesh((W,))": {

@@ -185,6 +185,24 @@ def test_fully_shard_and_replicate_train_as_one_process():
 
 
 @everywhere
+def test_from_local_without_a_check_sends_nothing():
+    mesh = grid()
+    for placements, shape in (([S0, S1], (2, 3)), ([S0, S0], (2, 3)), ([P, R], (4, 1))):
+        local = torch.ones(shape) * (1 + mesh.get_rank())
+        expected = dt.from_local(local, mesh, placements)
+        with dt.record_comms() as log:
+            x = dt.from_local(local, mesh, placements, run_check=False)
+        assert not log.records and x.spec is expected.spec
+        same(x, expected.full_tensor())
+    outside = dt.ProcessMesh([mesh.size - 1], ("alone",))
+    assert dt.from_local(torch.ones(3, 2), outside, [S0], run_check=False).shape == (3, 2)
+    if mesh.size > 1:
+        with dt.debug(), pytest.raises(ValueError, match="the pieces do not make"):
+            uneven = torch.ones(1 + mesh.get_local_rank("dp"), 3)
+            dt.from_local(uneven, mesh, [S0, R], run_check=False)
+
+
+@everywhere
 def test_positions_of_local_map_are_deprecated_and_work():
     x = dt.shard_tensor(counted(4, 3), grid(), [S0, R])
     with pytest.warns(DeprecationWarning, match="by name"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from disttensor.checks import check_dense, check_shape
+from disttensor.checks import check_bool, check_dense, check_shape
 from disttensor.comm import desync, objects, program
 from disttensor.core.layout import Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
@@ -24,7 +25,7 @@ Tensor = torch.Tensor
 def from_local(
     local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *,
     shape: Sequence[int] | None = None,
-    dims_mapping: Any = None, partial_status: Any = None,
+    dims_mapping: Any = None, partial_status: Any = None, run_check: bool = True,
 ) -> DistTensor:  # fmt: skip
     """Returns the DistTensor of which ``local`` is this rank's piece; differentiable.
 
@@ -32,7 +33,9 @@ def from_local(
     pieces. The pieces must be cut as by torch.chunk (5 over 4: 2, 2, 1, 0), of one dtype. Else it
     raises ValueError on all ranks; with ``shape=`` on the rank whose piece has another size, and
     for dtypes under ``dt.debug()`` only. On a rank off the mesh only requires_grad of ``local``
-    counts, and with ``shape=`` its dtype.
+    counts, and with ``shape=`` its dtype. ``run_check=False`` sends nothing, as torch's: all pieces
+    count as equal to this one, on a rank off the mesh too, and ranks whose pieces differ come to
+    different global shapes, which ``dt.debug()`` finds.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
@@ -41,7 +44,12 @@ def from_local(
     check_dense("from_local: local", local, meta=True)
     if shape is not None:
         shape = check_shape("from_local: shape", shape)
+    check_bool("from_local: run_check", run_check)
     how = placements, dims_mapping, partial_status
+    if shape is None and not run_check:
+        layout = layout_from(mesh, local.ndim, *how)
+        parts = [math.prod(mesh.shape[a] for a in axes) for axes in layout.dims]
+        shape = [n * k for n, k in zip(local.shape, parts, strict=True)]
     if mesh.coordinate is None:
         told: Any = shape, local.dtype
         if shape is None:
