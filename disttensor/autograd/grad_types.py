@@ -6,10 +6,11 @@
     R, read by uses that vary          P(sum): each rank has the contribution of its own piece
     R, read by uses that do not vary   R: the same whole gradient on every rank
 
-"Varying" is JAX's word (varying manual axes): different on each rank of a mesh axis. A
-``GradType`` is a spec with the axes of the third row. ``dual`` computes the table; it is its own
-inverse. ``ReshardFunction`` is the only autograd function of a reshard: its backward is the reshard
-between the duals, and so on for every order.
+A use of a replicated value *varies* over a mesh axis if each rank combines the value with a
+different piece; in JAX it goes through ``pvary``, whose transpose is ``psum``. A ``GradType`` is a
+spec with the axes of the third row. ``dual`` computes the table; applied twice it returns the same
+type, except that P(avg) becomes P(sum). All reshards within a mesh use one autograd function,
+``ReshardFunction``: its backward is the reshard between the duals, and so on for every order.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
 
 
 class GradTransition:
-    """A transition between two types, decided once: ``run`` reshards a local (None: the values
-    stay), ``begin`` starts the reduction of its backward, if that is one reduction."""
+    """A transition between two gradient types. ``run``: reshards a local; None if the specs are
+    equal. ``begin``: starts the reduction of the backward; None unless it is one large collective.
+    """
 
     __slots__ = ("_back", "begin", "dst", "run", "src")
 
@@ -99,8 +101,7 @@ class GradTransition:
 
 @cached(8192)
 def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> GradTransition:
-    """Returns the transition from ``src``, read varying over ``read``, to ``dst``, used varying
-    over ``axes``."""
+    """Returns the transition from ``GradType(src, read)`` to ``GradType(dst, axes)``."""
     return GradTransition(GradType(src, read), GradType(dst, axes))
 
 
@@ -164,7 +165,7 @@ def move(
 
 
 def along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """Applies ``ReshardFunction``, whose reduction in the backward starts early where it pays."""
+    """Applies ``ReshardFunction``, and ``Ahead`` after it if ``way.begin`` is set."""
     if way.begin is None:
         out: Tensor = _move(x, way, held, None, own)
         return out

@@ -1,4 +1,4 @@
-"""run: runs a CallPlan. The only interpreter in Python; ``native.c`` is the fast path.
+"""run: executes a CallPlan. ``native.c`` does the same in C for common calls.
 
 On the mesh: reads the locals, calls the local function, wraps its results. Off the mesh: only
 metadata and tokens, without memory or kernels.
@@ -32,7 +32,7 @@ from disttensor.tensor.versions import count, version
 from disttensor.torch_private import make_subclass
 
 Tensor = torch.Tensor
-Check = Callable[[CallPlan, Any], CallPlan]  # sets the dtypes of the first results
+Check = Callable[[CallPlan, Any], CallPlan]  # (plan, results) -> the plan with their dtypes
 _CONSTANT, _TENSOR, _LIST, _ = ReadKind
 
 _setitem: Callable[..., Any] = Tensor.__setitem__
@@ -42,7 +42,8 @@ _grad: Callable[[], bool] = torch.is_grad_enabled
 def carry_out(
     planned: Planned, args: Sequence[Any], kwargs: Any, check: Check | None = None
 ) -> Any:
-    """Runs a planned call. ``check``: called with the results of a plan that is not checked yet."""
+    """Runs a planned call. ``check``, for the first call of a plan, compares the results with the
+    rule, and returns the plan with their dtypes."""
     if type(planned) is CallPlan:
         return run(planned, args, kwargs or {}, None if planned.is_checked else check)
     if type(planned) is Answer:
@@ -54,7 +55,7 @@ def run(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None = None
 ) -> Any:
     """Runs a call. ``check``: see ``carry_out``."""
-    if plan.is_simple and check is None:  # most calls, spelled out for speed
+    if plan.is_simple and check is None:  # the fast path: most calls
         first: Any = args[0] if args else None
         if len(args) == 2 and not kwargs:
             (a, b), (p, q) = args, plan.reads
@@ -151,8 +152,8 @@ def read(r: Read, value: Any) -> Any:
 
 
 def _replicated(x: Tensor, spec: Any) -> DistTensor:
-    """Wraps a regular tensor as a DistTensor. A leaf x is not used directly: its alias would
-    collect a gradient that never reaches x."""
+    """Returns x as a DistTensor. If x requires grad, a view of x is wrapped: ``local_for`` makes a
+    second leaf of a leaf, whose gradient would not reach x."""
     return wrap(x.view_as(x) if x.requires_grad and _grad() else x, spec)
 
 
@@ -171,9 +172,9 @@ def locals_of(value: Any) -> Any:
 
 
 def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an in-place call: the result is its first argument."""
+    """Runs a call in place. Returns its first argument, or None if the local function does."""
     tensors = collect((args, kwargs), [])
-    # regular tensors may be targets too
+    # a target may be a regular tensor, into which a DistTensor is copied
     targets = [tensors[i] for i in plan.writes or () if type(tensors[i]) is DistTensor]
     for x in targets:
         views.refuse_copy(x, plan.func)
@@ -187,14 +188,14 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None if out is None else args[0] if args else targets[0]
 
 
-# Views, and results that a use recomputes -------------------------------------------------------
+# Views, and results that are recomputed for varying uses -----------------------------------------
 
 
 def _relate(
     plan: CallPlan, x: DistTensor, args: Sequence[Any], given: list[Any], named: Any, result: Any
 ) -> None:
     """Relates the results of a view to the first argument."""
-    is_one = type(result) is DistTensor  # a split into one piece returns a tuple
+    is_one = type(result) is DistTensor  # x.split(n) returns a tuple, also of one piece
     if is_one and plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
         _derive_view(plan, x, given, named, result)
     if plan.is_copy:
@@ -213,13 +214,14 @@ def _derive_view(
 
 
 def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
-    """Returns a varying use of a view: the view of a varying use."""
+    """Returns the view for a use varying over ``axes``: the function on ``x.local_for(axes)``."""
     out: Tensor = local(x.local_for(axes), *rest, **named)
     return out
 
 
 def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> None:
-    """Sets how other uses of a result are made. C calls it for each result in a graph."""
+    """Sets the function (the origin) that ``local_for`` calls to make the result for a varying use.
+    C calls it for results that are recomputed."""
     kwargs = kwargs or {}
     if plan.origin is Origin.VIEW:
         given, named = _read_all(plan, args, kwargs)

@@ -1,4 +1,7 @@
-"""A segment: parameters that are gathered in one collective before their use, and freed after it.
+"""A segment: the parameters of some modules that are gathered and reduced together.
+
+There is one all-gather for each dtype and shard axis. At stage 3 it precedes each use, and the
+unsharded parameters are freed afterwards.
 
     sharded --start--> arriving --gather--> gathered --free--> sharded
 
@@ -27,9 +30,10 @@ class Segment:
     """The parameters of some modules.
 
     modules             modules whose forward uses the parameters
-    persist             True if gathered parameters stay until they change (stages 1 and 2)
+    persist             True if gathered parameters stay until they change (stages 1 and 2, or
+                        modules on several meshes)
     free_after_forward  True if they are freed after the forward, and gathered for the backward
-    is_brief            True if few segments are gathered at once: the next reuses their memory
+    is_brief            True if freed memory returns to a pool, for the next segment
     """
 
     def __init__(
@@ -39,9 +43,10 @@ class Segment:
         self.name, self.modules, self.params = name, tuple(modules), tuple(params)
         self.persist, self.free_after_forward = persist, free_after_forward
         self.is_brief = is_brief
+        # Parameters whose unsharded tensor is a copy of its own: they are sharded, or cast.
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         self.shown = False
-        self.kept = False  # gathered until the values change, for graphs of second derivatives
+        self.kept = False  # stays gathered until the values change: set by create_graph=True
         self.unsharded = 0  # number of ``unshard`` contexts that keep it gathered
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
@@ -53,15 +58,15 @@ class Segment:
             self.buffers.append(AllGatherBuffer(members, dtype, group, is_brief=is_brief))
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
-        self.epoch = -1  # the forward of the root in which it has its position
+        self.epoch = -1  # number of the root's forward in which ``position`` was set
         self.running: list[nn.Module] = []  # modules whose forwards are on the stack
         self.ran: set[nn.Module] = set()
         self.forwards: Forwards  # set by the engine
-        self.is_open = False  # a forward has begun that a backward may enter, and is not over
-        self.in_graph = False  # it has made nodes
+        self.is_open = False  # from the start to the end of a forward with grad enabled
+        self.in_graph = False  # this forward has created nodes of autograd
         self.leaves: list[str] = []  # the parameter of each leaf that collects gradients
         self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached
-        # Without copies: the segments that the last backward reached with this one
+        # If ``copied`` is empty: segments that received gradients in the same backward.
         self.companions: dict[Segment, None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
@@ -106,7 +111,7 @@ class Segment:
             buffer.finish()
 
     def shares_memory(self, x: Tensor) -> bool:
-        """Returns True if x is an unsharded parameter about to be freed, or a view of one."""
+        """Returns True if x shares memory with a parameter that is freed between uses."""
         if self.persist or type(x) is not DistTensor:
             return False
         at = storage_id(x.local.untyped_storage())
