@@ -1,10 +1,10 @@
 """Gradient types: the meaning of the gradient of a local follows from its placement, per mesh axis.
 
     placement of x                     its gradient
-    S(d)                               S(d): the piece that belongs to this piece
-    P(sum), P(avg)                     R, whole on each rank (of an average 1/n), for varying uses
+    S(d)                               S(d): the gradient of the same piece
+    P(sum), P(avg)                     R, varying: the full gradient on each rank (1/n of it for avg)
     R, read by uses that vary          P(sum): each rank has the contribution of its own piece
-    R, read by uses that do not vary   R: the same whole gradient on every rank
+    R, read by uses that do not vary   R: the same full gradient on every rank
 
 A use of a replicated value *varies* over a mesh axis if each rank combines the value with a
 different piece; in JAX it goes through ``pvary``, whose transpose is ``psum``. A ``GradType`` is a
