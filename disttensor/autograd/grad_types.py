@@ -2,7 +2,7 @@
 
     placement of x                     its gradient
     S(d)                               S(d): the gradient of the same piece
-    P(sum), P(avg)                     R, varying: the full gradient on each rank (1/n of it for avg)
+    P(sum), P(avg)                     R, varying: the full gradient on each rank (avg: 1/n of it)
     R, read by uses that vary          P(sum): each rank has the contribution of its own piece
     R, read by uses that do not vary   R: the same full gradient on every rank
 
