@@ -1,9 +1,10 @@
 """Point-to-point messages from one rank of the world to another.
 
 Messages use the default process group, or on NCCL the groups of ``directions``; only the sender and
-the receiver take part. Sending returns at once, and a receive is posted now and waited for later,
-so ranks need not meet. Messages of one pair of ranks with one tag arrive in the order in which they
-were sent.
+the receiver take part. ``send`` returns before delivery. ``receive`` posts the receive, and
+``ReceiveWork.wait`` waits for it. So the two ranks do not synchronize; only the first transfer of a
+pair on NCCL does, to create its groups. Messages of one pair of ranks with one tag arrive in the
+order in which they were sent.
 
 Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program,
 even if it takes no part, so all ranks agree. The backward of a transfer uses ``tag + 1``. A
@@ -84,7 +85,8 @@ def transfers(channel: int) -> int:
 
 
 def channels(count: int) -> list[int]:
-    """Returns the channels of ``count`` micro-batches. Raises if failed runs have used all."""
+    """Returns a channel for each of ``count`` micro-batches; with many, channels repeat. Raises
+    RuntimeError if failed runs have left fewer."""
     retired = current_runtime().retired
     free = CHANNELS - 1 - retired
     if retired and count > free:
@@ -133,8 +135,8 @@ _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 @contextlib.contextmanager
 def abandoning() -> Iterator[None]:
-    """Keeps the buffer of each ReceiveWork that is dropped in the block for the life of the world,
-    without a wait: the program that sends the message has failed, so the message may never come."""
+    """Within the block, a ReceiveWork that is destroyed is not waited for: its sender has failed, so
+    the message may never arrive. Its buffer is kept until the process group is destroyed."""
     token = _abandons.set(True)
     try:
         yield

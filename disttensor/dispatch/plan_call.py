@@ -111,8 +111,13 @@ def plan_off_mesh(
     func: Function, mesh: ProcessMesh, layouts: tuple[Layout, ...] | None, args: Sequence[Any],
     kwargs: dict[str, Any], writes: bool, **reduction: Any,
 ) -> CallPlan:  # fmt: skip
-    """Returns the CallPlan for a rank off the mesh. ``layouts``: of the results; None: they are
-    replicated. ``writes``: the first argument is changed in place."""
+    """Returns the CallPlan for a rank off the mesh.
+
+    Args:
+        layouts: of the results; None for a call in place, whose target keeps its layout.
+        writes: True if the first argument is written in place.
+        reduction: ``may_reuse`` and ``reduce_first`` of the plan.
+    """
     found = execute.found_for(func, mesh, args, kwargs)
     draws: Any = IDLE.get(getattr(func, "__name__", "").rstrip("_"))
     if draws is not None and _by_key(args, kwargs):
@@ -166,7 +171,7 @@ def now_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _by_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True if all calls of this key have equal values: a key contains only the type of a
-    float, and the shape and dtype of a regular tensor."""
+    """Returns True if all calls of this key have the same arguments, but for the data of
+    DistTensors: a key contains only the type of a float, and no data of a regular tensor."""
     values = (*args, *kwargs.values())
     return all(type(v) in (DistTensor, int, bool, str, type(None)) for v in values)

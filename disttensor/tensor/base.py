@@ -41,8 +41,8 @@ class GradCollector(Protocol):
 
 
 class GradState:
-    """State of gradients, apart from the local. ``grad_state`` makes it on first use; only this
-    module writes to it.
+    """Gradient state of a DistTensor; ``grad_state`` makes it on first use. An *alias* is the tensor
+    that ``local_for`` returns for a varying use.
 
     aliases    axes -> (the local for uses varying over them, its version then (-1: any version),
                the region of activation checkpointing it was made in)
@@ -68,8 +68,7 @@ class GradState:
 
 
 class MeshTensor(Tensor):
-    """``local``, ``spec`` and optional state. One module writes each state; None until first
-    needed."""
+    """``local``, ``spec`` and optional state, which is None until first needed."""
 
     local: Tensor
     spec: DistSpec
@@ -126,7 +125,8 @@ class MeshTensor(Tensor):
         return alias
 
     def forget_uses(self) -> None:
-        """Drops aliases, reductions and copies of the old value, after an in-place write."""
+        """Invalidates what was made of the old value, after an in-place write: the origin, the
+        reduction, the aliases of a non-leaf. Copies in place of views raise when used."""
         state = self._grad_state
         if state is not None:
             state.origin = None
@@ -198,10 +198,11 @@ def alias_leaves(x: MeshTensor) -> list[Tensor]:
 
 
 def through(x: MeshTensor, dst: DistSpec, axes: Axes) -> Axes:
-    """Returns the axes over which the source of a reshard is read varying, for a use of the result
-    at ``dst`` that varies over ``axes``.
+    """Returns the axes over which the use of x varies if x is resharded to ``dst`` and the result
+    is used varying over ``axes``. Axes on which x is split or pending are left out.
 
-    A leaf that is cut collects the cut pieces as contributions, without communication.
+    The axes that split ``dst`` are included if x is a leaf without hooks: it collects the gradient
+    of its slice as a contribution, without communication.
     """
     spec, state = x.spec, x._grad_state
     leaf = x.local.is_leaf and (state is None or (not state.hooked and state.origin is None))
