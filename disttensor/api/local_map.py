@@ -132,7 +132,7 @@ def local_map(
             )
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
-            vary |= {a for a, p in enumerate(o or ()) if not as_placement(p).is_replicate()}
+            vary |= {a for a, p in enumerate(o or ()) if str(as_placement(p)) != "R"}
         key = None if out_shapes is None else _kind(args, kwargs, tensors)
         if key is not None:  # other ranks may run micro-batches in another order
             key = p2p.CHANNEL.get(), key

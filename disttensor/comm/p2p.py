@@ -135,8 +135,8 @@ _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 @contextlib.contextmanager
 def abandoning() -> Iterator[None]:
-    """Within the block, a ReceiveWork that is destroyed is not waited for: its sender has failed, so
-    the message may never arrive. Its buffer is kept until the process group is destroyed."""
+    """Within the block, a ReceiveWork that is destroyed is not waited for: its sender has failed,
+    so the message may never arrive. Its buffer is kept until the process group is destroyed."""
     token = _abandons.set(True)
     try:
         yield
