@@ -41,8 +41,8 @@ class GradCollector(Protocol):
 
 
 class GradState:
-    """Gradient state of a DistTensor; ``grad_state`` makes it on first use. An *alias* is the tensor
-    that ``local_for`` returns for a varying use.
+    """Gradient state of a DistTensor; ``grad_state`` makes it on first use. An *alias* is the
+    tensor that ``local_for`` returns for a varying use.
 
     aliases    axes -> (the local for uses varying over them, its version then (-1: any version),
                the region of activation checkpointing it was made in)
