@@ -7,7 +7,7 @@ appearance, through lists and keywords.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
@@ -117,9 +117,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PythonCall:
-    """A call that a Python function runs: ``run(args, kwargs)``."""
+    """A call that a Python function runs: ``run(planned, args, kwargs)``.
 
-    run: Callable[[Any, Any], Any]
+    func         what the user called
+    run          a named function of this package; what it needs besides stands here
+    why          why there is no plan: for the warning and the error of a gather
+    is_expected  a gather that gives no warning
+    setting      of a call that is planned by value: the setting that its rule depends on, or None
+    """
+
+    func: Function
+    run: Callable[[PythonCall, Sequence[Any], dict[str, Any]], Any]
+    why: str = ""
+    is_expected: bool = False
+    setting: Callable[[], Any] | None = None
     call: Call | None = field(default=None, compare=False)
 
 

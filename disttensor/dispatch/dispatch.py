@@ -26,6 +26,7 @@ from disttensor.dispatch.outputs import checked
 from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.dispatch.run import carry_out, run
+from disttensor.errors import refuse_collectives
 from disttensor.pytree import Uncacheable, collect
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from ops.registry import RULES
@@ -140,7 +141,7 @@ def plan_of(
     may depend on the values of floats."""
     rule = RULES.get(func)
     if rule is not None and restated(func, args, kwargs):
-        return PythonCall(partial(again, func))
+        return PythonCall(func, dispatch_normalized)
     if rule is not None and not valued:
         floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
         setting = None
@@ -148,55 +149,58 @@ def plan_of(
             tensors = [t for t in collect((args, kwargs), []) if type(t) is DistTensor]
             setting = rule.setting([t.spec.layout for t in tensors])
         if floats or setting is not None:
-            return PythonCall(partial(by_value, func, setting))
+            return PythonCall(func, dispatch_by_value, setting=setting)
     found = resolve(func, args, kwargs, key)
     if found.plan is not None:
         return plan_call(found.plan, args, kwargs)
     if found.way == "handler":
-        answer = HANDLERS[func]
         if func in OF_KEY:
-            return Answer(answer(*args, **kwargs))
-        return PythonCall(lambda args, kwargs: answer(*args, **(kwargs or {})))
-    if found.way == "out" and kwargs["out"] is not None:
-        return PythonCall(partial(fallback.into_out, func))
+            return Answer(HANDLERS[func](*args, **kwargs))
+        return PythonCall(func, run_handler)
     if found.way == "out":
-        return PythonCall(partial(without_out, func))
+        is_none = kwargs["out"] is None
+        return PythonCall(func, dispatch_without_out if is_none else fallback.run_into_out)
     if found.way == "each_mesh":
-        return PythonCall(foreach.each_mesh(func))
+        return PythonCall(func, foreach.run_per_mesh)
+    refuse_collectives(func)
     if found.way == "gather":
-        return PythonCall(fallback.run_replicated(func, found.why, found.expected))
-    return PythonCall(fallback.decompose_or_gather(func, found.why))
+        return PythonCall(func, fallback.gather_and_run, found.why, found.expected)
+    return PythonCall(func, fallback.run_body, found.why)
 
 
-def again(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
+def run_handler(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a call that is answered by a function of its own."""
+    return HANDLERS[planned.func](*args, **kwargs)
+
+
+def dispatch_normalized(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dispatches a call with tensors in torch's order, and numbers instead of 0-d tensors."""
-    args, kwargs = restated(func, args, kwargs or {}) or (args, kwargs or {})
+    func = planned.func
+    args, kwargs = restated(func, args, kwargs) or (args, kwargs)
     if any(type(t) is DistTensor for t in collect((args, kwargs), [])):
         return dispatch(DistTensor, func, (), args, kwargs)
     return func(*args, **kwargs)  # the only DistTensor was replaced by a number
 
 
-def by_value(
-    func: Function, setting: Callable[[], Any] | None, args: Sequence[Any], kwargs: Any
-) -> Any:
+def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a call of a function whose rule depends on the value of a float, or on a setting."""
-    kwargs = kwargs or {}
+    func, setting = planned.func, planned.setting
     try:
         key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
     except Uncacheable:
         return carry_out(plan_of(func, args, kwargs, valued=True), args, kwargs, checked)
     if setting is not None:
         key = (*key, setting())
-    planned = PLANS.get(key)
-    if planned is None:  # the call without values was recorded
+    found = PLANS.get(key)
+    if found is None:  # the call without values was recorded
         call = None if setting is None else _call(func, key)
-        planned = _keep(key, plan_of(func, args, kwargs, valued=True), call)
-    if planned.call is not None:
-        note(planned)
-    return carry_out(planned, args, kwargs, partial(_check, key))
+        found = _keep(key, plan_of(func, args, kwargs, valued=True), call)
+    if found.call is not None:
+        note(found)
+    return carry_out(found, args, kwargs, partial(_check, key))
 
 
-def without_out(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
+def dispatch_without_out(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dispatches a call without its ``out=None``, which torch's own Python functions pass."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
-    return dispatch(DistTensor, func, (), args, rest)
+    return dispatch(DistTensor, planned.func, (), args, rest)

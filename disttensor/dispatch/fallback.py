@@ -12,7 +12,7 @@ import torch
 from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
-from disttensor.dispatch.call_plan import CallPlan
+from disttensor.dispatch.call_plan import CallPlan, PythonCall
 from disttensor.dispatch.decompose import body_of
 from disttensor.dispatch.key import key_of
 from disttensor.dispatch.pending_grads import reduce_pending
@@ -20,7 +20,7 @@ from disttensor.dispatch.plan_call import plan_off_mesh
 from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import written
-from disttensor.errors import name_of, refuse_collectives
+from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.pytree import Uncacheable, collect, substitute
 from disttensor.random.state import forked, generator_for_one, generator_in
@@ -37,24 +37,17 @@ Function = Callable[..., Any]
 _running = threading.local()
 
 
-def decompose_or_gather(func: Function, why: str) -> Callable[[Sequence[Any], Any], Any]:
-    """Returns a runner of the body of ``func``; it gathers without a body or in a recursive
-    call."""
-    body, gather = body_of(func), run_replicated(func, why)
-    if body is None:
-        return gather
-
-    def run(args: Sequence[Any], kwargs: Any) -> Any:
-        running = _running.__dict__.setdefault("functions", set())
-        if func in running:
-            return gather(args, kwargs)
-        running.add(func)
-        try:
-            return body(*args, **(kwargs or {}))
-        finally:
-            running.discard(func)
-
-    return run
+def run_body(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs the Python body of a function; gathers if there is none, or in a recursive call."""
+    func = planned.func
+    body, running = body_of(func), _running.__dict__.setdefault("functions", set())
+    if body is None or func in running:
+        return gather_and_run(planned, args, kwargs)
+    running.add(func)
+    try:
+        return body(*args, **kwargs)
+    finally:
+        running.discard(func)
 
 
 def writes(func: Function) -> bool:
@@ -91,92 +84,88 @@ def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return found
 
 
-def run_replicated(
-    func: Function, why: str, expected: bool = False
-) -> Callable[[Sequence[Any], Any], Any]:
-    """Returns a runner that gathers the inputs to Replicate, runs on full tensors, and returns
-    Replicate. Arguments that the function writes keep their placements. ``expected``: no warning.
-    Raises RuntimeError for a collective of torch.distributed."""
-    refuse_collectives(func)
+_PLANS_OFF_MESH: Cache[Any, CallPlan] = Cache(4096)  # of gathered calls, by function and key
+
+
+def _gather_off_mesh(func: Function, mesh: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``gather_and_run`` on a rank off the mesh."""
+    try:
+        key = func, key_of((tuple(args), kwargs), floats=True)
+    except Uncacheable:
+        key = None
     writing = writes(func)
-    plans: Cache[Any, CallPlan] = Cache(256)  # for ranks off the mesh, by key of the call
+    plan = _PLANS_OFF_MESH.get(key) if key is not None else None
+    if plan is None:
+        plan = plan_off_mesh(func, mesh, None, args, kwargs, writing)
+        if key is not None:
+            _PLANS_OFF_MESH[key] = plan
+    result = run_off_mesh(plan, args, kwargs)
+    changed = [] if writing else written_by(func, args, kwargs)
+    if changed:
+        execute.written(func, changed, collect((args, kwargs), []), mesh)
+    return result
 
-    def outside(mesh: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        try:
-            key = key_of((tuple(args), kwargs), floats=True)
-        except Uncacheable:
-            key = None
-        plan = plans.get(key) if key is not None else None
-        if plan is None:
-            plan = plan_off_mesh(func, mesh, None, args, kwargs, writing)
-            if key is not None:
-                plans[key] = plan
-        result = run_off_mesh(plan, args, kwargs)
-        changed = [] if writing else written_by(func, args, kwargs)
-        if changed:
-            execute.written(func, changed, collect((args, kwargs), []), mesh)
-        return result
 
-    def run(args: Sequence[Any], kwargs: Any) -> Any:
-        kwargs = kwargs or {}
-        taken: list[tuple[DistTensor, Tensor, int]] = []
-        given: dict[int, DistTensor] = {}  # for functions that return their argument
-        changed = {id(t) for t in written_by(func, args, kwargs)}
+def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Gathers the inputs to Replicate, runs the function on full tensors, and returns Replicate.
+    Arguments that the function writes keep their placements."""
+    func, writing = planned.func, writes(planned.func)
+    taken: list[tuple[DistTensor, Tensor, int]] = []
+    given: dict[int, DistTensor] = {}  # for functions that return their argument
+    changed = {id(t) for t in written_by(func, args, kwargs)}
 
-        def take(x: Tensor) -> Tensor:
-            if type(x) is not DistTensor:
-                return x
-            full = moved_for(x, x.spec.replicated(), ())
-            if x.spec is not x.spec.replicated() and id(x) in changed:
-                full = full.clone()
-            taken.append((x, full, version(full)))
-            given[id(full)] = x
-            return full
+    def take(x: Tensor) -> Tensor:
+        if type(x) is not DistTensor:
+            return x
+        full = moved_for(x, x.spec.replicated(), ())
+        if x.spec is not x.spec.replicated() and id(x) in changed:
+            full = full.clone()
+        taken.append((x, full, version(full)))
+        given[id(full)] = x
+        return full
 
-        tensors = collect((args, kwargs), [])
-        mesh = one_mesh(func, tensors)
-        if mesh.coordinate is None:
-            return outside(mesh, args, kwargs)
-        specs = [t.spec for t in tensors if type(t) is DistTensor]
-        pending = [type(t) is DistTensor and bool(t.spec.layout.partial) for t in tensors]
-        if not strict.strict.current() and reduce_pending(args, kwargs, pending):
-            return func(*args, **kwargs)
-        if not expected:
-            strict.fallback(func, specs, why)
-        elif strict.strict.current():
-            strict.check_moves(func, specs, [s.replicated() for s in specs])
-        generator = generator_in(args, kwargs)
-        if generator is not None:
-            own = generator_for_one(mesh, generator)
-            args = [own if a is generator else a for a in args]
-            kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
-        tells = bool(objects.others(mesh.root.ranks)) and infer.dynamic(func, args, kwargs)
-        sending = objects.sends_error(mesh.root.ranks, mesh.device) if tells else nullcontext()
-        try:
-            with sending, forked(mesh):
-                out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
-        finally:  # a recomputation for a backward may stop after a write
-            for x, full, before in taken:
-                # apply_ and some custom ops write without a new version
-                if version(full) != before or id(x) in changed:
-                    _give_back(x, full, func, before)
-        first: Any = next(iter((*args, *kwargs.values())), None)
-        if writing and any(type(t) is DistTensor for t in collect(first, [])):
-            return first if isinstance(out, (Tensor, list, tuple)) else out
-        if any(t.layout is torch.strided and _memory(t) is None for t in collect(out, [])):
-            return out  # inside a transform, which supports regular tensors only
-        result = wrap_full(out, mesh, given)
-        moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
-        sources = {memory: x for x, full in moved if (memory := _memory(full)) is not None}
-        for t in collect(result, []) if sources else ():
-            source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
-            if source is not None:  # a view, if run in one process
-                views.enter(t, source, func)
-        if tells:
-            objects.send_object(described(result), mesh.root.ranks, mesh.device)
-        return result
-
-    return run
+    tensors = collect((args, kwargs), [])
+    mesh = one_mesh(func, tensors)
+    if mesh.coordinate is None:
+        return _gather_off_mesh(func, mesh, args, kwargs)
+    specs = [t.spec for t in tensors if type(t) is DistTensor]
+    pending = [type(t) is DistTensor and bool(t.spec.layout.partial) for t in tensors]
+    if not strict.strict.current() and reduce_pending(args, kwargs, pending):
+        return func(*args, **kwargs)
+    if not planned.is_expected:
+        strict.fallback(func, specs, planned.why)
+    elif strict.strict.current():
+        strict.check_moves(func, specs, [s.replicated() for s in specs])
+    generator = generator_in(args, kwargs)
+    if generator is not None:
+        own = generator_for_one(mesh, generator)
+        args = [own if a is generator else a for a in args]
+        kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
+    tells = bool(objects.others(mesh.root.ranks)) and infer.dynamic(func, args, kwargs)
+    sending = objects.sends_error(mesh.root.ranks, mesh.device) if tells else nullcontext()
+    try:
+        with sending, forked(mesh):
+            out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
+    finally:  # a recomputation for a backward may stop after a write
+        for x, full, before in taken:
+            # apply_ and some custom ops write without a new version
+            if version(full) != before or id(x) in changed:
+                _give_back(x, full, func, before)
+    first: Any = next(iter((*args, *kwargs.values())), None)
+    if writing and any(type(t) is DistTensor for t in collect(first, [])):
+        return first if isinstance(out, (Tensor, list, tuple)) else out
+    if any(t.layout is torch.strided and _memory(t) is None for t in collect(out, [])):
+        return out  # inside a transform, which supports regular tensors only
+    result = wrap_full(out, mesh, given)
+    moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
+    sources = {memory: x for x, full in moved if (memory := _memory(full)) is not None}
+    for t in collect(result, []) if sources else ():
+        source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
+        if source is not None:  # a view, if run in one process
+            views.enter(t, source, func)
+    if tells:
+        objects.send_object(described(result), mesh.root.ranks, mesh.device)
+    return result
 
 
 def _memory(x: Tensor) -> Any:
@@ -211,11 +200,11 @@ def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
     return substitute(out, made)
 
 
-def into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_into_out(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs the call, then copies the result into ``out=``, which keeps its placement; a regular
     tensor receives the full value."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
-    out = kwargs["out"]
+    func, out = planned.func, kwargs["out"]
     result = func(*args, **rest)
     targets = out if isinstance(out, (list, tuple)) else (out,)
     results = result if isinstance(result, (list, tuple)) else (result,)

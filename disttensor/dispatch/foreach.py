@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from disttensor.dispatch.call_plan import PythonCall
 from disttensor.tensor.dist_tensor import DistTensor
 
 Function = Callable[..., Any]
@@ -29,26 +30,23 @@ def _by_mesh(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], dict[Any,
     return first, numbers
 
 
-def each_mesh(func: Function) -> Callable[[Sequence[Any], Any], Any]:
-    """Returns a runner that makes one call for each mesh, with the members of every list on this
-    mesh. The results have the order of the members."""
+def run_per_mesh(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Makes one call for each mesh, with the members of every list on this mesh. The results have
+    the order of the members."""
+    func = planned.func
+    first, by_mesh = _by_mesh(args, kwargs)
+    out: list[Any] = [None] * len(first)
+    single = True
+    for numbers in by_mesh.values():
 
-    def run(args: Sequence[Any], kwargs: Any) -> Any:
-        first, by_mesh = _by_mesh(args, kwargs)
-        out: list[Any] = [None] * len(first)
-        single = True
-        for numbers in by_mesh.values():
+        def share(a: Any, numbers: list[int] = numbers) -> Any:
+            if isinstance(a, (list, tuple)) and len(a) == len(first):
+                return [a[i] for i in numbers]
+            return a
 
-            def share(a: Any, numbers: list[int] = numbers) -> Any:
-                if isinstance(a, (list, tuple)) and len(a) == len(first):
-                    return [a[i] for i in numbers]
-                return a
-
-            given = func(*map(share, args), **{k: share(v) for k, v in (kwargs or {}).items()})
-            if isinstance(given, (list, tuple)):
-                single = False
-                for i, value in zip(numbers, given, strict=True):
-                    out[i] = value
-        return None if single else first if func.__name__.endswith("_") else tuple(out)
-
-    return run
+        given = func(*map(share, args), **{k: share(v) for k, v in kwargs.items()})
+        if isinstance(given, (list, tuple)):
+            single = False
+            for i, value in zip(numbers, given, strict=True):
+                out[i] = value
+    return None if single else first if func.__name__.endswith("_") else tuple(out)

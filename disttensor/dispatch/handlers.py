@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from disttensor.dispatch.fallback import run_replicated
+from disttensor.dispatch.call_plan import PythonCall
+from disttensor.dispatch.fallback import gather_and_run
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, handler
 from disttensor.tensor import backward, memory
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -128,7 +129,7 @@ def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
     return x
 
 
-_strided = run_replicated(torch.as_strided, "it reads the memory of one process")
+_STRIDED = PythonCall(torch.as_strided, gather_and_run, "it reads the memory of one process")
 
 
 @handler(torch.as_strided, Tensor.as_strided)
@@ -139,7 +140,7 @@ def _as_strided(x: DistTensor, *args: Any, **kwargs: Any) -> Any:
             "split tensor has only where it is contiguous; call contiguous() first, or use views "
             "that name dims"
         )
-    return _strided((x, *args), kwargs)
+    return gather_and_run(_STRIDED, (x, *args), kwargs)
 
 
 @handler(Tensor.__dlpack__)

@@ -48,7 +48,7 @@ def carry_out(
         return run(planned, args, kwargs or {}, None if planned.is_checked else check)
     if type(planned) is Answer:
         return planned.value
-    return planned.run(args, kwargs)  # type: ignore[union-attr]
+    return planned.run(planned, args, kwargs or {})  # type: ignore[union-attr, arg-type]
 
 
 def run(

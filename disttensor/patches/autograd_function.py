@@ -13,7 +13,8 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from disttensor.cache import Cache
-from disttensor.dispatch.fallback import run_replicated
+from disttensor.dispatch.call_plan import PythonCall
+from disttensor.dispatch.fallback import gather_and_run
 from disttensor.errors import CustomFunctionError, user_line
 from disttensor.patches.whole_function import GIVEN, on_wholes
 from disttensor.pytree import collect
@@ -55,12 +56,12 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
 
     apply.__qualname__, apply.__module__ = f"{cls.__qualname__}.apply", cls.__module__
     why = "a custom autograd.Function; local_map(F.apply, ...) runs it on pieces"
-    replicated = run_replicated(apply, why)
+    planned = PythonCall(apply, gather_and_run, why)
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         before = GIVEN.set(args)
         try:
-            return replicated(args, kwargs)
+            return gather_and_run(planned, args, kwargs)
         finally:
             GIVEN.reset(before)
 

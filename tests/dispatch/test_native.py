@@ -641,13 +641,13 @@ def test_no_object_is_taken_for_one_that_was_there_before(
             """Another function each time."""
 
         seen.add(id(asked))
-        runner: Any = lambda args, kwargs, number=number: number  # noqa: E731
-        planned = PythonCall(runner)
+        runner: Any = lambda planned, args, kwargs, number=number: number  # noqa: E731
+        planned = PythonCall(asked, runner)
         monkeypatch.setattr(dispatch, "plan_of", lambda *call, planned=planned: planned)
         assert [native.module.dispatch(asked, (), (x,)) for _ in range(3)] == [number] * 3
         dispatch.PLANS.clear()
         program.NOTED.clear()
-        del asked, runner
+        del asked, runner, planned
     assert len(seen) == 300  # all are still there
     cache.clear_caches()
 
@@ -1094,7 +1094,8 @@ def test_a_plan_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
         replace(good, writes=(1, 0)), replace(good, may_reuse=1),
         replace(off_mesh, template=out._replace(sources=(7,))), replace(off_mesh, template=(3,)),
         replace(off_mesh, template=out._replace(viewed=5)), replace(off_mesh, template=3),
-        replace(off_mesh, template=(out, out)), PythonCall(lambda args, kwargs: x),
+        replace(off_mesh, template=(out, out)),
+        PythonCall(torch.relu, lambda planned, args, kwargs: x),
     ]  # fmt: skip
     named = replace(good, keywords=("input",))
     calls = [((torch.relu, x.spec), (x,), {}, plan) for plan in (good, off_mesh, *wrong)]
@@ -1106,11 +1107,11 @@ def test_a_plan_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
         native.module.clear()
         call = dispatch._call(torch.relu, key)
 
-        def first(args: Any, kwargs: Any) -> str:
+        def first(planned: Any, args: Any, kwargs: Any) -> str:
             dispatch.PLANS[key] = replace(plan, call=call)
             return "first"
 
-        dispatch.PLANS[key] = PythonCall(first, call)
+        dispatch.PLANS[key] = PythonCall(torch.relu, first, call=call)
         assert torch.relu(*args, **kwargs) == "first"
         before = native.module.counts()["in_c"]
         with suppress(Exception):  # Python cannot carry it out either

@@ -61,17 +61,18 @@ class Watch:
         self.reasons: dict[str, str] = {}
         self.bodies: set[str] = set()
         self.real = resolve.decide
-        self.decompose_or_gather = fallback.decompose_or_gather
+        self.body_of = fallback.body_of
 
     def decide(self, func: Function, *rest: Any) -> Any:
         rule, factors, decision = self.real(func, *rest)
         self.factors[rule.factors].append((func, factors))
         return rule, factors, decision
 
-    def fall(self, func: Function, why: str) -> Any:
-        if fallback.body_of(func) is not None:
+    def fall(self, func: Function) -> Any:
+        body = self.body_of(func)
+        if body is not None:
             self.bodies.add(errors.name_of(func))
-        return self.decompose_or_gather(func, why)
+        return body
 
 
 def observed() -> Watch:
@@ -80,7 +81,7 @@ def observed() -> Watch:
     note = lambda func, specs, why: watch.reasons.setdefault(errors.name_of(func), why)  # noqa: E731
     with (
         mock.patch.object(resolve, "decide", watch.decide),
-        mock.patch.object(fallback, "decompose_or_gather", watch.fall),
+        mock.patch.object(fallback, "body_of", watch.fall),
         mock.patch.object(strict, "fallback", note),
         mock.patch.object(common_methods_invocations, "wrapper_set_seed", unseeded),
         warnings.catch_warnings(),
