@@ -140,6 +140,7 @@ def test_numbers_of_factories_do_not_depend_on_placements():
         x = dt.randint(3, 50, (5, 4), mesh=mesh, placements=placements)
         assert x.dtype == torch.int64 and x.placements == tuple(placements)
         found.append(x.tolist())
+        assert all(3 <= n < 50 for row in found[-1] for n in row)
         a = dt.arange(1, 9, 2, mesh=mesh, placements=[S0, R])
         assert a.tolist() == [1, 3, 5, 7] and a.placements == (S0, R)
     assert all(f == found[0] for f in found) and len({n for row in found[0] for n in row}) > 5
