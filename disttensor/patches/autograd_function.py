@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from disttensor.cache import Cache
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.dispatch.fallback import gather_and_run
-from disttensor.errors import CustomFunctionError, user_line
+from disttensor.errors import CustomFunctionError, refuse_collectives, user_line
 from disttensor.patches.whole_function import GIVEN, on_wholes
 from disttensor.pytree import collect
 from disttensor.tensor.awaited import Awaited
@@ -55,6 +55,7 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     apply.__qualname__, apply.__module__ = f"{cls.__qualname__}.apply", cls.__module__
+    refuse_collectives(apply)
     why = "a custom autograd.Function; local_map(F.apply, ...) runs it on pieces"
     planned = PythonCall(apply, gather_and_run, why)
 
