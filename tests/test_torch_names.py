@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ import disttensor as dt
 from disttensor.core.placement import as_placement
 from tests.support.layouts import S0, S1, P, R, counted, everywhere, grid, same
 
+ROOT = Path(__file__).resolve().parent.parent
 PAIRS = [
     (dt.Shard(1), TheirShard(1)), (dt.Shard(-1), TheirShard(-1)), (R, TheirReplicate()),
     (P, TheirPartial()), (dt.Partial("max"), TheirPartial("max")),
@@ -209,6 +214,27 @@ def test_positions_of_local_map_are_deprecated_and_work():
     with pytest.warns(DeprecationWarning, match="by name"):
         double = dt.local_map(lambda t: t * 2, [[S0, R]], [S0, R])
     same(double(x), counted(4, 3) * 2)
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="4 positions at most"):
+        dt.local_map(lambda t: t, None, [S0, R], None, (4, 3))
+
+
+FIRST_CALLS = """
+import torch, disttensor as dt
+x = dt.distribute_tensor(torch.arange(4.0), None, [dt.Shard(0)])
+model = dt.fully_shard(torch.nn.Linear(4, 4))
+print(x.device_mesh.size(), model.weight.placements)
+"""
+
+
+@pytest.mark.limit(120)
+def test_without_a_mesh_the_first_call_starts_the_process_group(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(FIRST_CALLS)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "launch.py"), "2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert "2 (Shard(0),)" in done.stdout, done.stdout + done.stderr
 
 
 def test_errors_have_one_base_class():

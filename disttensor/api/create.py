@@ -20,8 +20,7 @@ from disttensor.checks import (
     check_shape,
 )
 from disttensor.comm import collectives, objects, program
-from disttensor.comm.process_group import world
-from disttensor.core.mesh import ProcessMesh, as_mesh, init_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh, mesh_of_all
 from disttensor.core.placement import Placement
 from disttensor.core.spec import spec_of
 from disttensor.meta import execute, infer
@@ -334,7 +333,7 @@ def distribute_tensor(
     (Shard(0), Shard(1))
     """
     if device_mesh is None:
-        device_mesh = init_mesh((world()[1],))
+        device_mesh = mesh_of_all("d0")
     mesh, source = as_mesh("distribute_tensor: device_mesh", device_mesh), None
     if src_data_rank is not None and not isinstance(tensor, DistTensor):
         check_int("distribute_tensor: src_data_rank", src_data_rank, 0)

@@ -8,11 +8,10 @@ from typing import Any
 
 from disttensor.api.from_local import from_local
 from disttensor.core.mesh import ProcessMesh
-from disttensor.core.placement import Partial, Placement, Replicate, Shard
+from disttensor.core.placement import Partial, Placement, Shard, as_placement
 from disttensor.tensor.dist_tensor import DistTensor
 
 _TO = {"prod": "product"}
-_FROM = {"product": "prod"}
 
 
 def _torch() -> Any:
@@ -80,15 +79,9 @@ def from_dtensor(x: Any) -> DistTensor:
     if not isinstance(x, theirs.DTensor):
         raise TypeError(f"from_dtensor: a torch DTensor is expected, not {type(x).__name__}")
     mesh = ProcessMesh.from_device_mesh(x.device_mesh)
-    placements: list[Placement] = []
-    for p in x.placements:
-        if type(p) is theirs.Shard:
-            placements.append(Shard(p.dim))
-        elif type(p) is theirs.Partial:
-            placements.append(Partial(_FROM.get(p.reduce_op, p.reduce_op)))
-        elif type(p) is theirs.Replicate:
-            placements.append(Replicate())
-        else:
+    placements = [as_placement(p) for p in x.placements]
+    for p in placements:
+        if not isinstance(p, Placement):
             raise ValueError(
                 f"from_dtensor: placement {p} of {x.placements} has no counterpart; redistribute "
                 "the DTensor first"

@@ -69,6 +69,8 @@ def local_map(
             DeprecationWarning,
             stacklevel=2,
         )
+        if len(positional) > 3:
+            raise TypeError(f"local_map: 4 positions at most, and {1 + len(positional)} were given")
         given = (*positional, None, None, None)
         in_placements, out_placements = in_placements or given[0], out_placements or given[1]
         in_grad_placements = in_grad_placements or given[2]

@@ -435,3 +435,10 @@ def init_mesh(
             "processes (torchrun --nproc-per-node N)"
         )
     return ProcessMesh(np.arange(size).reshape(shape), dim_names, device_type)
+
+
+def mesh_of_all(dim_name: str) -> ProcessMesh:
+    """Returns a mesh of all ranks with one axis; starts the process group if there is none yet."""
+    join_world()
+    failures.watch()
+    return ProcessMesh(range(world()[1]), (dim_name,))

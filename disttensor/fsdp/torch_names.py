@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from disttensor.checks import check_type
-from disttensor.comm.process_group import world
-from disttensor.core.mesh import ProcessMesh, as_mesh, init_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh, mesh_of_all
 from disttensor.core.placement import Shard
 from disttensor.fsdp.fully_shard import is_sharded, shard_data_parallel
 from disttensor.fsdp.segment_policy import Segments
@@ -81,7 +80,7 @@ def replicate(
 
 def _mesh(who: str, mesh: Any, most: int) -> ProcessMesh:
     if mesh is None:
-        return init_mesh((world()[1],), ("dp",))
+        return mesh_of_all("dp")
     mesh = as_mesh(f"{who}: mesh", mesh)
     if mesh.ndim > most:
         raise ValueError(

@@ -80,7 +80,7 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
     on specs alone, so all ranks get the same buckets."""
     by_axes: dict[tuple[ProcessMesh, Axes, torch.dtype, bool], list[Pending]] = {}
     seen: set[int] = set()
-    for number, p in enumerate(list(params)):
+    for number, p in enumerate(params):
         grad = p.grad if type(p) is DistTensor else None
         if grad is None or not grad.spec.layout.partial or id(p) in seen:
             continue
