@@ -40,7 +40,7 @@ import disttensor as dt
 from disttensor import DistTensor, Partial, Placement, Replicate, Shard
 from disttensor.comm import collectives
 from disttensor.comm.work import Work
-from disttensor.tensor import awaited
+from reshard import planner
 
 COLUMNS = 96
 _PAUSE = 0.0002  # seconds between looks at what is under way
@@ -273,10 +273,10 @@ class Times(NamedTuple):
 
 
 def one_reshard(x: DistTensor, to: Placement, a: torch.Tensor, at_once: bool) -> Times:
-    mesh, usual = x.process_mesh, awaited.beginning
-    begins = (lambda *_: None) if at_once else usual
+    mesh, usual = x.process_mesh, planner.background
+    begins = (lambda *_, **__: None) if at_once else usual
     dist.barrier()
-    with mock.patch.object(awaited, "beginning", begins):
+    with mock.patch.object(planner, "background", begins):
         start = time.perf_counter()
         y = dt.reshard(x, mesh, [to])
         called = time.perf_counter()

@@ -34,6 +34,15 @@ before_metadata_receive: ContextVar[Callable[[], None]] = ContextVar(
     "before_metadata_receive", default=lambda: None
 )
 
+# pipeline -> simulate. Called with the actions of this rank's stage. Returns micro-batches that do
+# not run, each with a similar one whose loss replaces its own.
+choose_left_out: ContextVar[Callable[[Any], dict[int, int]]] = ContextVar(
+    "choose_left_out", default=lambda actions: {}
+)
+
+# observe -> dispatch. Called after an observer was opened or closed.
+on_observers: list[Callable[[], None]] = []
+
 # comm.watcher -> comm. ``fn(watcher, text)`` is called once, in the watcher's thread, with the text
 # posted in the store under a key. If it returns False it is called again a second later.
 on_report: dict[str, Callable[[Any, str], bool]] = {}

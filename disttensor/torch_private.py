@@ -44,7 +44,8 @@ __all__ = [
     "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
     "is_in_backward", "is_view", "jit_tracers", "make_subclass", "modes_see_functions",
     "module_call", "need", "next_node", "next_number", "nn_functions", "no_dispatch",
-    "no_function_mode", "no_torch_function", "node_number", "outside_modes", "outside_transforms",
+    "no_function_mode", "no_torch_function", "node_number", "outside_function_modes",
+    "outside_modes", "outside_transforms",
     "pop_dispatch_mode", "pop_function_mode", "process_groups_aside", "push_dispatch_mode",
     "push_function_mode", "reduce_scatter_single", "refuse_memory", "renumber", "root_of",
     "run_backward", "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
@@ -285,6 +286,19 @@ pop_dispatch_mode, push_dispatch_mode, pop_function_mode, push_function_mode = (
         "_pop_torch_function_stack", "_push_on_torch_function_stack",
     )
 )  # fmt: skip
+
+
+@contextmanager
+def outside_function_modes() -> Iterator[None]:
+    """A context without the function modes of the caller. Subclasses of Tensor still see calls."""
+    taken = [pop_function_mode() for _ in range(count_function_modes())]
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            push_function_mode(mode)
+
+
 _mode_of = need("to see a FakeTensorMode", torch._C, "_get_dispatch_mode")
 _FAKE = need("to see a FakeTensorMode", torch._C, "_TorchDispatchModeKey").FAKE
 

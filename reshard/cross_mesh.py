@@ -15,6 +15,7 @@ from disttensor.comm import collectives, p2p
 from disttensor.comm.work import Work, finished
 from disttensor.core.placement import neutral_element
 from disttensor.core.spec import DistSpec
+from disttensor.observe import observers, run_step
 from reshard import planner
 from reshard.cross_mesh_plan import CrossMeshPlan, plan_between
 from reshard.planner import Step
@@ -147,6 +148,12 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     never changed; the result may be ``local`` itself or a view of it where nothing is sent. On
     ranks outside the mesh of ``dst`` the result is an empty tensor.
     """
+    if observers:
+        return run_step(_run, local, src, dst)
+    return _run(local, src, dst)
+
+
+def _run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
     if src.mesh is dst.mesh:
         return planner.run(local, src, dst)
     return start(local, src, dst, p2p.next_tag()).wait()

@@ -16,7 +16,7 @@ from tests.test_imports import FILES
 # Most lines of Python: of a package, or of the modules at the root ("root").
 LINES = {
     "api": 880,
-    "autograd": 1_360,
+    "autograd": 1_370,
     "checkpoint": 1_660,
     "comm": 3_320,
     "core": 1_180,
@@ -32,14 +32,14 @@ LINES = {
     "patches": 1_300,
     "pipeline": 3_160,
     "random": 860,
-    "replay": 1_840,
+    "replay": 1_690,
     "reshard": 1_620,
-    "root": 1_470,
+    "root": 1_640,
     "simulate": 5_350,
     "tensor": 2_740,
 }  # fmt: skip
 MUTABLE = 107  # objects of modules that change: dicts, lists, sets, caches, context variables
-CALLBACKS = 8  # in disttensor/callbacks.py
+CALLBACKS = 10  # in disttensor/callbacks.py
 SAME_NAME = 0  # names that several classes have
 CONTAINERS = {
     "dict", "list", "set", "deque", "Cache", "ContextVar", "Counter", "OrderedDict", "defaultdict",

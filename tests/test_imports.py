@@ -19,6 +19,7 @@ ROOMS = (
     "versions",
     "torch_private",
     "callbacks",
+    "observe",
     "settings",
     "cache",
     "runtime",

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from disttensor import observe
 from disttensor.autograd import activation_checkpoint
 from disttensor.autograd.ahead import Begin, Begun, ahead
 from disttensor.cache import Cache, cached
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.placement import Shard
 from disttensor.core.spec import DistSpec
+from disttensor.observe import observers
 from disttensor.torch_private import current_backward, direct_apply, is_view, storage_id
 from reshard import planner
 
@@ -166,6 +168,12 @@ def move(
 
 def along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool = False) -> Tensor:
     """Applies ``ReshardFunction``, and ``Ahead`` after it if ``way.begin`` is set."""
+    if observers:
+        return observe.run_step(_along, x, way, held, own)
+    return _along(x, way, held, own)
+
+
+def _along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool) -> Tensor:
     if way.begin is None:
         out: Tensor = _move(x, way, held, None, own)
         return out

@@ -26,6 +26,7 @@ from disttensor.comm.process_group import backend_name
 from disttensor.comm.process_group import world as world
 from disttensor.comm.work import Work, finished
 from disttensor.errors import CommError as CommError
+from disttensor.observe import observers
 from disttensor.torch_private import (
     all_gather_single,
     all_to_all_single,
@@ -56,7 +57,7 @@ def _announce(
 ) -> log.CommRecord | None:
     """Records that ``share`` of the bytes is sent, and compares ranks in debug mode."""
     entry = None
-    if log.active:
+    if observers:
         nbytes = round(share * sent.nbytes)
         entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
     if desync.enabled:
@@ -79,7 +80,7 @@ def run(
     finish: Callable[[], T], op: str = "",
 ) -> T:  # fmt: skip
     """Records a collective, runs it to its end, and returns the result of ``finish``."""
-    if log.active or desync.enabled:
+    if observers or desync.enabled:
         _announce(kind, group, sent, share, op, False)
     try:
         work = fn(*args)
@@ -103,7 +104,7 @@ def start(
 ) -> Work[T]:  # fmt: skip
     """Starts a collective, and returns its Work. ``into``: the result of ``finish``, if known."""
     entry = None
-    if log.active or desync.enabled:
+    if observers or desync.enabled:
         entry = _announce(kind, group, sent, share, op, True)
     try:
         work = fn(*args)
@@ -147,7 +148,7 @@ def all_reduce(
 ) -> Any:
     """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``."""
     n = len(group.ranks)
-    seen = log.active or desync.enabled
+    seen = observers or desync.enabled
     if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):
         return _sum(x, group)
     x = wire.in_place("all_reduce", x, op) if inplace else x

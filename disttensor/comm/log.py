@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from disttensor.errors import user_line
+from disttensor.observe import Observer, observers
 from disttensor.torch_private import current_backward
 
-# The open logs, global to the process: collectives of a backward run in autograd's threads, which
-# would not see a context variable. Almost always empty, so the check is cheap.
-active: list[CommLog] = []
 BESIDE = ", beside it"  # in a table: a collective that runs in the background of its phase
 WAITED = ", waited for at"
 
@@ -40,7 +38,7 @@ class CommRecord:
 
 
 @dataclass(eq=False)
-class CommLog:
+class CommLog(Observer):
     """The collectives of a ``with record_comms()`` block: a sequence of CommRecord, printed as a
     table.
 
@@ -52,12 +50,8 @@ class CommLog:
 
     records: list[CommRecord] = field(default_factory=list)
 
-    def __enter__(self) -> CommLog:
-        active.append(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        active.remove(self)
+    def communicate(self, record: CommRecord) -> None:
+        self.records.append(record)
 
     def __iter__(self) -> Iterator[CommRecord]:
         return iter(self.records)
@@ -67,14 +61,6 @@ class CommLog:
 
     def __getitem__(self, i: int) -> CommRecord:
         return self.records[i]
-
-    def transfer(self, label: object, sources: Sequence[int]) -> None:
-        """Called when this rank posts messages of a transfer; ignored here. ``label``: its plan or
-        description; ``sources``: the ranks that it comes from."""
-
-    def traced(self, mesh: Any, calls: Sequence[Any]) -> None:
-        """Called when a module on ``mesh``, which this rank is not in, is traced: each call of the
-        module makes these ``calls``. Ignored here."""
 
     @property
     def total_bytes(self) -> int:
@@ -124,8 +110,8 @@ def record(
     phase = "backward" if current_backward() != -1 else "forward"
     where = user_line()
     entry = CommRecord(kind, "+".join(axes), nbytes, phase, where, tuple(shape), dtype, background)
-    for log in active:
-        log.records.append(entry)
+    for o in observers:
+        o.communicate(entry)
     return entry
 
 

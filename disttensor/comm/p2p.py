@@ -36,6 +36,7 @@ from disttensor.comm.process_group import is_fake, world
 from disttensor.comm.wire import as_bytes
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
+from disttensor.observe import observers
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 
 Tensor = torch.Tensor
@@ -209,12 +210,12 @@ def transfer(
     now = failures.watch()
     if now.undelivered is not None:
         raise now.undelivered
-    if log.active:
+    if observers:
         me = world()[0]
         for to, x in sends:
             log.record("send", (f"{me} -> {to}",), x.nbytes, (x.numel(),), x.dtype)
-        for each in log.active:
-            each.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
+        for o in observers:
+            o.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
     try:
         if _by_letters(now, device):
             messages = [_awaited(now, each, dtype, tag, label) for each in receives]

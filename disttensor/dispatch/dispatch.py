@@ -27,8 +27,10 @@ from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.dispatch.run import carry_out, run
 from disttensor.errors import refuse_collectives
+from disttensor.observe import observers, seeing_calls
 from disttensor.pytree import Uncacheable, collect
-from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tensor.dist_tensor import TRACERS, DistTensor, arrived
+from disttensor.torch_private import outside_function_modes
 from ops.registry import RULES
 from ops.signatures import restated
 
@@ -36,6 +38,8 @@ Function = Callable[..., Any]
 
 PLANS: Cache[Any, Planned] = Cache(16384)
 _known = PLANS.get
+# While a tracer of torch runs: the function that answers calls (disttensor.patches.tracers)
+INTERCEPTORS: list[Function] = []
 
 
 def dispatch(
@@ -43,6 +47,8 @@ def dispatch(
 ) -> Any:
     """Implements ``DistTensor.__torch_function__``. One and two arguments are spelled out for
     speed: most calls have so many."""
+    if INTERCEPTORS and TRACERS.names:
+        return INTERCEPTORS[0](func, args, kwargs or {})
     try:
         n = len(args)
         if n == 2:
@@ -73,12 +79,18 @@ def dispatch(
         for t in collect((args, kwargs or {}), []):
             if isinstance(t, DistTensor):
                 arrived(t)
-        return carry_out(plan_of(func, args, kwargs or {}), args, kwargs or {}, checked)
+        uncached = plan_of(func, args, kwargs or {})
+        for o in seeing_calls():
+            o.begin_call(uncached)
+        return carry_out(uncached, args, kwargs or {}, checked)
     planned = _known(key)
     if planned is None:
         planned = start(func, args, kwargs, key)
     else:
         note(planned)
+    if observers:
+        for o in seeing_calls():
+            o.begin_call(planned)
     try:
         if type(planned) is CallPlan and planned.is_checked:
             return run(planned, args, kwargs or {})
@@ -137,8 +149,15 @@ def plan_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None,
     valued: bool = False,
 ) -> Planned:  # fmt: skip
-    """Plans calls like this one. ``key``: the key of the call, if it has one; ``valued``: the plan
-    may depend on the values of floats."""
+    """Plans calls like this one, unseen by function modes. ``key``: the key of the call, if it has
+    one; ``valued``: the plan may depend on the values of floats."""
+    with outside_function_modes():
+        return _plan_of(func, args, kwargs, key, valued)
+
+
+def _plan_of(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any, valued: bool
+) -> Planned:
     rule = RULES.get(func)
     if rule is not None and restated(func, args, kwargs):
         return PythonCall(func, dispatch_normalized)
@@ -197,6 +216,8 @@ def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str
         found = _keep(key, plan_of(func, args, kwargs, valued=True), call)
     if found.call is not None:
         note(found)
+        for o in seeing_calls():
+            o.begin_call(found)
     return carry_out(found, args, kwargs, partial(_check, key))
 
 

@@ -179,11 +179,13 @@ def _memory(x: Tensor) -> Any:
 def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None:
     """Copies the full value, which ``func`` has written, into ``x``. ``before``: its version."""
     views.refuse_copy(x, func)
+    tracked = True
     if x.spec is not x.spec.replicated():
         x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))
     elif version(full) == before:
         count(full)
-    written(x)
+        tracked = False
+    written(x, tracked)
 
 
 def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:

@@ -75,7 +75,7 @@ typedef struct {
 #undef FIELD
     PyTypeObject *plan_type, *method_type;
     PyObject *plans; /* a dict: key -> NativePlan */
-    int shortcuts;   /* do methods look for known calls? Not while a tracer runs */
+    int enabled;     /* do calls run in C? Not while an observer or a tracer sees them */
     int nested;      /* calls that run now, on all threads */
     long long known, in_c, unsure, first, past; /* so far: see counts() */
 } State;
@@ -1258,7 +1258,7 @@ call_method(PyObject *self, PyObject *const *given, size_t flags, PyObject *keyw
     if (!state) {
         return no_state();
     }
-    if (state->shortcuts && n && is_dist(state, given[0]) && n + named <= MOST_ARGUMENTS
+    if (state->enabled && n && is_dist(state, given[0]) && n + named <= MOST_ARGUMENTS
         && state->nested < MOST_NESTED && calls_are_ours(state)) {
         Call call; /* most of it is left as it is */
         call.func = of->function;
@@ -1382,7 +1382,7 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
     call.args = is_usual ? given[2] : NULL;
     call.kwargs = is_usual && n == 4 && given[3] != Py_None ? given[3] : NULL;
     call.nnamed = 0;
-    if (!is_usual || !PyTuple_CheckExact(call.args)
+    if (!state->enabled || !is_usual || !PyTuple_CheckExact(call.args)
         || (call.kwargs && !PyDict_CheckExact(call.kwargs))
         || PyTuple_GET_SIZE(call.args) + (call.kwargs ? PyDict_GET_SIZE(call.kwargs) : 0)
                > MOST_ARGUMENTS) {
@@ -1457,13 +1457,13 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(shortcuts_doc, "shortcuts(on)\n--\n\n"
-"Sets whether methods look for known calls, or take torch's way.");
+PyDoc_STRVAR(enable_doc, "enable(on)\n--\n\n"
+"Sets whether calls run in C, or are passed to ``dispatch`` in Python.");
 
 static PyObject *
-shortcuts(PyObject *module, PyObject *on)
+enable(PyObject *module, PyObject *on)
 {
-    ((State *)PyModule_GetState(module))->shortcuts = on == Py_True;
+    ((State *)PyModule_GetState(module))->enabled = on == Py_True;
     Py_RETURN_NONE;
 }
 
@@ -1565,7 +1565,7 @@ static PyMethodDef methods[] = {
     {"clear", clear, METH_NOARGS, clear_doc},
     {"counts", counts, METH_NOARGS, counts_doc},
     {"method", (PyCFunction)(void (*)(void))make_method, METH_FASTCALL, method_doc},
-    {"shortcuts", shortcuts, METH_O, shortcuts_doc},
+    {"enable", enable, METH_O, enable_doc},
     {NULL},
 };
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.cache import call_when_cleared
 from disttensor.comm import lone_failure, program
@@ -28,9 +29,10 @@ from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, run, writes
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
 from disttensor.meta.infer import Out
+from disttensor.observe import observers
 from disttensor.tensor import versions, views
 from disttensor.tensor.base import GradState
-from disttensor.tensor.dist_tensor import SHORTCUTS, DistTensor, carry_out_with
+from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import (
     autocast_is_on,
     make_subclass,
@@ -102,19 +104,21 @@ def _configure(module: Any) -> None:
         is_ours = getattr_static(DistTensor, name) is not getattr_static(Tensor, name)
         if type(of_tensor) is MethodDescriptorType and not is_ours:
             setattr(DistTensor, name, module.method(of_tensor, function))
-    SHORTCUTS.append(module.shortcuts)
 
 
 module, why = _compiled()
 if module is not None:
     _configure(module)
+DistTensor.__torch_function__ = module.dispatch if module else classmethod(dispatch.dispatch)
 
 _in_c = module is not None
 
 
-def carrier() -> Callable[..., Any]:
-    """Returns the function that runs calls of DistTensors while no tracer is active."""
-    return module.dispatch if _in_c else dispatch.dispatch
+def choose() -> None:
+    """Runs calls in C, or in Python while an observer or a tracer needs to see them."""
+    if module is not None:
+        seen = any(o.sees_calls for o in observers)
+        module.enable(_in_c and not seen and not dispatch.INTERCEPTORS)
 
 
 def in_c() -> bool:
@@ -141,7 +145,8 @@ def using(in_c: bool) -> Iterator[None]:
 def _choose(in_c: bool) -> None:
     global _in_c
     _in_c = in_c
-    carry_out_with(carrier())
+    choose()
 
 
-carry_out_with(carrier())
+choose()
+callbacks.on_observers.append(choose)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from disttensor import observe
 from disttensor.autograd.grad_types import GradType, move
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
@@ -29,7 +30,8 @@ def repeat(
         out: Tensor = move(value, GradType(spec), GradType(spec, axes), None)
         return out
     varying = [_varying(a, axes) for a in args]
-    repeated: Tensor = local_fn(*varying, **{k: _varying(v, axes) for k, v in words.items()})
+    named = {k: _varying(v, axes) for k, v in words.items()}
+    repeated: Tensor = observe.run_local(local_fn, varying, named)
     return repeated
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from disttensor import observe
 from disttensor.comm import objects
 from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin, Planned, Read, ReadKind
@@ -21,6 +22,7 @@ from disttensor.dispatch.plan_call import now_off_mesh
 from disttensor.dispatch.rematerialize import repeat, versions_of
 from disttensor.dispatch.writes import written
 from disttensor.meta import execute as off_mesh
+from disttensor.observe import observers
 from disttensor.pytree import collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
@@ -55,7 +57,7 @@ def run(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None = None
 ) -> Any:
     """Runs a call. ``check``: see ``carry_out``."""
-    if plan.is_simple and check is None:  # the fast path: most calls
+    if plan.is_simple and check is None and not observers:  # the fast path: most calls
         first: Any = args[0] if args else None
         if len(args) == 2 and not kwargs:
             (a, b), (p, q) = args, plan.reads
@@ -104,7 +106,7 @@ def _compute(
 ) -> Any:
     """Runs a call that is not in place."""
     given, named = _read_all(plan, args, kwargs)
-    out = plan.local(*given, **named)  # type: ignore[misc]
+    out = observe.run_local(plan.local, given, named)  # type: ignore[arg-type]
     x: Any = args[0] if args and type(args[0]) is DistTensor else None
     if check is not None:
         plan = check(plan, out)
@@ -179,12 +181,12 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for x in targets:
         views.refuse_copy(x, plan.func)
     given, named = _read_all(plan, args, kwargs)
-    out = plan.local(*given, **named)  # type: ignore[misc]
+    out = observe.run_local(plan.local, given, named)  # type: ignore[arg-type]
     if plan.untracked_writes:
         locals_ = collect((given, named), [])
         count(*[locals_[i] for i in plan.writes or ()])
     for x in targets:
-        written(x)
+        written(x, not plan.untracked_writes)
     return None if out is None else args[0] if args else targets[0]
 
 
@@ -215,7 +217,7 @@ def _derive_view(
 
 def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
     """Returns the view for a use varying over ``axes``: the function on ``x.local_for(axes)``."""
-    out: Tensor = local(x.local_for(axes), *rest, **named)
+    out: Tensor = observe.run_local(local, (x.local_for(axes), *rest), named)
     return out
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from disttensor import observe
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.versions import INFERENCE
@@ -23,9 +24,12 @@ def is_untracked(func: Function) -> bool:
     return fused or bool(schemas_of(func)) or not ours
 
 
-def written(x: DistTensor) -> None:
-    """Updates state after a write to the local of ``x``: earlier uses have the old value."""
+def written(x: DistTensor, tracked: bool = True) -> None:
+    """Updates state after a write to the local of ``x``: earlier uses have the old value.
+    ``tracked``: autograd has counted the write."""
     if x._grad_state is not None or x._reduced is not None or views.LIVE or INFERENCE:
         x.forget_uses()
     if x._view_state is not None:
         views.write_back(x)
+    for o in observe.seeing_calls():
+        o.write(x, tracked)

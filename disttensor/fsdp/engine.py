@@ -34,6 +34,7 @@ from disttensor.fsdp.param import shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.unseen import unseen
+from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.base import place_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor
@@ -345,6 +346,8 @@ class Engine:
             segment.free()
 
     def _arrived(self, segment: Segment, leaf: int) -> None:
+        for o in observers:
+            o.accumulate_grad(segment.params)
         self._present().arrived(segment, leaf)
 
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Steps]:

@@ -17,10 +17,9 @@ from disttensor.torch_private import (
     count_dispatch_modes,
     count_function_modes,
     dispatch_modes,
+    outside_function_modes,
     pop_dispatch_mode,
-    pop_function_mode,
     push_dispatch_mode,
-    push_function_mode,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,14 +42,13 @@ def unseen(function: F) -> F:
 def _modes_aside() -> Iterator[None]:
     """Removes the user's modes, except modes with ``sees_engine`` and torch's (fake tensors)."""
     there = [mode for mode in dispatch_modes() if getattr(mode, "_mode_key", None) is None]
-    functions = [pop_function_mode() for _ in range(count_function_modes())]
-    _exchange(there, [mode for mode in there if getattr(mode, "sees_engine", False)])
-    try:
-        yield
-    finally:
-        _exchange([mode for mode in there if getattr(mode, "sees_engine", False)], there)
-        for mode in reversed(functions):
-            push_function_mode(mode)
+    seeing = [mode for mode in there if getattr(mode, "sees_engine", False)]
+    with outside_function_modes():
+        _exchange(there, seeing)
+        try:
+            yield
+        finally:
+            _exchange(seeing, there)
 
 
 def _exchange(old: list[Any], new: list[Any]) -> None:

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from disttensor.autograd import token
 from disttensor.autograd.graph import nodes_of
-from disttensor.comm import log
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.meta.guards import Subtree
+from disttensor.observe import observers
 from disttensor.pytree import CONSTANTS, collect, substitute
 from disttensor.random import counter, state
 from disttensor.runtime import current_runtime
@@ -94,8 +94,8 @@ def trace(
                 x.local = local
             elif x.local is not local:
                 touched = True
-    for each in log.active:
-        each.traced(specs[0].mesh, calls.made)
+    for o in observers:
+        o.trace_module(specs[0].mesh, calls.made)
     try:
         if calls.why:
             raise Unfit(calls.why)
@@ -181,7 +181,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if log.active:
+        if observers:
             self.made.append((name_of(func), _words(args), _words(kwargs)))
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             self.why = "it draws from a generator"

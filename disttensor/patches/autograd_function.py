@@ -16,6 +16,7 @@ from disttensor.cache import Cache
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.dispatch.fallback import gather_and_run
 from disttensor.errors import CustomFunctionError, refuse_collectives, user_line
+from disttensor.observe import observers, run_step, seeing_calls
 from disttensor.patches.whole_function import GIVEN, on_wholes
 from disttensor.pytree import collect
 from disttensor.tensor.awaited import Awaited
@@ -31,7 +32,7 @@ def on_whole_locals(original: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
         if _OURS.isdisjoint(map(type, args)):
-            out = call(*args, **kwargs)
+            out = run_step(call, *args, **kwargs) if observers else call(*args, **kwargs)
             _check_results(cls, args, out)
             return out
         for a in args:
@@ -60,6 +61,8 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
     planned = PythonCall(apply, gather_and_run, why)
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
+        for o in seeing_calls():
+            o.begin_call(planned)
         before = GIVEN.set(args)
         try:
             return gather_and_run(planned, args, kwargs)

@@ -14,13 +14,12 @@ from pkgutil import iter_modules
 from threading import Lock
 from typing import Any
 
-from disttensor.dispatch.dispatch import dispatch
+from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.fallback import writes
-from disttensor.dispatch.native import carrier
 from disttensor.errors import name_of, user_line
 from disttensor.patches.imports import Undo, once_imported
 from disttensor.pytree import collect, substitute
-from disttensor.tensor.dist_tensor import TRACERS, WAY_OUT, DistTensor, carry_out_with
+from disttensor.tensor.dist_tensor import TRACERS, WAY_OUT, DistTensor
 from disttensor.torch_private import outside_transforms
 
 Function = Callable[..., Any]
@@ -33,31 +32,27 @@ _IN_FRONT = {"nn", "optim", "patches"}
 GATHERING = {"torch.func.grad or vjp", "torch.func.vmap"}
 
 
-_count = [0]  # on all threads
 _counting = Lock()
 
 
 def _enter(name: str) -> None:
     TRACERS.names += (name,)
     with _counting:
-        _count[0] += 1
-        carry_out_with(_answer)
+        dispatch.INTERCEPTORS.append(_answer)
+        native.choose()
 
 
 def _leave() -> None:
     TRACERS.names = TRACERS.names[:-1]
     with _counting:
-        _count[0] -= 1
-        if not _count[0]:
-            carry_out_with(carrier())
+        dispatch.INTERCEPTORS.pop()
+        native.choose()
 
 
-def _answer(cls: type, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Runs a call on a DistTensor while a tracer runs. vmap, grad and vjp treat DistTensors as
-    constants: their values are gathered, and the result is a regular tensor."""
-    names, kwargs = TRACERS.names, kwargs or {}
-    if not names:  # of another thread
-        return dispatch(cls, func, types, args, kwargs)
+def _answer(func: Function, args: Any, kwargs: Any) -> Any:
+    """Runs a call on a DistTensor while a tracer runs on this thread. vmap, grad and vjp treat
+    DistTensors as constants: their values are gathered, and the result is a regular tensor."""
+    names = TRACERS.names
     dist = [t for t in collect((args, kwargs), []) if isinstance(t, DistTensor)]
     written = writes(func) and args and isinstance(args[0], DistTensor)
     if written or not {*names} <= GATHERING or not all(t.is_initialized for t in dist):

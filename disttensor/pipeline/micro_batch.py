@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import p2p
+from disttensor.comm import collectives, p2p
 from disttensor.core.mesh import ProcessMesh
+from disttensor.observe import here
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
-from disttensor.pipeline.recorder import note, recorders
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.tape import MicroBatchGraph
+from disttensor.pipeline.timeline import Event
 from disttensor.tensor.dist_tensor import DistTensor
 
 Tensor = torch.Tensor
@@ -30,10 +31,10 @@ class MicroBatch:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
         self.channel = channel
         self.begins = 0  # number of transfers on its channel before its program
-        self.recorders = recorders()
+        self.observers = here()
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
-        waiting = self._waiting if self.recorders else None
+        waiting = self._waiting if self.observers else None
         self.tape = MicroBatchGraph(self._pause, waiting, visits, turns=chunks > 1)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
         self.chunk, self.shape = 0, "loop"
@@ -49,8 +50,8 @@ class MicroBatch:
         self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
 
     def carry_out(self, action: Action) -> None:
-        for recorder in self.recorders:
-            recorder.begins(action)
+        for o in self.observers:
+            o.begin_action(action)
         start, kind = time.perf_counter(), action.kind
         if kind == "F":
             self.forward(action.chunk)
@@ -59,7 +60,7 @@ class MicroBatch:
                 return
         elif not self.backward(action.chunk, put_off_weights=kind == "I"):
             kind = "B"  # no gradients of weights were deferred
-        if self.recorders:
+        if self.observers:
             self._note(kind, action.chunk, start)
 
     def forward(self, chunk: int) -> None:
@@ -142,4 +143,7 @@ class MicroBatch:
         return value
 
     def _note(self, kind: str, chunk: int, start: float) -> None:
-        note(kind, self.tape.place(), self.number, chunk, start, self.shape)
+        end, rank = time.perf_counter(), collectives.world()[0]
+        event = Event(rank, self.tape.place(), kind, self.number, chunk, start, end, self.shape)
+        for o in self.observers:
+            o.end_action(event)

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from disttensor import callbacks
 from disttensor.autograd.accumulation import BackwardContext, backward_context
 from disttensor.checks import check_callable, check_sequence
 from disttensor.comm import collectives, lone_failure, p2p
 from disttensor.core.mesh import ProcessMesh, as_mesh
+from disttensor.observe import here
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.foresight import Foresight
 from disttensor.pipeline.micro_batch import MicroBatch, Step
-from disttensor.pipeline.recorder import recorders
 from disttensor.pipeline.schedule import SHAPES, Schedule
 from disttensor.pipeline.schedules import NAMES, Maker, named
 
@@ -89,8 +90,8 @@ def run(
         lone_failure.note_failed_run(error)
         raise
     finally:
-        for recorder in recorders():
-            recorder.ends()
+        for o in here():
+            o.end_run()
         for micro_batch in running:
             micro_batch.close()
     return [micro_batch.loss.detach() for micro_batch in running]
@@ -129,9 +130,9 @@ def _carry_out(
     for micro_batch in running:
         micro_batch.at(stage, plan, way)
     row = plan.orders[stage]
-    left_out: dict[int, int] = {}
-    for recorder in recorders():
-        left_out |= recorder.follows(order, plan, stage)
+    for o in here():
+        o.begin_run(order, plan, stage)
+    left_out = callbacks.choose_left_out.get()(row)
     # The last backward of each visit. I does not count, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
     foresight = Foresight(row, running)

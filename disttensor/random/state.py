@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor import observe
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import program
 from disttensor.core.layout import Axes
@@ -184,6 +185,11 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+def _seeded() -> None:
+    for o in observe.seeing_calls():
+        o.seed()
+
+
 @contextmanager
 def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     """Seeds torch's generators alike on all ranks of one place on ``axes``, and restores them. The
@@ -203,11 +209,14 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     try:
         for context in contexts:
             entered.append((context.__enter__(), context.generator.get_state()))
+        _seeded()
         yield
     finally:
         for context, before in entered:
-            drawn = drawn or not torch.equal(before, context.generator.get_state())
+            with no_function_mode():
+                drawn = drawn or not torch.equal(before, context.generator.get_state())
             context.__exit__(None, None, None)
+        _seeded()
     if drawn:
         if note is None:
             activation_checkpoint.replayed(where)  # raises an error if the forward drew less

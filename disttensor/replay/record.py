@@ -1,10 +1,10 @@
 """Recording: one ordinary run of a forward that writes every call on locals to a tape.
 
-The run goes through the dispatcher and its runners as usual; taps (``taps.py``) watch them. One
-line of the tape is
+The run goes through the dispatcher as usual. A CallRecorder observes it (``disttensor.observe``),
+and its function mode sees the calls of regular tensors. One line of the tape is
 
-    the local function of a plan, ``move``, ``cross_mesh.run``    whatever they do inside
-    a function of regular tensors, of the user or ours         seen by a function mode
+    the local function of a plan, a reshard of a local         whatever they do inside
+    a function of regular tensors, of the user or ours         seen by the function mode
     a custom autograd function of regular tensors
     ``local_for`` and ``written`` of a source                  an argument, a parameter, ...
 
@@ -15,7 +15,6 @@ a replay would miss: values read by Python, messages, hooks, other modes.
 from __future__ import annotations
 
 import random as python_random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,12 +24,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from disttensor.autograd import activation_checkpoint
-from disttensor.comm import log
 from disttensor.comm.program import Call
-from disttensor.dispatch import dispatch, fallback
+from disttensor.dispatch import dispatch, fallback, writes
+from disttensor.dispatch.call_plan import PythonCall
 from disttensor.errors import name_of
 from disttensor.meta import infer
 from disttensor.meta.trace import Unfit
+from disttensor.observe import Observer
 from disttensor.pytree import collect
 from disttensor.random import counter
 from disttensor.replay.questions import (
@@ -46,13 +46,12 @@ from disttensor.replay.questions import (
 )
 from disttensor.replay.results import Results
 from disttensor.replay.tape import Tape
-from disttensor.replay.taps import recording, taps
 from disttensor.runtime import current_runtime
 from disttensor.settings import Snapshot, snapshot
 from disttensor.tensor import views
-from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.base import MeshTensor, is_free_leaf
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.torch_private import no_function_mode, no_torch_function
+from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -71,8 +70,6 @@ class Program(NamedTuple):
 
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-
-_lock = threading.Lock()  # taps apply to the whole process
 
 
 class Ambient(NamedTuple):
@@ -95,21 +92,14 @@ def record(
 
     ``sources``: name -> tensor; ``parameters``: the names of sources that are given in each call.
     """
-    if not _lock.acquire(blocking=False):
-        return forward(), ""  # another thread records; next time
+    recorder = CallRecorder(sources, parameters, device)
+    before = _world()
+    with recorder, recorder.mode:
+        result = forward()
     try:
-        recorder = CallRecorder(sources, parameters, device)
-        before = _world()
-        with taps(recorder), recorder:
-            result = forward()
-        try:
-            return result, recorder.program(result, before)
-        except Unfit as why:
-            return result, str(why)
-        finally:
-            recorder.tape = Tape({})  # results may hold the recorder, and through it the tape
-    finally:
-        _lock.release()
+        return result, recorder.program(result, before)
+    except Unfit as why:
+        return result, str(why)
 
 
 def _in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +107,22 @@ def _in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-class CallRecorder(TorchFunctionMode):
-    def __init__(self, sources: dict[str, Tensor], parameters: list[str], device: str) -> None:
+class _RegularCalls(TorchFunctionMode):
+    """Passes the calls of functions of torch to a CallRecorder."""
+
+    def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.call(func, types, args, kwargs or {})
+
+
+class CallRecorder(Observer):
+    sees_calls = True
+
+    def __init__(self, sources: dict[str, Tensor], parameters: list[str], device: str) -> None:
+        self.mode = _RegularCalls(self)
         self.tape = Tape(sources)
         self.sources, self.parameters, self.device = sources, parameters, device
         for name, x in sources.items():
@@ -135,8 +138,8 @@ class CallRecorder(TorchFunctionMode):
         self.written: dict[str, None] = {}
         self.ambient, self.grad = ambient(device), torch.is_grad_enabled()
         self.generator = _generator(device)
-        self.seen = log.CommLog()
         self.draws = 0  # random calls made inside of lines
+        self.comms = 0  # collectives so far
         self.sent = 0  # collectives run inside of lines
         self.states = {
             name: (x.local, x.spec) for name, x in sources.items() if isinstance(x, MeshTensor)
@@ -148,15 +151,11 @@ class CallRecorder(TorchFunctionMode):
     def refuse(self, why: str) -> None:
         self.why = self.why or why
 
-    def listens(self) -> bool:
-        """Returns True if a call that runs now becomes its own line."""
-        return not self.quiet and recording(self)
-
     # Recorded calls -------------------------------------------------------------------------------
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.listens():
+    def call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs and records a function of torch."""
+        if self.quiet:
             return func(*args, **kwargs)
         if DistTensor in types:
             if infer.dynamic(func, args, kwargs):
@@ -166,7 +165,7 @@ class CallRecorder(TorchFunctionMode):
                     return func(*args, **kwargs)
             self.within += 1
             try:
-                with self:
+                with self.mode:
                     return dispatch.dispatch(DistTensor, func, types, args, kwargs)
             finally:
                 self.within -= 1
@@ -185,8 +184,8 @@ class CallRecorder(TorchFunctionMode):
             self.refuse("it draws from a generator of its own, which it may seed anew")
         inner = None if self.why else body(func)
         if inner is not None:
-            with self:  # records the calls of the body
-                return self.opened(inner, func)(*args, **kwargs)
+            with self.mode:  # records the calls of the body
+                return self.run_body(inner, args, kwargs, func)
         with self.drawing():
             out = func(*args, **kwargs)
         if idle_cast(func, args, kwargs, out):
@@ -220,50 +219,41 @@ class CallRecorder(TorchFunctionMode):
         except Unfit as why:
             self.refuse(str(why))
 
-    def one_line(self, func: Function, idle: bool = False) -> Function:
-        """Returns ``func``, recorded as one line on the recording thread."""
+    def run_step(self, step: Function, args: Any, kwargs: Any) -> Any:
+        """Runs ``step`` and records it as one line."""
+        if self.quiet:
+            return step(*args, **kwargs)
+        with self.drawing(), self.inside():
+            out = step(*args, **kwargs)
+        self.note(step, args, kwargs, out)
+        return out
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.listens():
-                return func(*args, **kwargs)
-            with self.drawing(), self.inside():
-                out = func(*args, **kwargs)
-            self.note(func, args, kwargs, out, idle)
-            return out
+    def run_local(self, local: Function, args: Any, kwargs: Any) -> Any:
+        return self.run_body(local, args, kwargs, local)
 
-        call.__wrapped__ = func  # type: ignore[attr-defined]
-        return call
-
-    def opened(self, func: Function, name: Function | None = None) -> Function:
-        """Returns ``func``, recorded as one line for each call that it makes. ``func`` is a local
-        function, or the body of the function ``name``. It becomes one line if it draws,
+    def run_body(self, body: Function, args: Any, kwargs: Any, name: Function) -> Any:
+        """Runs ``body``, a local function or the body of the function ``name``, and records one
+        line for each call that it makes. It becomes one line, a call of ``name``, if it draws,
         communicates, or reads a value that may differ between calls."""
-        name = name or func
-        whole = self.one_line(name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.listens() or self.why:
-                return whole(*args, **kwargs)
-            before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
-            draws, sent, self.opening = counter._State.calls, len(self.seen), True
-            with self.drawing():
-                out = func(*args, **kwargs)
-            made = all(self.tape.knows(t) for t in collect(out, []))
-            same = counter._State.calls == draws and len(self.seen) == sent
-            if not self.why and made and same:
-                self.opening = before[-1]
-                return out
-            self.why = ""
-            place, self.writes, self.draws, self.sent, self.opening = before
-            self.tape.back(place)
-            if not self.quiet:
-                self.draws += counter._State.calls - draws
-                self.sent += len(self.seen) - sent
-            self.note(name, args, kwargs, out)
+        if self.quiet or self.why:
+            return self.run_step(name, args, kwargs)
+        before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
+        draws, sent, self.opening = counter._State.calls, self.comms, True
+        with self.drawing():
+            out = body(*args, **kwargs)
+        made = all(self.tape.knows(t) for t in collect(out, []))
+        same = counter._State.calls == draws and self.comms == sent
+        if not self.why and made and same:
+            self.opening = before[-1]
             return out
-
-        call.__wrapped__ = name  # type: ignore[attr-defined]
-        return call
+        self.why = ""
+        place, self.writes, self.draws, self.sent, self.opening = before
+        self.tape.back(place)
+        if not self.quiet:
+            self.draws += counter._State.calls - draws
+            self.sent += self.comms - sent
+        self.note(name, args, kwargs, out)
+        return out
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -281,7 +271,7 @@ class CallRecorder(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        draws, sent = counter._State.calls, len(self.seen)
+        draws, sent = counter._State.calls, self.comms
         self.quiet += 1
         try:
             yield
@@ -289,11 +279,54 @@ class CallRecorder(TorchFunctionMode):
             self.quiet -= 1
             if not self.quiet:
                 self.draws += counter._State.calls - draws
-                self.sent += len(self.seen) - sent
+                self.sent += self.comms - sent
+
+    # Events of the engine -------------------------------------------------------------------------
+
+    def begin_call(self, planned: Any) -> None:
+        if planned.call is not None and planned.call.mesh is not None:
+            self.calls.append(planned.call)
+        if type(planned) is PythonCall and not (self.quiet or self.within):
+            self.refuse("a custom autograd.Function of DistTensors, which gathers them")
+
+    def communicate(self, record: Any) -> None:
+        self.comms += 1
+
+    def exchange_objects(self) -> None:
+        self.refuse("ranks tell each other sizes in it (local_map: give out_shapes)")
+
+    def seed(self) -> None:
+        self.follow_generator()  # if the call draws, the count of random calls changes
+
+    def read_for_reshard(self, x: Any) -> None:
+        if self.source_of(x) is not None:
+            self.cut[id(x)] = x, is_free_leaf(x)
+
+    def read_local(self, read: Function, x: Any, axes: Any) -> Any:
+        """Records uses of sources: a replay reads them again, as they collect gradients."""
+        source = self.source_of(x)
+        if source is None:
+            return read(x, axes)
+        with self.inside():
+            out = read(x, axes)
+        if out is not x.local:
+            self.use(source, axes, out)
+        return out
+
+    def write(self, x: DistTensor, tracked: bool) -> None:
+        if self.quiet:
+            return
+        if not tracked:
+            self.refuse("it writes in a way that autograd does not count")
+        if x._view_state is not None or (
+            views.LIVE and storage_id(x.local.untyped_storage()) in views.LIVE
+        ):
+            self.refuse("it writes to what stands for a view of another tensor")
+        self.wrote(x)
 
     def source_of(self, x: Any) -> str | None:
         """Returns the name of ``x`` if it is a source and its use becomes a line."""
-        return self.tape.source_of(x) if self.listens() else None
+        return None if self.quiet else self.tape.source_of(x)
 
     def use(self, source: str, axes: Any, alias: Tensor) -> None:
         """Records that ``alias`` is the local of a source for uses that vary over ``axes``."""
@@ -306,7 +339,7 @@ class CallRecorder(TorchFunctionMode):
             call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
         self.tape.line(f"{name} = {call}", name)
 
-    def wrote(self, x: DistTensor, written: Function) -> None:
+    def wrote(self, x: DistTensor) -> None:
         """Records a call ``written(x)``."""
         self.writes = True
         source = self.tape.source_of(x)
@@ -314,7 +347,7 @@ class CallRecorder(TorchFunctionMode):
             return
         if source is not None:
             self.written[source] = None
-            self.tape.line(f"{self.tape.constant(written)}({source})")
+            self.tape.line(f"{self.tape.constant(writes.written)}({source})")
         else:
             self.tape.line(f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})")
 
@@ -332,7 +365,7 @@ class CallRecorder(TorchFunctionMode):
             raise Unfit("it takes part in messages between ranks")
         if after[3:] != before[3:]:
             raise Unfit("it draws numbers of Python's or numpy's generator")
-        if len(self.seen) != self.sent:
+        if self.comms != self.sent:
             raise Unfit("it communicates outside of functions of torch and reshards")
         for name, (local, spec) in self.states.items():
             x: Any = self.sources[name]

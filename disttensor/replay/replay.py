@@ -23,12 +23,13 @@ from disttensor.comm.program import NOTED
 from disttensor.dispatch import strict
 from disttensor.meta.instance_forward import InstanceForward
 from disttensor.meta.trace import ASSIGNS
+from disttensor.observe import here, observers
 from disttensor.pytree import Uncacheable, key_of_contents
 from disttensor.replay import check
 from disttensor.replay.record import Program, record
 from disttensor.replay.surroundings import Surroundings
-from disttensor.replay.taps import free_leaf
 from disttensor.settings import snapshot
+from disttensor.tensor.base import is_free_leaf
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor
 from disttensor.torch_private import count_function_modes, current_backward
 
@@ -110,6 +111,8 @@ class Replay(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._never or count_function_modes() or strict.strict.current() or TRACERS.names:
             return self.eager(*args, **kwargs)
+        if observers and any(o.sees_modules for o in here()):
+            return self.eager(*args, **kwargs)
         around = self._around
         if around is None or not around.unchanged():
             around = self._look()
@@ -126,7 +129,7 @@ class Replay(InstanceForward):
         if type(case) is str:
             return self.eager(*args, **kwargs)
         run, _, calls, cut, _ = case
-        if cut and any(free_leaf(x) is not free for x, free in cut):
+        if cut and any(is_free_leaf(x) is not free for x, free in cut):
             return self._record(around, key, inputs, args, kwargs)
         self.replays += 1
         if desync.enabled and key not in self._compared:
@@ -240,7 +243,7 @@ def _flags(x: DistTensor) -> tuple[Any, ...]:
     """Returns properties of an argument, other than its spec, that a program may depend on."""
     local = x.local
     if local.requires_grad:
-        return (True, free_leaf(x), local.stride()) if local.is_leaf else (True, local.stride())
+        return (True, is_free_leaf(x), local.stride()) if local.is_leaf else (True, local.stride())
     return False, local.is_inference(), local.stride(), None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ class Results:
             )
         if type(value) is dict:
             return "{" + ", ".join(f"{k!r}: {self._part(v)}" for k, v in value.items()) + "}"
-        return self.tape.text(unwrap(value) if callable(value) else value)
+        return self.tape.text(value)
 
 
 class Later:

@@ -101,7 +101,7 @@ class DifferenceLog(CommLog):
             self._known[id(label)] = label
             self.volumes.add(_volumes(label))
 
-    def traced(self, mesh: ProcessMesh, calls: Sequence[Any]) -> None:
+    def trace_module(self, mesh: ProcessMesh, calls: Sequence[Any]) -> None:
         self.work.setdefault(mesh.ranks, []).append(tuple(calls))
 
     def add_optimized(self, parameters: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,7 +18,6 @@ from torch import nn
 from disttensor import callbacks
 from disttensor.pipeline.unsplit import MODELS
 from disttensor.pytree import find_tensors
-from disttensor.replay.replay import Replay
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import current_backward, current_node
 
@@ -82,20 +81,17 @@ class Layers:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Patches the calls of modules. A program recorded by ``dt.replay`` runs call by call."""
+        """Patches the calls of modules: torch's global hooks do not get keyword arguments."""
         call = nn.Module.__call__
 
         def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._called(call, module, args, kwargs)
 
-        def eager(replay: Replay, *args: Any, **kwargs: Any) -> Any:
-            return replay.eager(*args, **kwargs)
-
-        with ExitStack() as stack:
-            for owner, patched in ((nn.Module, following), (Replay, eager)):
-                stack.callback(setattr, owner, "__call__", owner.__call__)
-                owner.__call__ = patched  # type: ignore[method-assign]
+        nn.Module.__call__ = following  # type: ignore[method-assign]
+        try:
             yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         outer, backward = callbacks.recompute_context.get() or self._outside, current_backward()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from disttensor import pipeline
+from disttensor import callbacks, pipeline
 from disttensor.comm.log import CommRecord
 from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import user_line
+from disttensor.observe import Observer
 from disttensor.runtime import current_runtime
-from disttensor.simulate.events import Event, Visit
+from disttensor.simulate.events import Event, Gradient, Visit
 from disttensor.simulate.layers import LayersOfMeshes
 from disttensor.simulate.memory import Held, Memory, MemoryChange, summary
 from disttensor.torch_private import next_node
@@ -172,44 +173,60 @@ class StepBuilder:
         return Position(len(self._run.events), len(self._run.changes), len(self._run.comms))
 
 
-class ActionRecorder(pipeline.Recorder):
-    """Records where the actions of the pipeline runs of one rank begin.
+class ActionRecorder(Observer):
+    """Records where the actions of the pipeline runs of one rank begin, and its gradients.
 
     Args:
         now: returns the current Position, or None while nothing is recorded.
-        note: receives a Visit for each action.
+        note: receives a Visit for each action, and a Gradient for each gradient of sharded
+            parameters.
         choose_left_out: returns the micro-batches to leave out, each with a similar one, from the
             actions of a stage and whether this step is recorded.
     """
 
+    sees_modules = True
+
     def __init__(
-        self, now: Callable[[], Position | None], note: Callable[[Visit], None],
+        self, now: Callable[[], Position | None], note: Callable[[Event], None],
         choose_left_out: Callable[[Sequence[Action], bool], dict[int, int]] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
         self.now, self.note, self.choose_left_out = now, note, choose_left_out
         self.runs: list[PipelineRun] = []
         self._open: PipelineRun | None = None
         self._tags: dict[int, int] = {}
 
-    def begins(self, action: Action) -> None:
+    def __enter__(self) -> Self:
+        self._outer = callbacks.choose_left_out.set(self.leave_out)
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        callbacks.choose_left_out.reset(self._outer)
+
+    def accumulate_grad(self, params: Sequence[Any]) -> None:
+        if any(p.axis is not None for p in params):
+            self.note(Gradient(user_line()))
+
+    def begin_action(self, action: Action) -> None:
         run, position = self._opened(), self.now()
         if position is not None:
             run.begins.append((action, position))
             run.nodes.append(next_node())
             self.note(Visit("forward" if action.kind == "F" else "backward", user_line()))
 
-    def follows(
-        self, order: Sequence[Any], schedule: pipeline.Schedule, stage: int
-    ) -> Mapping[int, int]:
+    def begin_run(self, order: Sequence[Any], schedule: pipeline.Schedule, stage: int) -> None:
         run = self._opened()
         run.grids, run.orders, run.stage = tuple(map(Grid.of, order)), schedule.orders, stage
         run.tags = {n: self._tags.get(n + 1, 0) for n in range(schedule.micro_batches)}
+
+    def leave_out(self, actions: Sequence[Action]) -> dict[int, int]:
+        """Implements ``callbacks.choose_left_out``."""
+        run = self._opened()
         if self.choose_left_out is not None:
-            run.left_out = self.choose_left_out(schedule.orders[stage], self.now() is not None)
+            run.left_out = self.choose_left_out(actions, self.now() is not None)
         return run.left_out
 
-    def ends(self) -> None:
+    def end_run(self) -> None:
         run, self._open = self._open, None
         if run is None:
             return

@@ -17,11 +17,9 @@ from torch.optim.optimizer import (
 
 from disttensor.checks import check_number
 from disttensor.errors import SimulationError, name_of, user_line
-from disttensor.fsdp.engine import Engine
-from disttensor.fsdp.segment import Segment
 from disttensor.pytree import collect
 from disttensor.simulate import shapes
-from disttensor.simulate.events import Event, Gradient, Op
+from disttensor.simulate.events import Event, Op
 from disttensor.simulate.fake_collectives import FakeCollectives
 from disttensor.simulate.kinds import DifferenceLog
 from disttensor.simulate.layers import Layers
@@ -112,29 +110,13 @@ class StepRecorder(TorchDispatchMode):
         try:
             with (
                 self.memory.resizing(), self.comms, self.actions, self.layers.following(),
-                self._gradients(), self,
+                self,
             ):  # fmt: skip
                 yield
         finally:
             self.stop()
             begin.remove()
             end.remove()
-
-    @contextmanager
-    def _gradients(self) -> Iterator[None]:
-        """Records the gradients of sharded parameters."""
-        usual = Engine._arrived
-
-        def arrived(engine: Engine, segment: Segment, leaf: int) -> None:
-            if any(p.axis is not None for p in segment.params):
-                self._note(Gradient(user_line()))
-            usual(engine, segment, leaf)
-
-        Engine._arrived = arrived  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            Engine._arrived = usual  # type: ignore[method-assign]
 
     def start(self) -> None:
         """Begins the recorded step. Python's garbage is collected now and not during the step,

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from functools import partial
 from typing import Any, Self
 
 import torch
 
+from disttensor import observe
 from disttensor.autograd.grad_types import GradType, move
 from disttensor.comm.work import Work
 from disttensor.core.spec import DistSpec
@@ -100,16 +100,13 @@ class Awaited(DistTensor):
         return wrap(local, spec)  # type: ignore[return-value]
 
 
-# Returns a function that starts a reshard in the background, or None. ``replay.taps`` replaces it.
-beginning = partial(planner.background, apart=True)
-
-
 def started(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Returns ``x`` in the layout ``dst``, in memory of its own. A reshard that is one collective,
     and large enough, starts here; the first read of the result waits for it."""
     src = x.spec
     same = src is not dst and src.mesh is dst.mesh and x.is_initialized
-    begin = beginning(src, dst) if same else None
+    may_start = same and not observe.seeing_calls()
+    begin = planner.background(src, dst, apart=True) if may_start else None
     if begin is None:
         return resharded(x, dst, fresh=True)
     local = x.local

@@ -13,11 +13,13 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from disttensor import observe
 from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import along, way, whole_grad
 from disttensor.comm.places import Place
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
+from disttensor.observe import observers
 from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
 from disttensor.tensor.views import ViewState, invalidate
 from disttensor.torch_private import make_subclass
@@ -98,6 +100,11 @@ class MeshTensor(Tensor):
         Its value is the value of ``local``, but its gradient has another meaning: see
         ``disttensor.autograd.grad_types``.
         """
+        if observers:
+            return observe.read_local(MeshTensor._local_for, self, axes)
+        return self._local_for(axes)
+
+    def _local_for(self, axes: Axes) -> Tensor:
         state = self._grad_state
         if state is not None and state.aliases is not None:
             hit = state.aliases.get(axes)
@@ -204,14 +211,21 @@ def through(x: MeshTensor, dst: DistSpec, axes: Axes) -> Axes:
     The axes that split ``dst`` are included if x is a leaf without hooks: it collects the gradient
     of its slice as a contribution, without communication.
     """
-    spec, state = x.spec, x._grad_state
-    leaf = x.local.is_leaf and (state is None or (not state.hooked and state.origin is None))
-    cut = dst.layout.sharded if leaf else ()
+    for o in observe.seeing_calls():
+        o.read_for_reshard(x)
+    spec = x.spec
+    cut = dst.layout.sharded if is_free_leaf(x) else ()
     if not axes and not cut:
         return ()
     return tuple(
         [a for a in range(spec.mesh.ndim) if a not in spec.varies and (a in axes or a in cut)]
     )
+
+
+def is_free_leaf(x: MeshTensor) -> bool:
+    """Returns True for a leaf whose varying uses collect their own gradients."""
+    state = x._grad_state
+    return x.local.is_leaf and (state is None or (not state.hooked and state.origin is None))
 
 
 def freeze_leaves(x: MeshTensor, hooked: bool = False) -> None:

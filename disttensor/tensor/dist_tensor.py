@@ -8,8 +8,7 @@ through ``disttensor.dispatch``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -78,7 +77,8 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             "placements), dt.from_local(...) or a factory as dt.zeros(...)"
         )
 
-    __torch_function__: ClassVar[Any] = classmethod(_no_dispatch)  # until ``carry_out_with``
+    # disttensor.dispatch, which imports this module, sets it at its import
+    __torch_function__: ClassVar[Any] = classmethod(_no_dispatch)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -155,20 +155,6 @@ _COPIES = (
     torch.ops.aten._to_copy.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
     torch.ops.aten.lift_fresh.default,
 )  # fmt: skip
-
-
-# Called with True if methods may look up a call themselves (``dispatch`` is C code).
-SHORTCUTS: list[Callable[[bool], None]] = []
-
-
-def carry_out_with(dispatch: Callable[..., Any]) -> None:
-    """Sets ``dispatch(cls, func, types, args, kwargs)`` as ``__torch_function__``; a builtin is
-    called without ``cls``. ``disttensor.dispatch`` imports this module, so it writes to the class;
-    looking up a slot would cost each call."""
-    builtin = isinstance(dispatch, BuiltinFunctionType)
-    DistTensor.__torch_function__ = dispatch if builtin else classmethod(dispatch)
-    for tell in SHORTCUTS:
-        tell(builtin)
 
 
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:

@@ -20,8 +20,7 @@ from benchmarks.calibrate.reference_step import (
     reference_step,
     world_of_one,
 )
-from disttensor import pipeline
-from disttensor.fsdp.engine import Engine
+from disttensor.observe import Observer
 from disttensor.simulate.__main__ import costs_of
 from disttensor.simulate.events import Op
 from disttensor.simulate.shapes import cost
@@ -110,25 +109,20 @@ class Counted(TorchDispatchMode):
         return out
 
 
-class Visited(pipeline.Recorder):
+class Visited(Observer):
     def __init__(self, clock):
-        super().__init__()
         self.clock = clock
 
-    def begins(self, action):
+    def begin_action(self, action):
         self.clock.seconds += VISIT
 
+    def accumulate_grad(self, params):
+        self.clock.seconds += GRADIENT * (params[0].axis is not None)
 
-def test_what_the_host_takes_is_found_of_steps_that_take_so_long(monkeypatch):
+
+def test_what_the_host_takes_is_found_of_steps_that_take_so_long():
     """By a clock that counts, the times come out that it counts by, and none of them in another
     one."""
-    usual = Engine._arrived
-
-    def arrived(engine, segment, leaf):
-        clock.seconds += GRADIENT * (segment.params[0].axis is not None)
-        usual(engine, segment, leaf)
-
-    monkeypatch.setattr(Engine, "_arrived", arrived)
     with Counted() as clock, Visited(clock):
         found = {}
         for name, measured, expected in (
