@@ -28,7 +28,7 @@ with _versions.importing():
     from disttensor.tensor.dist_tensor import DistTensor
     from disttensor.tensor.grad_sync import sync_gradients
     from disttensor.tensor.values import broadcast_value, values_everywhere
-    from disttensor.meta.skip import never_skip
+    from disttensor.trace.skip import never_skip
     import disttensor.dispatch.handlers
     import disttensor.dispatch.native  # noqa: F401  (the two complete DistTensor)
     from disttensor.dispatch.explain import Explanation, explain
@@ -42,7 +42,7 @@ with _versions.importing():
     from disttensor.api.from_local import from_local
     from disttensor.api.interop import from_dtensor, to_dtensor
     from disttensor.api.local_map import local_map
-    from disttensor.replay.replay import replay
+    from disttensor.trace.replay import replay
     from disttensor.data.shard_loader import shard_loader
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.experts.expert_load import expert_load

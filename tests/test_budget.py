@@ -24,7 +24,7 @@ LINES = {
     "dispatch": 2_540,
     "experts": 600,
     "fsdp": 3_220,
-    "meta": 1_120,
+    "meta": 420,
     "nn": 760,
     "ops": 9_000,
     "optim": 480,
@@ -32,11 +32,11 @@ LINES = {
     "patches": 1_300,
     "pipeline": 3_160,
     "random": 860,
-    "replay": 1_690,
     "reshard": 1_620,
     "root": 1_640,
     "simulate": 5_350,
     "tensor": 2_740,
+    "trace": 2_290,
 }  # fmt: skip
 MUTABLE = 107  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 10  # in disttensor/callbacks.py

@@ -37,7 +37,7 @@ ROOMS = (
     "dispatch",
     "optim",
     "api",
-    "replay",
+    "trace",
     "data",
     "experts",
     "nn",

@@ -16,7 +16,7 @@ from torch import nn
 
 from disttensor.experts.dispatch_tokens import DispatchedTokens, combine_tokens, dispatch_tokens
 from disttensor.experts.grouped_product import grouped_product
-from disttensor.meta.instance_forward import InstanceForward
+from disttensor.trace.instance_forward import InstanceForward
 
 Tensor = torch.Tensor
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")

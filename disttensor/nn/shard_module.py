@@ -16,12 +16,13 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement, Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.experts import expert_modules
-from disttensor.meta import execute, skip
+from disttensor.meta import execute
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.torch_styles import is_style, placements_of, splits
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.trace import skip
 
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disttensor.experts.expert_modules import ExpertsForward
-from disttensor.meta.instance_forward import InstanceForward
-from disttensor.meta.skip import Skip
 from disttensor.nn.names import find_modules, has_forward
+from disttensor.trace.instance_forward import InstanceForward
+from disttensor.trace.skip import Skip
 
 
 class Recomputed(InstanceForward):

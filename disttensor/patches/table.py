@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint as torch_checkpoint
 
 from disttensor.comm import failures
-from disttensor.meta import guards
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
 from disttensor.patches import (
@@ -30,6 +29,7 @@ from disttensor.patches.imports import once_imported
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import foreach_types, jit_tracers, transform_ends
+from disttensor.trace import module_guard
 
 Undo = Callable[[], None]
 
@@ -146,8 +146,8 @@ def _tell_of_failures(what: str) -> Undo:
 
 
 def _guard_modules(what: str) -> Undo:
-    guards.allow()
-    return guards.unwrap_methods
+    module_guard.allow()
+    return module_guard.unwrap_methods
 
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"

@@ -15,20 +15,30 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor.autograd import token
 from disttensor.dispatch import native
-from disttensor.meta.skip import Skip
 from disttensor.tensor import views
+from disttensor.trace.skip import Skip
 from tests.support.oracle import randn
 from tests.support.pool import fake_world, on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
 
-CALLS = {"inner": 0, "outer": 0}
+
+class Counts:
+    """Numbers of calls, where no guard looks: an object without ``__dict__``."""
+
+    __slots__ = ("inner", "outer")
+
+    def __init__(self) -> None:
+        self.inner = self.outer = 0
+
+
+CALLS = Counts()
 
 
 class Inner(nn.Linear):
     """Counts its forwards where nobody who skips it looks."""
 
     def forward(self, x):
-        CALLS["inner"] += 1
+        CALLS.inner += 1
         return super().forward(x)
 
 
@@ -39,7 +49,7 @@ class Block(nn.Module):
         self.norm, self.drop = nn.LayerNorm(n), nn.Dropout(p)
 
     def forward(self, x):
-        CALLS["outer"] += 1
+        CALLS.outer += 1
         return x + self.drop(self.second(torch.relu(self.first(self.norm(x)))))
 
 
@@ -60,9 +70,9 @@ def elsewhere(make, rank: int = 1, **kwargs):
 
 def count(f, *args, of="inner") -> int:
     """How often these forwards run in a call of ``f``."""
-    before = CALLS[of]
+    before = getattr(CALLS, of)
     f(*args)
-    return CALLS[of] - before
+    return getattr(CALLS, of) - before
 
 
 def value(mesh, *shape, requires_grad=False):
@@ -183,9 +193,9 @@ def test_forwards_run_on_their_own_ranks_only():
         x = value(stage_meshes()[0], 4, 5)
         for stage, block in enumerate(blocks):
             x = dt.reshard(x, stage_meshes()[stage])
-            before = CALLS["inner"]
+            before = CALLS.inner
             x = block(x)
-            assert CALLS["inner"] - before == (2 if i == 0 or rank == stage else 0)
+            assert CALLS.inner - before == (2 if i == 0 or rank == stage else 0)
         x.sum().backward()
 
 
@@ -342,6 +352,47 @@ def test_an_attribute_from_outside_counts_from_the_next_call_on(world):
     assert module(value(mesh, 4)).shape == (28,)
 
 
+class Config:
+    def __init__(self) -> None:
+        self.times = 1
+
+
+SETTINGS = {"times": 1}
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight, self.config = nn.Parameter(torch.ones(4)), config
+
+    def forward(self, x):
+        return (x * self.weight).repeat(self.config.times * SETTINGS["times"])
+
+
+def test_what_an_object_or_a_global_holds_is_seen(world):
+    module, mesh = elsewhere(partial(Configured, Config()))
+    for times, outer in ((1, 1), (1, 1), (2, 1), (2, 1), (2, 3), (2, 3)):
+        module.config.times, SETTINGS["times"] = times, outer
+        assert module(value(mesh, 4)).shape == (4 * times * outer,)
+    SETTINGS["times"] = 1
+
+
+def test_a_forward_that_counts_in_a_global_is_not_skipped(world):
+    module, mesh = elsewhere(Plain, body=counting)
+    before = len(COUNTED)
+    for _ in range(4):
+        module(value(mesh, 4, 5))
+    assert len(COUNTED) == before + 4 and module.forward.why() == ["it changes what it reads"]
+
+
+COUNTED: list[int] = []
+
+
+def counting(self, y, x):
+    COUNTED.append(1)
+    return y
+
+
 class Plain(nn.Module):
     """One line of the forward is given."""
 
@@ -352,7 +403,7 @@ class Plain(nn.Module):
         self.constant = (torch.ones(5),)
 
     def forward(self, x):
-        CALLS["outer"] += 1
+        CALLS.outer += 1
         return self.body(self, self.inner(x), x)
 
 
@@ -433,7 +484,7 @@ class Sum(nn.Module):
         self.scale, self.of = nn.Parameter(torch.ones(())), of
 
     def forward(self, *inputs):
-        CALLS["inner"] += 1
+        CALLS.inner += 1
         return sum((inputs[i] for i in self.of), start=self.scale * 2)
 
 
@@ -447,11 +498,11 @@ def test_a_single_result_depends_on_the_inputs_that_it_is_made_of(world, in_c):
             x, y = (dt.reshard(value(mine, 4, 5, requires_grad=True) * 1.0, mesh) for _ in range(2))
             leaf = value(mesh, 4, 5, requires_grad=True)
             with native.using(in_c):
-                before = CALLS["inner"]
+                before = CALLS.inner
                 out = module(x, y, leaf)
                 with torch.no_grad():
                     assert module(x, y, leaf).local is token.detached(mesh.device)
-            assert CALLS["inner"] - before == (0 if i else 2) and not module.forward.why()
+            assert CALLS.inner - before == (0 if i else 2) and not module.forward.why()
             local, sent = out.local, [(x, y)[s].local for s in sources]
             if not i:  # a real run, on tokens of its own
                 continue
@@ -536,9 +587,9 @@ def test_a_single_input_or_view_of_it_that_is_given_back(world):
     view, _ = elsewhere(Plain, body=lambda self, y, x: x.view(20))
     x = value(mesh, 4, 5)
     for i in range(3):
-        before = CALLS["outer"]
+        before = CALLS.outer
         assert same(x) is x and views.base_of(view(x)) is x
-        assert CALLS["outer"] - before == (0 if i else 2)
+        assert CALLS.outer - before == (0 if i else 2)
 
 
 def test_a_tensor_that_is_an_attribute_counts_as_an_input(world):

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Replicate, Shard, pipeline
-from tests.replay.test_replay import MLP, TP, Attention, fed, mesh_of
-from tests.replay.twins import bits
+from disttensor.trace.replay import Replay
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
+from tests.trace.test_replay import MLP, TP, Attention, fed, mesh_of
+from tests.trace.twins import bits
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 TWO = {"up.*": [R, S0], "down.weight": [R, S1]}
@@ -42,7 +43,8 @@ def compare(run, *kinds):
 def whys(net: nn.Module) -> tuple[int, list[str]]:
     """Replays and reasons of all in ``net``."""
     put = [m.__dict__["forward"] for m in net.modules() if "forward" in m.__dict__]
-    return sum(getattr(f, "replays", 0) for f in put), sorted({w for f in put for w in f.why()})
+    replays = sum(f.replays for f in put if isinstance(f, Replay))
+    return replays, sorted({w for f in put for w in f.why()})
 
 
 @on_ranks(2)

@@ -17,10 +17,10 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
-from tests.replay.test_replay import MLP, fed, mesh_of
-from tests.replay.twins import agree, twice
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
+from tests.trace.test_replay import MLP, fed, mesh_of
+from tests.trace.twins import agree, twice
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 

@@ -1,4 +1,4 @@
-"""Reads: values that Python code reads, where they are stored, and whether they have changed."""
+"""NameGuard: values that Python code reads, their places, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import numpy as np
 from disttensor.pytree import CONSTANTS
 
 _NONE = object()
+_NONES = repeat(_NONE)
 CONTAINERS = (list, dict, set, tuple, deque)
 
 
-class Reads:
+class NameGuard:
     def __init__(self) -> None:
         self._names: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
         self._cells: list[tuple[Any, Any]] = []
         self._whole: list[tuple[Any, list[Any]]] = []
-        self._codes: list[tuple[types.FunctionType, Any, Any]] = []
+        self._codes: list[tuple[types.FunctionType, Any, Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._kept: list[Any] = []  # keeps objects alive whose ids are used
 
@@ -40,7 +41,7 @@ class Reads:
         """Records the code, defaults and closure of ``f``, and returns the values in them."""
         contents = [_content(cell) for cell in f.__closure__ or ()]
         self._cells += zip(f.__closure__ or (), contents, strict=True)
-        self._codes.append((f, f.__code__, (f.__defaults__, f.__kwdefaults__)))
+        self._codes.append((f, f.__code__, f.__defaults__, f.__kwdefaults__))
         return [*contents, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
 
     def elements(self, value: Any) -> list[Any]:
@@ -56,7 +57,9 @@ class Reads:
     def unchanged(self) -> bool:
         """Returns True if all recorded values are unchanged."""
         for table, names, values in self._names.values():
-            if not _same(list(map(table.get, names, repeat(_NONE))), values):
+            if not all(map(is_, map(table.get, names, _NONES), values)) and not _same(
+                list(map(table.get, names, _NONES)), values
+            ):
                 return False
         for cell, content in self._cells:
             found = _content(cell)
@@ -65,10 +68,14 @@ class Reads:
         for value, parts in self._whole:
             if not _same(_elements(value), parts):
                 return False
-        for f, code, defaults in self._codes:
-            if f.__code__ is not code or not _same([f.__defaults__, f.__kwdefaults__], [*defaults]):
+        for f, code, defaults, keywords in self._codes:
+            if (
+                f.__code__ is not code
+                or f.__defaults__ is not defaults
+                or f.__kwdefaults__ is not keywords
+            ):
                 return False
-        return all(
+        return not self._arrays or all(
             a.shape == was.shape and a.dtype == was.dtype and a.tobytes() == was.tobytes()
             for a, was in self._arrays
         )

@@ -1,5 +1,5 @@
-"""Guards: a module and all modules in it, and whether anything has changed that the forward may
-depend on.
+"""ModuleGuard: a module and all modules in it, and whether anything has changed that the forward
+may depend on.
 
 Mutating methods notify the guard, so that checking it costs nothing. The first guarded module wraps
 the methods of ``nn.Module`` that assign attributes (as ``train()`` and ``eval()`` do) or register
@@ -21,7 +21,7 @@ from disttensor.autograd import token
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import global_module_hooks
 
-_guarded: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Subtree]]
+_guarded: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModuleGuard]]
 _guarded = weakref.WeakKeyDictionary()
 _TELLING = (
     "__setattr__", "__delattr__", "add_module", "register_forward_hook",
@@ -32,7 +32,7 @@ _wrapped: dict[str, tuple[Any, Any]] = {}  # name -> (the method of torch, its w
 _allowed = [False]  # set by disttensor.patches: may methods of torch be wrapped?
 
 
-class Subtree:
+class ModuleGuard:
     """The state of ``module`` and the modules in it at creation. ``changes``: the number of
     assignments to attributes since."""
 
@@ -121,8 +121,8 @@ def _any(tables: list[Any]) -> bool:
 
 
 def _tell(module: Any, name: Any) -> None:
-    for subtree in _guarded.get(module, ()):
-        subtree.changed(name)
+    for guard in _guarded.get(module, ()):
+        guard.changed(name)
 
 
 class _Table(dict[str, Any]):

@@ -15,9 +15,9 @@ from torch.distributed import get_world_size as world
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
-from tests.replay.twins import agree, one, twice
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
+from tests.trace.twins import agree, one, twice
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
@@ -211,7 +211,7 @@ def test_the_lines_of_a_program(name):
     batch = fed(mesh_of(1), 6, 6)
     f, names = SHORTER[name]
     fast = agree(lambda: lambda x: f(x), batch, batch, batch)
-    ((run, text, *_),) = fast._cases.values()
+    ((run, text, *_),) = fast._programs.values()
     called = [run.__globals__[c] for c in re.findall(r"= (c\d+)\(t", text)]
     python = {True: "F.", False: ""}
     found = [python[isinstance(c, FunctionType)] + c.__name__ for c in called]

@@ -14,12 +14,10 @@ a replay would miss: values read by Python, messages, hooks, other modes.
 
 from __future__ import annotations
 
-import random as python_random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -29,11 +27,17 @@ from disttensor.dispatch import dispatch, fallback, writes
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.errors import name_of
 from disttensor.meta import infer
-from disttensor.meta.trace import Unfit
 from disttensor.observe import Observer
 from disttensor.pytree import collect
 from disttensor.random import counter
-from disttensor.replay.questions import (
+from disttensor.settings import Snapshot, snapshot
+from disttensor.tensor import views
+from disttensor.tensor.base import MeshTensor, is_free_leaf
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
+from disttensor.trace.results import Results
+from disttensor.trace.tape import Tape
+from disttensor.trace.torch_functions import (
     ASSIGNMENT,
     IDLE,
     QUESTION,
@@ -44,14 +48,7 @@ from disttensor.replay.questions import (
     kind_of,
     permuted,
 )
-from disttensor.replay.results import Results
-from disttensor.replay.tape import Tape
-from disttensor.runtime import current_runtime
-from disttensor.settings import Snapshot, snapshot
-from disttensor.tensor import views
-from disttensor.tensor.base import MeshTensor, is_free_leaf
-from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
+from disttensor.trace.world_state import Untraceable, WorldState, world_state
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -93,12 +90,12 @@ def record(
     ``sources``: name -> tensor; ``parameters``: the names of sources that are given in each call.
     """
     recorder = CallRecorder(sources, parameters, device)
-    before = _world()
+    before = world_state()
     with recorder, recorder.mode:
         result = forward()
     try:
         return result, recorder.program(result, before)
-    except Unfit as why:
+    except Untraceable as why:
         return result, str(why)
 
 
@@ -207,16 +204,16 @@ class CallRecorder(Observer):
         try:
             same_grad = now.settings._replace(grad=self.grad)
             if now._replace(settings=same_grad) != self.ambient:
-                raise Unfit(
+                raise Untraceable(
                     "it switches autocast, inference mode, checkpointing or a policy inside"
                 )
             if grad is not self.grad and self.opening:
-                raise Unfit("a function with a backward of its own")
+                raise Untraceable("a function with a backward of its own")
             order = permuted(func, args, kwargs) or ()
             if grad is not self.grad:
                 func, args, order = _in_mode, (grad, func, *args), ()
             self.tape.call(func, args, kwargs, out, idle, order)
-        except Unfit as why:
+        except Untraceable as why:
             self.refuse(str(why))
 
     def run_step(self, step: Function, args: Any, kwargs: Any) -> Any:
@@ -353,24 +350,19 @@ class CallRecorder(Observer):
 
     # The recorded program -------------------------------------------------------------------------
 
-    def program(self, result: Any, before: tuple[Any, ...]) -> Program:
-        """Returns the Program. Raises Unfit if the forward cannot be replayed."""
-        after = _world()
+    def program(self, result: Any, before: WorldState) -> Program:
+        """Returns the Program. Raises Untraceable if the forward cannot be replayed."""
         self.same_generator()
-        if after[0] - before[0] != self.draws or after[1] != before[1]:
-            raise Unfit("it draws random numbers outside of functions of torch")
+        if before.draws_until(world_state()) != self.draws:
+            raise Untraceable("it draws random numbers outside of functions of torch")
         if self.why:
-            raise Unfit(self.why)
-        if after[2] != before[2]:
-            raise Unfit("it takes part in messages between ranks")
-        if after[3:] != before[3:]:
-            raise Unfit("it draws numbers of Python's or numpy's generator")
+            raise Untraceable(self.why)
         if self.comms != self.sent:
-            raise Unfit("it communicates outside of functions of torch and reshards")
+            raise Untraceable("it communicates outside of functions of torch and reshards")
         for name, (local, spec) in self.states.items():
             x: Any = self.sources[name]
             if x.local is not local or x.spec is not spec:
-                raise Unfit("it changes the shape or the memory of a tensor from outside")
+                raise Untraceable("it changes the shape or the memory of a tensor from outside")
         made = Results(self.tape, self.writes).text(result)
         run, text = self.tape.function(self.parameters, made)
         written = tuple(self.written)
@@ -386,13 +378,3 @@ def _generator(device: str) -> bytes:
         states.append(torch.cuda.get_rng_state())
     with no_function_mode():
         return b"".join([s.numpy().tobytes() for s in states])
-
-
-def _world() -> tuple[Any, ...]:
-    """Returns the state outside of tensors that a forward may change."""
-    numpy_state: Any = np.random.get_state()
-    seed, calls = counter.get_state()
-    return (
-        calls, (seed, counter._State.restarts), dict(current_runtime().tags),
-        python_random.getstate(), numpy_state[1].tobytes(), *numpy_state[2:],
-    )  # fmt: skip

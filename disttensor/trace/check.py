@@ -9,8 +9,8 @@ import torch
 
 from disttensor.pytree import collect
 from disttensor.random import counter
-from disttensor.replay.record import Program
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.trace.record import Program
 
 Tensor = torch.Tensor
 

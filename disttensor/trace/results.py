@@ -12,13 +12,13 @@ import torch
 from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import rematerialize, run
 from disttensor.dispatch.reduction_cache import Reduced
-from disttensor.meta.trace import Unfit
-from disttensor.replay.tape import Tape, is_constant, spelled
 from disttensor.tensor import reshard as tensor_reshard
 from disttensor.tensor.base import given_uses
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
+from disttensor.trace.tape import Tape, is_constant, spelled
+from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -33,7 +33,7 @@ class Results:
         self.made: dict[int, str] = {}  # id of a DistTensor -> its variable
 
     def text(self, value: Any) -> str:
-        """Returns the text that makes this result again. Raises Unfit if there is none."""
+        """Returns the text that makes this result again. Raises Untraceable if there is none."""
         kind = type(value)
         if kind is DistTensor:
             return self.tensor(value)
@@ -48,7 +48,7 @@ class Results:
         if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers
             words = ", ".join(f"{k}={self.text(v)}" for k, v in value.items())
             return f"{self.tape.constant(kind)}({words})"
-        raise Unfit(f"it gives a {kind.__name__}")
+        raise Untraceable(f"it gives a {kind.__name__}")
 
     def tensor(self, x: DistTensor) -> str:
         source = self.tape.source_of(x)
@@ -70,9 +70,9 @@ class Results:
 
     def _new(self, x: DistTensor) -> str:
         if x._is_param:
-            raise Unfit("it gives a parameter that it has made")
+            raise Untraceable("it gives a parameter that it has made")
         if x._view_state is not None:
-            raise Unfit("it gives a copy in place of a view, or a tensor by .data")
+            raise Untraceable("it gives a copy in place of a view, or a tensor by .data")
         local, spec = self.tape.text(x.local), self.tape.constant(x.spec)
         name = self.tape.fresh()
         make, kind = self.tape.constant(make_subclass), self.tape.constant(DistTensor)
@@ -82,7 +82,7 @@ class Results:
         state = x._grad_state
         if state is not None:
             if state.hooked or state.former or state.collector is not None:
-                raise Unfit("a result has hooks")
+                raise Untraceable("a result has hooks")
             origin = "None" if state.origin is None else self._origin(x, state.origin)
             aliases = []
             for axes, (alias, made_at, _) in (state.aliases or {}).items():
@@ -102,7 +102,9 @@ class Results:
         """Returns the text that makes the origin of a result, from the sources of the result."""
         make = _ORIGINS.get(getattr(origin, "func", None))
         if make is None or self.writes:
-            raise Unfit("a result is made anew for each use, and the program writes to tensors")
+            raise Untraceable(
+                "a result is made anew for each use, and the program writes to tensors"
+            )
         words = ", ".join(map(self._part, make(x, origin)))
         return f"{self.tape.constant(partial)}({words})"
 

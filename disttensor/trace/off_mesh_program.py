@@ -1,5 +1,5 @@
-"""A trace: one run of a module's forward on tokens that records its results, and whether it may be
-skipped from then on.
+"""OffMeshProgram: the results of a module's forward on a rank off its mesh, and the run on tokens
+that records them.
 
 It is an ordinary run and its results are right in any case. Each input gets a token of its own for
 it, so that the graph of tokens shows which results depend on which inputs. Anything that a skipped
@@ -9,12 +9,10 @@ skipping.
 
 from __future__ import annotations
 
-import random as python_random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -23,20 +21,18 @@ from disttensor.autograd.graph import nodes_of
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
-from disttensor.meta.guards import Subtree
 from disttensor.observe import observers
 from disttensor.pytree import CONSTANTS, collect, substitute
-from disttensor.random import counter, state
-from disttensor.runtime import current_runtime
+from disttensor.random import state
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.trace.world_state import Untraceable, world_state
 
 Tensor = torch.Tensor
-ASSIGNS = "it assigns to attributes"
 
 
 @dataclass(slots=True)
-class Case:
+class OffMeshProgram:
     """The results of a forward for inputs of one kind (with ``infer.Out`` for the tensors, which
     have the ``specs``), and the number of its random calls."""
 
@@ -48,7 +44,7 @@ class Case:
     orphan: Tensor  # the token of results that depend on no tensor that this rank sent
     single: bool  # the result is one new tensor, which is no view
 
-    def give(self, inputs: Sequence[DistTensor]) -> Any:
+    def run(self, inputs: Sequence[DistTensor]) -> Any:
         mesh, result = self.spec.mesh, self.result
         for _ in range(self.draws):
             state.draw(mesh, "fast")
@@ -65,23 +61,20 @@ class Case:
         return wrap(joined, self.specs[0])
 
 
-class Unfit(Exception):
-    """The reason why a forward must not be skipped."""
-
-
 def trace(
-    forward: Callable[[], Any], inputs: Sequence[DistTensor], subtree: Subtree
-) -> tuple[Any, Case | str]:
-    """Returns the result of ``forward()``, and its Case or the reason why it has none."""
+    forward: Callable[[], Any], inputs: Sequence[DistTensor], own: Sequence[Any]
+) -> tuple[Any, OffMeshProgram | str]:
+    """Returns the result of ``forward()``, and its OffMeshProgram or the reason why it has none.
+    ``own``: the parameters and buffers of the module."""
     originals = [x.local for x in inputs]
     marks: dict[int, Tensor] = {}
     for x in inputs:
         if x.local.requires_grad and id(x) not in marks:
             marks[id(x)] = _mark(x.local)
     specs = [x.spec for x in inputs]
-    known = {id(t): t for t in (*inputs, *subtree.tensors)}
+    known = {id(t): t for t in (*inputs, *own)}
     calls = _Calls(known)
-    before, attributes, changes = _world(), subtree.attributes(), subtree.changes
+    before, torch_state = world_state(), torch.default_generator.get_state()
     for x in inputs:
         x.local = marks.get(id(x), x.local)
     touched = False
@@ -98,25 +91,23 @@ def trace(
         o.trace_module(specs[0].mesh, calls.made)
     try:
         if calls.why:
-            raise Unfit(calls.why)
+            raise Untraceable(calls.why)
         if touched or any(x.spec is not s for x, s in zip(inputs, specs, strict=True)):
-            raise Unfit("it changes an input in place")
-        if subtree.changes != changes or subtree.attributes() != attributes:
-            raise Unfit(ASSIGNS)
-        if not subtree.unchanged():
-            raise Unfit("it changes parameters or hooks")
-        draws = _compare(before, _world())
+            raise Untraceable("it changes an input in place")
+        draws = before.draws_until(world_state())
+        if not torch.equal(torch_state, torch.default_generator.get_state()):
+            raise Untraceable("it draws numbers of its own")
         numbers = {id(x): i for i, x in reversed(list(enumerate(inputs)))}
         tokens = {mark.grad_fn: numbers[i] for i, mark in marks.items()}
         results: list[DistSpec] = []
-        kept = {id(t) for t in subtree.tensors}
+        kept = set(map(id, own))
 
         def describe(value: DistTensor) -> infer.Out:
             same = numbers.get(id(value))
             if same is None and (
                 value.is_initialized or id(value) in kept or id(value) not in known
             ):
-                raise Unfit("it gives a tensor that it did not compute")
+                raise Untraceable("it gives a tensor that it did not compute")
             results.append(value.spec)
             viewed = views.base_of(value)
             while viewed is not None and id(viewed) not in numbers:
@@ -131,20 +122,21 @@ def trace(
         one = type(described) is infer.Out and described.same is None and described.viewed is None
         device = specs[0].mesh.device
         shared = token.detached(device), token.orphan(device)
-        return result, Case(described, results, draws, specs[0], *shared, one)
-    except Unfit as why:
+        return result, OffMeshProgram(described, results, draws, specs[0], *shared, one)
+    except Untraceable as why:
         return result, str(why)
 
 
 def _check(value: Any) -> None:
-    """Raises Unfit for values other than DistTensors and constants, which no Case can return."""
+    """Raises Untraceable for values other than DistTensors and constants, which no program
+    returns."""
     if type(value) is dict:
         value = tuple(value.values())
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         for v in value:
             _check(v)
     elif not isinstance(value, DistTensor) and type(value) not in CONSTANTS:
-        raise Unfit(f"it gives a {type(value).__name__}")
+        raise Untraceable(f"it gives a {type(value).__name__}")
 
 
 def _mark(local: Tensor) -> Tensor:
@@ -156,16 +148,16 @@ def _mark(local: Tensor) -> Tensor:
 
 def _sources(value: DistTensor, tokens: dict[Any, int], orphan: int) -> tuple[int, ...]:
     """Returns the inputs on whose tokens ``value`` depends, and ``orphan`` if it requires grad.
-    Raises Unfit if it depends on a token that no input has."""
+    Raises Untraceable if it depends on a token that no input has."""
     local: Any = value.local
     if not local.requires_grad:
         return ()
     if not torch.is_grad_enabled() or local.grad_fn is None:
-        raise Unfit("it gives a tensor that requires grad by itself")
+        raise Untraceable("it gives a tensor that requires grad by itself")
     ends = {*tokens, token.orphan(local.device).grad_fn}
     nodes = nodes_of([local], ends)
     if any(all(n is None for n, _ in node.next_functions) for node in nodes - ends):
-        raise Unfit("its result depends on tensors that are not among its inputs")
+        raise Untraceable("its result depends on tensors that are not among its inputs")
     return (*sorted(tokens[node] for node in nodes if node in tokens), orphan)
 
 
@@ -206,28 +198,3 @@ def _words(x: Any) -> Any:
     if kind is dict:
         return tuple([(k, _words(v)) for k, v in x.items()])
     return x if kind in CONSTANTS else kind
-
-
-def _world() -> tuple[Any, ...]:
-    """Returns the state outside of its module that a forward may change."""
-    numpy_state: Any = np.random.get_state()
-    seed, calls = counter.get_state()
-    return (
-        calls,
-        (seed, counter._State.restarts),
-        dict(current_runtime().tags),
-        torch.default_generator.get_state(),
-        python_random.getstate(),
-        (numpy_state[1].tobytes(), *numpy_state[2:]),
-    )
-
-
-def _compare(before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
-    """Returns the number of random calls between. Raises Unfit for other changes."""
-    if before[1] != after[1]:
-        raise Unfit("it seeds random numbers")
-    if before[2] != after[2]:
-        raise Unfit("it takes part in messages between ranks")
-    if not torch.equal(before[3], after[3]) or before[4:] != after[4:]:
-        raise Unfit("it draws numbers of its own")
-    return int(after[0] - before[0])

@@ -1,7 +1,7 @@
-"""Surroundings: everything that a function or a module reads, except its arguments, as far as it
+"""CodeGuard: everything that a function or a module reads, except its arguments, as far as it
 can be found, and whether it has changed.
 
-Modules: parameters, buffers, attributes and hooks of the whole tree (``meta.guards.Subtree``, which
+Modules: parameters, buffers, attributes and hooks of the whole tree (``ModuleGuard``, which
 is notified of changes), and everything that their methods read. Functions and methods: code,
 closures, defaults, globals, attributes of modules and classes by their names. Objects that one of
 these reads: their attributes and the attributes of their classes. Objects in objects: their
@@ -25,11 +25,10 @@ import torch
 from torch import nn
 
 from disttensor.autograd import token
-from disttensor.meta.guards import Subtree, has_hooks
 from disttensor.pytree import CONSTANTS
-from disttensor.replay.reads import CONTAINERS, Reads, names_in
-from disttensor.tensor.base import collector_of
 from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.trace.module_guard import ModuleGuard, has_hooks
+from disttensor.trace.name_guard import CONTAINERS, NameGuard, names_in
 
 Tensor = torch.Tensor
 Names = frozenset[str]
@@ -42,15 +41,15 @@ _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buff
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
 
 
-class Surroundings:
+class CodeGuard:
     """``tensors``: all tensors that a forward may read except its arguments, each once. ``why``:
     the reason for not recording it, or ""."""
 
     def __init__(self, target: Any) -> None:
-        self.trees: list[Subtree] = []
+        self.trees: list[ModuleGuard] = []
         self.tensors: list[Any] = []
         self.why = ""
-        self._reads = Reads()
+        self._reads = NameGuard()
         self._seen: set[int] = set()
         self._kept: list[Any] = []
         self._roots: list[nn.Module] = []
@@ -72,8 +71,6 @@ class Surroundings:
         self._states: dict[Any, int] = {}
         self._looked = -1
         self._state = 0
-        if any(collector_of(t) is not None for t in self._dist):
-            self.why = "its parameters are in sharded segments (shard_data_parallel)"
 
     # Finding values that are read -----------------------------------------------------------------
 
@@ -85,7 +82,7 @@ class Surroundings:
     def _module(self, module: nn.Module, root: bool = False) -> None:
         if id(module) in self._seen:
             return
-        tree = Subtree(module)
+        tree = ModuleGuard(module)
         self.trees.append(tree)
         if not root:
             self._roots.append(module)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from tests.replay.test_replay import fed, mesh_of
-from tests.replay.twins import bits
 from tests.support.pool import on_ranks
+from tests.trace.test_replay import fed, mesh_of
+from tests.trace.twins import bits
 
 SCALE = 2.0
 SCALES = {"by": 2.0}

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.meta.trace import Unfit
 from disttensor.pytree import CONSTANTS
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -68,12 +68,12 @@ class Tape:
         return name
 
     def name(self, t: Tensor) -> str:
-        """Returns the variable of a regular tensor. Raises Unfit for a tensor of unknown origin."""
+        """Returns the variable of a regular tensor. Raises Untraceable if its origin is unknown."""
         found = self._names.get(id(t))
         if found is None:
             source = self._locals.get(id(t))
             if source is None:
-                raise Unfit(
+                raise Untraceable(
                     f"it reads a tensor of shape {list(t.shape)} that is none of its arguments, "
                     "parameters, attributes or closure, nor made by a function of torch in it"
                 )
@@ -128,7 +128,7 @@ class Tape:
         kind = type(value)
         if isinstance(value, Tensor):
             if kind is DistTensor:
-                raise Unfit("a DistTensor is given to what runs on locals")
+                raise Untraceable("a DistTensor is given to what runs on locals")
             return self.name(value)
         if kind in (list, tuple, dict):
             return spelled(value, self.text)

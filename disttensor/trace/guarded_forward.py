@@ -1,0 +1,241 @@
+"""GuardedForward: a forward that runs once for each kind of call, and then a program in its place.
+
+The key of a call contains everything that its result may depend on: specs, ``requires_grad`` and
+identity of tensors, constants among the arguments, training flags, the settings of torch and of
+this package. Everything else that the forward reads is guarded (``CodeGuard``): if it changes, all
+programs are dropped. Specs and settings are the same on all ranks, so all ranks decide alike.
+
+``skip.Skip`` runs programs off the mesh, which compute nothing. ``replay.Replay`` runs the recorded
+local calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from disttensor.cache import Cache
+from disttensor.comm import desync
+from disttensor.pytree import Uncacheable, key_of_contents
+from disttensor.settings import snapshot
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import current_backward
+from disttensor.trace.code_guard import CodeGuard
+from disttensor.trace.instance_forward import InstanceForward
+
+Tensor = torch.Tensor
+ASSIGNS = "it assigns to attributes"
+_MOST = 64  # most kinds of calls that are kept
+_TRIALS = 16  # first runs allowed in addition to one for each run of a program
+_logger = logging.getLogger("disttensor.replay")
+
+
+class ForwardCall(NamedTuple):
+    """A call: its guard, the tensors among its arguments (each once), and its arguments."""
+
+    guard: CodeGuard
+    inputs: Sequence[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class GuardedForward(InstanceForward):
+    """The forward of a module, or a function, and its programs. Copies and pickles of the module
+    contain it without the programs. ``replays``: the number of calls that ran a program."""
+
+    logs: ClassVar[bool] = True  # are the reasons logged?
+
+    def __init__(self, target: Any) -> None:
+        self.__setstate__({"module": target})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module: Any = state["module"]
+        self.eager = self.class_forward if isinstance(self.module, nn.Module) else self.module
+        # key -> the program, or the reason for having none
+        self._programs: Cache[Any, Any] = Cache(_MOST)
+        self._compared: set[Any] = set()  # keys whose programs have been compared
+        self._guard: CodeGuard | None = None
+        self._assigned = self._trials = self.replays = 0
+        self._why: dict[str, None] = {}
+        self._never = False
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        whole = isinstance(self.module, nn.Module)
+        return super().__signature__ if whole else inspect.signature(self.module)
+
+    def why(self) -> list[str]:
+        """Returns the reasons why calls ran the forward, as text."""
+        return list(self._why)
+
+    # What a subclass decides ----------------------------------------------------------------------
+
+    def new_guard(self) -> CodeGuard:
+        """Returns the guard of everything that the forward reads. ``why`` of it: see CodeGuard."""
+        return CodeGuard(self.module)
+
+    def must_run(self) -> bool:
+        """Returns True if the state of this thread requires the forward itself."""
+        raise NotImplementedError
+
+    def key_of_tensor(self, x: Tensor) -> Any:
+        """Returns the key of a tensor argument. Raises Uncacheable if calls with it have none."""
+        raise NotImplementedError
+
+    def attributes_as_inputs(self, guard: CodeGuard) -> Sequence[Any]:
+        """Returns attributes of the module that its program takes as inputs."""
+        return ()
+
+    def unfit(self, call: ForwardCall) -> str:
+        """Returns the reason why calls of this kind have no program, or ""."""
+        raise NotImplementedError
+
+    def trace(self, call: ForwardCall) -> tuple[Any, Any]:
+        """Runs the forward. Returns its result, and the program or the reason for having none."""
+        raise NotImplementedError
+
+    def is_stale(self, program: Any) -> bool:
+        """Returns True if a program must be traced again."""
+        return False
+
+    def run(self, program: Any, inputs: Sequence[Any]) -> Any:
+        """Runs a program, and returns the result of the call."""
+        raise NotImplementedError
+
+    def compare(self, program: Any, call: ForwardCall) -> Any:
+        """Runs the first call of a program under ``dt.debug``. Raises RuntimeError if the forward
+        has another result."""
+        return self.run(program, call.inputs)
+
+    # Calls ----------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._never or self.must_run():
+            return self.eager(*args, **kwargs)
+        guard = self._guard
+        if guard is None or not guard.unchanged():
+            guard = self._look()
+        if guard is None or guard.why:
+            return self.eager(*args, **kwargs)
+        try:
+            key, inputs = self._key(guard, args, kwargs)
+        except Uncacheable as why:
+            self._tell(str(why))
+            return self.eager(*args, **kwargs)
+        program = self._programs.get(key)
+        if program is None or self.is_stale(program):
+            return self.first_call(key, ForwardCall(guard, inputs, args, kwargs))
+        if type(program) is str:
+            return self.eager(*args, **kwargs)
+        self.replays += 1
+        if desync.enabled and key not in self._compared:
+            self._compared.add(key)
+            return self.compare(program, ForwardCall(guard, inputs, args, kwargs))
+        return self.run(program, inputs)
+
+    def first_call(self, key: Any, call: ForwardCall) -> Any:
+        """Runs the first call of a key, and keeps its program."""
+        args, kwargs = call.args, call.kwargs
+        if current_backward() != -1:  # a recomputation does not show all effects of a forward
+            return self.eager(*args, **kwargs)
+        why = self.unfit(call)
+        if why or not self._may_try():
+            self._programs[key] = why
+            self._tell(why)
+            return self.eager(*args, **kwargs)
+        marks, given = call.guard.marks(), _contents((args, kwargs))
+        result, program = self.trace(call)
+        if call.guard.marks() != marks:
+            program = ASSIGNS
+            self._assigned += 1
+            self._never = self._assigned > 2  # the first call may fill caches of later ones
+        elif not call.guard.unchanged():
+            program = "it changes what it reads"
+        elif _contents((args, kwargs)) != given:
+            program = "it changes lists or dicts among its arguments"
+        if type(program) is str:
+            self._tell(program)
+            if not program or program == ASSIGNS:
+                return result
+        self._programs[key] = program
+        return result
+
+    def _look(self) -> CodeGuard | None:
+        """Guards the forward again. Returns None to stop trying."""
+        if not self._may_try():
+            return None
+        self._programs.clear()
+        self._guard = self.new_guard()
+        self._tell(self._guard.why)
+        return self._guard
+
+    def _may_try(self) -> bool:
+        self._trials += 1
+        if self._trials > _TRIALS + self.replays:
+            self._never = True
+            self._tell("it changes too often")
+        return not self._never
+
+    def _tell(self, why: str) -> None:
+        if why and why not in self._why:
+            self._why[why] = None
+            if self.logs:
+                name = self.name()
+                _logger.warning("replay of %s: calls run one by one: %s", name, why)
+
+    def name(self) -> str:
+        found = type(self.module) if isinstance(self.module, nn.Module) else self.module
+        return getattr(found, "__qualname__", repr(found))
+
+    # Keys -----------------------------------------------------------------------------------------
+
+    def _key(self, guard: CodeGuard, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+        """Returns the key of a call, and the tensors among the arguments, each once."""
+        inputs: list[Any] = []
+        parts: list[Any] = [len(args)]
+
+        def key(x: Tensor) -> Any:
+            inputs.append(x)
+            return self.key_of_tensor(x)
+
+        for x in args:
+            if type(x) is DistTensor:  # mostly
+                inputs.append(x)
+                parts.append(self.key_of_tensor(x))
+            else:
+                parts.append(key_of_contents(x, key))
+        if kwargs:
+            parts.append(key_of_contents(kwargs, key))
+        for x in inputs:
+            if id(x) in guard.ids:
+                raise Uncacheable("an argument is one of its own tensors")
+        for x in self.attributes_as_inputs(guard):
+            parts.append(key_of_contents(x, key))
+        if len(inputs) > 1:
+            ids = [id(x) for x in inputs]
+            if len(set(ids)) < len(ids):
+                parts.append(tuple([ids.index(i) for i in ids]))
+                inputs = [x for i, x in enumerate(inputs) if ids.index(id(x)) == i]
+        parts += (guard.state(), guard.flags(), snapshot(device_of(inputs)))
+        return tuple(parts), inputs
+
+
+def device_of(inputs: Sequence[Any]) -> str:
+    return str(inputs[0].device.type) if inputs else "cpu"
+
+
+def _contents(value: Any) -> Any:
+    """Returns the contents of lists, tuples and dicts, by identity."""
+    if type(value) is list or type(value) is tuple:
+        return [_contents(v) for v in value]
+    if type(value) is dict:
+        return [*value, *map(_contents, value.values())]
+    return id(value)

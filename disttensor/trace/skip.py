@@ -1,0 +1,100 @@
+"""Skips whole modules whose parameters are on other ranks: their results follow from the metadata
+of their inputs.
+
+On a rank off the mesh of its parameters a module gets a Skip as its ``forward``. The first call of
+a kind runs the real forward on tokens (``off_mesh_program.trace``) and records its results; later
+calls are one look-up. A forward with effects that a skipped call would miss runs call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from disttensor.checks import check_type
+from disttensor.pytree import Uncacheable
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import count_function_modes
+from disttensor.trace.code_guard import CodeGuard
+from disttensor.trace.guarded_forward import ForwardCall, GuardedForward
+from disttensor.trace.off_mesh_program import OffMeshProgram, trace
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def never_skip(module: _Module) -> _Module:
+    """Makes the forward of ``module``, and of modules around it, run on every rank, on whatever
+    mesh its parameters are. Returns the module.
+
+    Needed for a forward with effects that are not visible from outside: it prints, or depends on
+    values that change and are no attribute, global or closure of its code. All ranks must call this
+    alike.
+
+    >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
+    >>> model = dt.shard_module(model, mesh)
+    """
+    check_type("never_skip: module", module, nn.Module, "a module")
+    module._never_skip = True  # type: ignore[assignment]
+    return module
+
+
+def attach(module: nn.Module) -> None:
+    """Makes ``module``, or the modules in it that are worth it, skip their forward. Modules with a
+    parameter on this rank are left alone."""
+    for m in module.modules():
+        worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
+        callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
+        if worth and callable_ and _lies_elsewhere(m):
+            Skip(m).put()
+
+
+def _lies_elsewhere(m: nn.Module) -> bool:
+    tensors = [*m.parameters(), *m.buffers()]
+    return bool(tensors) and all(
+        isinstance(p, DistTensor) and not p.is_initialized for p in tensors
+    )
+
+
+class Skip(GuardedForward):
+    """The ``forward`` of one module on a rank off the mesh."""
+
+    logs = False
+
+    def must_run(self) -> bool:
+        return count_function_modes() > 0  # among them: the mode that traces a module around it
+
+    def new_guard(self) -> CodeGuard:
+        guard = super().new_guard()
+        for m in guard.trees[0].modules:
+            if getattr(type(m), "_never_skip", False) or "_never_skip" in m.__dict__:
+                guard.why = "never_skip"
+            elif type(m.__dict__.get("forward")) not in (type(None), Skip):
+                guard.why = "a forward that was put on an instance"
+        if not guard.trees[0].elsewhere:
+            guard.why = guard.why or "its tensors are on this rank"
+        return guard
+
+    def key_of_tensor(self, x: Any) -> Any:
+        if not isinstance(x, DistTensor):
+            raise Uncacheable("an argument is a torch.Tensor")
+        return x.spec, x.local.requires_grad
+
+    def attributes_as_inputs(self, guard: CodeGuard) -> Sequence[Any]:
+        attached = guard.trees[0].attached
+        return [attributes.get(name) for attributes, name in attached] if attached else ()
+
+    def unfit(self, call: ForwardCall) -> str:
+        if not call.inputs or any(x.is_initialized for x in call.inputs):
+            return "an input is on this rank, or there is none"
+        return ""
+
+    def trace(self, call: ForwardCall) -> tuple[Any, OffMeshProgram | str]:
+        def forward() -> Any:
+            return self.eager(*call.args, **call.kwargs)
+
+        return trace(forward, call.inputs, call.guard.trees[0].tensors)
+
+    def run(self, program: OffMeshProgram, inputs: Sequence[Any]) -> Any:
+        return program.run(inputs)
