@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from disttensor.checkpoint import background as writer
 from disttensor.checkpoint import folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
-from disttensor.checkpoint.synced_file import SyncedFile
+from disttensor.checkpoint.synced_file import Sums, SyncedFile
 from disttensor.checks import check_bool, check_int, check_type
 from disttensor.comm import objects, program
 from disttensor.comm.collectives import world
@@ -25,6 +25,7 @@ from disttensor.errors import MismatchError
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor
 
+T = TypeVar("T")
 VALUES = "values.pt"
 RANDOM = "random"
 _KINDS = (OSError, ValueError, TypeError, MismatchError)
@@ -88,11 +89,11 @@ class Checkpointer:
         check_bool("Checkpointer.save: background", background)
         self._wait()
         what = f"Checkpointer.save into {self.folder.name}, step {step}"
-        group, error = _group(), None
+        group = _group()
         tensors: Tensors = {}
         values: dict[str, Any] = {}
-        path = None
-        try:
+
+        def prepare() -> tuple[Any, str, str, dict[Any, str], dict[str, Any]]:
             program.check()
             if RANDOM in state:
                 raise ValueError(f"{RANDOM}= is a name that the checkpointer needs itself")
@@ -100,19 +101,18 @@ class Checkpointer:
             for key, x in state.items():
                 values[key] = collect(key, x, names, tensors)
                 check_loadable(key, values[key])
-            if group.index == 0:
-                path = folder.begin(self.folder, step)
-        except Exception as caught:
-            error = caught
-        states = {key: v.pop("state") for key, v in values.items() if v["kind"] == "optimizer"}
-        digests, firsts = _by_mesh(states, group.index)
-        digests |= {(key, ()): _digest(value) for key, value in values.items()}
-        generator = torch.get_rng_state()
-        mine = path, _specs(tensors), _digest(generator), digests, firsts
-        everyone = _agree(what, group, error, mine)
+            path = folder.begin(self.folder, step) if group.index == 0 else None
+            states = {key: v.pop("state") for key, v in values.items() if v["kind"] == "optimizer"}
+            digests, firsts = _by_mesh(states, group.index)
+            digests |= {(key, ()): _digest(value) for key, value in values.items()}
+            generator = torch.get_rng_state()
+            values[RANDOM] = {"state": counter.get_state(), "torch": generator}
+            return path, _specs(tensors), _digest(generator), digests, firsts
+
+        everyone = _agree(what, group, prepare)
         seen: dict[Any, tuple[int, str]] = {}
-        for rank, (*_, their_digests, their_states) in enumerate(everyone):
-            for part, digest in their_digests.items():
+        for rank, (*_, digests, firsts) in enumerate(everyone):
+            for part, digest in digests.items():
                 other, expected = seen.setdefault(part, (rank, digest))
                 if digest != expected:
                     raise ValueError(
@@ -120,10 +120,10 @@ class Checkpointer:
                         "differs between ranks has no meaning on another mesh. Give what is "
                         "global, or leave it out"
                     )
-            for key in states:
-                values[key].setdefault("state", {}).update(their_states[key])
-        alike = all(theirs[2] == mine[2] for theirs in everyone)
-        values[RANDOM] = {"state": counter.get_state(), "torch": generator if alike else None}
+            for key, states in firsts.items():
+                values[key].setdefault("state", {}).update(states)
+        if len({generator for _, _, generator, *_ in everyone}) > 1:
+            values[RANDOM]["torch"] = None
         specs = [theirs[1] for theirs in everyone]
         planner, plan, metadata = self._plan(what, group, tensors, specs)
         job = _Job(step, everyone[0][0], planner, plan, metadata, values)
@@ -159,19 +159,12 @@ class Checkpointer:
             step = check_int("Checkpointer.load: step", step, 0)
         self._wait()
         what, group = f"Checkpointer.load from {self.folder.name}", _group()
-        found: Any = None
-        error: Exception | None = None
-        try:
-            if group.index == 0:
-                found = self._find(step)
-        except Exception as caught:
-            error = caught
-        path = _agree(what, group, error, found)[0]
+        path = _agree(what, group, lambda: self._find(step) if group.index == 0 else None)[0]
         if path is None:
             return None
-        tensors: Tensors = {}
-        put: Any = []
-        try:
+
+        def read() -> tuple[int, Any, list[Callable[[], Any]]]:
+            tensors: Tensors = {}
             reached = folder.check(path, group.index, group.size)
             values = torch.load(path / VALUES, weights_only=True)
             lacking = [key for key in state if key not in values]
@@ -180,19 +173,17 @@ class Checkpointer:
                 raise ValueError(f"{path} has no {lacking[0]}: it has {there}")
             names = parameter_names(state)
             put = [restore(key, x, values[key], names, tensors) for key, x in state.items()]
-            put.insert(0, _storage().reading(path, tensors))
-        except Exception as caught:
-            error = caught
-        _agree(what, group, error)
-        try:
-            for fill in put:
-                fill()
-            if values[RANDOM]["torch"] is not None:
-                torch.set_rng_state(values[RANDOM]["torch"])
-            counter.set_state(*values[RANDOM]["state"])
-        except Exception as caught:
-            error = caught
-        _agree(what, group, error)
+            return reached, values[RANDOM], [_storage().reading(path, tensors), *put]
+
+        def fill() -> None:
+            for put in fills:
+                put()
+            if random["torch"] is not None:
+                torch.set_rng_state(random["torch"])
+            counter.set_state(*random["state"])
+
+        reached, random, fills = _on_all_ranks(what, group, read)
+        _on_all_ranks(what, group, fill)
         return reached
 
     def _wait(self) -> None:
@@ -215,12 +206,7 @@ class Checkpointer:
         planner = _storage().Staged()
         planner.set_up_planner(tensors, is_coordinator=group.index == 0)
         if self._planned[0] != specs:
-            error, mine = None, None
-            try:
-                mine = planner.create_local_plan()
-            except Exception as caught:
-                error = caught
-            plans = _agree(what, group, error, mine)
+            plans = _agree(what, group, planner.create_local_plan)
             self._planned = specs, planner.create_global_plan(plans)
         plans, metadata = self._planned[1]
         return planner, planner.finish_plan(plans[group.index]), metadata
@@ -232,28 +218,25 @@ class Checkpointer:
             self._error = error
 
     def _write(self, what: str, job: _Job, group: Group) -> None:
-        error = job.error
-        results: Any = []
         writer = _storage().Writer(job.path)
+
+        def write() -> tuple[Any, Sums]:
+            if job.error is not None:
+                raise job.error
+            return writer.write(job.plan, job.planner, group.index), writer.sums
+
+        def publish() -> None:
+            writer.finish(job.metadata, [results for results, _ in everyone])
+            file: Any = SyncedFile(job.path / VALUES, writer.sums)
+            with file:
+                torch.save(job.values, file)
+            sums = {name: s for _, some in everyone for name, s in some.items()}
+            folder.publish(job.path, job.step, {**sums, **writer.sums})
+            folder.prune(self.folder, self.keep)
+
         try:
-            if error is None:
-                results = writer.write(job.plan, job.planner, group.index)
-        except Exception as caught:
-            error = caught
-        try:
-            everyone = _agree(what, group, error, (results, writer.sums))
-            try:
-                if group.index == 0:
-                    writer.finish(job.metadata, [theirs for theirs, _ in everyone])
-                    file: Any = SyncedFile(job.path / VALUES, writer.sums)
-                    with file:
-                        torch.save(job.values, file)
-                    sums = {name: s for _, some in everyone for name, s in some.items()}
-                    folder.publish(job.path, job.step, {**sums, **writer.sums})
-                    folder.prune(self.folder, self.keep)
-            except Exception as caught:
-                error = caught
-            _agree(what, group, error)
+            everyone = _agree(what, group, write)
+            _on_all_ranks(what, group, publish if group.index == 0 else lambda: None)
         except Exception:
             if group.index == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
@@ -270,10 +253,22 @@ def _group(lane: str = "") -> Group:
     return new_group(range(world()[1]), ("world",), f"checkpoint{lane}")
 
 
-def _agree(what: str, group: Group, error: Exception | None, value: Any = None) -> list[Any]:
-    """Returns the ``value`` of every rank; the error of any rank is raised on all."""
-    kind = next((k for k in _KINDS if isinstance(error, k)), RuntimeError)
-    mine = None if error is None else (_KINDS.index(kind) if kind in _KINDS else -1, str(error))
+def _on_all_ranks(what: str, group: Group, run: Callable[[], T]) -> T:
+    """Returns ``run()``; the error of any rank is raised on all."""
+    results: list[T] = []
+    _agree(what, group, lambda: results.append(run()))
+    return results[0]
+
+
+def _agree(what: str, group: Group, run: Callable[[], T]) -> list[T]:
+    """Returns ``run()`` of every rank; the error of any rank is raised on all."""
+    value, mine, error = None, None, None
+    try:
+        value = run()
+    except Exception as caught:
+        error = caught
+        kind = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), -1)
+        mine = kind, str(error)
     everyone = objects.gather_objects((mine, value, what), group)
     if any(theirs != what for *_, theirs in everyone):
         calls = ", ".join(
