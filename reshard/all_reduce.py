@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from disttensor.cache import cached
 from disttensor.comm import collectives
-from disttensor.comm.work import Work, finished
 from disttensor.core.placement import Partial, Replicate
 from disttensor.core.spec import DistSpec
-from reshard.registry import Axes, Tensor, register, starts
+from reshard.registry import NOW, Axes, How, Tensor, ready, register
 
 
 def ring(src_bytes: int, dst_bytes: int, ranks: int) -> float:
@@ -21,18 +22,9 @@ def pending(spec: DistSpec, axes: Axes) -> str:
 
 
 @register(Partial, Replicate, cost=ring)
-def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the ranks."""
+def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
+    """``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the ranks. It
+    always reduces a copy."""
     if not x.numel():  # then it is empty on every rank of the group
-        return x
-    return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes))
-
-
-def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool) -> Work[Tensor]:
-    """Starts the all-reduce, always of a copy."""
-    if not x.numel():
-        return finished(x)
-    return collectives.all_reduce(x, pending(src, axes), src.mesh.group(axes), async_op=True)
-
-
-starts[all_reduce] = start
+        return ready(x, how)
+    return how.run(collectives.all_reduce, x, pending(src, axes), src.mesh.group(axes))

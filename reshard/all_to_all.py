@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
-from disttensor.comm.work import Work
 from disttensor.core.placement import Shard
 from disttensor.core.spec import DistSpec
-from reshard.exchange import exchange, start_exchange
-from reshard.registry import Axes, Tensor, register, starts
+from reshard.exchange import exchange
+from reshard.registry import NOW, Axes, How, Tensor, dense, register, then
 
 
-class Even(NamedTuple):
-    """Equal pieces: dim j of the local is cut into ``split``, the pieces are joined along dim i."""
+class EvenSplit(NamedTuple):
+    """Equal pieces: dim j of the local is cut into ``sizes``, the pieces are joined along dim i."""
 
     group: collectives.Group
-    split: tuple[int, ...]
+    sizes: tuple[int, ...]
     i: int
     j: int
     shape: tuple[int, ...]
 
 
 @cached(4096)
-def even(src: DistSpec, dst: DistSpec, axes: Axes) -> Even | None:
+def even(src: DistSpec, dst: DistSpec, axes: Axes) -> EvenSplit | None:
     """Returns how even pieces are exchanged; None for uneven pieces or axes in another order."""
     i, j = src.layout.dim_of(axes[0]), dst.layout.dim_of(axes[0])
     assert i is not None and j is not None
@@ -33,34 +32,21 @@ def even(src: DistSpec, dst: DistSpec, axes: Axes) -> Even | None:
     before, after, group = src.local_shape, dst.local_shape, src.mesh.group(axes)
     if before[i] * group.size != after[i] or after[j] * group.size != before[j]:
         return None
-    return Even(group, (*before[:j], group.size, after[j], *before[j + 1 :]), i, j, after)
+    return EvenSplit(group, (*before[:j], group.size, after[j], *before[j + 1 :]), i, j, after)
 
 
 @register(Shard, Shard, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) / ranks * src_bytes)
-def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
     """``f32[8@dp, 6]`` to ``f32[8, 6@dp]``. Uneven and empty pieces are sent as they are."""
-    how = even(src, dst, axes)
-    if how is None:
-        return exchange(x, src, dst, axes)
-    pieces = collectives.all_to_all_even(x.reshape(how.split).movedim(how.j, 0), how.group)
-    return pieces.movedim(0, how.i).reshape(how.shape).contiguous()
-
-
-def start(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool) -> Work[Tensor]:
-    how = even(src, dst, axes)
-    if how is None:
-        return start_exchange(x, src, dst, axes, apart)
-    given, out = x.reshape(how.split).movedim(how.j, 0), x.new_empty(how.shape)
-    if apart and given.is_contiguous():  # else it is copied on the way
+    split = even(src, dst, axes)
+    if split is None:
+        return exchange(x, src, dst, axes, how)
+    given = x.reshape(split.sizes).movedim(split.j, 0)
+    out = x.new_empty(split.shape) if how.async_op else None
+    if how.copies and given.is_contiguous():  # else it is copied on the way
         given = given.clone()
-    work = collectives.all_to_all_even(given, how.group, async_op=True)
 
-    def finish() -> Tensor:
-        pieces = work.wait().movedim(0, how.i)
-        out.view(pieces.shape).copy_(pieces)
-        return out
+    def joined(pieces: Tensor) -> Tensor:
+        return dense(pieces.movedim(0, split.i), split.shape, out)
 
-    return Work(finish, work.done, out)
-
-
-starts[all_to_all] = start
+    return then(how.run(collectives.all_to_all_even, given, split.group), joined, out)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
-from disttensor.comm.work import Work
 from disttensor.core.layout import Axes as DimAxes
 from disttensor.core.layout import Box
 from disttensor.core.spec import DistSpec
-from reshard.registry import Axes, Tensor
+from reshard.registry import NOW, Axes, How, Tensor, then
 from reshard.routing import Message, within
 
 
@@ -54,38 +54,20 @@ def plan(src: DistSpec, dst: DistSpec, axes: Axes) -> Exchange:
     return Exchange(group, src.local_box, dst.local_box, routes.kept, sent, routes.receives, numels)
 
 
-def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
     """``f32[8@dp+tp]`` to ``f32[8@tp+dp]``, and every other change between layouts of S and R."""
-    how = plan(src, dst, axes)
-    got = collectives.all_to_all(_pieces(x, how), how.numels, how.group)
-    return _received(_kept(x, dst, how), how, got)
-
-
-def start_exchange(
-    x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, apart: bool
-) -> Work[Tensor]:
-    """Starts ``exchange`` in the background."""
-    how = plan(src, dst, axes)
-    pieces, out = _pieces(x, how), _kept(x, dst, how)
-    if apart and sum(box is not None for box in how.sent) == 1:  # several are copied into one
+    route, none, out = plan(src, dst, axes), x.new_empty(0), x.new_empty(dst.local_shape)
+    pieces = [box.cut(x, route.source) if box else none for box in route.sent]
+    if route.kept:
+        route.kept.cut(out, route.target).copy_(route.kept.cut(x, route.source))
+    # several pieces are copied into one
+    if how.copies and sum(box is not None for box in route.sent) == 1:
         pieces = [piece.clone() for piece in pieces]
-    work = collectives.all_to_all(pieces, how.numels, how.group, async_op=True)
-    return Work(lambda: _received(out, how, work.wait()), work.done, out)
 
+    def received(got: list[Tensor]) -> Tensor:
+        for i, box in route.received:
+            box.cut(out, route.target).copy_(got[i].view(box.shape))
+        return out
 
-def _pieces(x: Tensor, how: Exchange) -> list[Tensor]:
-    none = x.new_empty(0)
-    return [box.cut(x, how.source) if box else none for box in how.sent]
-
-
-def _kept(x: Tensor, dst: DistSpec, how: Exchange) -> Tensor:
-    out = x.new_empty(dst.local_shape)
-    if how.kept:
-        how.kept.cut(out, how.target).copy_(how.kept.cut(x, how.source))
-    return out
-
-
-def _received(out: Tensor, how: Exchange, got: list[Tensor]) -> Tensor:
-    for i, box in how.received:
-        box.cut(out, how.target).copy_(got[i].view(box.shape))
-    return out
+    given = how.run(collectives.all_to_all, pieces, route.numels, route.group)
+    return then(given, received, out)

@@ -17,7 +17,7 @@ from disttensor.core.layout import Axes as DimAxes
 from disttensor.core.layout import Layout, first, lacking
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from reshard.exchange import common, concerned, exchange
-from reshard.registry import Axes, Move, MoveFn, moves
+from reshard.registry import Axes, MoveFn, moves
 
 T = TypeVar("T")
 Dims = tuple[DimAxes, ...]
@@ -200,7 +200,7 @@ class Graph:
         self, src: type[Placement], dst: type[Placement], axes: Axes, here: Layout, to: Layout,
         merge: object = None,
     ) -> Edge:  # fmt: skip
-        move: Move = moves[src, dst]
+        move = moves[src, dst]
         ranks = math.prod(self.mesh[a] for a in axes)
         before, after = (self.numel(x.dims) * self.itemsize for x in (here, to))
         price, extra = move.cost(before, after, ranks), LATENCY if move.collective else 0

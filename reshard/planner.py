@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from disttensor.cache import cached
 from disttensor.comm.work import Work
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from ops.traffic import WORTH
+from reshard.all_gather import all_gather
+from reshard.all_reduce import all_reduce
+from reshard.all_to_all import all_to_all
+from reshard.exchange import exchange
 from reshard.graph import Edge, cheapest
-from reshard.registry import Axes, MoveFn, Tensor, starts
+from reshard.reduce_scatter import reduce_scatter
+from reshard.registry import Axes, How, MoveFn, Tensor
 from reshard.validate import check
+
+# The functions that can run in the background: they take a How.
+STARTABLE = {all_gather, all_reduce, all_to_all, exchange, reduce_scatter}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +128,10 @@ def background(
     if len(steps) != 1 or steps[0].bytes < WORTH:
         return None
     (step,) = steps
-    start = starts.get(step.fn)
-    return None if start is None else lambda x: start(x, step.src, step.dst, step.axes, apart)
+    if step.fn not in STARTABLE:
+        return None
+    start: Any = step.fn
+    return lambda x: start(x, step.src, step.dst, step.axes, How(True, apart))
 
 
 def essential(spec: DistSpec) -> Layout:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from disttensor.cache import clear_decisions
-from disttensor.comm.work import Work
+from disttensor.comm.work import Work, finished
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from disttensor.core.spec import DistSpec
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 Axes = tuple[int, ...]
 MoveFn = Callable[[Tensor, DistSpec, DistSpec, Axes], Tensor]
-StartFn = Callable[[Tensor, DistSpec, DistSpec, Axes, bool], Work[Tensor]]
 CostFn = Callable[[int, int, int], float]
 Pair = tuple[type[Placement], type[Placement]]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Mover:
     """A registered function, the name of its kind, and its cost.
 
     ``cost(src_bytes, dst_bytes, ranks)``: bytes that one rank sends, given the bytes of the largest
@@ -35,10 +36,24 @@ class Move:
     collective: bool
 
 
-moves: dict[Pair, Move] = {}
-# The same in the background, of those that can. The last argument: may x be written to meanwhile,
-# so that it is not read once this returns?
-starts: dict[MoveFn, StartFn] = {}
+moves: dict[Pair, Mover] = {}
+
+
+class How(NamedTuple):
+    """How a function runs that can run in the background.
+
+    ``async_op``: it returns a Work. ``copies``: x may be written to meanwhile, so it is not read
+    after the function returns.
+    """
+
+    async_op: bool = False
+    copies: bool = False
+
+    def run(self, collective: Callable[..., Any], *args: Any) -> Any:
+        return collective(*args, async_op=True) if self.async_op else collective(*args)
+
+
+NOW = How()
 
 
 def no_bytes(src_bytes: int, dst_bytes: int, ranks: int) -> float:
@@ -58,7 +73,7 @@ def register(
     It is called as ``fn(x, src, dst, axes)``: ``x`` is this rank's local of the spec ``src``; what
     it returns is its local of ``dst``. The specs differ on ``axes`` only, which all go from a
     placement of the first type to a placement of the second. The function must not change ``x``.
-    The planner compares ``cost`` (see Move); a function without a cost counts as local.
+    The planner compares ``cost`` (see Mover); a function without a cost counts as local.
     Raises ValueError if the pair is registered already, and TypeError for other types than
     placements.
     """
@@ -77,11 +92,34 @@ def register(
                 f"and {_name(fn)} claims it too; to have another way, make a placement type of "
                 "your own, derived from one of these, and register that"
             )
-        moves[src, dst] = Move(kind or fn.__name__, fn, cost, cost is not no_bytes)
+        moves[src, dst] = Mover(kind or fn.__name__, fn, cost, cost is not no_bytes)
         clear_decisions()
         return fn
 
     return add
+
+
+def then(result: T | Work[T], finish: Callable[[T], Tensor], into: Tensor | None = None) -> Any:
+    """Returns ``finish(result)``; of a Work, a Work that returns it. ``into``: the memory of what
+    ``finish`` returns; None: it returns a view."""
+    if not isinstance(result, Work):
+        return finish(result)
+    if into is None and result.into is not None:
+        into = finish(result.into)
+    return Work(lambda: finish(result.wait()), result.done, into)
+
+
+def dense(x: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
+    """Returns x viewed as ``shape``, contiguous; in ``out`` if given."""
+    if out is None:
+        return x.reshape(shape).contiguous()
+    out.view(x.shape).copy_(x)
+    return out
+
+
+def ready(x: Tensor, how: How) -> Any:
+    """Returns x, as a Work if ``how.async_op``."""
+    return finished(x) if how.async_op else x
 
 
 def _name(fn: MoveFn) -> str:

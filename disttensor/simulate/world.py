@@ -26,7 +26,7 @@ from disttensor.runtime import current_runtime, set_runtime_aside
 from disttensor.simulate import shapes
 from disttensor.torch_private import FakeTensorMode, process_groups_aside, start_fake_world
 from ops.registry import RULES
-from reshard.registry import moves, starts
+from reshard.registry import moves
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(str(_ROOT / name) for name in ("disttensor", "ops", "reshard"))
@@ -59,7 +59,7 @@ def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, s
 def _own_registrations() -> Iterator[None]:
     """Removes the rules and formulas that a program registers: each rank registers its own, as each
     process does."""
-    tables: list[dict[Any, Any]] = [RULES, moves, starts, shapes.formulas()]
+    tables: list[dict[Any, Any]] = [RULES, moves, shapes.formulas()]
     before = [dict(table) for table in tables]
     try:
         yield
