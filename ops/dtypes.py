@@ -1,6 +1,8 @@
-"""Numbers: half precision is computed in float32; roots have a gradient at 0."""
+"""Numbers: half precision is computed in float32; casts of autocast; roots have a gradient at 0."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -16,6 +18,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def widened(x: Tensor) -> Tensor:
     """Half precision as float32, in which torch accumulates too."""
     return x.to(wide(x.dtype))
+
+
+def autocast(x: Tensor | None) -> Any:
+    """Casts an argument of a product or of attention as autocast does."""
+    if x is None or not torch.is_autocast_enabled(x.device.type):
+        return x
+    low = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if low else x
 
 
 def root(x: Tensor, order: float = 2) -> Tensor:

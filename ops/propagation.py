@@ -337,3 +337,30 @@ def _splits(
         orders.append([whole] if rank[0] else list(itertools.permutations(whole)))
     for each in itertools.product(*orders):
         yield dict(zip(split, each, strict=True))
+
+
+# Calls that differ only in sizes -----------------------------------------------------------------
+
+
+def of_any_size(f: Factors, decision: Decision, shapes: Sequence[Axes]) -> bool:
+    """Returns True if the decision is valid for other sizes of the letters: it did not compare
+    bytes, and all dims of a letter have one size. For rules with ``sizes="letters"``."""
+    if decision.compared or f.per_item or f.even or f.halo or f.beside or f.shapes is not None:
+        return False
+    if sizes_of(f, shapes) != f.sizes:
+        return False
+    for dims, shape in zip(f.inputs, shapes, strict=True):
+        for letter, n in zip(dims, shape, strict=True):
+            if type(letter) is tuple or (letter is None and n != 1):
+                return False
+    return not any(type(letter) is tuple for dims in f.outputs for letter in dims)
+
+
+def sizes_of(f: Factors, shapes: Sequence[Axes]) -> dict[Letter, int] | None:
+    """Returns the sizes of the letters in tensors of these shapes; None if a letter has two."""
+    sizes: dict[Letter, int] = {}
+    for dims, shape in zip(f.inputs, shapes, strict=True):
+        for letter, n in zip(dims, shape, strict=True):
+            if letter is not None and sizes.setdefault(letter, n) != n:
+                return None
+    return sizes

@@ -22,18 +22,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable
 from itertools import takewhile
+from typing import Any
 
 from disttensor.core.layout import Axes, Layout, first, lacking
-from ops.factors import Arg
 
 Dims = tuple[Axes, ...]
 
 WORTH = 128 * 1024  # bytes of a rank: for fewer nothing is done in the background
 
 
-def traffic(arg: Arg, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
-    """Bytes there and back. ``varying``: the axes over which the call varies while it has all of
-    the argument, whose gradient is then a sum."""
+def traffic(arg: Any, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
+    """Returns the bytes there and back of an ``Arg``. ``varying``: the axes over which the call
+    varies while it has all of the argument, whose gradient is then a sum."""
     have, dtype = arg.layout, arg.dtype
     if have == want:
         return 0.0

@@ -16,7 +16,7 @@ from disttensor.core.layout import Layout, chunk, dealt
 from disttensor.core.placement import Balanced, Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
 from disttensor.torch_private import outside_modes
-from ops.nn.dealing import Dealing
+from ops.dealing import Dealing
 from reshard.all_gather import all_gather
 from reshard.all_to_all import all_to_all
 from reshard.reduce_scatter import reduce_scatter

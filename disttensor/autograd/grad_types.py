@@ -15,6 +15,7 @@ type, except that P(avg) becomes P(sum). All reshards within a mesh use one auto
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +23,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttensor import observe
 from disttensor.autograd import activation_checkpoint
-from disttensor.autograd.ahead import Begin, Begun, ahead
 from disttensor.cache import Cache, cached
+from disttensor.comm.work import Work
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.placement import Shard
 from disttensor.core.spec import DistSpec
 from disttensor.observe import observers
-from disttensor.torch_private import current_backward, direct_apply, is_view, storage_id
+from disttensor.torch_private import (
+    current_backward,
+    direct_apply,
+    is_view,
+    node_number,
+    storage_id,
+)
 from reshard import planner
 
 Tensor = torch.Tensor
+Begin = Callable[[Tensor], Work[Tensor]]
+Begun = dict[int, Work[Tensor]]  # by the number of the backward
+
+RESERVED = 4  # numbers of nodes: for the weights of q, k and v, or gate and up, and one more
 
 
 class GradType(NamedTuple):
@@ -127,7 +138,8 @@ class ReshardFunction(torch.autograd.Function):
         own: bool,
     ) -> Tensor:
         """Applies ``way``. ``held``: the result, if it was already communicated; ``own``: nothing
-        else refers to its memory. ``begun``: reductions of the backward that ``Ahead`` started."""
+        else refers to its memory. ``begun``: reductions of the backward that ``EarlyReduce``
+        started."""
         ctx.way, ctx.begun = way, begun
         activation_checkpoint.join_region(ctx)
         if held is not None:
@@ -155,8 +167,29 @@ class ReshardFunction(torch.autograd.Function):
         return grad if back.run is None else back.run(grad), None, None, None, None
 
 
+class EarlyReduce(torch.autograd.Function):
+    """The identity after a ReshardFunction. Its backward starts the reduction for which that one
+    waits; if the gradient will be differentiated again, only that one reduces. See
+    ``ops.linalg.overlapped_linear``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, begin: Begin, begun: Begun, first: int) -> Tensor:
+        ctx.begin, ctx.begun = begin, begun
+        ctx.reserved_nodes = list(range(first + RESERVED - 1, first - 1, -1))
+        activation_checkpoint.join_region(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            activation_checkpoint.recompute_region(ctx)
+            ctx.begun[current_backward()] = ctx.begin(grad)
+        return grad, None, None, None
+
+
 # Calls C++ directly: the Python layer of Function.apply serves functorch, which is not used here.
 _move: Any = direct_apply(ReshardFunction)
+_early_reduce: Any = direct_apply(EarlyReduce)
 
 
 def move(
@@ -167,15 +200,19 @@ def move(
 
 
 def along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """Applies ``ReshardFunction``, and ``Ahead`` after it if ``way.begin`` is set."""
+    """Applies ``ReshardFunction``, and ``EarlyReduce`` after it if ``way.begin`` is set."""
     if observers:
         return observe.run_step(_along, x, way, held, own)
     return _along(x, way, held, own)
 
 
 def _along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool) -> Tensor:
-    if way.begin is None:
-        out: Tensor = _move(x, way, held, None, own)
+    begun: Begun | None = None if way.begin is None else {}
+    out: Tensor = _move(x, way, held, begun, own)
+    if begun is None or out.grad_fn is None:
         return out
-    begun: Begun = {}
-    return ahead(_move(x, way, held, begun, own), way.begin, begun)
+    first = node_number(out.grad_fn) + 1
+    for _ in range(RESERVED):
+        out.view_as(out)  # uses up a number
+    early: Tensor = _early_reduce(out, way.begin, begun, first)
+    return early

@@ -27,11 +27,10 @@ from disttensor.errors import name_of, user_line
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from disttensor.tensor.reshard import relabels
-from ops.alike import of_any_size, sizes_of
 from ops.factors import Arg, Factors
 from ops.infer import NoRule, decide
 from ops.local import LocalCall
-from ops.propagation import Decision
+from ops.propagation import Decision, of_any_size, sizes_of
 from ops.registry import RULES, Rule
 
 Tensor = torch.Tensor

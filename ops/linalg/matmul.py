@@ -12,7 +12,7 @@ from ops.dims import FIRST, PRODUCT
 from ops.empty_pieces import is_empty
 from ops.factors import Arg, Factors, Letter, LocalMaker, letters
 from ops.infer import NoRule
-from ops.linalg import beside
+from ops.linalg import overlapped_linear
 from ops.local import LocalCall
 from ops.registry import rule
 
@@ -58,7 +58,7 @@ def _product(name: str, input: Arg, other: Arg) -> Factors:
 @rule(torch.matmul, torch.linalg.matmul, sizes="letters")
 def matmul(input: Arg, other: Arg, out: None = None) -> Factors:
     """... m k, ... k n -> ... m n; vectors lose their dim"""
-    return _carried_out(_product("matmul", input, other), beside.matmul)
+    return _carried_out(_product("matmul", input, other), overlapped_linear.matmul)
 
 
 @rule(torch.Tensor.__rmatmul__, exact=True)
@@ -84,7 +84,7 @@ def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> N
         if name == "bmm":
             fit(name, input, 0, other, 0)
         f = letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
-        return _carried_out(f, beside.matmul) if name == "mm" else f
+        return _carried_out(f, overlapped_linear.matmul) if name == "mm" else f
 
     factors.__name__, factors.__doc__ = name, pattern
     rule(*funcs, sizes="letters")(factors)
@@ -106,7 +106,7 @@ def _broadcast(call: LocalCall) -> Any:
 
 
 def _addmm(call: LocalCall) -> Any:
-    return beside.addmm(call, _broadcast(call))
+    return overlapped_linear.addmm(call, _broadcast(call))
 
 
 def _sum_and_product(
@@ -159,10 +159,10 @@ def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     w = "n k" if weight.ndim == 2 else "k"
     if bias is None:
         f = letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, terms=PRODUCT)
-        return _carried_out(f, beside.linear)
+        return _carried_out(f, overlapped_linear.linear)
     if bias.ndim > 1 or bias.numel() != (weight.shape[0] if weight.ndim == 2 and bias.ndim else 1):
         raise NoRule("linear with a bias that is no vector of the outputs")
     b = "n" if bias.ndim else ""
     terms = (*PRODUCT, frozenset({2}))
     f = letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)
-    return _carried_out(f, beside.linear)
+    return _carried_out(f, overlapped_linear.linear)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from disttensor.torch_private import flash_on_cpu, flash_on_cpu_backward
+from ops.dtypes import wide
 
 Grads = tuple[Tensor, Tensor, Tensor, Any]  # of q, k, v, and of the mask or None
 
@@ -26,11 +27,6 @@ class Hidden(NamedTuple):
     mask: Tensor | None = None
     causal: bool = False
     keep: Tensor | None = None
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which sums of this dtype are computed."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Hidden) -> tuple[Tensor, Tensor]:

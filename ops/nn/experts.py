@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from disttensor.core.layout import Axes, box_at
+from ops.dealing import Exchanged
 from ops.factors import Arg, Factors
 from ops.local import LocalCall
 from ops.nn.routing import Range, Route, narrow, route, spread, without_data
-from ops.nn.token_exchange import TokenExchange, Way
+from ops.nn.token_exchange import TokenExchange
 from ops.registry import rule
 
 Experts = Callable[..., Tensor]  # (rows [pairs, d], counts, *parameters) -> [pairs, d]
@@ -147,9 +148,9 @@ def _run(find: Callable[[Tensor, int], Route], send: Any) -> Callable[..., Tenso
         tokens, weights = tokens.reshape(-1, shape[-1]), weights.reshape(-1, k)
         found = find(indices.detach(), k)
         if send is not None:
-            way = Way(send, found.sent, found.received)
+            exchange = TokenExchange(send, found.sent, found.received)
             leaving = tokens.index_select(0, found.send), weights.index_select(0, found.send)
-            rows, scale = TokenExchange.apply(way, found.send, *leaving)
+            rows, scale = Exchanged.apply(exchange, *leaving)
             at = found.rows
         else:
             rows, scale = tokens, weights
@@ -158,7 +159,7 @@ def _run(find: Callable[[Tensor, int], Route], send: Any) -> Callable[..., Tenso
         scale = scale.reshape(-1).index_select(0, at * k + found.slots).unsqueeze(1)
         back = _summed(pairs * scale, at, len(rows), tokens.dtype)
         if send is not None:
-            (back,) = TokenExchange.apply(way.back, found.send, back)
+            (back,) = Exchanged.apply(exchange.back, back)
             back = _summed(back, found.send, len(tokens), tokens.dtype)
         return back.view(shape)
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from disttensor.core.layout import Box, Range, Ranges, dealt
 from disttensor.torch_private import autocast_is_on
+from ops.dealing import Dealing, Exchanged
+from ops.dtypes import autocast, wide
 from ops.local import DrawProtocol, LocalCall, Part
-from ops.nn.attention_block import Hidden, attend, attend_backward, merge, wide
-from ops.nn.dealing import Deal, Dealing
+from ops.nn.attention_block import Hidden, attend, attend_backward, merge
 from ops.nn.halo import ranges_of
 from ops.nn.ring_schedule import Pair, Ring
 
@@ -225,13 +226,13 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
         numbers = dropout(call, query, dropout_p) if dropout_p else None
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         if deals:
-            query, key, value = Deal.apply(dealing, query, key, value)
+            query, key, value = Exchanged.apply(dealing, query, key, value)
         shape = *query.shape[:-1], value.shape[-1]
         q, k, v = (four(x) for x in (query, key, value))
         mask = None if attn_mask is None else four(attn_mask, query.shape[:-3])
         out = RingAttention.apply(made, Factor(scale, numbers), q, k, v, mask)
         out = out.reshape(shape)
-        return Deal.apply(dealing.back, out)[0] if deals else out
+        return Exchanged.apply(dealing.back, out)[0] if deals else out
 
     return run
 
@@ -250,14 +251,6 @@ def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor
         return four(keep / (1.0 - p) if p < 1.0 else keep)
 
     return numbers
-
-
-def autocast(x: Any) -> Any:
-    """A tensor as autocast hands it to attention."""
-    if x is None or not torch.is_autocast_enabled(x.device.type):
-        return x
-    low = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if low else x
 
 
 def four(x: Tensor, lead: Sequence[int] = ()) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from disttensor.core.layout import Range, Ranges
-from ops.nn.dealing import Exchange
+from ops.dealing import Exchange
 
 
 class Pair(NamedTuple):

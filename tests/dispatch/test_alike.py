@@ -178,7 +178,7 @@ def test_what_was_weighed_by_bytes_is_weighed_again(mesh: dt.ProcessMesh) -> Non
 
 
 def test_a_letter_of_two_sizes_is_no_letter() -> None:
-    from ops.alike import sizes_of
+    from ops.propagation import sizes_of
 
     f = Factors((("a", None), ("a",)), ((),))
     assert sizes_of(f, [(3, 1), (3,)]) == {"a": 3}

@@ -75,14 +75,18 @@ class Dealing:
         return outs
 
 
-class Deal(torch.autograd.Function):
+class Exchanged(torch.autograd.Function):
+    """``exchange(tensors)``, which communicates; its backward, to every order, is ``exchange.back``
+    of the gradients."""
+
     @staticmethod
-    def forward(ctx: Any, dealing: Dealing, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.dealing = dealing
+    def forward(ctx: Any, exchange: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
         ctx.save_for_backward(tensors[0].new_empty(0))
-        return dealing(tensors)
+        out: tuple[Tensor, ...] = exchange(tensors)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _ = ctx.saved_tensors  # before it communicates a checkpointed region is computed again
-        return None, *Deal.apply(ctx.dealing.back, *grads)
+        return None, *Exchanged.apply(ctx.exchange.back, *grads)

@@ -1,14 +1,19 @@
 """A product with a weight, whose backward computes the gradient of the weight while the gradient of
 the input is being reduced.
 
-The backward of torch's own products returns both gradients in one node. Here they have two nodes:
+    x -> ReshardFunction -> EarlyReduce -> input    (``disttensor.autograd.grad_types``)
 
-    weight -> Weights -> Input -> result    (a backward goes from the right)
-                input ----^
+    weight -> WeightGrad -> InputGrad -> result     (a backward goes from the right)
+                   input ----^
 
-``Input`` returns the gradient of the input, whose reduction can then start: see
-``disttensor.autograd.ahead``. ``Weights`` has a number that was reserved there, so it runs next.
-Both compute the same bits as torch.
+The backward of torch's own products returns both gradients in one node. Here ``InputGrad`` returns
+the gradient of the input. ``EarlyReduce`` starts its reduction when the gradients of all uses are
+added up, and ``ReshardFunction`` waits for the result. Autograd runs the ready node with the
+highest number, and a new node has the next number. So a few numbers are reserved between these two,
+and ``WeightGrad`` takes one: it runs in the meantime. It computes the same bits as torch.
+
+Numbers stay unique, and the inputs of a node have lower numbers than the node. So a backward runs
+the nodes of the program in one order, the same on all ranks, whatever a rank's piece is.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from typing import Any
 import torch
 
 from disttensor.torch_private import autocast_is_on, direct_apply, renumber
+from ops.dtypes import autocast
 from ops.local import LocalCall
 from ops.traffic import WORTH
 
@@ -34,12 +40,12 @@ def linear(call: LocalCall) -> Any:
     func = call.func
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        room = room_of(input, weight, bias)
-        if not room:
+        nodes = reserved_nodes(input, weight, bias)
+        if not nodes:
             return func(input, weight, bias)
-        return beside(func, input, weight, bias, True, room)
+        return overlapped(func, input, weight, bias, True, nodes)
 
-    return linear if apart(call, 0) else func
+    return linear if may_be_large(call, 0) else func
 
 
 def matmul(call: LocalCall) -> Any:
@@ -47,33 +53,33 @@ def matmul(call: LocalCall) -> Any:
     func = call.func
 
     def matmul(input: Tensor, other: Tensor) -> Any:
-        room = room_of(input, other, None)
-        if not room:
+        nodes = reserved_nodes(input, other, None)
+        if not nodes:
             return func(input, other)
-        return beside(lambda x, w, _: func(x, w), input, other, None, False, room)
+        return overlapped(lambda x, w, _: func(x, w), input, other, None, False, nodes)
 
-    return matmul if apart(call, 0) else func
+    return matmul if may_be_large(call, 0) else func
 
 
 def addmm(call: LocalCall, func: Any) -> Any:
     """Returns the local function of ``torch.addmm``, which calls ``func``."""
 
     def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **factors: Any) -> Any:
-        room = None if factors else room_of(mat1, mat2, input)
-        if not room:
+        nodes = None if factors else reserved_nodes(mat1, mat2, input)
+        if not nodes:
             return func(input, mat1, mat2, **factors)
-        return beside(lambda x, w, b: func(b, x, w), mat1, mat2, input, False, room)
+        return overlapped(lambda x, w, b: func(b, x, w), mat1, mat2, input, False, nodes)
 
-    return addmm if apart(call, 1) else func
+    return addmm if may_be_large(call, 1) else func
 
 
-def apart(call: LocalCall, input: int) -> bool:
+def may_be_large(call: LocalCall, input: int) -> bool:
     """Returns True if the gradient of argument ``input`` may be a large sum over ranks."""
     most = math.prod(call.inputs[input].shape) * 2 * torch.float64.itemsize
     return bool(call.axes("n")) and most >= WORTH
 
 
-def room_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[int] | None:
+def reserved_nodes(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[int] | None:
     """Returns the node numbers that are reserved after the reduction of the gradient of ``input``;
     None if no reduction starts early, or the other factor is not a weight."""
     if not (weight.requires_grad and input.requires_grad and torch.is_grad_enabled()):
@@ -84,33 +90,25 @@ def room_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[int] | N
         return None
     node: Any = input.grad_fn
     for _ in range(VIEWS + 1):
-        room: list[int] | None = getattr(node, "room", None)
-        if room is not None or node is None:
-            return room
+        nodes: list[int] | None = getattr(node, "reserved_nodes", None)
+        if nodes is not None or node is None:
+            return nodes
         below = node.next_functions
         node = below[0][0] if len(below) == 1 else None
     return None
 
 
-def beside(
+def overlapped(
     func: Product, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool,
-    room: list[int],
+    nodes: list[int],
 ) -> Tensor:  # fmt: skip
     """Computes ``func(input, weight, bias)``; ``turned``: the weight is [n, k], else [k, n]."""
     if autocast_is_on():
-        input, weight, bias = _cast(input), _cast(weight), None if bias is None else _cast(bias)
+        input, weight, bias = (autocast(t) for t in (input, weight, bias))
     product: Tensor = _weights(weight, bias, [input], turned, func)
-    renumber(product.grad_fn, room.pop())
+    renumber(product.grad_fn, nodes.pop())
     result: Tensor = _input(input, product, [weight], turned)
     return result
-
-
-def _cast(t: Tensor) -> Tensor:
-    """Casts an argument of a product as autocast does."""
-    device = t.device.type
-    if not torch.is_autocast_enabled(device) or t.dtype is torch.float64:
-        return t
-    return t.to(torch.get_autocast_dtype(device))
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -121,7 +119,7 @@ def _by_columns(t: Tensor) -> bool:
     return t.stride(0) == 1 and t.stride(1) == t.shape[0]
 
 
-class Weights(torch.autograd.Function):
+class WeightGrad(torch.autograd.Function):
     """The product. Its backward returns the gradients of the weight and the bias. ``given``: the
     input, in a list so that autograd does not track it."""
 
@@ -145,7 +143,7 @@ class Weights(torch.autograd.Function):
         return found.t() if ctx.turned else found, of_bias, None, None, None
 
 
-class Input(torch.autograd.Function):
+class InputGrad(torch.autograd.Function):
     """Returns ``product`` unchanged. Its backward returns the gradient of the input, and passes the
     incoming gradient on."""
 
@@ -170,5 +168,5 @@ class Input(torch.autograd.Function):
         return found.view(ctx.shape), grad, None, None
 
 
-_weights: Any = direct_apply(Weights)
-_input: Any = direct_apply(Input)
+_weights: Any = direct_apply(WeightGrad)
+_input: Any = direct_apply(InputGrad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops.linalg.beside import beside
+from ops.linalg.overlapped_linear import overlapped
 
 KINDS = {
     "linear": (F.linear, True),
@@ -17,7 +17,7 @@ KINDS = {
 
 def gradients(call, turned, x, w, b, grad, apart):
     x, w, b = (None if t is None else t.detach().requires_grad_() for t in (x, w, b))
-    out = beside(call, x, w, b, turned, [1]) if apart else call(x, w, b)
+    out = overlapped(call, x, w, b, turned, [1]) if apart else call(x, w, b)
     out.backward(grad)
     return [out, x.grad, w.grad, None if b is None else b.grad]
 
