@@ -120,13 +120,15 @@ def rule(
     floats: bool = False,
     setting: Callable[[Sequence[Layout]], Setting | None] | None = None,
     sizes: str = "value",
+    doc: str = "",
     **options: Any,
 ) -> Any:
     """Registers a rule. Two forms:
 
     ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, terms=({0, 1},))``   letters suffice
     ``@rule(torch.softmax)`` over a function with torch's signature that gets an ``Arg`` for each
-    tensor and returns Factors: for everything that depends on dims, sizes or constants.
+    tensor and returns Factors: for everything that depends on dims, sizes or constants. ``doc``, or
+    the first line of its docstring, describes the rule in docs/operators.md.
 
     ``local`` runs in place of the torch function (see ``Factors.local``).
     Raises ValueError if a function already has a rule.
@@ -139,24 +141,16 @@ def rule(
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
             return letters(pattern, *tensors, local=local, **options)
 
-        register(
-            Rule(
-                functions[0].__name__, factors, False, numbers, floats, pattern, setting, "letters"
-            ),
-            *functions,
-            exact=exact,
-        )
+        name = functions[0].__name__
+        entry = Rule(name, factors, False, numbers, floats, pattern, setting, "letters")
+        register(entry, *functions, exact=exact)
         return None
 
     def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
-        register(
-            Rule(
-                make.__name__, make, False, numbers, floats, (make.__doc__ or "").split("\n")[0],
-                setting, sizes,
-            ),
-            *funcs,
-            exact=exact,
-        )  # fmt: skip
+        words = doc or (make.__doc__ or "").split("\n")[0]
+        name = funcs[0].__name__ if doc else make.__name__
+        entry = Rule(name, make, False, numbers, floats, words, setting, sizes)
+        register(entry, *funcs, exact=exact)
         return make
 
     return enter

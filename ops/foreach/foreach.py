@@ -14,7 +14,7 @@ import torch
 
 from ops.dims import FIRST, SECOND, SUM
 from ops.factors import Arg, Factors, pointwise_factors
-from ops.registry import Rule, register
+from ops.registry import rule
 
 Terms = tuple[frozenset[int], ...]
 
@@ -111,15 +111,11 @@ def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
     return factors
 
 
-def _enter_all() -> None:
-    for full in dir(torch):
-        name = full.removeprefix("_foreach_").rstrip("_")
-        if full.startswith("_foreach_") and name not in NOT_POINTWISE:
-            inplace = full.endswith("_")
-            rule = Rule(
-                full, foreach(name, inplace), inplace, "type", pattern="each element pointwise"
-            )
-            register(rule, getattr(torch, full), exact=True)
-
-
-_enter_all()
+for _full in dir(torch):
+    _name = _full.removeprefix("_foreach_").rstrip("_")
+    if _full.startswith("_foreach_") and _name not in NOT_POINTWISE:
+        _factors = foreach(_name, _full.endswith("_"))
+        _enter = rule(
+            getattr(torch, _full), exact=True, numbers="type", doc="each element pointwise"
+        )
+        _enter(_factors)

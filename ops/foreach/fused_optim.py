@@ -15,7 +15,7 @@ from torch import Tensor
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.foreach.foreach import grouped, lists_of
 from ops.infer import NoRule
-from ops.registry import Function, Rule, register, rule
+from ops.registry import Function, rule
 
 # the lists that each function writes, by position; the gradients (1) too where they are unscaled
 WRITTEN: dict[Function, tuple[int, ...]] = {
@@ -47,10 +47,7 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
 
 
 for _func, _written in WRITTEN.items():
-    _rule = Rule(
-        _func.__name__, fused(_written), True, "type", pattern="each parameter elementwise"
-    )
-    register(_rule, _func, exact=True)
+    rule(_func, exact=True, numbers="type", doc="each parameter elementwise")(fused(_written))
 
 
 @rule(torch._amp_foreach_non_finite_check_and_unscale_)

@@ -16,8 +16,8 @@ from ops.dims import FIRST, front, letters_of, moved, named
 from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned
 from ops.infer import NoRule
-from ops.registry import Rule, register, rule
-from ops.shape.copied import copied
+from ops.registry import rule
+from ops.shape.view_copy import copied
 
 Tensor = torch.Tensor
 
@@ -62,8 +62,7 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
     return moved(input, (*dims[:at], "taken", *dims[at + 1 :]), {"taken": length}, view=True)
 
 
-_copy = Rule("narrow_copy", copied(narrow), pattern="as narrow")
-register(_copy, *named("narrow_copy"), exact=True)
+rule(*named("narrow_copy"), exact=True, doc="as narrow")(copied(narrow))
 
 
 @rule(*named("index_select"), exact=True)
@@ -79,8 +78,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
             return call.func
-        piece = call.inputs[0]
-        owned = Owned(piece.local_box.offset[at], piece.local_shape[at], input.shape[at])
+        owned = Owned.of(call.inputs[0], at)
         tail = (1,) * (input.ndim - at - 1)
 
         def run(input: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -127,8 +125,7 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
             return call.func
-        piece = call.inputs[0]
-        owned = Owned(piece.local_box.offset[at], piece.local_shape[at], input.shape[at])
+        owned = Owned.of(call.inputs[0], at)
 
         def run(input: Tensor, *more: Any, **words: Any) -> Tensor:
             index: Any = next(a for a in (*more, *words.values()) if isinstance(a, Tensor))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ops.local import LocalShardInfo
+
 Tensor = torch.Tensor
 
 
@@ -18,6 +20,11 @@ class Owned:
 
     def __init__(self, offset: int, size: int, total: int) -> None:
         self.offset, self.size, self.total = offset, size, total
+
+    @classmethod
+    def of(cls, piece: LocalShardInfo, dim: int) -> Owned:
+        """Returns the rows of ``dim`` that this rank's piece of a tensor has."""
+        return cls(piece.local_box.offset[dim], piece.local_shape[dim], piece.shape[dim])
 
     def find(self, index: Tensor, negative: bool = False) -> tuple[Tensor, Tensor]:
         """(numbers within the piece, 0 for rows of others; mask of the rows of others).

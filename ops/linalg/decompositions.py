@@ -13,7 +13,7 @@ from ops.dims import named, tensors_in
 from ops.empty_pieces import padded_if_empty, zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.registry import Function, Rule, register
+from ops.registry import Function, rule
 
 
 def _enter(
@@ -22,21 +22,19 @@ def _enter(
     places: tuple[Any, ...] = (torch, torch.linalg, Tensor),
     **options: Any,
 ) -> None:
-    """A rule for each of the functions of these names. ``cores``: how many last dims of each tensor
-    stay whole. A function that refuses a matrix (not positive definite, singular) does so on the
-    rank that has it."""
+    """Registers a rule for each of the functions of these names. ``cores`` returns how many last
+    dims of each tensor stay whole. A function that refuses a matrix (not positive definite,
+    singular) does so on the rank that has it."""
     for func in named(*names.split(), places=places):
 
+        @rule(func, exact=True, floats=True, doc="... m n -> ...: batch dims pass")
         def factors(*args: Any, _func: Function = func, **kwargs: Any) -> Factors:
             tensors = tensors_in(*args, *kwargs.values())
             return batched_factors(_func, args, kwargs, tensors, cores(tensors), **options)
 
-        rule = Rule(func.__name__, factors, floats=True, pattern="... m n -> ...: batch dims pass")
-        register(rule, func, exact=True)
 
-
-def _matrices(tensors: list[Arg]) -> list[int]:
-    return [2] * len(tensors)
+def _dims(*cores: int) -> Callable[[list[Arg]], list[int]]:
+    return lambda tensors: [*cores[: len(tensors)]]
 
 
 def _one_matrix(tensors: list[Arg]) -> list[int]:
@@ -51,30 +49,20 @@ def _solves(tensors: list[Arg]) -> list[int]:
         a, b = tensors
         if b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):
             return [2, 1]
-    return _matrices(tensors)
-
-
-def _with_vector(tensors: list[Arg]) -> list[int]:
-    """Returns the cores of a matrix and a vector each: pivots, factors of reflections."""
-    return [2, 1, 2][: len(tensors)]
-
-
-def _pivots_last(tensors: list[Arg]) -> list[int]:
-    """Right sides, factors, and a vector of pivots for each matrix."""
-    return [2, 2, 1]
+    return [2] * len(tensors)
 
 
 _enter(
     "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse "
     "eig eigvals eigh eigvalsh qr svd svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex "
     "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
-    _matrices,
+    _dims(2, 2),
 )
 # padded: under autocast torch computes their dtype otherwise without data
 _enter("pinverse", _one_matrix, (torch, Tensor), local=padded_if_empty)
 _enter("pinv", _one_matrix, (torch.linalg,), local=padded_if_empty)
 _enter("cond matrix_rank lu", _one_matrix, (torch.linalg,), local=zeros_if_empty)
 _enter("solve solve_ex", _solves)
-_enter("lu_solve", _with_vector, (torch.linalg,))
-_enter("lu_solve", _pivots_last, (torch, Tensor))
-_enter("ldl_solve lu_unpack householder_product ormqr", _with_vector)
+_enter("lu_solve", _dims(2, 1, 2), (torch.linalg,))  # factors, pivots, right sides
+_enter("lu_solve", _dims(2, 2, 1), (torch, Tensor))
+_enter("ldl_solve lu_unpack householder_product ormqr", _dims(2, 1, 2))

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ops.batching import results_of
+from ops.batching import results_of, shaped
 from ops.dims import FIRST, fronts, letters_of, moved, tensors_in, without
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
 from ops.infer import NoRule
-from ops.registry import Function, Rule, register, rule
+from ops.registry import Function, rule
 
 fft = torch.fft
 
@@ -20,6 +20,7 @@ def _transform(func: Function, default: Any) -> None:
     """``default``: the dims where none are given; None: the last ones for which there are sizes, or
     all."""
 
+    @rule(func, exact=True, doc="linear; transformed dims whole")
     def factors(
         input: Arg, n: Any = None, dim: Any = default, norm: Any = None, s: Any = None,
         out: None = None,
@@ -27,13 +28,8 @@ def _transform(func: Function, default: Any) -> None:
         given = n if n is not None else s
         if dim is None:
             dim = tuple(range(-len(given), 0)) if given is not None else tuple(range(input.ndim))
-        gone = fronts(dim, input.ndim)
-        (shape,) = results_of(func, (input, given, dim, norm), {})
-        dims, sizes = without(input, gone), dict[Any, int](enumerate(input.shape))
-        return Factors((dims,), (dims,), sizes, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
-
-    rule = Rule(func.__name__, factors, False, "value", False, "linear; transformed dims whole")
-    register(rule, func, exact=True)
+        dims = without(input, fronts(dim, input.ndim))
+        return shaped(func, (input, given, dim, norm), {}, [dims], dims, terms=FIRST)
 
 
 for _names, _default in (
@@ -45,15 +41,11 @@ for _names, _default in (
         _transform(getattr(fft, _name), _default)
 
 
+@rule(fft.fftshift, fft.ifftshift, exact=True)
 def shift(input: Arg, dim: Any = None) -> Factors:
     """movement; the dims that are shifted stay whole"""
     gone = fronts(range(input.ndim) if dim is None else dim, input.ndim)
     return moved(input, letters_of(input), whole=frozenset(gone))
-
-
-register(
-    Rule("fftshift", shift, pattern=shift.__doc__ or ""), fft.fftshift, fft.ifftshift, exact=True
-)
 
 
 @rule(torch.stft, exact=True)

@@ -73,6 +73,7 @@ def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> N
     name = funcs[0].__name__
     ndims = [len(t.split()) for t in pattern.split("->")[0].split(",")]
 
+    @rule(*funcs, sizes="letters", doc=pattern)
     def factors(input: Arg, other: Arg, *rest: Any, **options: Any) -> Factors:
         if [input.ndim, other.ndim] != ndims:
             raise RuntimeError(
@@ -85,9 +86,6 @@ def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> N
             fit(name, input, 0, other, 0)
         f = letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
         return _carried_out(f, overlapped_linear.matmul) if name == "mm" else f
-
-    factors.__name__, factors.__doc__ = name, pattern
-    rule(*funcs, sizes="letters")(factors)
 
 
 _fixed(torch.mm, pattern="m k, k n -> m n", check=(1, 0))
@@ -117,6 +115,7 @@ def _sum_and_product(
     sum once."""
     name = func.__name__
 
+    @rule(func, numbers="type", doc=f"input + ({pattern} -> {out})")
     def factors(input: Arg, first: Arg, second: Arg, *, beta: Any = 1, alpha: Any = 1) -> Factors:
         for i, j in fits:
             fit(name, first, i, second, j)
@@ -139,9 +138,6 @@ def _sum_and_product(
             inputs=(f.inputs[2], f.inputs[0], f.inputs[1]),
             terms=(*FIRST, frozenset({1, 2})),
         )
-
-    factors.__name__, factors.__doc__ = name, f"input + ({pattern} -> {out})"
-    rule(func, numbers="type")(factors)
 
 
 _sum_and_product(torch.addmm, "m k, k n", "m n", ((1, 0),), SUM_K, _addmm)

@@ -22,6 +22,7 @@ from ops.nn.halo import Window, halo
 from ops.registry import rule
 
 Tensor = torch.Tensor
+GROUPS = "input channels: P(sum); groups stay together"
 
 
 def _windows(
@@ -148,6 +149,7 @@ def _on_pieces(call: LocalCall, n: int) -> Any:
 def _conv(func: Any, n: int) -> None:
     name = func.__name__
 
+    @rule(func, doc=f"{GROUPS}; a halo where the window slides")
     def factors(
         input: Arg, weight: Arg, bias: Any = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
@@ -162,14 +164,11 @@ def _conv(func: Any, n: int) -> None:
         out = tuple(w.made for w in windows)
         return _factors(name, n, input, weight, bias, groups, out, windows, local)
 
-    factors.__name__ = name
-    factors.__doc__ = "input channels: P(sum); groups stay together; a halo where the window slides"
-    rule(func)(factors)
-
 
 def _conv_transpose(func: Any, n: int) -> None:
     name = func.__name__
 
+    @rule(func, doc=GROUPS)
     def factors(
         input: Arg, weight: Arg, bias: Any = None, stride: Any = 1, padding: Any = 0,
         output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
@@ -180,9 +179,6 @@ def _conv_transpose(func: Any, n: int) -> None:
         out = tuple((s - 1) * step - 2 * p + d * (k - 1) + e + 1 for s, k, step, p, e, d in sizes)
         local = lambda call: _on_pieces(call, n)  # noqa: E731
         return _factors(name, n, input, weight, bias, groups, out, (), local)
-
-    factors.__name__, factors.__doc__ = name, "input channels: P(sum); groups stay together"
-    rule(func)(factors)
 
 
 _conv(torch.conv1d, 1)

@@ -65,8 +65,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.split:
             return call.func
-        piece = call.inputs[0]
-        owned = Owned(piece.local_box.offset[at], piece.local_shape[at], piece.shape[at])
+        owned = Owned.of(call.inputs[0], at)
         options = Options(
             at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.collectives
         )

@@ -41,8 +41,7 @@ def _lookup(call: Any) -> Callable[..., Tensor]:
         return lambda input, weight, padding_idx=None, *_, **__: F.embedding(
             input, weight, padding_idx
         )
-    table = call.inputs[1]
-    owned = Owned(table.local_box.offset[0], table.local_shape[0], table.shape[0])
+    owned = Owned.of(call.inputs[1], 0)
 
     def embedding(
         input: Tensor, weight: Tensor, padding_idx: Any = None, *more: Any, **words: Any

@@ -27,23 +27,19 @@ Tensor = torch.Tensor
 
 
 def _last_dims(*funcs: Any) -> None:
-    name = funcs[0].__name__
-
+    @rule(*funcs, doc="the last dims stay whole")
     def factors(input: Arg, normalized_shape: Any, *more: Any, **words: Any) -> Factors:
         shape = normalized_shape
         wanted = (shape,) if isinstance(shape, int) else tuple(shape)
         n = len(wanted)
         if input.shape[input.ndim - n :] != wanted or n > input.ndim:
             raise RuntimeError(
-                f"{name}: normalized_shape {list(wanted)} is not the end of the input's "
-                f"{list(input.shape)}"
+                f"{funcs[0].__name__}: normalized_shape {list(wanted)} is not the end of the "
+                f"input's {list(input.shape)}"
             )
         last = tuple(range(input.ndim - n, input.ndim))
         f = pointwise_factors([input], whole=frozenset(last), local=padded_if_empty)
         return f.replace(inputs=(*f.inputs, *(last for _ in tensors_in(*more, *words.values()))))
-
-    factors.__name__, factors.__doc__ = name, "the last dims stay whole"
-    rule(*funcs)(factors)
 
 
 _last_dims(F.layer_norm, torch.layer_norm)

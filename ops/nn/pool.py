@@ -17,19 +17,15 @@ from ops.registry import Function, rule
 
 def _pool(n: int, func: Function, linear: bool) -> None:
     """``n``: how many dims the window slides over."""
-    name = func.__name__
 
+    @rule(func, exact=True, doc="linear; " * linear + "the dims that are pooled stay whole")
     def factors(input: Arg, *args: Any, **words: Any) -> Factors:
         if input.ndim not in (n + 1, n + 2):
-            raise NoRule(f"{name} of {list(input.shape)}")
+            raise NoRule(f"{func.__name__} of {list(input.shape)}")
         return batched_factors(
             func, (input, *args), words, [input], [n],
             terms=FIRST if linear else (), local=zeros_if_empty,
         )  # fmt: skip
-
-    factors.__name__ = name
-    factors.__doc__ = "linear; " * linear + "the dims that are pooled stay whole"
-    rule(func, exact=True)(factors)
 
 
 for _n in (1, 2, 3):

@@ -19,15 +19,13 @@ from ops.registry import Function, rule
 def _images(func: Function, core: int, tensors: int, doc: str) -> None:
     """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims."""
 
+    @rule(func, exact=True, doc=f"linear; {doc}")
     def factors(*args: Any, **words: Any) -> Factors:
         images = list(args[:tensors])
         if any(i.shape != args[0].shape for i in images) or 0 in args[0].shape:
             raise NoRule("no images, or places of another shape")
         cores = [core] * tensors
         return batched_factors(func, args, words, images, cores, terms=FIRST, local=zeros_if_empty)
-
-    factors.__name__, factors.__doc__ = func.__name__, f"linear; {doc}"
-    rule(func, exact=True)(factors)
 
 
 for _name in ("pixel_shuffle", "pixel_unshuffle"):

@@ -16,7 +16,7 @@ from ops.dims import FIRST, SECOND
 from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.infer import NoRule
 from ops.pointwise.elementwise import enter
-from ops.registry import Rule, register, rule
+from ops.registry import Rule, rule
 
 ALIASES = "positive resolve_conj resolve_neg cpu cuda pin_memory __pos__"
 PARTS = "real imag conj"
@@ -65,8 +65,10 @@ def cast_to(dtype: torch.dtype) -> Callable[..., Factors]:
 
 
 for _name, _dtype in DTYPES.items():
-    _rule = Rule(_name, cast_to(_dtype), pattern="elementwise; linear between floating dtypes")
-    register(_rule, getattr(torch.Tensor, _name), exact=True)
+    _enter = rule(
+        getattr(torch.Tensor, _name), exact=True, doc="elementwise; linear between floating dtypes"
+    )
+    _enter(cast_to(_dtype))
 
 
 @rule(torch.Tensor.to, torch.Tensor.type_as, exact=True)

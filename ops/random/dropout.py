@@ -17,7 +17,7 @@ from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
 from ops.random.fill import drawing
-from ops.registry import Function, Rule, register, rule
+from ops.registry import Function, rule
 
 LINEAR: list[Function] = [
     torch.dropout,
@@ -98,17 +98,8 @@ def dropout(linear: bool) -> Callable[..., Factors]:
     return factors
 
 
-for _funcs in (LINEAR, AFFINE):
-    for _f in _funcs:
-        _rule = Rule(
-            "dropout",
-            dropout(_funcs is LINEAR),
-            _f.__name__.endswith("_"),
-            "value",
-            False,
-            "elementwise",
-        )
-        register(_rule, _f, exact=True)
+rule(*LINEAR, exact=True, doc="elementwise")(dropout(linear=True))
+rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
 
 
 def with_mask(call: LocalCall) -> Callable[..., Any]:
@@ -153,7 +144,7 @@ def sloped(call: LocalCall) -> Callable[..., Any]:
     return drawing(call, "fast", by_position)
 
 
-@rule(F.rrelu, torch.rrelu, exact=True, numbers="type")
+@rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True, numbers="type")
 def rrelu(
     input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
     inplace: bool = False, generator: Any = None,
@@ -162,6 +153,3 @@ def rrelu(
     if inplace:
         raise NoRule("inplace=True is the function with _ at its end")
     return pointwise_factors([input], local=sloped if training else None)
-
-
-register(Rule("rrelu", rrelu, True, "type", False, "elementwise"), torch.rrelu_, exact=True)

@@ -83,23 +83,21 @@ class Extreme(torch.autograd.Function):
         return torch.where(tie, share, 0), None, None, None, None, None
 
 
+def extreme_of_all(gone: tuple[int, ...], largest: bool) -> Callable[..., Tensor]:
+    """Returns a function for ``inner``."""
+
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return best_of(call, x, gone, largest, axes).reshape(call.outputs[0].local_shape)
+
+    return reduce
+
+
 def _amax(*funcs: Any, largest: bool) -> None:
-    name = funcs[0].__name__
-
+    @rule(*funcs, doc="compared inside; gradient evenly to ties")
     def factors(input: Arg, dim: Any = (), keepdim: bool = False, *, out: None = None) -> Factors:
-        gone = check_not_empty(name, input, dim)
-
-        def make(call: LocalCall, axes: Axes) -> Callable[..., Tensor]:
-            def extreme(x: Tensor, *_: Any, **__: Any) -> Tensor:
-                best = best_of(call, x, gone, largest, axes)
-                return best if keepdim else best.reshape(call.outputs[0].local_shape)
-
-            return extreme
-
-        return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
-
-    factors.__name__, factors.__doc__ = name, "compared inside; gradient evenly to ties"
-    rule(*funcs)(factors)
+        gone = check_not_empty(funcs[0].__name__, input, dim)
+        local = inner(gone, extreme_of_all(gone, largest))
+        return reduction(input, dim, keepdim, "inner", local=local)
 
 
 _amax(torch.amax, largest=True)
@@ -111,15 +109,11 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False, out: None = N
     """as amin and amax"""
     gone = check_not_empty("aminmax", input, dim)
 
-    def make(call: LocalCall, axes: Axes) -> Any:
-        def aminmax(x: Tensor, **_: Any) -> Any:
-            low, high = (best_of(call, x, gone, largest, axes) for largest in (False, True))
-            shape = call.outputs[0].local_shape
-            return torch.return_types.aminmax((low.reshape(shape), high.reshape(shape)))
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, **_: Any) -> Any:
+        low, high = (extreme_of_all(gone, largest)(call, axes, x) for largest in (False, True))
+        return torch.return_types.aminmax((low, high))
 
-        return aminmax
-
-    return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, make))
+    return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, reduce))
 
 
 def candidate(
@@ -153,62 +147,28 @@ def winner(
 ) -> tuple[Tensor, Tensor]:
     """(value, index) of the extreme over all ranks: the lowest index of those that tie."""
     mine, place = candidate(x, gone, call, largest)
-    values = call.collectives.all_gather(mine.detach(), axes)
+    values = call.collectives.all_gather(mine, axes)  # its gradient goes to the rank that wins
     places = call.collectives.all_gather(place, axes)
-    best = torch.amax(values, 0) if largest else torch.amin(values, 0)
-    where = torch.where(ties(values, best), places, NOWHERE).amin(0)
-    if mine.requires_grad:
-        best = _Pick.apply(mine, best, where == place, call.collectives, axes)
-    return best, where
-
-
-class _Pick(torch.autograd.Function):
-    """``best`` as the value of ``mine`` where that ``won``: the gradient goes there alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mine: Tensor, best: Tensor, won: Tensor, collectives: Collectives, axes: Axes
-    ) -> Tensor:
-        ctx.save_for_backward(won)
-        ctx.with_ = collectives, axes
-        return best.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (won,) = ctx.saved_tensors
-        collectives, axes = ctx.with_
-        return torch.where(won, collectives.pvary(grad, axes), 0), None, None, None, None
+    best = torch.amax(values.detach(), 0) if largest else torch.amin(values.detach(), 0)
+    first = torch.where(ties(values.detach(), best), places, NOWHERE).argmin(0, keepdim=True)
+    return values.gather(0, first).squeeze(0), places.gather(0, first).squeeze(0)
 
 
 def _with_index(func: Any, result: Any, largest: bool) -> None:
-    name = func.__name__
-
+    @rule(func, doc="compared inside, the lowest index of those that tie")
     def factors(input: Arg, dim: Any = None, keepdim: bool = False, *, out: None = None) -> Factors:
         if isinstance(dim, Arg):  # the elementwise maximum of two tensors
             return pointwise_factors([input, dim])
-        gone = check_not_empty(name, input, dim)
-
-        def whole(call: LocalCall, axes: Axes) -> Any:
-            def extreme(x: Tensor) -> Tensor:
-                return best_of(call, x, gone, largest, axes).reshape(())
-
-            return extreme
-
-        def along(call: LocalCall, axes: Axes) -> Any:
-            shape = call.outputs[0].local_shape
-
-            def extreme(x: Tensor, *_: Any, **__: Any) -> Any:
-                value, index = winner(call, x, gone, largest, axes)
-                return result((value.reshape(shape), index.reshape(shape)))
-
-            return extreme
-
+        gone = check_not_empty(func.__name__, input, dim)
         if dim is None:
-            return reduction(input, None, False, "inner", local=inner(gone, whole))
-        return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, along))
+            local = inner(gone, extreme_of_all(gone, largest))
+            return reduction(input, None, False, "inner", local=local)
 
-    factors.__name__, factors.__doc__ = name, "compared inside, the lowest index of those that tie"
-    rule(func)(factors)
+        def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Any:
+            shape = call.outputs[0].local_shape
+            return result([t.reshape(shape) for t in winner(call, x, gone, largest, axes)])
+
+        return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, reduce))
 
 
 _with_index(torch.max, torch.return_types.max, largest=True)
@@ -216,23 +176,15 @@ _with_index(torch.min, torch.return_types.min, largest=False)
 
 
 def _arg(func: Any, largest: bool) -> None:
-    name = func.__name__
-
+    @rule(func, doc="the index in the whole tensor (flat without dim)")
     def factors(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
-        gone = check_not_empty(name, input, dim)
+        gone = check_not_empty(func.__name__, input, dim)
 
-        def make(call: LocalCall, axes: Axes) -> Any:
-            shape = call.outputs[0].local_shape
+        def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+            index = winner(call, x.detach(), gone, largest, axes)[1]
+            return index.reshape(call.outputs[0].local_shape)
 
-            def extreme(x: Tensor, *_: Any, **__: Any) -> Tensor:
-                return winner(call, x.detach(), gone, largest, axes)[1].reshape(shape)
-
-            return extreme
-
-        return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
-
-    factors.__name__, factors.__doc__ = name, "the index in the whole tensor (flat without dim)"
-    rule(func)(factors)
+        return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))
 
 
 _arg(torch.argmax, largest=True)

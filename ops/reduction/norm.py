@@ -50,16 +50,12 @@ def _norm(input: Arg, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Factors:
     if math.isinf(p) and any(input.shape[d] == 0 for d in gone):
         raise NoRule("the largest of nothing")
 
-    def make(call: LocalCall, axes: Axes) -> Any:
-        shape = call.outputs[0].local_shape
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        to = dtype or x.dtype
+        size = p_norm(call, widened(x.to(to)), p, gone, axes)
+        return size.reshape(call.outputs[0].local_shape).to(to)
 
-        def norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
-            to = dtype or x.dtype
-            return p_norm(call, widened(x.to(to)), p, gone, axes).reshape(shape).to(to)
-
-        return norm
-
-    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))
 
 
 @rule(torch.linalg.vector_norm, floats=True)
@@ -117,11 +113,8 @@ def normalize(
     _norm(input, p, dim, True, None)  # raises the same errors
     gone = reduced_dims(input, dim)
 
-    def make(call: LocalCall, axes: Axes) -> Any:
-        def normalize(x: Tensor, *_: Any, **__: Any) -> Tensor:
-            size = p_norm(call, widened(x), p, gone, axes).to(x.dtype)
-            return x / call.collectives.pvary(size.clamp_min(eps), axes)
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        size = p_norm(call, widened(x), p, gone, axes).to(x.dtype)
+        return x / call.collectives.pvary(size.clamp_min(eps), axes)
 
-        return normalize
-
-    return pointwise_factors([input], local=inner(gone, make))
+    return pointwise_factors([input], local=inner(gone, reduce))

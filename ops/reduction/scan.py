@@ -32,11 +32,9 @@ def cumsum(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Fact
 def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str) -> None:
     """``default``: the dim where none is given."""
 
+    @rule(*funcs, doc=doc)
     def factors(input: Arg, dim: Any = default, *args: Any, **words: Any) -> Factors:
         return along(input, dim, results)
-
-    factors.__name__, factors.__doc__ = funcs[0].__name__, doc
-    rule(*funcs)(factors)
 
 
 _scan(torch.cumprod, torch.logcumsumexp, default=None, doc="the dim stays whole")
@@ -133,6 +131,7 @@ def gradient(input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: in
 def _areas(func: Function, *others: Function, gone: bool) -> None:
     """``gone``: the dim is summed over."""
 
+    @rule(func, *others, exact=True, doc="linear in both; the dim is whole")
     def factors(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:
         at = front(dim, y.ndim)
         places = [] if x is None or x.ndim == 1 else [x]
@@ -144,9 +143,6 @@ def _areas(func: Function, *others: Function, gone: bool) -> None:
         out = (*bare[-1][:at], *bare[-1][at + 1 :]) if gone else bare[-1]
         args, terms = ((y,), FIRST) if x is None else ((y, x), PRODUCT)
         return shaped(func, args, {"dim": dim}, ins, out, terms=terms)
-
-    factors.__name__, factors.__doc__ = func.__name__, "linear in both; the dim is whole"
-    rule(func, *others, exact=True)(factors)
 
 
 _areas(torch.trapezoid, torch.trapz, gone=True)

@@ -27,35 +27,27 @@ def maximum(call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes) -> Te
 
 
 def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
-    name = funcs[0].__name__
-
+    @rule(*funcs, sizes="letters", doc="pass-through; the named dim by inner reductions")
     def factors(
         input: Arg, dim: Any = None, third: Any = None, dtype: Any = None, _stacklevel: int = 3
     ) -> Factors:
         if dim is None:
-            raise NoRule(f"{name} without a dim")
+            raise NoRule(f"{funcs[0].__name__} without a dim")
         gone = reduced_dims(input, dim)
-        to = (
-            third if isinstance(third, torch.dtype) else dtype
-        )  # F.softmax: the third is _stacklevel
+        # of F.softmax the third is _stacklevel
+        to = third if isinstance(third, torch.dtype) else dtype
 
-        def make(call: LocalCall, axes: Axes) -> Any:
-            def softmax(x: Tensor, *_: Any, **__: Any) -> Tensor:
-                given = to or x.dtype
-                x = x.to(wide(given))
-                x = x if sign > 0 else -x
-                x = x - maximum(call, x, gone, axes)
-                e = x.exp()
-                s = call.collectives.pvary(call.collectives.psum(e.sum(gone, True), axes), axes)
-                return (x - s.log() if log else e / s).to(given)
-
-            return softmax
+        def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+            given = to or x.dtype
+            x = x.to(wide(given))
+            x = x if sign > 0 else -x
+            x = x - maximum(call, x, gone, axes)
+            e = x.exp()
+            s = call.collectives.pvary(call.collectives.psum(e.sum(gone, True), axes), axes)
+            return (x - s.log() if log else e / s).to(given)
 
         others = frozenset(d for d in range(input.ndim) if d not in gone)
-        return pointwise_factors([input], local=inner(gone, make), independent=others)
-
-    factors.__name__, factors.__doc__ = name, "pass-through; the named dim by inner reductions"
-    rule(*funcs, sizes="letters")(factors)
+        return pointwise_factors([input], local=inner(gone, reduce), independent=others)
 
 
 _softmax(F.softmax, torch.softmax, torch.special.softmax, log=False)
@@ -88,20 +80,15 @@ def logsumexp(input: Arg, dim: Any, keepdim: bool = False, *, out: None = None) 
     if input.dtype is not None and not input.dtype.is_floating_point:
         raise NoRule("logsumexp of integers")
 
-    def make(call: LocalCall, axes: Axes) -> Any:
-        shape = call.outputs[0].local_shape
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        x_wide = widened(x)
+        data = x_wide.detach()
+        m = maximum(call, data, gone, axes)
+        m = m.masked_fill(m.abs() == torch.inf, 0)
+        s = call.collectives.all_reduce((data - m).exp().sum(gone, True), "sum", axes)
+        y = s.log() + m
+        if x.requires_grad:
+            y = _LogSumExp.apply(x_wide, y, call.collectives, axes)
+        return y.reshape(call.outputs[0].local_shape).to(x.dtype)
 
-        def logsumexp(x: Tensor, *_: Any, **__: Any) -> Tensor:
-            x_wide = widened(x)
-            data = x_wide.detach()
-            m = maximum(call, data, gone, axes)
-            m = m.masked_fill(m.abs() == torch.inf, 0)
-            s = call.collectives.all_reduce((data - m).exp().sum(gone, True), "sum", axes)
-            y = s.log() + m
-            if x.requires_grad:
-                y = _LogSumExp.apply(x_wide, y, call.collectives, axes)
-            return y.reshape(shape).to(x.dtype)
-
-        return logsumexp
-
-    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))

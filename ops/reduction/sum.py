@@ -8,10 +8,14 @@ counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from disttensor.core.layout import Axes
 from ops.dims import FIRST, fronts
 from ops.factors import Arg, Factors, Letter, LocalMaker
 from ops.infer import NoRule
@@ -67,13 +71,13 @@ def sizes_of(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(piece.local_shape[d] for d in gone), math.prod(piece.shape[d] for d in gone)
 
 
-def inner(gone: tuple[int, ...], make: Any) -> LocalMaker:
-    """Returns the torch function where the reduced dims are whole, else ``make(call, axes that
-    split them)``."""
+def inner(gone: tuple[int, ...], reduce: Callable[..., Any]) -> LocalMaker:
+    """Returns a maker of the torch function where the reduced dims are whole. Elsewhere it makes
+    ``reduce``, which gets the call and the axes that split them before the arguments."""
 
     def local(call: LocalCall) -> Any:
         axes = split_axes(call, gone)
-        return make(call, axes) if axes else call.func
+        return update_wrapper(partial(reduce, call, axes), reduce) if axes else call.func
 
     return local
 
@@ -91,18 +95,19 @@ def mean(
     """reduced dims: P(sum) of this rank's share: its mean, times its part of the elements"""
     gone = reduced_dims(input, dim)
 
-    def make(call: LocalCall, axes: Any) -> Any:
+    def local(call: LocalCall) -> Any:
         here, there = sizes_of(call, gone)
-        func = call.func if here or not there else torch.sum  # of nothing at all: nan
-        share = here / there if there else 1.0
+        if here == there:
+            return call.func
+        func = call.func if here else torch.sum  # the mean of nothing is nan
 
-        def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return func(*args, **kwargs) * share
+        def mean(*args: Any, **kwargs: Any) -> Tensor:
+            return func(*args, **kwargs) * (here / there)
 
         return mean
 
     return reduction(
-        input, dim, keepdim, "sum", terms=linear_in(input, dtype), local=inner(gone, make),
+        input, dim, keepdim, "sum", terms=linear_in(input, dtype), local=local,
         independent=frozenset(range(input.ndim)),
     )  # fmt: skip
 
@@ -114,23 +119,18 @@ def nanmean(
     """the sum and the count of what is not NaN, each reduced inside"""
     gone = reduced_dims(input, dim)
 
-    def make(call: LocalCall, axes: Any) -> Any:
-        def nanmean(x: torch.Tensor, *_: Any, dtype: Any = None, **__: Any) -> torch.Tensor:
-            sums = torch.nansum(x, gone, keepdim, dtype=dtype)
-            counts = torch.isnan(x).logical_not().sum(gone, keepdim)
-            return call.collectives.psum(sums, axes) / call.collectives.psum(counts, axes)
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        sums = torch.nansum(x, gone, keepdim, dtype=dtype)
+        counts = torch.isnan(x).logical_not().sum(gone, keepdim)
+        return call.collectives.psum(sums, axes) / call.collectives.psum(counts, axes)
 
-        return nanmean
-
-    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))
 
 
 def _pending(func: Any, kind: str, doc: str) -> None:
+    @rule(func, doc=f"reduced dims: P({doc}")
     def factors(input: Arg, dim: Any = None, keepdim: bool = False, **words: Any) -> Factors:
         return reduction(input, dim, keepdim, kind)
-
-    factors.__name__, factors.__doc__ = func.__name__, f"reduced dims: P({doc}"
-    rule(func)(factors)
 
 
 _pending(torch.nansum, "sum", "sum); not linear, NaN counts as 0")
@@ -153,11 +153,9 @@ def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
     too"""
     gone = reduced_dims(input, dim)
 
-    def make(call: LocalCall, axes: Any) -> Any:
-        def prod(*args: Any, **kwargs: Any) -> torch.Tensor:
-            mine: torch.Tensor = call.func(*args, **kwargs)
-            return call.collectives.all_gather(mine, axes).prod(0, dtype=mine.dtype)
+    def reduce(call: LocalCall, axes: Axes, *args: Any, **kwargs: Any) -> Tensor:
+        mine: Tensor = call.func(*args, **kwargs)
+        out: Tensor = call.collectives.all_gather(mine, axes).prod(0, dtype=mine.dtype)
+        return out
 
-        return prod
-
-    return reduction(input, dim, keepdim, "inner", local=inner(gone, make))
+    return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))

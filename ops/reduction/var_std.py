@@ -38,8 +38,7 @@ def _options(dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[A
 
 
 def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
-    name = func.__name__
-
+    @rule(func, floats=True, doc="reduced inside: the mean, then squared distances")
     def factors(
         input: Arg, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
         correction: Any = None, out: None = None,
@@ -47,9 +46,12 @@ def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
         dim, less = _options(dim, unbiased, keepdim, correction)
         gone = reduced_dims(input, dim)
         if input.dtype is not None and not input.dtype.is_floating_point:
-            raise NoRule(f"{name} of {input.dtype}")
+            raise NoRule(f"{func.__name__} of {input.dtype}")
 
-        def make(call: LocalCall, axes: Axes) -> Any:
+        def local(call: LocalCall) -> Any:
+            axes = split_axes(call, gone)
+            if not axes and not is_empty(call):  # torch warns of an empty piece
+                return call.func
             n = sizes_of(call, gone)[1]
             shape = call.outputs[0].local_shape
 
@@ -60,16 +62,7 @@ def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
 
             return moment
 
-        def local(call: LocalCall) -> Any:
-            axes = split_axes(call, gone)
-            return (
-                make(call, axes) if axes or is_empty(call) else call.func
-            )  # torch warns of nothing
-
         return reduction(input, dim, keepdim, "inner", 1 + with_mean, local=local)
-
-    factors.__name__, factors.__doc__ = name, "reduced inside: the mean, then squared distances"
-    rule(func, floats=True)(factors)
 
 
 _moment(torch.var, rooted=False, with_mean=False)

@@ -109,12 +109,10 @@ def _stacked(tensors: Sequence[Arg], lifted: list[Lifted], dim: int) -> Factors:
 def _stack(names: str, ndim: int, dim: int, doc: str) -> None:
     """Stacks of tensors of at least ``ndim`` dims are a cat along ``dim``."""
 
+    @rule(*named(*names.split()), exact=True, doc=doc)
     def factors(tensors: Sequence[Arg]) -> Factors:
         at = 0 if ndim == 1 and tensors[0].ndim < 2 else dim
         return _stacked(tensors, [at_least(t, ndim) for t in tensors], at)
-
-    factors.__name__, factors.__doc__ = names.split()[0], doc
-    rule(*named(*names.split()), exact=True)(factors)
 
 
 _stack("hstack", 1, 1, "cat along the columns (of vectors: along their dim)")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ops.batching import batched_factors, results_of
+from ops.batching import batched_factors, shaped
 from ops.dims import FIRST, without
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors
@@ -19,9 +19,8 @@ from ops.registry import rule
 def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
     """Returns the factors of padding by input elements (reflect, ...): padded dims are whole."""
     gone = {input.ndim - 1 - i // 2 for i, n in enumerate(sizes) if n}
-    (shape,) = results_of(F.pad, (input, sizes, mode), {})
-    dims, known = without(input, gone), dict[Any, int](enumerate(input.shape))
-    return Factors((dims,), (dims,), known, terms=FIRST, shapes=(shape,), local=zeros_if_empty)
+    dims = without(input, gone)
+    return shaped(F.pad, (input, sizes, mode), {}, [dims], dims, terms=FIRST)
 
 
 @rule(F.interpolate, exact=True, floats=True)

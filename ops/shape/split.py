@@ -73,12 +73,10 @@ def tensor_split(input: Arg, sections: Any, dim: int = 0) -> Factors:
 
 
 def _split_at(name: str, at: int) -> None:
+    @rule(*named(name), exact=True, doc="the dim that is cut is whole")
     def factors(input: Arg, *sections: Any) -> Factors:
         dim = 0 if name == "hsplit" and input.ndim == 1 else at
         return _sections(input, sections[0] if len(sections) == 1 else sections, dim)
-
-    factors.__name__, factors.__doc__ = name, "the dim that is cut is whole"
-    rule(*named(name), exact=True)(factors)
 
 
 _split_at("vsplit", 0)

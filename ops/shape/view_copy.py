@@ -10,24 +10,43 @@ import torch
 from ops.dims import moved, named
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
-from ops.registry import RULES, Function, Rule, register, rule
-from ops.shape import permute, view
+from ops.local import LocalCall
+from ops.registry import rule
+from ops.shape import permute, split, view
 from ops.shape.concat import at_least
-from ops.shape.copied import copied
 
-VIEWS = "expand diagonal permute split_with_sizes unbind unfold squeeze unsqueeze transpose t"
-
-
-def _of(name: str) -> Function:
-    """Returns the view of which ``name`` is the copy."""
-    found: Function = getattr(torch, name, None) or getattr(torch.Tensor, name)
-    return found
+VIEWS: dict[str, Callable[..., Factors]] = {
+    **{f.__name__: f for f in (permute.diagonal, permute.permute, permute.transpose, permute.t)},
+    **{f.__name__: f for f in (permute.unfold, split.unbind, view.expand, view.squeeze)},
+    "unsqueeze": view.unsqueeze, "split_with_sizes": split.split, "alias": view.same,
+}  # fmt: skip
 
 
-for _name in VIEWS.split():
-    _rule = Rule(_name + "_copy", copied(RULES[_of(_name)].factors), pattern=f"as {_name}")
-    register(_rule, *named(_name + "_copy"), exact=True)
-register(Rule("alias_copy", copied(view.same), pattern="as detach"), torch.alias_copy, exact=True)
+def copied(seen: Callable[..., Factors]) -> Callable[..., Factors]:
+    """Returns the factors of a copy of the view that ``seen`` describes."""
+
+    def factors(*args: Any, **kwargs: Any) -> Factors:
+        f = seen(*args, **kwargs)
+        inner = f.local
+
+        def local(call: LocalCall) -> Any:
+            run = call.func if inner is None else inner(call)
+            return lambda *args, **kwargs: _own(run(*args, **kwargs))
+
+        return f.replace(view=False, local=local)
+
+    return factors
+
+
+def _own(value: Any) -> Any:
+    """Returns tensors in memory of their own."""
+    if isinstance(value, torch.Tensor):
+        return value.clone(memory_format=torch.contiguous_format)
+    return type(value)(map(_own, value))
+
+
+for _name, _view in VIEWS.items():
+    rule(*named(_name + "_copy"), exact=True, doc=f"as {_name}")(copied(_view))
 
 
 def _at_least(n: int) -> Callable[..., Factors]:
