@@ -1,6 +1,5 @@
-"""Backward hooks of modules. Full ones: what goes in and comes out passes a node of torch's, whose
-hooks are called with gradients. The node is put on the locals, the user's hooks see DistTensors.
-Those that torch has given up are hooks of the result's own node, and are refused."""
+"""Full backward hooks of modules: arguments and results pass a node of torch, whose hooks get their
+gradients. The node is put on the locals, and the user's hooks get DistTensors."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from disttensor.pytree import collect, rebuild
+from disttensor.pytree import rebuild
 from disttensor.tensor.dist_tensor import DistTensor, arrived, wrap
 from disttensor.tensor.hooks import on_local, to_local
 
@@ -59,20 +58,3 @@ def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         ]), places  # fmt: skip
 
     return apply
-
-
-def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function that torch calls after it has put hooks of the old kind on the node of a
-    module's result: for a DistTensor this is the node of this rank's piece."""
-
-    def check(self: Any, args: Any, result: Any, grad_fn: Any) -> Any:
-        found = [x for x in collect((args, result), []) if isinstance(x, DistTensor)]
-        if found:
-            raise NotImplementedError(
-                f"register_backward_hook of {type(self).__name__}: the hook would get the "
-                f"gradient of this rank's piece of {found[-1].spec!r}. Use "
-                "register_full_backward_hook, whose hook gets DistTensors"
-            )
-        return original(self, args, result, grad_fn)
-
-    return check

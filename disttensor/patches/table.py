@@ -20,10 +20,9 @@ from disttensor.patches import (
     backward_hooks,
     checkpoint,
     clip_grad,
-    save_pretrained,
+    refusals,
     state_dicts,
     tracers,
-    wrappers,
 )
 from disttensor.patches.imports import once_imported
 from disttensor.random import counter
@@ -172,28 +171,26 @@ TABLE = (
         "torch.nn.parallel.DistributedDataParallel",
         "it takes the pieces of DistTensors for replicas. It raises instead",
         "none: it reads parameters from C++",
-        replaced(wrappers.refusing_in(1), (torch.nn.parallel.DistributedDataParallel, "__init__")),
+        replaced(refusals.data_parallel, (torch.nn.parallel.DistributedDataParallel, "__init__")),
     ),
     Change(
         "torch.distributed.fsdp.fully_shard",
         "it cuts the pieces of DistTensors again. It raises instead",
         "none: it asks for DTensor by name",
-        replaced_in(_FULLY_SHARD, wrappers.refusing_in(0), "_validate_module"),
+        replaced_in(_FULLY_SHARD, refusals.fully_shard, "_validate_module"),
     ),
     Change(
         "torch.distributed.fsdp.FullyShardedDataParallel",
         "the same",
         "the same",
-        replaced_in(_FSDP, wrappers.refusing_in(1), "__init__", "FullyShardedDataParallel"),
+        replaced_in(_FSDP, refusals.data_parallel, "__init__", "FullyShardedDataParallel"),
     ),
     Change(
         "torch.nn.attention.flex_attention",
         "Dynamo's error for the C code of this package. It raises one that says what to do",
         "none: it does not ask __torch_function__",
         replaced_in(
-            "torch.nn.attention.flex_attention",
-            wrappers.refusing_flex_attention,
-            "_validate_sdpa_input",
+            "torch.nn.attention.flex_attention", refusals.flex_attention, "_validate_sdpa_input"
         ),
     ),
     Change(
@@ -209,7 +206,7 @@ TABLE = (
         "torch.nn.Module.register_backward_hook",
         "its hooks would get gradients of this rank's pieces. It raises instead",
         "none: the node of the result is taken unasked",
-        replaced(backward_hooks.refusing, (torch.nn.Module, "_maybe_warn_non_full_backward_hook")),
+        replaced(refusals.backward_hook, (torch.nn.Module, "_maybe_warn_non_full_backward_hook")),
     ),
     Change(
         "torch.utils.checkpoint.checkpoint",
@@ -341,9 +338,9 @@ TABLE = (
         "none: it asks nobody before it writes",
         replaced_in(
             "transformers.modeling_utils",
-            save_pretrained.refusing,
+            refusals.save_pretrained,
             "save_pretrained",
-            owner="PreTrainedModel",
+            "PreTrainedModel",
         ),
     ),
     Change(
