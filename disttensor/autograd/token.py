@@ -22,9 +22,10 @@ from functools import lru_cache
 
 import torch
 
-from disttensor.torch_private import no_dispatch, outside_modes
+from disttensor.torch_private import no_dispatch, outside_modes, renumber
 
 Tensor = torch.Tensor
+_LAST = (1 << 63) - 1  # number of a node: above all that autograd gives
 _used: list[torch.device] = []
 # Counts changes of tensors that guards do not see: a new token, local, spec or flag, or a tensor
 # that modules show in place of their own.
@@ -46,7 +47,10 @@ def leaf(device: torch.device, dtype: torch.dtype) -> Tensor:
 def orphan(device: torch.device) -> Tensor:
     with outside_modes(), torch.enable_grad():
         root = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
-        return root.view_as(root)
+        shared = root.view_as(root)
+    # It outlives the forward that runs now: its number must not be one of that forward's nodes.
+    renumber(shared.grad_fn, _LAST)
+    return shared
 
 
 def join(tokens: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disttensor import callbacks
-from disttensor.autograd import starts
+from disttensor.autograd import starts, token
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.graph_hooks import Forwards, follow
 
@@ -57,6 +57,15 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 def leaf() -> Tensor:
     return torch.ones(2, requires_grad=True)
+
+
+def test_a_token_that_all_graphs_share_belongs_to_no_forward(told: Told) -> None:
+    """It is made once, in whichever forward needs it first: other backwards must not enter that."""
+    segment = told.segment("a")
+    segment.begin()
+    shared = token.orphan.__wrapped__(torch.device("cpu"))
+    segment.end()
+    assert told.backward(shared.clone()) == []
 
 
 def test_segments_are_entered_and_left_in_the_order_of_a_backward(told: Told) -> None:
