@@ -1,10 +1,11 @@
-"""The errors and warnings that users meet, and what their texts are made of: the user's line, a
-function's name."""
+"""The errors and warnings that users meet, and the user's line and function names in them."""
 
 from __future__ import annotations
 
 import re
 import sys
+import warnings
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,7 @@ import torch
 from torch.overrides import resolve_name
 
 _ROOT = Path(__file__).parents[1]
-
-
 _OURS = tuple(str(_ROOT / name) + "/" for name in ("disttensor", "ops", "reshard"))
-
-
 _TORCH = str(Path(torch.__file__).parent) + "/"
 
 
@@ -75,6 +72,17 @@ class FallbackWarning(UserWarning):
     >>> import warnings
     >>> warnings.simplefilter("ignore", dt.FallbackWarning)
     """
+
+
+warned: set[Hashable] = set()  # keys of ``warn_once``
+
+
+def warn_once(key: Hashable, text: Callable[[], str]) -> None:
+    """Issues a FallbackWarning with this text at the user's line, once for each ``key``."""
+    if key not in warned:
+        warned.add(key)
+        place = user_place(sys._getframe(1)) or ("unknown", 0)
+        warnings.warn_explicit(text(), FallbackWarning, *place)
 
 
 def name_of(func: Any) -> str:

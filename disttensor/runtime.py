@@ -47,7 +47,7 @@ class Runtime:
     number: int = 0  # of the worlds of this process
     is_fake: bool | None = None  # None: not known yet
     is_nccl: bool | None = None
-    foresees: bool = True  # disttensor.pipeline.foresight
+    posts_early_receives: bool = True  # disttensor.pipeline.early_receives
     stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one
 
 

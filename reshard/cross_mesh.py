@@ -46,13 +46,13 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]
     return Work(lambda: planner.run(arrival.wait(), plan.after, dst))
 
 
-def expect(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Early]:
+def post_early_receives(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Early]:
     """Posts the receives of a later ``start`` with this tag, which may never be called. Returns the
     posted receives."""
     plan = plan_between(src, dst)
     routes = _routes(plan, collectives.world()[0])
     receives = [(sender, box.shape) for sender, box in routes.receives]
-    return p2p.expect(receives, plan.after.dtype, plan.after.mesh.device, tag)
+    return p2p.post_early_receives(receives, plan.after.dtype, plan.after.mesh.device, tag)
 
 
 def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Work[Tensor]:

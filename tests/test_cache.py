@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import disttensor as dt
-from disttensor import cache
+from disttensor import cache, errors
 from disttensor.cache import Cache, cached
-from disttensor.dispatch import decompose, strict
+from disttensor.dispatch import decompose
 
 
 def test_the_oldest_entry_goes_first() -> None:
@@ -66,7 +66,7 @@ def test_threads_may_share_a_cache() -> None:
 def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
     mesh = dt.ProcessMesh([0], ("x",))
     x, gone = dt.ones(3, mesh=mesh), []
-    before = len(decompose._bodies), len(strict._warned)
+    before = len(decompose._bodies), len(errors.warned)
 
     def call() -> None:
         def local(t: Any) -> Any:
@@ -85,5 +85,5 @@ def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
     cache.clear_caches()  # of the plans, which hold their functions
     gc.collect()
     assert [ref() for ref in gone] == [None] * 5
-    after = len(decompose._bodies), len(strict._warned)
+    after = len(decompose._bodies), len(errors.warned)
     assert after[0] == before[0] and after[1] <= before[1] + 1

@@ -239,7 +239,7 @@ def _by_letters(now: Runtime, device: torch.device) -> bool:
 # Over gloo: every message separately, in any dtype. Receives are posted first.
 
 
-def expect(
+def post_early_receives(
     receives: Sequence[Receive], dtype: torch.dtype, device: torch.device, tag: int
 ) -> list[Early]:
     """Posts the receives of a transfer that this rank has not reached yet; the ``transfer`` with
@@ -254,7 +254,7 @@ def expect(
     return keys
 
 
-def in_vain(keys: Iterable[Early]) -> bool:
+def is_unclaimed(keys: Iterable[Early]) -> bool:
     """Returns True if any of these early receives has not been taken over by its transfer."""
     return not current_runtime().early.keys().isdisjoint(keys)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from disttensor.core.spec import DistSpec
-from disttensor.errors import FallbackWarning, StrictError, name_of, user_line
+from disttensor.errors import StrictError, name_of, user_line, warn_once
 from disttensor.settings import Setting
 from reshard import cross_mesh
-
-_warned: set[Any] = set()
 
 
 class strict(Setting, default=False):
@@ -50,16 +47,11 @@ def fallback(func: Any, specs: list[DistSpec], why: str) -> None:
             f"{nbytes:,.0f} bytes per rank. Register one with ops.rule, wrap the code in "
             "local_map, or leave strict()"
         )
-    said = getattr(func, "__module__", ""), name_of(func)  # func may be created anew per call
-    if said not in _warned:
-        _warned.add(said)
-        where = user_line()
-        file, _, line = where.rpartition(":")
-        warnings.warn_explicit(
-            f"{name_of(func)} at {where} has no sharding rule for this call ({why}): its inputs "
-            "are gathered and it runs on full tensors. Right, but slow; see ops.rule. (Said once "
-            "per function.)",
-            FallbackWarning,
-            file or "unknown",
-            int(line) if line.isdigit() else 0,
-        )
+    warn_once(
+        (getattr(func, "__module__", ""), name_of(func)),  # func may be created anew per call
+        lambda: (
+            f"{name_of(func)} at {user_line()} has no sharding rule for this call ({why}): its "
+            "inputs are gathered and it runs on full tensors. Right, but slow; see ops.rule. (Said "
+            "once per function.)"
+        ),
+    )

@@ -1,4 +1,4 @@
-"""One micro-batch on this rank: its program, its graph (the tape), and its actions."""
+"""One micro-batch on this rank: its program, its graph, and its actions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.observe import here
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
+from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.tape import MicroBatchGraph
 from disttensor.pipeline.timeline import Event
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -30,24 +30,23 @@ class MicroBatch:
     def __init__(self, step: Step, batch: Any, number: int, channel: int, chunks: int) -> None:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
         self.channel = channel
-        self.begins = 0  # number of transfers on its channel before its program
+        self.first_transfer = 0  # number of transfers on its channel before its program
         self.observers = here()
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
         waiting = self._waiting if self.observers else None
-        self.tape = MicroBatchGraph(self._pause, waiting, visits, turns=chunks > 1)
+        self.graph = MicroBatchGraph(self._pause, waiting, visits, has_boundaries=chunks > 1)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
         self.chunk, self.shape = 0, "loop"
-        self.put_off: set[int] = set()
-        self.next_to: set[int] = set()
+        self.stays_after: set[int] = set()
 
     def at(self, stage: int, plan: Schedule, order: Sequence[ProcessMesh] | None) -> None:
         """Sets this rank's stage and, if given, the ``order`` of visits of the program. After the
-        visits in ``next_to`` the program stays on the stage."""
-        self.tape.stage, self.tape.order = stage, order
+        visits in ``stays_after`` the program stays on the stage."""
+        self.graph.stage, self.graph.order = stage, order
         self.shape = plan.shape if plan.chunks > 1 else "loop"
         ways = [plan.virtual(stage, chunk) for chunk in range(plan.chunks)]
-        self.next_to = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
+        self.stays_after = {c for c, (way, then) in enumerate(pairwise(ways)) if then == way + 1}
 
     def carry_out(self, action: Action) -> None:
         for o in self.observers:
@@ -58,7 +57,7 @@ class MicroBatch:
         elif kind == "W":
             if not self.weights(action.chunk):
                 return
-        elif not self.backward(action.chunk, put_off_weights=kind == "I"):
+        elif not self.backward(action.chunk, defer_weights=kind == "I"):
             kind = "B"  # no gradients of weights were deferred
         if self.observers:
             self._note(kind, action.chunk, start)
@@ -75,47 +74,41 @@ class MicroBatch:
             if not last:
                 return
 
-    def backward(self, chunk: int, put_off_weights: bool = False) -> bool:
+    def backward(self, chunk: int, defer_weights: bool = False) -> bool:
         """Runs the backward of a visit. Returns True if gradients of weights were deferred."""
         self.chunk = chunk
         with p2p.channel(self.channel):
-            put_off = self.tape.backward(self.loss, *self._visits(chunk), put_off_weights)
+            deferred = self.graph.backward(self.loss, *self._visits(chunk), defer_weights)
         if chunk == self.chunks - 1:
             self.loss = self.loss.detach()  # frees the graph of the last visit
-        if put_off:
-            self.put_off.add(chunk)
-        return put_off
+        return deferred
 
     def weights(self, chunk: int) -> bool:
         """Computes the gradients that the backward of this visit deferred; False if none."""
-        if chunk not in self.put_off:
-            return False
         self.chunk = chunk
-        self.put_off.discard(chunk)
         with p2p.channel(self.channel):
-            self.tape.weights(*self._visits(chunk))
-        return True
+            return self.graph.backward_weight(*self._visits(chunk))
 
     def _visits(self, chunk: int) -> tuple[int, int]:
-        """Returns the first and the last visit of the tape for a visit of the schedule. If the
+        """Returns the first and the last visit of the graph for a visit of the schedule. If the
         program does not mark the begin of a next visit, both visits run with the later one."""
         first = chunk
-        if self.next_to and not self.tape.turned:
-            if chunk in self.next_to:
+        if self.stays_after and not self.graph.found_boundary:
+            if chunk in self.stays_after:
                 return 0, -1
-            first = sum(c not in self.next_to for c in range(chunk))
-        return first, self.tape.visit if chunk == self.chunks - 1 else first
+            first = sum(c not in self.stays_after for c in range(chunk))
+        return first, len(self.graph.visits) - 1 if chunk == self.chunks - 1 else first
 
     def close(self) -> None:
         if self.coroutine is not None:
             self.coroutine.abandon()
-        self.tape.close()
-        # It and its tape form a cycle: without this, garbage collection would free its memory.
-        self.batch = self.tape = self.coroutine = None  # type: ignore[assignment]
+        self.graph.close()
+        # It and its graph form a cycle: without this, garbage collection would free its memory.
+        self.batch = self.graph = self.coroutine = None  # type: ignore[assignment]
 
     def _run_step(self) -> None:
-        self.begins = p2p.transfers(self.channel)
-        with p2p.channel(self.channel), self.tape:
+        self.first_transfer = p2p.transfers(self.channel)
+        with p2p.channel(self.channel), self.graph:
             self.loss = self.step(self.batch)
         loss = self.loss
         if not isinstance(loss, DistTensor):
@@ -130,7 +123,7 @@ class MicroBatch:
                 + ": the loss is one element that depends on parameters"
             )
         if loss.requires_grad:
-            self.tape.ends(loss)
+            self.graph.end(loss)
 
     def _pause(self) -> None:
         if self.coroutine is not None:
@@ -143,7 +136,7 @@ class MicroBatch:
         return value
 
     def _note(self, kind: str, chunk: int, start: float) -> None:
-        end, rank = time.perf_counter(), collectives.world()[0]
-        event = Event(rank, self.tape.place(), kind, self.number, chunk, start, end, self.shape)
+        end, rank, stage = time.perf_counter(), collectives.world()[0], self.graph.rank_stage()
+        event = Event(rank, stage, kind, self.number, chunk, start, end, self.shape)
         for o in self.observers:
             o.end_action(event)

@@ -19,7 +19,7 @@ from disttensor.comm import collectives, lone_failure, p2p
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.observe import here
 from disttensor.pipeline.action import Action
-from disttensor.pipeline.foresight import Foresight
+from disttensor.pipeline.early_receives import EarlyReceives
 from disttensor.pipeline.micro_batch import MicroBatch, Step
 from disttensor.pipeline.schedule import SHAPES, Schedule
 from disttensor.pipeline.schedules import NAMES, Maker, named
@@ -108,7 +108,7 @@ def _carry_out(
 
     if not torch.is_grad_enabled():
         for micro_batch in running:
-            micro_batch.tape.stage = stage_in(order) if order else None
+            micro_batch.graph.stage = stage_in(order) if order else None
             micro_batch.carry_out(Action("F", micro_batch.number, chunks - 1))
         return
     done: set[Action] = set()
@@ -117,9 +117,9 @@ def _carry_out(
         first = running[0]
         first.carry_out(Action("F", 0))
         done.add(Action("F", 0))
-        order = first.tape.meshes
-        if first.tape.returns and not may_return:
-            src, dst = first.tape.returns[0]
+        order = first.graph.meshes
+        if first.graph.first_return is not None and not may_return:
+            src, dst = first.graph.first_return
             raise ValueError(
                 "pipeline.run: the step comes back to an earlier mesh "
                 f"(from {src!r} to {dst!r}), where each stage waits for a later one. Use "
@@ -135,7 +135,7 @@ def _carry_out(
     left_out = callbacks.choose_left_out.get()(row)
     # The last backward of each visit. I does not count, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
-    foresight = Foresight(row, running)
+    early_receives = EarlyReceives(row, running)
     for action in row:
         kind, number, chunk = action
         if number in left_out:
@@ -147,7 +147,7 @@ def _carry_out(
         if action not in done:
             running[number].carry_out(action)
         if not chunk:
-            foresight.after(number)
+            early_receives.post_next(running[number])
     for number, other in left_out.items():
         running[number].loss = running[other].loss
 

@@ -160,8 +160,9 @@ class Schedule:
         """Returns the virtual stage of the visit ``chunk`` of ``stage``."""
         return virtual(self.shape, self.stages, stage, chunk)
 
-    def _needs(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """Returns (stage, action) of another virtual stage that must end before, if any."""
+    def needs(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """Returns (stage, F or B) of another virtual stage that must end before, if any. A B is
+        also an I."""
         if action.kind == "W":
             return None
         forward = action.kind == "F"
@@ -182,7 +183,7 @@ class Schedule:
         of the loop. The order of each stage must be valid on its own (``wrong_in``).
         """
         ticks: list[list[Tick]] = [[] for _ in self.orders]
-        over: dict[tuple[int, Action], float] = {}
+        ends: dict[tuple[int, Action], float] = {}
         ready = deque(range(self.stages))
         while ready:
             stage = ready.popleft()
@@ -190,22 +191,22 @@ class Schedule:
             before = len(row)
             while len(row) < len(order):
                 action = order[len(row)]
-                needs = self._needs(stage, action)
-                if needs is not None and needs not in over:
+                needs = self.needs(stage, action)
+                if needs is not None and needs not in ends:
                     break
-                came = over[needs] + transfer * (needs[0] != stage) if needs else 0
-                start = max(came, row[-1].end if row else 0)
+                arrival = ends[needs] + transfer * (needs[0] != stage) if needs else 0
+                start = max(arrival, row[-1].end if row else 0)
                 end = start + cost(stage, action)
                 row.append(Tick(action, start, end))
                 if action.kind != "W":  # B or I makes the gradient that is sent on
-                    over[stage, action._replace(kind=_GOES_ON[action.kind])] = end
+                    ends[stage, action._replace(kind=_GOES_ON[action.kind])] = end
             if len(row) > before:  # the neighbouring virtual stages may go on
                 ready += {(stage - 1) % self.stages, (stage + 1) % self.stages}
         stuck = []
         for stage, (order, row) in enumerate(zip(self.orders, ticks, strict=True)):
             if len(row) < len(order):
                 action = order[len(row)]
-                there, what = self._needs(stage, action) or (stage, action)
+                there, what = self.needs(stage, action) or (stage, action)
                 split = what._replace(kind="I")
                 if what.kind == "B" and split in self.orders[there]:
                     what = split

@@ -43,7 +43,7 @@ def search(
     if shape not in SHAPES:
         raise ValueError(f"search: shape={shape!r}: 'loop' or 'v' is expected")
     costs.check(stages * chunks)
-    room = _room(memory, stages, chunks)
+    limits = _memory_limits(memory, stages, chunks)
     found: dict[Schedule, None] = {}
     for made in _with_names(stages, micro_batches, chunks, shape):
         found[made] = None
@@ -51,11 +51,11 @@ def search(
         (0, 1, stages // 2), (False, True), (False, True), (0.0, 0.5, 1.0)
     ):
         wish = _Wish(forward_first, late_first, patience)
-        smaller = [max(chunks, n - less) for n in room]
+        smaller = [max(chunks, n - less) for n in limits]
         rows = _Attempt(costs, smaller, stages, micro_batches, chunks, shape).rows(wish)
         if rows is not None:
             found[Schedule(rows, shape)] = None
-    fits = [s for s in found if all(s.peak(i) <= n for i, n in enumerate(room))]
+    fits = [s for s in found if all(s.peak(i) <= n for i, n in enumerate(limits))]
     if not fits:
         raise ValueError(f"search: memory={memory!r}: no schedule was found that needs no more")
     return min(fits, key=lambda s: (costs.span(s), sum(map(s.peak, range(stages)))))
@@ -68,27 +68,31 @@ class _Wish(NamedTuple):
 
 
 class _Attempt:
-    """One pass through time. finished[kind, virtual stage, micro-batch] is the end of an action;
-    ``live`` counts the visits that a stage holds."""
+    """One pass through time. ``ends``: of the actions so far, by stage, F or B, chunk and
+    micro-batch; ``live`` counts the visits that a stage holds."""
 
     def __init__(
-        self, costs: Costs, room: Sequence[int], stages: int, micro_batches: int, chunks: int,
-        shape: str,
+        self, costs: Costs, memory_limit: Sequence[int], stages: int, micro_batches: int,
+        chunks: int, shape: str,
     ) -> None:  # fmt: skip
-        self.costs, self.room, self.micro_batches, self.chunks = costs, room, micro_batches, chunks
-        self.last = stages * chunks - 1
-        places = Schedule([[Action("F", 0)]] * stages, shape)
-        self.virtual = [[places.virtual(s, c) for c in range(chunks)] for s in range(stages)]
+        self.costs, self.memory_limit = costs, memory_limit
+        self.micro_batches, self.chunks = micro_batches, chunks
+        route = Schedule([[Action("F", 0, chunks - 1)]] * stages, shape)
+        self.virtual = [[route.virtual(s, c) for c in range(chunks)] for s in range(stages)]
         self.free = [0.0] * stages
         self.live = [0] * stages
         self.done = [{(kind, c): 0 for kind in "FI" for c in range(chunks)} for _ in range(stages)]
-        self.waiting: list[deque[Action]] = [deque() for _ in range(stages)]
-        self.finished: dict[tuple[str, int, int], float] = {}
+        self.deferred: list[deque[Action]] = [deque() for _ in range(stages)]
+        self.needs = [
+            {(kind, c): route.needs(s, Action(kind, 0, c)) for kind, c in self.done[s]}
+            for s in range(stages)
+        ]
+        self.ends: dict[tuple[int, str, int, int], float] = {}
         self.made: list[list[Action]] = [[] for _ in range(stages)]
 
     def rows(self, wish: _Wish) -> list[list[Action]] | None:
         """Returns the order of each stage, or None if no stage can go on in this memory."""
-        for _ in range(3 * self.micro_batches * (self.last + 1)):
+        for _ in range(3 * self.micro_batches * self.chunks * len(self.free)):
             choices = [
                 (*found, stage)
                 for stage in range(len(self.free))
@@ -101,21 +105,14 @@ class _Attempt:
         return self.made
 
     def _choice(self, stage: int, wish: _Wish) -> tuple[float, Action] | None:
-        ready = list(self._ready(stage))
-        best = None
-        if ready:
-            start, _, _, action = min(
-                (
-                    start,
-                    (action.kind == "F") is not wish.forward_first,
-                    -action.chunk if wish.late_first else action.chunk,
-                    action,
-                )
-                for start, action in ready
-            )
-            best = start, action
-        if self.waiting[stage]:
-            w = self.waiting[stage][0]
+        def key(ready: tuple[float, Action]) -> tuple[float, bool, int]:
+            start, (kind, _, chunk) = ready
+            visit = -chunk if wish.late_first else chunk
+            return start, (kind == "F") is not wish.forward_first, visit
+
+        best = min(self._ready(stage), key=key, default=None)
+        if self.deferred[stage]:
+            w = self.deferred[stage][0]
             takes = self.costs.of_action(self.virtual[stage][w.chunk], "W")
             if best is None or self.free[stage] + takes * (1 - wish.patience) < best[0]:
                 return self.free[stage], w
@@ -123,40 +120,38 @@ class _Attempt:
 
     def _ready(self, stage: int) -> Iterator[tuple[float, Action]]:
         """Yields the actions other than W that could come next, and when they could start."""
-        for chunk, virtual in enumerate(self.virtual[stage]):
-            for kind, edge, step in (("F", 0, -1), ("I", self.last, 1)):
-                m = self.done[stage][kind, chunk]
-                if m == self.micro_batches:
+        done = self.done[stage]
+        for (kind, chunk), needs in self.needs[stage].items():
+            m = done[kind, chunk]
+            if kind == "F":
+                # later visits of the same micro-batch need memory as well
+                held = self.live[stage] + self.chunks - 1 - chunk
+                if m == self.micro_batches or held >= self.memory_limit[stage]:
                     continue
-                if kind == "F":
-                    # later visits of the same micro-batch need memory as well
-                    if self.live[stage] + self.chunks - 1 - chunk >= self.room[stage]:
-                        continue
-                elif m >= self.done[stage]["F", chunk]:
+            elif m >= done["F", chunk]:
+                continue
+            arrival = 0.0
+            if needs is not None:
+                other, (before, _, visit) = needs
+                end = self.ends.get((other, before, visit, m))
+                if end is None:
                     continue
-                came = 0.0
-                if virtual != edge:
-                    end = self.finished.get((kind, virtual + step, m))
-                    if end is None:
-                        continue
-                    near = virtual + step in self.virtual[stage]
-                    came = end + (0.0 if near else self.costs.transfer)
-                yield max(came, self.free[stage]), Action(kind, m, chunk)
+                arrival = end + self.costs.transfer * (other != stage)
+            yield max(arrival, self.free[stage]), Action(kind, m, chunk)
 
     def _do(self, stage: int, action: Action, start: float) -> None:
         kind, m, chunk = action
-        virtual = self.virtual[stage][chunk]
-        end = start + self.costs.of_action(virtual, kind)
+        end = start + self.costs.of_action(self.virtual[stage][chunk], kind)
         self.free[stage] = end
         self.made[stage].append(action)
         if kind == "W":
-            self.waiting[stage].popleft()
+            self.deferred[stage].popleft()
             self.live[stage] -= 1
             return
-        self.finished[kind, virtual, m] = end
+        self.ends[stage, "F" if kind == "F" else "B", chunk, m] = end
         self.done[stage][kind, chunk] += 1
         if kind == "I":
-            self.waiting[stage].append(action._replace(kind="W"))
+            self.deferred[stage].append(action._replace(kind="W"))
         else:
             self.live[stage] += 1
 
@@ -171,20 +166,20 @@ def _with_names(stages: int, micro_batches: int, chunks: int, shape: str) -> Ite
             yield made
 
 
-def _room(memory: int | Sequence[int] | None, stages: int, chunks: int) -> list[int]:
+def _memory_limits(memory: int | Sequence[int] | None, stages: int, chunks: int) -> list[int]:
     if memory is None:
         return [stages * chunks] * stages
     if isinstance(memory, (list, tuple)):
-        room = [check_int("search: memory: entry", n, 1) for n in memory]
-        if len(room) != stages:
+        limits = [check_int("search: memory: entry", n, 1) for n in memory]
+        if len(limits) != stages:
             raise ValueError(
                 f"search: memory={memory!r}: one number for each of {stages} stages, or one for all"
             )
     else:
-        room = [check_int("search: memory", memory, 1)] * stages
-    if min(room) < chunks:
+        limits = [check_int("search: memory", memory, 1)] * stages
+    if min(limits) < chunks:
         raise ValueError(
             f"search: memory={memory!r}: a micro-batch visits a stage {chunks} times before its "
             f"first backward, so {chunks} visits are the least"
         )
-    return room
+    return limits

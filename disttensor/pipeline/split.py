@@ -27,7 +27,7 @@ from disttensor.pipeline.partition import Balance, check_tensors, chosen, deal
 from disttensor.pipeline.unsplit import MODELS
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.reshard import TAPE
+from disttensor.tensor.reshard import MICRO_BATCH
 
 Tensor = torch.Tensor
 
@@ -129,11 +129,10 @@ def split(
     firsts = set(itertools.accumulate(dealt))  # layers with which a visit begins
     for i, (_, layer, mesh) in enumerate(placed):
         borrowed = _Borrowed(layer, mesh)
-        turns = i in firsts and placed[i - 1][2] is mesh
-        bring = _Bring(mesh, borrowed, turns)
+        bring = _Bring(mesh, borrowed, i in firsts and placed[i - 1][2] is mesh)
         layer.register_forward_pre_hook(bring, with_kwargs=True, prepend=True)
         if not i:
-            layer.register_forward_pre_hook(partial(_begins, tuple(stages)), prepend=True)
+            layer.register_forward_pre_hook(partial(_check_stages, tuple(stages)), prepend=True)
         if borrowed.names:
             layer.register_forward_hook(borrowed.hide, always_call=True)
     MODELS.add(root)
@@ -143,11 +142,11 @@ def split(
 # At run time --------------------------------------------------------------------------------------
 
 
-def _begins(stages: tuple[ProcessMesh, ...], layer: nn.Module, args: Any) -> None:
-    """Reports the visits of the model to the tape, which compares them with the schedule."""
-    tape = TAPE.get()
-    if tape is not None:
-        tape.begins(stages)
+def _check_stages(stages: tuple[ProcessMesh, ...], layer: nn.Module, args: Any) -> None:
+    """Compares the visits of the model with the schedule."""
+    graph = MICRO_BATCH.get()
+    if graph is not None:
+        graph.check_stages(stages)
 
 
 class _Borrowed:
@@ -191,14 +190,15 @@ def _shown_again(places: list[tuple[dict[str, Any], str]], brought: list[Any]) -
 
 
 class _Bring:
-    """Forward pre-hook that brings the DistTensors that a layer gets or borrows to its mesh."""
+    """Forward pre-hook that brings the DistTensors that a layer gets or borrows to its mesh.
+    ``begins_visit``: the layer before it is on the same mesh, and ends another visit."""
 
-    def __init__(self, mesh: ProcessMesh, borrowed: _Borrowed, turns: bool) -> None:
-        self.mesh, self.borrowed, self.turns = mesh, borrowed, turns
+    def __init__(self, mesh: ProcessMesh, borrowed: _Borrowed, begins_visit: bool) -> None:
+        self.mesh, self.borrowed, self.begins_visit = mesh, borrowed, begins_visit
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self.turns:
-            return self._turn(*(self._bring(layer, args, kwargs) or (args, kwargs)))
+        if self.begins_visit:
+            return self._next_visit(*(self._bring(layer, args, kwargs) or (args, kwargs)))
         if len(args) == 1 and not kwargs and not self.borrowed.names:  # most calls
             x = args[0]
             if type(x) is DistTensor:
@@ -208,16 +208,13 @@ class _Bring:
                 return (reshard(x, mesh, _placements(x, mesh)),), kwargs
         return self._bring(layer, args, kwargs)
 
-    def _turn(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begins a visit on the mesh of the visit before."""
-        tape = TAPE.get()
-        if tape is None or not tape.turns:
-            return args, kwargs
+    def _next_visit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        graph = MICRO_BATCH.get()
         found = {id(x): x for x in find_tensors((args, kwargs)) if isinstance(x, DistTensor)}
-        if not found:
+        if graph is None or not graph.has_boundaries or not found:
             return args, kwargs
-        turned = dict(zip(found, tape.turn(list(found.values())), strict=True))
-        changed: tuple[Any, Any] = replace_tensors((args, kwargs), lambda x: turned.get(id(x), x))
+        cut = dict(zip(found, graph.next_visit(list(found.values())), strict=True))
+        changed: tuple[Any, Any] = replace_tensors((args, kwargs), lambda x: cut.get(id(x), x))
         return changed
 
     def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

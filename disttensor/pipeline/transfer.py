@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,45 +19,48 @@ from disttensor.torch_private import direct_apply
 Tensor = torch.Tensor
 
 
+# NEEDED: a gradient of the sent tensor will arrive. GRAD_STARTED: sent, or its receive is posted.
+TransferState = Enum("TransferState", "FORWARD_DONE NEEDED GRAD_STARTED DONE")
+
+
+@dataclass(eq=False)
 class Transfer:
-    """A transfer between meshes in which this rank takes part and whose gradient is sent back.
+    """A transfer between meshes in which this rank takes part and whose gradient is sent back."""
 
-    local     the sent tensor, in the graph of its visit; None if this rank only receives
-    upstream  the token of a tensor that this rank receives and has not sent; None without a graph
-    sent_in, received_in  numbers of the visits, -1 for none
-    reached   True if a gradient of the sent tensor will arrive
-    grad      the gradient of the received tensor, None until it is computed
-    """
+    src: DistSpec
+    dst: DistSpec
+    tag: int | None  # None: to the next visit of the same mesh, without a message
+    state: TransferState = TransferState.FORWARD_DONE
+    local: Tensor | None = None  # sent, in the graph of its visit; None if this rank only receives
+    upstream: Tensor | None = (
+        None  # the token of a tensor that this rank receives and does not send
+    )
+    sent_in: int = -1  # number of the visit, -1 for none
+    received_in: int = -1
+    grad: Tensor | None = None  # of the received tensor, None until it is computed
+    arrival: Work[Tensor] | None = None  # brings a gradient, or sends it
 
-    __slots__ = (
-        "arrival", "dst", "grad", "local", "reached", "received_in", "sent_in", "src", "tag",
-        "upstream",
-    )  # fmt: skip
+    def need_grad(self) -> None:
+        """Records that a gradient of the sent tensor will arrive."""
+        if self.state is TransferState.FORWARD_DONE:
+            self.state = TransferState.NEEDED
 
-    def __init__(self, src: DistSpec, dst: DistSpec, tag: int) -> None:
-        self.src, self.dst, self.tag = src, dst, tag
-        self.local: Tensor | None = None
-        self.upstream: Tensor | None = None
-        self.sent_in = self.received_in = -1
-        self.reached = False
-        self.grad: Tensor | None = None
-        self.arrival: Work[Tensor] | None = None
+    def start_grad(self) -> None:
+        """Starts to send the gradient of the received tensor, or posts its receive."""
+        if self.arrival is None:
+            grad, self.grad, self.state = self.grad, None, TransferState.GRAD_STARTED
+            if grad is None:
+                grad = token.detached(self.dst.mesh.device, self.dst.dtype)
+            if self.tag is None:
+                self.arrival = finished(grad)
+            else:
+                self.arrival = start_back(grad, GradType(self.src), GradType(self.dst), self.tag)
 
-    def start_back(self, grad: Tensor | None) -> Work[Tensor]:
-        """Starts to send the gradient back: ``grad`` of the received tensor, if there is one."""
-        if grad is None:
-            grad = token.detached(self.dst.mesh.device, self.dst.dtype)
-        return start_back(grad, GradType(self.src), GradType(self.dst), self.tag)
-
-
-class Turn(Transfer):
-    """A step from a visit to the next visit of the same mesh, without a message."""
-
-    __slots__ = ()
-
-    def start_back(self, grad: Tensor | None) -> Work[Tensor]:
-        assert grad is not None
-        return finished(grad)
+    def wait_for_grad(self, wait: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
+        """Returns the gradient of the sent tensor. ``wait`` calls the function that waits."""
+        assert self.arrival is not None
+        arrival, self.arrival, self.state = self.arrival, None, TransferState.DONE
+        return wait(arrival.wait)
 
 
 class Received(torch.autograd.Function):
@@ -75,7 +80,7 @@ class Received(torch.autograd.Function):
 
 
 class Sent(torch.autograd.Function):
-    """The token of a sent tensor; its backward marks that a gradient will arrive."""
+    """The token of a sent tensor; its backward records that a gradient will arrive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, transfer: Transfer) -> Tensor:
@@ -85,7 +90,7 @@ class Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.sent.reached = True
+        ctx.sent.need_grad()
         return None, None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -10,40 +9,32 @@ import torch
 from torch import nn
 
 from disttensor.autograd.split_backward import AtOnce
-from disttensor.errors import FallbackWarning, user_line
+from disttensor.errors import warn_once
 from disttensor.tensor.base import MeshTensor, grad_leaves
 
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were split over stages
 _SHOWN = 4  # weights of one reason that the warning names
-_said: set[tuple[str, ...]] = set()
 
 
-def tell(found: Iterable[AtOnce], stage: int) -> None:
+def warn_unsplit(found: Iterable[AtOnce], stage: int) -> None:
     """Warns that these gradients were computed in I, unless this warning was issued before."""
     by_reason: dict[str, list[torch.Tensor]] = {}
     for weights, why in found:
         by_reason.setdefault(why, []).extend(weights)
-    key = (str(stage), *(f"{why} {[w.shape for w in ws]}" for why, ws in by_reason.items()))
-    if key in _said:
-        return
-    _said.add(key)
-    lines = [f"  {_listed(weights)}: {why}" for why, weights in by_reason.items()]
-    where = user_line()
-    file, _, line = where.rpartition(":")
-    text = "\n".join(
-        [
+
+    def text() -> str:
+        return (
             f"pipeline.run: stage {stage} made gradients of weights together with those of its "
             "inputs (in I, or in B where none is left for W). Right, but slower than the schedule "
-            "could be:",
-            *lines,
-            '"1f1b", with whole backwards, loses nothing by it. (Said once.)',
-        ]
-    )
-    number = int(line) if line.isdigit() else 0
-    warnings.warn_explicit(text, FallbackWarning, file or "unknown", number)
+            "could be:\n"
+            + "".join(f"  {_list(weights)}: {why}\n" for why, weights in by_reason.items())
+            + '"1f1b", with whole backwards, loses nothing by it. (Said once.)'
+        )
+
+    warn_once((stage, *((why, *(w.shape for w in ws)) for why, ws in by_reason.items())), text)
 
 
-def _listed(weights: list[torch.Tensor]) -> str:
+def _list(weights: list[torch.Tensor]) -> str:
     names = sorted({_name_of(w) for w in weights})
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 

@@ -34,7 +34,8 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
         )
     forwards = [Action("F", m) for m in range(micro_batches)]
     backwards = [Action("B", m) for m in range(micro_batches)]
-    return _made([_put_off(mixed(forwards, backwards, stages - 1 - s), s) for s in range(stages)])
+    rows = [mixed(forwards, backwards, stages - 1 - s) for s in range(stages)]
+    return _made([_defer_weights(row, s) for s, row in enumerate(rows)])
 
 
 def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Schedule:
@@ -47,9 +48,8 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
     if chunks == 1:
         return zero_bubble(stages, micro_batches)
     forwards, backwards, warm = interleaved(stages, micro_batches, chunks)
-    return _made(
-        [_put_off(mixed(forwards, backwards, warm + stages - 1 - s), s) for s in range(stages)]
-    )
+    rows = [mixed(forwards, backwards, warm + stages - 1 - s) for s in range(stages)]
+    return _made([_defer_weights(row, s) for s, row in enumerate(rows)])
 
 
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -80,7 +80,7 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
         row.add("I.0 I.1", s)
         row.add("I.0 W.0", stages - s)
         for chunk in (1, 0):
-            row.add(f"W.{chunk}", sum(a.chunk == chunk for a in row.put_off))
+            row.add(f"W.{chunk}", sum(a.chunk == chunk for a in row.deferred))
         rows.append(row.actions)
     return _without(rows, micro_batches)
 
@@ -107,7 +107,7 @@ def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
         for i in range(halves):
             row.add(("B" if i < whole else "I") + (".1", ".0")[i % 2])
         row.add("W I.0", after)
-        row.add("W", len(row.put_off))
+        row.add("W", len(row.deferred))
         rows.append(row.actions)
     return _without(rows, micro_batches)
 
@@ -119,7 +119,7 @@ class _Row:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.count: Counter[str] = Counter()
-        self.put_off: list[Action] = []
+        self.deferred: list[Action] = []
 
     def add(self, what: str, times: int = 1) -> None:
         for item in what.split() * times:
@@ -132,17 +132,17 @@ class _Row:
             self.count[f"{step}.{chunk}"] += 1
             self.actions.append(action)
             if kind == "I":
-                self.put_off.append(action)
+                self.deferred.append(action)
 
     def _add_weights(self, chunk: str) -> None:
-        for action in self.put_off:
+        for action in self.deferred:
             if chunk in ("", str(action.chunk)):
-                self.put_off.remove(action)
+                self.deferred.remove(action)
                 self.actions.append(action._replace(kind="W"))
                 return
 
 
-def _put_off(order: Iterable[Action], by: int) -> list[Action]:
+def _defer_weights(order: Iterable[Action], by: int) -> list[Action]:
     """Splits each B into I, and W after the I of ``by`` more micro-batches."""
     made: list[Action] = []
     waiting: deque[Action] = deque()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from disttensor.dispatch import strict
+from disttensor import errors
 from disttensor.errors import SimulationError
 from disttensor.simulate.equal_micro_batches import left_out
 from disttensor.simulate.events import Collective, Message, Op
@@ -99,8 +99,8 @@ def run_rank(
         Exception: any exception of the program.
     """
     quiet = contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext()
-    warned = set(strict._warned)
-    strict._warned.clear()
+    warned = set(errors.warned)
+    errors.warned.clear()
     try:
         with (
             imagined_rank(rank, world, ranks_per_node, backend),
@@ -118,8 +118,8 @@ def run_rank(
             found = recorder.comms.differences(recorder.events, runs)
             slices = tuple(cut_step(runs, last))
     finally:
-        strict._warned.clear()
-        strict._warned.update(warned)
+        errors.warned.clear()
+        errors.warned.update(warned)
     texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
     run = RankRun(
         rank, recorder.events, recorder.comms.records[: last.comms], held, changes, texts, slices,

@@ -24,7 +24,7 @@ from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import GradCollector, MeshTensor, collector_of, grad_leaves
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
-from disttensor.tensor.reshard import TAPE, moved_for, resharded
+from disttensor.tensor.reshard import MICRO_BATCH, moved_for, resharded
 from disttensor.torch_private import current_backward
 from disttensor.torch_private import run_backward as engine_backward
 
@@ -68,7 +68,7 @@ def run_backward(
     inputs: Any = None,
 ) -> None:
     """Runs torch.autograd.backward on locals; ``inputs`` may be DistTensors."""
-    if create_graph or TAPE.get() is not None:
+    if create_graph or MICRO_BATCH.get() is not None:
         _check_crossing(roots, keeps=create_graph)
     inputs = None if inputs is None else _leaves_of(inputs)
     run_engine(roots, grads, retain_graph, create_graph, inputs)
@@ -250,7 +250,7 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
     """Raises NotImplementedError if a backward from here would send a gradient to another mesh that
     does not use it. This holds inside a step of a schedule and, with ``keeps``, for the graph of
     ``.grad``, which other meshes do not have."""
-    in_schedule = TAPE.get() is not None
+    in_schedule = MICRO_BATCH.get() is not None
     if not (in_schedule or keeps) or not token.anchors():
         return
     anchors = {node_of(anchor) for anchor in token.anchors()}

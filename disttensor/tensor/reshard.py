@@ -34,7 +34,7 @@ from reshard.cross_mesh import start
 Tensor = torch.Tensor
 T = TypeVar("T", bound=MeshTensor)
 # the MicroBatchGraph of the micro-batch that runs: see disttensor.pipeline
-TAPE: ContextVar[Any] = ContextVar("tape", default=None)
+MICRO_BATCH: ContextVar[Any] = ContextVar("micro batch", default=None)
 
 
 @cached(4096)
@@ -173,10 +173,10 @@ def _cross(x: T, dst: DistSpec) -> T:
     local = x.local
     if type(local) is not Tensor:
         views.check(x)
-    tape = TAPE.get()
+    graph = MICRO_BATCH.get()
     needed = local.requires_grad and torch.is_grad_enabled()
-    if tape is not None:
-        tape.passes(src.mesh, dst.mesh, needed)
+    if graph is not None:
+        graph.record_transfer(src.mesh, dst.mesh, needed)
     sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
     where = activation_checkpoint.current_run()
     if not sends and not receives:
@@ -189,13 +189,13 @@ def _cross(x: T, dst: DistSpec) -> T:
     repeated = held is not None
     if held is None:
         arrival = start(local.detach(), src, dst, tag)
-        held = tape.arrive(arrival, src, dst, tag) if tape is not None else arrival.wait()
+        held = graph.receive(arrival, src, dst, tag) if graph is not None else arrival.wait()
         held = apart(held, local) if sends and receives else held
     if where is not None:  # the recomputation of a region sends and receives nothing
         activation_checkpoint.note(where, held)
     if not needed:
         return x.like(held.detach() if receives else token.detached(dst.mesh.device), dst)
     reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)
-    if tape is not None and not repeated:
-        return x.like(tape.cut(reached, held, src, dst, tag), dst)
+    if graph is not None and not repeated:
+        return x.like(graph.cut(reached, held, src, dst, tag), dst)
     return x.like(crossed(reached, held, GradType(src), GradType(dst), tag), dst)

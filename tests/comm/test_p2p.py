@@ -162,19 +162,19 @@ def test_what_is_asked_for_ahead_is_there_when_the_transfer_comes():
     other, known = 1 - dist.get_rank(), len(runtime.current_runtime().early)
     for shape, dtype in (((300,), torch.float32), ((150, 2), torch.int32), ((3,), torch.float32)):
         tag, x = p2p.next_tag(), torch.ones(shape, dtype=dtype)
-        asked = p2p.expect([(other, (x.numel(),))], torch.float32, CPU, tag)
-        assert p2p.in_vain(asked) and asked == [(other, tag, x.nbytes)]
-        assert torch.equal(exchange(x, tag), x) and not p2p.in_vain(asked)
+        asked = p2p.post_early_receives([(other, (x.numel(),))], torch.float32, CPU, tag)
+        assert p2p.is_unclaimed(asked) and asked == [(other, tag, x.nbytes)]
+        assert torch.equal(exchange(x, tag), x) and not p2p.is_unclaimed(asked)
     assert len(runtime.current_runtime().early) == known
 
 
 @on_ranks(2)
 def test_what_is_asked_for_ahead_and_never_comes_holds_nobody_up():
     other, tag = 1 - dist.get_rank(), p2p.next_tag()
-    asked = p2p.expect([(other, (301,))], torch.float32, CPU, tag)
-    assert exchange(torch.ones(300), tag).sum() == 300 and p2p.in_vain(asked)
+    asked = p2p.post_early_receives([(other, (301,))], torch.float32, CPU, tag)
+    assert exchange(torch.ones(300), tag).sum() == 300 and p2p.is_unclaimed(asked)
     p2p.flush(30)
-    assert exchange(torch.ones(301), tag).sum() == 301 and not p2p.in_vain(asked)
+    assert exchange(torch.ones(301), tag).sum() == 301 and not p2p.is_unclaimed(asked)
 
 
 @on_ranks(2, timeout=60)

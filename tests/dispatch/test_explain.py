@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import disttensor as dt
-from disttensor import Replicate, Shard
-from disttensor.dispatch import dispatch, strict
+from disttensor import Replicate, Shard, errors
+from disttensor.dispatch import dispatch
 from disttensor.dispatch.key import key_of
 from ops import Arg, Factors, letters
 from ops.notation import notation
@@ -118,7 +118,7 @@ def test_the_plan_is_the_one_that_the_call_runs():
 def test_a_fallback_names_the_line_once():
     mesh = dt.ProcessMesh([0, 1], ("x",))
     x, _, _ = tensors(mesh)
-    strict._warned.discard(
+    errors.warned.discard(
         ("torch", "torch.histc")
     )  # another test of this process may have called it
     with warnings.catch_warnings(record=True) as seen:

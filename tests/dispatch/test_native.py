@@ -31,7 +31,7 @@ from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall, Read, ReadKind
 from disttensor.meta.infer import Out
-from disttensor.pipeline.tape import MicroBatchGraph
+from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.random import counter
 from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.base import origin_of
@@ -379,15 +379,15 @@ def test_a_reshard_in_a_micro_batch_or_a_recomputation(mesh: dt.ProcessMesh) -> 
     which counts nothing then. A view whose source was written to still says so."""
     one, two = dt.ProcessMesh([1, 2], ("x",)), dt.ProcessMesh([3, 4], ("x",))
     x, tags = passing(one, False), runtime.current_runtime().tags
-    tape = MicroBatchGraph(lambda: None, lambda wait: wait())
+    graph = MicroBatchGraph(lambda: None)
 
     def move() -> Any:
         return dt.reshard(x, two, [R])
 
     move()
-    with tape:
+    with graph:
         move()
-    assert tape.meshes == [one, two]
+    assert graph.meshes == [one, two]
     for again, more in ((False, 1), (True, 0)):
         before = tags[0]
         with activation_checkpoint.Run([], again):

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import pipeline
-from disttensor.pipeline import unsplit
-from disttensor.pipeline.tape import MicroBatchGraph
+from disttensor import errors, pipeline
+from disttensor.pipeline.micro_batch_graph import MicroBatchGraph, VisitGraph
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes
 
@@ -145,7 +144,7 @@ def test_split_over_the_ranks_of_a_stage(schedule):
 @on_ranks(2)
 def test_what_is_not_put_off_is_said_once():
     stages = stage_meshes()
-    unsplit._said.clear()
+    errors.warned.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -160,7 +159,7 @@ def test_what_is_not_put_off_is_said_once():
 
 @on_ranks(2)
 def test_weights_of_a_stage_that_leaves_for_a_mesh_of_its_ranks_and_comes_back():
-    """The tape counts three visits, and each has put off a gradient."""
+    """The graph counts three visits, and each has put off a gradient."""
     first, last = stage_meshes()
     aside = dt.ProcessMesh(last.ranks, ("other",))
 
@@ -184,11 +183,13 @@ def test_weights_of_a_stage_that_leaves_for_a_mesh_of_its_ranks_and_comes_back()
 
 
 def test_the_weights_of_the_visits_that_are_named_alone():
-    tape, done = MicroBatchGraph(list), list[int]()
-    for visit in range(4):
-        of: Any = SimpleNamespace(weights=partial(done.append, visit))
-        tape._weights[visit] = of
-    tape.weights(1, 2)
-    assert done == [2, 1]
-    tape.weights(0, 3)
-    assert done == [2, 1, 3, 0]
+    graph, done = MicroBatchGraph(list), list[int]()
+    graph.visits = [VisitGraph(begin) for begin in range(4)]
+    for number, visit in enumerate(graph.visits):
+        split: Any = SimpleNamespace(
+            inputs=lambda retain_graph: None, is_whole=False, weights=partial(done.append, number)
+        )
+        visit.backward_input(split, retain_graph=True)
+    assert graph.backward_weight(1, 2) and done == [2, 1]
+    assert graph.backward_weight(0, 3) and done == [2, 1, 3, 0]
+    assert not graph.backward_weight(0, 3) and done == [2, 1, 3, 0]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import disttensor as dt
 from disttensor import pipeline, runtime
 from disttensor.comm import p2p
-from disttensor.pipeline import foresight
-from disttensor.pipeline.foresight import kind_of
+from disttensor.pipeline import early_receives
+from disttensor.pipeline.early_receives import kind_of
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.stages import stage_meshes
@@ -55,7 +55,8 @@ def check(batches, schedule="1f1b", visits=2, cut=False, back=False):
         dt.shard_tensor(w, mesh, requires_grad=True)
         for w, mesh in zip(layers(visits), order, strict=True)
     ]
-    with mock.patch.object(foresight, "expect", wraps=foresight.expect) as asked:
+    post = early_receives.post_early_receives
+    with mock.patch.object(early_receives, "post_early_receives", wraps=post) as asked:
         losses = pipeline.run(
             program(weights, order, cut, back), batches, schedule,
             stages=order if visits > 2 else None,
@@ -84,7 +85,8 @@ def test_the_next_micro_batch_is_asked_for_ahead(schedule, back):
 def test_a_micro_batch_of_another_shape_is_not():
     rows = [64, 64, 50, 1, 1, 64]
     count = check([randn(n, 9, seed=i) for i, n in enumerate(rows)])
-    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current_runtime().foresees
+    assert count == (2 if dist.get_rank() == 1 else 0)
+    assert runtime.current_runtime().posts_early_receives
 
 
 @on_ranks(2)
@@ -96,14 +98,14 @@ def test_a_program_that_goes_by_values_is_right_and_nothing_is_asked_for_from_th
 
     batches = [batch(rows, i) for i, rows in enumerate([60, 60, 41, 33, 60, 60])]
     now = runtime.current_runtime()
-    assert now.foresees
+    assert now.posts_early_receives
     try:
         count = check(batches, cut=True)
         assert count == (2 if dist.get_rank() == 1 else 0)
-        assert now.foresees == (dist.get_rank() == 0)
+        assert now.posts_early_receives == (dist.get_rank() == 0)
         assert check(batches, cut=True) == 0
     finally:
-        now.foresees = True
+        now.posts_early_receives = True
 
 
 @on_ranks(2)
@@ -116,7 +118,8 @@ def test_micro_batches_that_share_a_channel_are_not():
     with mock.patch.object(p2p, "channels", lambda count: shared[:count]):
         assert check([randn(64, 9, seed=i) for i in range(5)]) == 0
         count = check([randn(64, 9, seed=i) for i in range(3)])
-    assert count == (2 if dist.get_rank() == 1 else 0) and runtime.current_runtime().foresees
+    assert count == (2 if dist.get_rank() == 1 else 0)
+    assert runtime.current_runtime().posts_early_receives
 
 
 def test_kinds():

@@ -21,40 +21,33 @@ from disttensor.pipeline.action import Action
 from disttensor.pipeline.micro_batch import MicroBatch
 from disttensor.runtime import current_runtime
 from disttensor.tensor.dist_tensor import DistTensor
-from reshard.cross_mesh import expect
+from reshard.cross_mesh import post_early_receives
 
 
-class Foresight:
-    """Early receives of one run. ``row``: the actions of this rank's stage, in order."""
+class EarlyReceives:
+    """The early receives of one run. ``row``: the actions of this rank's stage, in order."""
 
     def __init__(self, row: Iterable[Action], running: list[MicroBatch]) -> None:
         firsts = [a.micro_batch for a in row if a.kind == "F" and a.chunk == 0]
         fits = len({m.channel for m in running}) == len(running)  # else some share a channel
-        self.next = dict(pairwise(firsts)) if fits else {}
-        self.running = running
-        self.kinds: dict[int, Any] = {}
-        self.asked: dict[int, list[p2p.Early]] = {}
+        self.next = {i: running[j] for i, j in pairwise(firsts)} if fits else {}
+        self.kinds = {m.number: kind_of(m.batch) for m in running}
+        self.posted: dict[int, list[p2p.Early]] = {}
 
-    def after(self, number: int) -> None:
+    def post_next(self, one: MicroBatch) -> None:
         """Posts the receives of the next micro-batch, after the first visit of this one."""
-        one, now = self.running[number], current_runtime()
-        if p2p.in_vain(self.asked.pop(number, ())):
-            now.foresees = False
-        then = self.next.get(number)
-        if then is None or not one.tape.came or not now.foresees:
+        now, then = current_runtime(), self.next.get(one.number)
+        if p2p.is_unclaimed(self.posted.pop(one.number, ())):
+            now.posts_early_receives = False
+        if then is None or not now.posts_early_receives:
             return
-        other = self.running[then]
-        if self._kind(number) != self._kind(then):
+        if self.kinds[one.number] != self.kinds[then.number]:
             return
-        before, after = (one.channel, one.begins), (other.channel, p2p.transfers(other.channel))
-        asked = self.asked[then] = []
-        for src, dst, tag in one.tape.came:
-            asked += expect(src, dst, p2p.moved_tag(tag, before, after))
-
-    def _kind(self, number: int) -> Any:
-        if number not in self.kinds:
-            self.kinds[number] = kind_of(self.running[number].batch)
-        return self.kinds[number]
+        before = one.channel, one.first_transfer
+        after = then.channel, p2p.transfers(then.channel)
+        posted = self.posted[then.number] = []
+        for src, dst, tag in one.graph.first_receives:
+            posted += post_early_receives(src, dst, p2p.moved_tag(tag, before, after))
 
 
 def kind_of(batch: Any) -> Any:

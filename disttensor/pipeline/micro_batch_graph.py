@@ -1,0 +1,366 @@
+"""The graph of one micro-batch, cut where its tensors go from mesh to mesh.
+
+A single ``loss.backward()`` would run the transfers of the backward inside autograd, one blocking
+after another. A schedule does other work while it waits. So autograd sees each visit of this rank
+separately: received tensors are leaves that keep their gradients; sent tensors are roots whose
+gradients are received first. A backward of one *visit* (the time from a receive to the next receive
+after a send) is one call of autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from operator import call
+from typing import Any
+
+import torch
+
+from disttensor import callbacks
+from disttensor.autograd import activation_checkpoint, token
+from disttensor.autograd.graph import nodes_of
+from disttensor.autograd.joined_backward import one_backward
+from disttensor.autograd.split_backward import REGION, SplitBackward
+from disttensor.autograd.starts import graph_of, node_count
+from disttensor.comm import p2p
+from disttensor.comm.process_group import is_nccl
+from disttensor.comm.work import Work
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.spec import DistSpec
+from disttensor.errors import user_line
+from disttensor.pipeline.transfer import Transfer, TransferState, received, sent
+from disttensor.pipeline.unsplit import warn_unsplit
+from disttensor.tensor.backward import run_given, seed
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.reshard import MICRO_BATCH
+from disttensor.torch_private import next_node, node_number
+
+Tensor = torch.Tensor
+
+
+# SENT: has sent since it received, so the next receive begins a visit. PAUSED: also paused for it.
+ProgramState = Enum("ProgramState", "COMPUTING SENT PAUSED ENDED")
+VisitState = Enum("VisitState", "FORWARD_DONE INPUT_DONE DONE")
+
+
+@dataclass(eq=False)
+class VisitGraph:
+    """A visit of this rank."""
+
+    begin: int  # the number of the first node of its graph
+    state: VisitState = VisitState.FORWARD_DONE
+    split: SplitBackward | None = None  # a backward whose second part is deferred
+
+    def backward_input(self, split: SplitBackward, retain_graph: bool) -> None:
+        """Computes the gradients of inputs, and defers the gradients of weights where possible."""
+        split.inputs(retain_graph)
+        if not split.is_whole:
+            self.split, self.state = split, VisitState.INPUT_DONE
+
+    def backward_weight(self) -> bool:
+        """Computes the deferred gradients; returns False if there are none."""
+        split, self.split, self.state = self.split, None, VisitState.DONE
+        if split is not None:
+            split.weights()
+        return split is not None
+
+
+_ARRIVES = (TransferState.NEEDED, TransferState.GRAD_STARTED)  # for a sent tensor
+
+
+class MicroBatchGraph:
+    """The transfers of one micro-batch as they happen; then its backward, visit by visit, from the
+    last to the first.
+
+    ``pause()`` is called at the end of a visit; ``waiting(wait)`` calls ``wait`` and may record its
+    time. ``most_visits``: of a mesh. ``has_boundaries``: a visit may follow another visit of the
+    same mesh, see ``next_visit``.
+    """
+
+    def __init__(
+        self, pause: Callable[[], None],
+        waiting: Callable[[Callable[[], Tensor]], Tensor] | None = None,
+        most_visits: float = math.inf, has_boundaries: bool = False,
+    ) -> None:  # fmt: skip
+        self.pause, self.waiting = pause, waiting or call
+        self.most_visits, self._counts = most_visits, Counter[ProcessMesh]()  # visits so far
+        self.has_boundaries, self.found_boundary = has_boundaries, False
+        self.order: Sequence[ProcessMesh] | None = None  # of the visits, if given
+        self.stage: int | None = None  # None: the index of its mesh among the meshes visited
+        self.state = ProgramState.COMPUTING
+        self.visits = [VisitGraph(-1)]
+        self.transfers: list[Transfer] = []
+        self.first_receives: list[tuple[DistSpec, DistSpec, int]] = []  # of the first visit
+        self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
+        self.first_return: tuple[ProcessMesh, ProcessMesh] | None = None  # to an earlier mesh
+        self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
+        self._graph = 0  # the node count (``node_count``) that numbers its graph
+        self._region: Any = None  # of the last transfer
+        self._region_meshes: dict[frozenset[int], ProcessMesh] = {}  # by their ranks
+        self._regions: list[tuple[int, int]] = []  # node numbers of recomputed regions
+
+    def __enter__(self) -> MicroBatchGraph:
+        self._tokens = MICRO_BATCH.set(self), callbacks.before_metadata_receive.set(self._rest)
+        self._region_token = activation_checkpoint.REGIONS.set(self._regions)
+        self._graph = node_count()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        MICRO_BATCH.reset(self._tokens[0])
+        callbacks.before_metadata_receive.reset(self._tokens[1])
+        activation_checkpoint.REGIONS.reset(self._region_token)
+
+    # Forward: called by disttensor.tensor.reshard -------------------------------------------------
+
+    def record_transfer(self, src: ProcessMesh, dst: ProcessMesh, with_grad: bool) -> None:
+        """Records a transfer of the program between two meshes, also if this rank has no part in
+        it. Raises ValueError, before the transfer, for a visit too many or out of order."""
+        if dst in self._left:
+            self._counts[dst] += 1
+            self._left.discard(dst)
+        self._left.add(src)
+        if self._counts[dst] >= self.most_visits:
+            raise ValueError(
+                f"pipeline.run: the step comes to {dst!r} more often than stages= says, at "
+                f"{user_line()}: {self.most_visits} visits. Name the meshes in the order of all "
+                "visits"
+            )
+        if self.order is not None and (with_grad or self.has_boundaries):
+            self._check_order(self.order, src, dst)
+        if with_grad and (run := activation_checkpoint.outermost_run()) is not None:
+            self._check_region(run, src, dst)
+        for mesh in (src, dst):
+            if mesh not in self.meshes:
+                self.meshes.append(mesh)
+        if self.first_return is None and self.meshes.index(dst) < self.meshes.index(src):
+            self.first_return = src, dst
+
+    def _check_order(
+        self, order: Sequence[ProcessMesh], src: ProcessMesh, dst: ProcessMesh
+    ) -> None:
+        """Checks that a visit needs earlier visits only. Visits in a row on one mesh are one."""
+        route = [mesh for mesh, _ in groupby(order)]
+        if src not in route or dst not in route:
+            return
+        from_, to = (
+            [i for i, mesh in enumerate(route) if mesh is end][self._counts[end] :][:1]
+            for end in (src, dst)
+        )
+        if from_ >= to:  # an empty list: more visits than the order has
+            raise ValueError(
+                f"pipeline.run: the step goes from {src!r} to {dst!r}, at {user_line()}, which is "
+                f"not on the way that stages={list(order)} names. {_GIVE_ORDER}"
+            )
+
+    def _check_region(self, run: Any, src: ProcessMesh, dst: ProcessMesh) -> None:
+        """Raises ValueError if two meshes of a region share some of their ranks only. The backward
+        of each visit computes the region again: the shared ranks would do so more often, and their
+        collectives would not match."""
+        if run is not self._region:
+            self._region, self._region_meshes = run, {}
+        for mesh in (src, dst):
+            own = frozenset(mesh.ranks)
+            for ranks, other in self._region_meshes.items():
+                if own != ranks and own & ranks:
+                    raise ValueError(
+                        f"pipeline.run: at {user_line()} a region of torch.utils.checkpoint comes "
+                        f"to {mesh!r}, and it computes on {other!r} too, which shares ranks "
+                        f"{sorted(own & ranks)} only. Reshard between regions, or give the meshes "
+                        "the same ranks"
+                    )
+            self._region_meshes[own] = mesh
+
+    def check_stages(self, stages: Sequence[ProcessMesh]) -> None:
+        """Checks that a model split over these visits fits the order of the schedule. Raises
+        ValueError before any message is sent."""
+        rest = iter(self.order or ())
+        if self.order is not None and not all(mesh in rest for mesh in stages):
+            raise ValueError(
+                f"pipeline.run: stages={list(self.order)}, and the model is split over the visits "
+                f"{list(stages)}: split it over the visits of the schedule (pipeline.visits says "
+                "them), or give run the stages of the split and a schedule that takes this way"
+            )
+
+    def rank_stage(self) -> int:
+        """Returns this rank's stage: by default the index of its mesh among the meshes visited."""
+        if self.stage is not None:
+            return self.stage
+        return next((i for i, m in enumerate(self.meshes) if m.coordinate is not None), 0)
+
+    def receive(self, arrival: Work[Tensor], src: DistSpec, dst: DistSpec, tag: int) -> Tensor:
+        """Returns the value of a transfer. A receive after a send begins a new visit."""
+        sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
+        if receives and (sends or self.state is not ProgramState.COMPUTING):
+            self._begin_visit()
+        elif sends and self.state is ProgramState.COMPUTING:
+            self.state = ProgramState.SENT
+        elif not sends and len(self.visits) == 1:
+            self.first_receives.append((src, dst, tag))
+        return self.waiting(arrival.wait) if receives else arrival.wait()
+
+    def _rest(self) -> None:
+        """Pauses, if this rank's visit is over, before a receive of metadata from another mesh,
+        whose visit may run later. Another micro-batch goes on."""
+        if self.state is ProgramState.SENT:
+            self.state = ProgramState.PAUSED
+            self.pause()
+
+    def _begin_visit(self) -> None:
+        if self.state is not ProgramState.PAUSED:
+            self.pause()
+        self.state = ProgramState.COMPUTING
+        self.visits.append(VisitGraph(next_node()))
+
+    def next_visit(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
+        """Begins the next visit on the same mesh, with these tensors."""
+        if not xs[0].is_initialized:
+            return list(xs)
+        self.found_boundary = True
+        self._begin_visit()
+        return [
+            x.like(self.cut(x.local, x.local.detach(), x.spec, x.spec), x.spec)
+            if x.requires_grad
+            else x
+            for x in xs
+        ]
+
+    def cut(
+        self, local: Tensor, value: Tensor, src: DistSpec, dst: DistSpec, tag: int | None = None
+    ) -> Tensor:
+        """Returns the local (or token) of ``dst``, without an edge to ``local`` (of ``src``).
+        ``tag``: of the messages; None where the next visit begins on the same mesh."""
+        sends, receives = src.mesh.coordinate is not None, dst.mesh.coordinate is not None
+        transfer, visit = Transfer(src, dst, tag), len(self.visits) - 1
+        self.transfers.append(transfer)
+        if sends:
+            transfer.local, transfer.sent_in = local, self._visit_of(local, visit - receives)
+        elif local.grad_fn is not None:
+            transfer.upstream = local
+        anchor = token.anchor(value.device)
+        if not receives:
+            return sent(anchor, transfer)
+        transfer.received_in = visit
+        return received(anchor, [value], transfer)
+
+    def _visit_of(self, local: Tensor, latest: int) -> int:
+        """Returns the visit whose graph holds ``local``, as a skip connection is sent later."""
+        if local.grad_fn is None or not latest:
+            return latest
+        number = node_number(local.grad_fn)
+        return max(i for i, visit in enumerate(self.visits) if visit.begin < number)
+
+    # Backward -------------------------------------------------------------------------------------
+
+    def end(self, loss: DistTensor) -> None:
+        """Ends the program: the gradients that will arrive for its sends are now known. Raises
+        ValueError if it visited a mesh less often than the schedule."""
+        self.state = ProgramState.ENDED
+        if self.order is not None and self.has_boundaries:
+            for mesh, n in Counter(mesh for mesh, _ in groupby(self.order)).items():
+                if self._counts[mesh] < n - 1:
+                    raise ValueError(
+                        f"pipeline.run: the step has left {mesh!r} for good after "
+                        f"{self._counts[mesh] + 1} visits, and stages={list(self.order)} "
+                        f"names more. {_GIVE_ORDER}"
+                    )
+        if not loss.is_initialized:
+            _need_grads(loss.local)
+        self._post_receives()
+
+    def _post_receives(self) -> None:
+        """Posts receives of gradients, so that they arrive before their backward. Not over NCCL,
+        which has no tags: it would match them in the order of the posts."""
+        if not is_nccl():
+            for t in self.transfers:
+                if t.state is TransferState.NEEDED:
+                    t.start_grad()
+
+    def close(self) -> None:
+        """Drops posted receives after an error: their messages may never arrive."""
+        with p2p.abandoning():
+            for t in self.transfers:
+                t.arrival = None
+
+    def backward(
+        self, loss: DistTensor, first: int, last: int, defer_weights: bool = False
+    ) -> bool:
+        """Runs the backward of visits ``last`` to ``first``; the last visit of all begins with
+        ``loss``. Returns True if gradients of weights were deferred to ``backward_weight``."""
+        assert self.state is ProgramState.ENDED
+        for number in range(last, first - 1, -1):
+            roots: list[Tensor] = []
+            grads: list[Tensor] = []
+            if number == len(self.visits) - 1 and loss.is_initialized:
+                roots.append(loss.local)
+                grads.append(seed(loss, None))
+            awaited = [
+                t for t in reversed(self.transfers) if t.sent_in == number and t.state in _ARRIVES
+            ]
+            for t in awaited:
+                t.start_grad()
+            for t in awaited:
+                assert t.local is not None
+                roots.append(t.local)
+                grads.append(t.wait_for_grad(self.waiting))
+            self.visits[number].state = VisitState.DONE
+            # The graph of an earlier visit of the same mesh holds the nodes that this visit read.
+            with graph_of(self._graph):
+                if roots and defer_weights:
+                    self._backward_input(number, roots, grads)
+                elif roots:
+                    run_given(roots, grads, number > 0)
+            self._send_grads(number)
+            self._post_receives()
+        return any(v.state is VisitState.INPUT_DONE for v in self.visits[first : last + 1])
+
+    def _backward_input(self, number: int, roots: list[Tensor], grads: list[Tensor]) -> None:
+        visit = self.visits[number]
+
+        def own(node: Any) -> bool:
+            return node_number(node) >= visit.begin
+
+        def whole(node: Any) -> str:
+            number = node_number(node)
+            if any(a <= number < b for a, b in self._regions):
+                return REGION
+            return "" if own(node) else "made of what an earlier visit computed"
+
+        split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_given)
+        if split.at_once:
+            warn_unsplit(split.at_once, self.rank_stage())
+        visit.backward_input(split, retain_graph=number > 0)
+
+    def backward_weight(self, first: int, last: int) -> bool:
+        """Computes the gradients of weights that ``backward`` of these visits deferred. Returns
+        False if there are none."""
+        with graph_of(self._graph), one_backward():
+            visits = reversed(self.visits[first : last + 1])
+            return sum(visit.backward_weight() for visit in visits) > 0
+
+    def _send_grads(self, number: int) -> None:
+        """Sends the gradients of the tensors that a visit received, and drops sent locals."""
+        for t in reversed(self.transfers):
+            if t.received_in == number and t.grad is not None:
+                t.start_grad()
+                if t.local is None and t.upstream is not None:
+                    _need_grads(t.upstream)
+        for t in self.transfers:
+            if t.sent_in == number:
+                t.local = None
+
+
+_GIVE_ORDER = (
+    "Give the meshes in the order in which the step visits them, and a schedule that takes this way"
+)
+
+
+def _need_grads(token: Tensor) -> None:
+    """Marks the transfers that a backward from a token, which holds no data, would reach."""
+    for node in nodes_of([token]):
+        transfer = getattr(node, "sent", None)
+        if transfer is not None:
+            transfer.need_grad()
