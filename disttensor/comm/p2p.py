@@ -22,18 +22,18 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import directions, failures, log
-from disttensor.comm.letter import WireMessage, copied, sized
-from disttensor.comm.mismatch import PendingReceive, Sending
-from disttensor.comm.outbox import OUTBOX, check_delivered, failed
-from disttensor.comm.outbox import flush as flush
+from disttensor.comm import directions, failures, log, send_queue
+from disttensor.comm.message_format import WireMessage, tag_with_size
+from disttensor.comm.pending_receives import PendingReceive, PostedMessage
 from disttensor.comm.process_group import is_fake, world
-from disttensor.comm.wire import as_bytes
+from disttensor.comm.send_queue import check_delivered, failed
+from disttensor.comm.send_queue import flush as flush
+from disttensor.comm.wire import as_bytes, dense
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError, user_line
 from disttensor.observe import observers
@@ -120,17 +120,6 @@ def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
 # Messages --------------------------------------------------------------------------------------
 
 
-class _Receiving(NamedTuple):
-    """A message to this rank, as text for errors: formatted only after a failure."""
-
-    rank: int
-    peer: int
-    label: object
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} receives from rank {self.peer}: {self.label}"
-
-
 _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 
@@ -151,28 +140,25 @@ class ReceiveWork(Work[Tensor]):
 
     __slots__ = ("_posted",)
 
-    def __init__(self, works: Sequence[Any], out: Tensor, what: object) -> None:
+    def __init__(self, work: Any, out: Tensor, description: PostedMessage) -> None:
         def finish() -> Tensor:
             try:
-                for work in works:
-                    work.wait()
+                work.wait()
             except MismatchError as error:
-                raise MismatchError(f"{what}: {error}") from None
+                raise MismatchError(f"{description}: {error}") from None
             except RuntimeError as error:
-                raise failed(what, error) from error
+                raise failed(description, error) from error
             return out
 
-        super().__init__(finish, lambda: all(work.is_completed() for work in works))
-        self._posted = works, out, what
+        super().__init__(finish, work.is_completed)
+        self._posted = work, out, description
 
     def __del__(self) -> None:  # never waited for: the sender must complete
         if self._finish is not None and not sys.is_finalizing():
-            works, out, what = self._posted
             if _abandons.get():
                 last_runtime().abandoned.append(self._posted)
-                return
-            for work in works:
-                OUTBOX.put(work, out, what)
+            else:
+                send_queue.QUEUE.put(*self._posted)
 
 
 def send(x: Tensor, to: int | Sequence[int], tag: int, label: object = "") -> None:
@@ -217,26 +203,25 @@ def transfer(
         for o in observers:
             o.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
     try:
-        if _by_letters(now, device):
-            messages = [_awaited(now, each, dtype, tag, label) for each in receives]
+        if _has_tags(device):
+            works = [_receive(now, each, dtype, tag, label) for each in receives]
             if sends:
-                _post_letters(now, sends, tag, label)
-            return messages
+                _send(now, sends, tag, label)
+            return works
         return _post_batches(sends, receives, dtype, device, tag, label)
     except RuntimeError as error:
-        OUTBOX.flush(10.0)  # gives the error of an earlier message time to be recorded
+        send_queue.QUEUE.flush(10.0)  # gives the error of an earlier message time to be recorded
         check_delivered()
         me, peers = world()[0], sorted({r for r, _ in (*sends, *receives)})
         what = f"rank {me} exchanges messages with ranks {peers}: {label}"
         raise failed(what, error) from error
 
 
-def _by_letters(now: Runtime, device: torch.device) -> bool:
-    fake = is_fake() if now.is_fake is None else now.is_fake
-    return device.type == "cpu" and not fake and not directions.needed(device)
-
-
 # Over gloo: every message separately, in any dtype. Receives are posted first.
+
+
+def _has_tags(device: torch.device) -> bool:
+    return device.type == "cpu" and not is_fake() and not directions.needed(device)
 
 
 def post_early_receives(
@@ -245,12 +230,12 @@ def post_early_receives(
     """Posts the receives of a transfer that this rank has not reached yet; the ``transfer`` with
     this tag takes them over. Returns their keys: none if messages match by order only."""
     now = current_runtime()
-    if not _by_letters(now, device):
+    if not _has_tags(device):
         return []
     keys = [(source, tag, math.prod(shape) * dtype.itemsize) for source, shape in receives]
-    for key, (source, shape) in zip(keys, receives, strict=True):
+    for key in keys:
         if key not in now.early:
-            now.early[key] = _asked(now, source, shape, dtype, tag)
+            now.early[key] = _post_receive(now, *key)
     return keys
 
 
@@ -259,41 +244,37 @@ def is_unclaimed(keys: Iterable[Early]) -> bool:
     return not current_runtime().early.keys().isdisjoint(keys)
 
 
-def _awaited(
+def _post_receive(now: Runtime, source: int, tag: int, nbytes: int) -> PendingReceive:
+    message = WireMessage(nbytes)
+    work = now.default.recv([message.wire], source, tag_with_size(tag, nbytes))
+    return PendingReceive(work, message, source, tag)
+
+
+def _receive(
     now: Runtime, receive: Receive, dtype: torch.dtype, tag: int, label: object
 ) -> ReceiveWork:
     source, shape = receive
-    awaited: PendingReceive | None = None
-    if now.early:
-        awaited = now.early.pop((source, tag, math.prod(shape) * dtype.itemsize), None)
-    if awaited is None:
-        awaited = _asked(now, source, shape, dtype, tag)
-    content = awaited.letter.content
-    if content.dtype != dtype or content.shape != shape:  # posted early for another shape
-        content = as_bytes(content).view(dtype).view(shape)
-    return ReceiveWork([awaited], content, _Receiving(now.default.rank(), source, label))
+    key = source, tag, math.prod(shape) * dtype.itemsize
+    pending = now.early.pop(key, None) or _post_receive(now, *key)
+    description = PostedMessage(now.default.rank(), "receives from", source, label)
+    return ReceiveWork(pending, pending.message.content(shape, dtype), description)
 
 
-def _asked(
-    now: Runtime, source: int, shape: Sequence[int], dtype: torch.dtype, tag: int
-) -> PendingReceive:
-    letter = WireMessage.awaited(shape, dtype)
-    work = now.default.recv([letter.wire], source, sized(tag, letter.nbytes))
-    return PendingReceive(work, letter, source, tag)
-
-
-def _post_letters(
-    now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object
-) -> None:
+def _send(now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object) -> None:
     me, line = now.default.rank(), user_line()[-100:]
-    letters: dict[int, WireMessage] = {}
+    messages: dict[int, WireMessage] = {}  # one copy for all receivers
     for to, x in sends:
-        letter = letters.get(id(x)) or letters.setdefault(id(x), WireMessage.of(x))
-        work = now.default.send([letter.wire], to, sized(tag, letter.nbytes))
-        OUTBOX.put(work, letter.wire, Sending(me, to, label, tag, letter.nbytes, line))
+        message = messages.get(id(x)) or messages.setdefault(id(x), WireMessage.copy_of(x))
+        work = now.default.send([message.wire], to, tag_with_size(tag, x.nbytes))
+        description = PostedMessage(me, "sends to", to, label, tag, x.nbytes, line)
+        send_queue.QUEUE.put(work, message.wire, description)
 
 
 # Over other backends and a fake group ------------------------------------------------------------
+
+
+def copied(x: Tensor) -> Tensor:
+    return dense(x.detach().clone(memory_format=torch.contiguous_format))
 
 
 def _post_batches(
@@ -306,29 +287,26 @@ def _post_batches(
 ) -> list[ReceiveWork]:
     """Posts the messages of a transfer in one batch per communicator: posted separately, two ranks
     could wait for each other."""
-    me, apart = world()[0], directions.needed(device)
-    if apart:
+    me, group = world()[0], directions.group if directions.needed(device) else lambda *_: None
+    if directions.needed(device):
         directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
     given = {id(x): x for _, x in sends}  # one copy for all receivers
     copies = {key: copied(x) for key, x in given.items()}
-    raw = {key: as_bytes(copy) for key, copy in copies.items()}
     posts: list[tuple[Any, Tensor, int, Any]] = [
-        (dist.irecv, as_bytes(out), r, directions.group(r, me) if apart else None)
+        (dist.irecv, as_bytes(out), r, group(r, me))
         for (r, _), out in zip(receives, outs, strict=True)
     ]
-    posts += [
-        (dist.isend, raw[id(x)], r, directions.group(me, r) if apart else None) for r, x in sends
-    ]
-    works: list[Any] = [None] * len(posts)
-    for group in dict.fromkeys(group for *_, group in posts):
-        places = [i for i, post in enumerate(posts) if post[-1] is group]
-        made = dist.batch_isend_irecv([dist.P2POp(*posts[i], tag=tag) for i in places])
-        for nth, i in enumerate(places):  # or a single Work for all
-            works[i] = made[nth if len(made) == len(places) else -1]
+    posts += [(dist.isend, as_bytes(copies[id(x)]), r, group(me, r)) for r, x in sends]
+    started: dict[Any, Iterator[Any]] = {}
+    for each in dict.fromkeys(post[-1] for post in posts):
+        batch = [dist.P2POp(*post, tag=tag) for post in posts if post[-1] is each]
+        made = dist.batch_isend_irecv(batch)  # or a single Work for all
+        started[each] = iter(made if len(made) == len(batch) else made[-1:] * len(batch))
+    works = [next(started[post[-1]]) for post in posts]
     for (to, x), work in zip(sends, works[len(receives) :], strict=True):
-        OUTBOX.put(work, copies[id(x)], Sending(me, to, label, tag, x.nbytes, ""))
+        send_queue.QUEUE.put(work, copies[id(x)], PostedMessage(me, "sends to", to, label))
     return [
-        ReceiveWork([work], out, _Receiving(me, r, label))
+        ReceiveWork(work, out, PostedMessage(me, "receives from", r, label))
         for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]

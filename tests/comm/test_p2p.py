@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm import letter, p2p
+from disttensor.comm import message_format, p2p
 from tests.support.pool import fake_world, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +41,8 @@ def exchange(x, tag):
 @on_ranks(2)
 def test_every_dtype_arrives_bit_for_bit():
     for dtype in DTYPES:
-        for shape in [(), (3,), (2, 5)]:
-            both = [(torch.arange(10)[: max(1, torch.Size(shape).numel())] + r) for r in range(2)]
+        for shape in [(), (3,), (2, 5), (0, 2)]:
+            both = [(torch.arange(10)[: torch.Size(shape).numel()] + r) for r in range(2)]
             x, y = (t.reshape(shape).to(dtype) for t in both)
             mine, want = (x, y) if dist.get_rank() == 0 else (y, x)
             got = exchange(mine, p2p.next_tag())
@@ -119,9 +119,10 @@ def test_a_message_is_recorded_once_by_its_sender():
 )
 @on_ranks(2, timeout=120)
 def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(room, sent, same):
-    """With the same tag it comes into the room for another, with a word that says its size or, as
-    large ones, without."""
-    assert (letter.sized(0, 4 * room) == letter.sized(0, 4 * sent)) == same
+    """With the same tag it comes into the room for another, and does not fill it."""
+    assert (
+        message_format.tag_with_size(0, 4 * room) == message_format.tag_with_size(0, 4 * sent)
+    ) == same
     tag = p2p.next_tag()
     if dist.get_rank() == 0:
         p2p.send(torch.ones(sent), 1, tag, "a test")
@@ -188,7 +189,7 @@ def test_a_sender_that_is_late_is_waited_for():
         assert p2p.receive((2,), torch.float32, CPU, 0, tag).wait().tolist() == [1, 1]
 
 
-def test_where_no_letters_go_a_tensor_for_many_ranks_is_copied_once(monkeypatch):
+def test_where_messages_have_no_tags_a_tensor_for_many_ranks_is_copied_once(monkeypatch):
     copied = []
     usual = p2p.copied
     monkeypatch.setattr(p2p, "copied", lambda x: (copied.append(x), usual(x))[1])
@@ -242,7 +243,7 @@ def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
     head = """
         import sys, time, datetime, torch, torch.distributed as dist
         from disttensor import CommError
-        from disttensor.comm import letter, p2p
+        from disttensor.comm import message_format, p2p
         rank = int(sys.argv[1])
         store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.comm import p2p
+from disttensor.comm import p2p, send_queue
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
@@ -104,8 +104,8 @@ def test_two_stages(schedule, count, how):
 @on_ranks(2)
 def test_transfers_inside_a_region_that_is_computed_again(schedule):
     check(recomputed, stage_meshes(), 23, 3, schedule)
-    p2p.OUTBOX.flush(10.0)
-    assert not p2p.OUTBOX.open  # what a stage sends again is received again
+    send_queue.QUEUE.flush(10.0)
+    assert not send_queue.QUEUE.open  # what a stage sends again is received again
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import disttensor as dt
 from disttensor import cache, runtime
-from disttensor.comm import collectives
-from disttensor.comm.outbox import OUTBOX
+from disttensor.comm import collectives, send_queue
 from disttensor.simulate.memory import Memory, summary
 from disttensor.simulate.recorder import StepRecorder
 
@@ -55,10 +54,11 @@ def measured(
 def _under_way() -> int:
     """Bytes of messages that may not be delivered yet, and of room for those that are asked for
     ahead. A simulated message is delivered at once, where its program receives it."""
-    with OUTBOX.lock:
-        sent = sum(buffer.nbytes for _, buffer, *_ in (*OUTBOX.batch, *OUTBOX.waiting))
+    queue = send_queue.QUEUE
+    with queue.lock:
+        sent = sum(buffer.nbytes for _, buffer, *_ in (*queue.batch, *queue.waiting))
     return sent + sum(
-        awaited.letter.wire.nbytes for awaited in runtime.current_runtime().early.values()
+        pending.message.wire.nbytes for pending in runtime.current_runtime().early.values()
     )
 
 

@@ -25,8 +25,7 @@ from disttensor.runtime import Runtime, current_runtime
 LINGER = 0.05  # seconds in which the thread collects messages
 EXIT_SECONDS = 60.0  # how long a process at its end waits for undelivered messages
 
-
-_Entry = tuple[Any, torch.Tensor, object, Runtime]
+_Entry = tuple[Any, torch.Tensor, Any, Runtime]
 
 
 class SendQueue:
@@ -36,49 +35,49 @@ class SendQueue:
         self.lock = threading.RLock()
         self.changed, self.hurry = (threading.Condition(self.lock) for _ in range(2))
         self.waiting: deque[_Entry] = deque()
-        self.batch: deque[_Entry] = deque()  # taken from ``waiting``; the thread waits for one
-        self.open = 0  # messages that are not delivered yet
-        self.used = self.idle = False
+        self.batch: deque[_Entry] = (
+            deque()
+        )  # taken from ``waiting``; the thread waits for the first
+        self.used = False
         self.hurried = 0  # callers that wait for delivery
 
-    def put(self, work: Any, buffer: torch.Tensor, what: object) -> None:
-        """Keeps a Work and its buffer until delivery. ``what`` describes the message in errors, and
-        is formatted only then. Does nothing in a fake process group."""
-        now = current_runtime()
-        if is_fake() if now.is_fake is None else now.is_fake:
+    @property
+    def open(self) -> int:
+        """The number of messages that are not delivered yet."""
+        return len(self.waiting) + len(self.batch)
+
+    def put(self, work: Any, buffer: torch.Tensor, description: object) -> None:
+        """Keeps a Work and its buffer until delivery. ``description``: of the message in errors;
+        formatted only then. Does nothing in a fake process group."""
+        if is_fake():
             return
         with self.lock:
             if not self.used:
                 self.used = True
-                threading.Thread(target=self._deliver, name="p2p outbox", daemon=True).start()
-            self.waiting.append((work, buffer, what, now))
-            self.open += 1
-            if self.idle:
-                self.changed.notify_all()
+                threading.Thread(target=self._deliver, name="p2p send queue", daemon=True).start()
+            self.waiting.append((work, buffer, description, current_runtime()))
+            self.changed.notify_all()
 
     def _deliver(self) -> None:
         while True:
-            with self.changed:
-                self.idle = True
-                while not self.waiting:
-                    self.changed.wait()
-                self.idle = False
+            with self.lock:
+                self.changed.wait_for(lambda: self.waiting)
                 self.hurry.wait_for(lambda: self.hurried, LINGER)
                 self.batch, self.waiting = self.waiting, deque()
             while self.batch:
                 _wait_for(*self.batch[0])
-                with self.changed:
+                with self.lock:
                     self.batch.popleft()
-                    self.open -= 1
                     self.changed.notify_all()
 
-    def held(self) -> list[object]:
+    def held(self) -> list[Any]:
         """Returns the descriptions of messages that may be undelivered."""
-        with self.changed:
-            return [what for _, _, what, _ in (*self.batch, *self.waiting)]
+        with self.lock:
+            return [description for _, _, description, _ in (*self.batch, *self.waiting)]
 
     def flush(self, seconds: float | None) -> bool:
-        with self.changed:
+        """Waits until all messages are delivered. Returns False if some are not in time."""
+        with self.lock:
             self.hurried += 1
             self.hurry.notify_all()
             try:
@@ -87,7 +86,7 @@ class SendQueue:
                 self.hurried -= 1
 
 
-def _wait_for(work: Any, buffer: torch.Tensor, what: object, sender: Runtime) -> None:
+def _wait_for(work: Any, buffer: torch.Tensor, description: object, sender: Runtime) -> None:
     try:
         if buffer.is_cuda:
             while not work.is_completed():  # a wait would block a stream
@@ -95,17 +94,17 @@ def _wait_for(work: Any, buffer: torch.Tensor, what: object, sender: Runtime) ->
         else:
             work.wait()
     except RuntimeError as error:
-        sender.undelivered = sender.undelivered or failed(what, error)
+        sender.undelivered = sender.undelivered or failed(description, error)
 
 
-OUTBOX = SendQueue()
+QUEUE = SendQueue()
 
 
-def failed(what: object, error: Exception) -> CommError:
+def failed(description: object, error: Exception) -> CommError:
     words = str(error).splitlines()
     return CommError(
-        f"{what}. This failed: the other rank is gone, or did not come here within the time limit "
-        f"of the process group; look for the first error among the ranks.{failures.first()} "
+        f"{description}. This failed: the other rank is gone, or did not come here within the time "
+        f"limit of the process group; look for the first error among the ranks.{failures.first()} "
         f"Backend error: {words[0] if words else error!r}"
     )
 
@@ -119,9 +118,9 @@ def check_delivered() -> None:
 
 def flush(seconds: float | None = None) -> None:
     """Waits until all messages of this rank are delivered. Raises CommError if one is not."""
-    if not OUTBOX.flush(seconds):
+    if not QUEUE.flush(seconds):
         raise CommError(
-            f"rank {world()[0]}: {OUTBOX.open} messages were not taken within {seconds} s by the "
+            f"rank {world()[0]}: {QUEUE.open} messages were not taken within {seconds} s by the "
             "ranks that they were sent to"
         )
     check_delivered()
@@ -130,6 +129,6 @@ def flush(seconds: float | None = None) -> None:
 @atexit.register
 def _leave() -> None:
     """Waits at exit for undelivered messages; after an error, for two seconds only."""
-    if OUTBOX.used:
-        OUTBOX.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)
+    if QUEUE.used:
+        QUEUE.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)
         time.sleep(0.1)  # as in groups.py: gloo's threads release the tensors
