@@ -43,9 +43,9 @@ choose_left_out: ContextVar[Callable[[Any], dict[int, int]]] = ContextVar(
 # observe -> dispatch. Called after an observer was opened or closed.
 on_observers: list[Callable[[], None]] = []
 
-# comm.watcher -> comm. ``fn(watcher, text)`` is called once, in the watcher's thread, with the text
-# posted in the store under a key. If it returns False it is called again a second later.
+# comm.failure_watch -> comm. ``fn(watcher, text)`` is called once, in the watcher's thread, with
+# the text posted in the store under a key. If it returns False it is called a second later again.
 on_report: dict[str, Callable[[Any, str], bool]] = {}
 
-# comm.watcher -> comm. ``fn(watcher)`` is called every second in the watcher's thread.
+# comm.failure_watch -> comm. ``fn(watcher)`` is called every second in the watcher's thread.
 on_heartbeat: list[Callable[[Any], None]] = []

@@ -37,7 +37,7 @@ class Runtime:
     undelivered: Exception | None = None  # of a message that this rank has sent
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come
     early: dict[Any, Any] = field(default_factory=dict)  # receives that were posted early
-    watcher: Any = None  # disttensor.comm.watcher; False: this is the only rank
+    watcher: Any = None  # disttensor.comm.failure_watch; False: this is the only rank
     raises: dict[Any, int] = field(default_factory=dict)  # disttensor.comm.lone_failure
     raised: Any = None
     posted: Any = None

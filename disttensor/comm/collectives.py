@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import buffers, desync, failures, log, lone_failure, wire
+from disttensor.comm import buffers, desync, failure_watch, log, lone_failure, wire
 from disttensor.comm.groups import Group as Group
 from disttensor.comm.groups import world_group as world_group
 from disttensor.comm.process_group import backend_name
@@ -70,7 +70,7 @@ def _failed(kind: str, group: Group, error: RuntimeError) -> CommError:
     return CommError(
         f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
         f"{group.ranks[group.index]}: a rank of the group is gone, or called something "
-        f"else.{failures.first()} Backend error: "
+        f"else.{failure_watch.first_failure()} Backend error: "
         f"{str(error).splitlines()[0] if str(error) else error!r}"
     )
 

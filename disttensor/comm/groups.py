@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import desync, failures, lone_failure, watcher
-from disttensor.comm.process_group import attempt, world
+from disttensor.comm import desync, failure_watch, lone_failure
+from disttensor.comm.process_group import attempt, wait_until, world
 from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import (
@@ -101,7 +101,7 @@ def process_group(
     now = current_runtime()
     key = (members, lane)
     if key not in now.groups:
-        failures.watch()
+        failure_watch.watch()
         _linger()
         try:
             now.groups[key] = _new_process_group(members, lane, timeout)
@@ -109,7 +109,7 @@ def process_group(
             raise CommError(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank "
                 f"{world()[0]}: it needs ranks {list(members)} to arrive here together."
-                f"{failures.first()} Backend error: {error}"
+                f"{failure_watch.first_failure()} Backend error: {error}"
             ) from error
     return now.groups[key]
 
@@ -132,24 +132,19 @@ def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | Non
 def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
     """Waits until all members are here. Raises RuntimeError if one of them ends, fails or is late;
     torch does not check whether the members live."""
-    beside = watcher.of(current_runtime())
-    if beside is None:
+    watcher = failure_watch.watcher_of(current_runtime())
+    if watcher is None:
         return
     wanted = [f"group/{name}/{rank}" for rank in members]
-    beside.store.set(f"group/{name}/{world()[0]}", "")
-    pause, look = 0.001, time.monotonic() + 1
+    watcher.store.set(f"group/{name}/{watcher.rank}", "")
     end = time.monotonic() + (limit.total_seconds() if limit is not None else 1800)
-    while not beside.store.check(wanted):
-        if time.monotonic() > look:
-            look += 1
-            late = time.monotonic() > end
-            if late:
-                failures.post_unseen(beside)
-            failed = beside.failed or lone_failure.find(beside, members)
-            if late or failed or beside.gone(4, members) is not None:
-                raise RuntimeError("they are late" if late else "one of them has failed")
-        time.sleep(pause)
-        pause = min(0.1, pause * 2)
+    while not wait_until(lambda: watcher.store.check(wanted), 1.0):
+        if time.monotonic() > end:
+            failure_watch.post_unseen(watcher)
+            raise RuntimeError("they are late")
+        failed = watcher.failed or lone_failure.find(watcher, members)
+        if failed or watcher.failed_rank(members) is not None:
+            raise RuntimeError("one of them has failed")
 
 
 @cache

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from disttensor import callbacks
-from disttensor.comm import failures, program, watcher
+from disttensor.comm import failure_watch, program
 from disttensor.comm.process_group import world
 from disttensor.errors import user_line
 from disttensor.runtime import Runtime, last_runtime
@@ -88,7 +88,7 @@ def _mark() -> tuple[int, int]:
         return 0, 0
 
 
-def _post(beside: watcher.Watcher) -> None:
+def _post(watcher: failure_watch.Watcher) -> None:
     now = last_runtime()
     raised: Raised | None = now.raised
     if raised is None:
@@ -102,31 +102,31 @@ def _post(beside: watcher.Watcher) -> None:
         return
     else:
         now.posted, entry = raised, raised[:4]
-    beside.store.append("raised", json.dumps([beside.rank, entry]) + "\n")
+    watcher.store.append("raised", json.dumps([watcher.rank, entry]) + "\n")
 
 
-def find(beside: watcher.Watcher, awaited: Sequence[int]) -> bool:
+def find(watcher: failure_watch.Watcher, awaited: Sequence[int]) -> bool:
     """Returns True if a rank has stopped while others wait. Posts the failure if the stopped rank
     is among ``awaited``, the ranks for which this rank has waited for some seconds."""
     now = last_runtime()
-    if not now.is_given_up and beside.store.check(["raised"]):
-        lines = beside.store.get("raised").decode().splitlines()
+    if not now.is_given_up and watcher.store.check(["raised"]):
+        lines = watcher.store.get("raised").decode().splitlines()
         for rank, entry in dict(map(json.loads, lines)).items():
             if entry is None or rank not in awaited:
                 continue
             ranks, step, nth, words = entry
             own = now.raises.get((tuple(ranks), step), 0)
-            if beside.rank in ranks and step == _step(now) and own < nth:
-                failures.post(
+            if watcher.rank in ranks and step == _step(now) and own < nth:
+                failure_watch.post(
                     f"rank {rank} raised {words} and other ranks did not; it has stopped, and its "
                     "process lives. Start all processes again"
                 )
-                beside.store.set(STOPPED, "")
-                return _give_up(beside)
+                watcher.store.set(STOPPED, "")
+                return _give_up(watcher)
     return now.is_given_up
 
 
-def _give_up(beside: watcher.Watcher, text: str = "") -> bool:
+def _give_up(watcher: failure_watch.Watcher, text: str = "") -> bool:
     last_runtime().is_given_up = True
     return True
 
@@ -138,12 +138,12 @@ def wait(work: Any, ranks: Sequence[int]) -> None:
         work.wait(SLICE)
         return
     except RuntimeError:  # the collective failed, or the slice has passed
-        beside = last_runtime().watcher
+        watcher = last_runtime().watcher
     for slices in itertools.count(1):
         if work.is_completed():
             work.wait()
             return
-        if slices >= PATIENCE and beside and not beside.lost and find(beside, ranks):
+        if slices >= PATIENCE and watcher and not watcher.lost and find(watcher, ranks):
             raise RuntimeError(f"given up after {slices} s")
         with contextlib.suppress(RuntimeError):
             work.wait(SLICE)

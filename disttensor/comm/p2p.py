@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import directions, failures, log, send_queue
+from disttensor.comm import directions, failure_watch, log, send_queue
 from disttensor.comm.message_format import WireMessage, tag_with_size
 from disttensor.comm.pending_receives import PendingReceive, PostedMessage
 from disttensor.comm.process_group import is_fake, world
@@ -193,7 +193,7 @@ def transfer(
     the transfer in errors, and is formatted only then. Raises CommError, also for an earlier
     message of this rank that could not be delivered.
     """
-    now = failures.watch()
+    now = failure_watch.watch()
     if now.undelivered is not None:
         raise now.undelivered
     if observers:

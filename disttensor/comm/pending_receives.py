@@ -1,11 +1,11 @@
 """Waits for messages, and ends a wait for a message that was sent with another size, by an error.
 
 Messages of different sizes have different tags (``message_format.py``), so the receiver would wait
-until the time limit. After some time the receiver's watcher thread (``watcher.py``) sends a request
-to the sender through the store. If the sender holds a message of this transfer, but of another size
-only, it posts that size, and sends a placeholder, which ends the wait. While messages arrive in
-time, no request is sent. After a failure of a rank (``lone_failure.py``), a sender without a
-message of this transfer ends the wait in the same way.
+until the time limit. After some time the receiver's watcher thread (``failure_watch.py``) sends a
+request to the sender through the store. If the sender holds a message of this transfer, but of
+another size only, it posts that size, and sends a placeholder, which ends the wait. While messages
+arrive in time, no request is sent. After a failure of a rank (``lone_failure.py``), a sender
+without a message of this transfer ends the wait in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from disttensor import callbacks
-from disttensor.comm import lone_failure, send_queue, watcher
+from disttensor.comm import failure_watch, lone_failure, send_queue
 from disttensor.comm.message_format import WireMessage, placeholder, tag_with_size
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import current_runtime, last_runtime
@@ -65,12 +65,12 @@ class PendingReceive:
 
     def _error(self) -> RuntimeError:
         """Returns the error of a wait that a smaller message or a placeholder has ended."""
-        beside, sent = watcher.of(current_runtime()), "fewer bytes were sent"
-        if beside is not None:
-            key = f"sent/{beside.rank}/{self.tag}"
-            if beside.store.check([key]):
-                sent = beside.store.get(key).decode()
-            elif beside.store.check([lone_failure.STOPPED]):
+        watcher, sent = failure_watch.watcher_of(current_runtime()), "fewer bytes were sent"
+        if watcher is not None:
+            key = f"sent/{watcher.rank}/{self.tag}"
+            if watcher.store.check([key]):
+                sent = watcher.store.get(key).decode()
+            elif watcher.store.check([lone_failure.STOPPED]):
                 return RuntimeError(f"given up after {time.monotonic() - self.since:.0f} s")
         return MismatchError(
             f"{sent}, and {self.message.nbytes} are expected at {user_line()}: these two ranks do "
@@ -81,24 +81,24 @@ class PendingReceive:
 _waiting: list[PendingReceive] = []
 
 
-def _request(beside: watcher.Watcher) -> None:
+def _request(watcher: failure_watch.Watcher) -> None:
     """Sends requests to the senders repeatedly while this rank waits: a sender that has no message
     yet drops the request."""
     for pending in list(_waiting):
         seconds = time.monotonic() - pending.since
         if seconds > lone_failure.PATIENCE:
-            lone_failure.find(beside, [pending.source])
+            lone_failure.find(watcher, [pending.source])
         if seconds > PATIENCE:
-            request = json.dumps([beside.rank, pending.tag, pending.message.nbytes])
-            beside.store.append(f"requests/{pending.source}", f"{request}\n")
+            request = json.dumps([watcher.rank, pending.tag, pending.message.nbytes])
+            watcher.store.append(f"requests/{pending.source}", f"{request}\n")
 
 
-def _answer(beside: watcher.Watcher) -> None:
-    key = f"requests/{beside.rank}"
-    if not beside.store.check([key]):
+def _answer(watcher: failure_watch.Watcher) -> None:
+    key = f"requests/{watcher.rank}"
+    if not watcher.store.check([key]):
         return
-    requests = set(beside.store.get(key).decode().splitlines())
-    beside.store.delete_key(key)
+    requests = set(watcher.store.get(key).decode().splitlines())
+    watcher.store.delete_key(key)
     for peer, tag, nbytes in map(json.loads, requests):
         held = {
             sent.nbytes: sent
@@ -106,10 +106,10 @@ def _answer(beside: watcher.Watcher) -> None:
             if (sent.peer, sent.tag) == (peer, tag)
         }
         if nbytes not in held and (held or last_runtime().is_given_up):
-            sent = next(iter(held.values()), PostedMessage(beside.rank, "sends to", peer, ""))
+            sent = next(iter(held.values()), PostedMessage(watcher.rank, "sends to", peer, ""))
             if held:
                 text = f"{sent.nbytes} bytes were sent at {sent.line}"
-                beside.store.set(f"sent/{peer}/{tag}", text)
+                watcher.store.set(f"sent/{peer}/{tag}", text)
             wire, group = placeholder(), cast(Any, dist.group.WORLD)
             with contextlib.suppress(RuntimeError):  # the peer is gone, which other checks report
                 work = group.send([wire], peer, tag_with_size(tag, nbytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -125,19 +126,12 @@ def _meet(rank: int, size: int, timeout: float) -> Any:
     hashing = str(hash("disttensor"))
     if store.compare_set("hashing", "", hashing).decode() != hashing:
         store.set("hashing differs", "")
-    store.set(f"came/{rank}", "")
-    if store.add("came", 1) == size:
-        store.set("all came", "")
-    end, pause = time.monotonic() + timeout, 0.001
-    while not store.check(["all came"]):
-        if time.monotonic() > end:
-            missing = [r for r in range(size) if not store.check([f"came/{r}"])]
-            raise CommError(
-                f"init_mesh: ranks {missing} did not come within {timeout:g} s; rank {rank} waits "
-                "for them. They ended before, or were never started; look for their own errors"
-            )
-        time.sleep(pause)
-        pause = min(0.2, pause * 2)
+    missing = missing_ranks(store, "came", rank, range(size), timeout)
+    if missing:
+        raise CommError(
+            f"init_mesh: ranks {missing} did not come within {timeout:g} s; rank {rank} waits for "
+            "them. They ended before, or were never started; look for their own errors"
+        )
     if rank == 0 and store.check(["hashing differs"]):
         warnings.warn(
             "init_mesh: the ranks hash texts differently, so that a model which goes through a set "
@@ -145,6 +139,32 @@ def _meet(rank: int, size: int, timeout: float) -> Any:
             stacklevel=4,
         )
     return store
+
+
+def missing_ranks(
+    store: Any, place: str, rank: int, ranks: Sequence[int], seconds: float,
+    ends: Callable[[], bool] = lambda: False,
+) -> list[int]:  # fmt: skip
+    """Waits until all ``ranks`` have come to ``place``, a prefix of keys, by this call. Returns the
+    ranks that have not come within ``seconds``, or when ``ends()`` is true."""
+    store.set(f"{place}/{rank}", "")
+    if store.add(f"{place}/count", 1) == len(ranks):
+        store.set(f"{place}/all", "")
+    wait_until(lambda: store.check([f"{place}/all"]) or ends(), seconds)
+    if store.check([f"{place}/all"]):
+        return []
+    return [r for r in ranks if not store.check([f"{place}/{r}"])]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits until ``condition()`` is true. Returns False if it is not within ``seconds``."""
+    end, pause = time.monotonic() + seconds, 0.001
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(0.2, pause * 2)
+    return True
 
 
 def _check_rank() -> None:

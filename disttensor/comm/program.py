@@ -1,9 +1,9 @@
 """Compares this rank's program with the other ranks of each mesh, at each optimizer step.
 
 Every call is recorded (``note``), at the cost of one append to a list. A step folds the calls since
-the last step into a few numbers for each mesh that this rank is in. The watcher (``watcher.py``)
-compares the numbers through the store while the program goes on. If they differ, the ranks exchange
-their calls, and the next step raises.
+the last step into a few numbers for each mesh that this rank is in. The watcher
+(``failure_watch.py``) compares the numbers through the store while the program goes on. If they
+differ, the ranks exchange their calls, and the next step raises.
 
 A rank may make extra read-only calls (for example to log a value): they are ignored if they write
 nothing, create no tensor and build no graph.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from disttensor import callbacks
 from disttensor.cache import cached, call_when_cleared
-from disttensor.comm import watcher
+from disttensor.comm import failure_watch
 from disttensor.errors import MismatchError, Place, said, user_line, user_place
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import next_node
@@ -153,8 +153,8 @@ def at_step(who: str) -> None:
     """Records an optimizer step, and starts the comparison of the calls before it. Raises
     MismatchError if the ranks' programs differed before the last step."""
     now = current_runtime()
-    beside = watcher.of(now)
-    if beside is None:
+    watcher = failure_watch.watcher_of(now)
+    if watcher is None:
         NOTED.clear()
         return
     steps = now.steps = now.steps or Steps()
@@ -166,12 +166,12 @@ def at_step(who: str) -> None:
         step.calls.setdefault(call.mesh, []).append(call)
     NOTED.clear()
     steps.kept.append(step)
-    if (step.number - 1) % max(1, beside.size // 32):  # the store serves ranks one by one
+    if (step.number - 1) % max(1, watcher.size // 32):  # the store serves ranks one by one
         return
     least = 2 if step.number == 1 else 1  # one rank may load a model before it broadcasts it
     nodes = steps.node - node
     states = {
-        (repr(mesh), *peers(mesh, beside.rank)): folded(calls, nodes, least)
+        (repr(mesh), *peers(mesh, watcher.rank)): folded(calls, nodes, least)
         for mesh, calls in step.calls.items()
     }
 
@@ -181,10 +181,10 @@ def at_step(who: str) -> None:
             first = store.compare_set(f"{key}{step.number}", "", json.dumps(mine))
             if not mine.agrees(State(*json.loads(first))):
                 store.set("differ", json.dumps([name, ranks, step.number]))
-            if beside.rank == ranks[0]:
+            if watcher.rank == ranks[0]:
                 store.delete_key(f"{key}{step.number - 64}")
 
-    steps.compared = beside.ask(compare)
+    steps.compared = watcher.submit(compare)
 
 
 def check() -> None:
@@ -197,11 +197,11 @@ def check() -> None:
             raise MismatchError(steps.error)
 
 
-def _explain(beside: watcher.Watcher, where: str) -> bool:
+def _explain(watcher: failure_watch.Watcher, where: str) -> bool:
     """Posts this rank's calls after a rank has found a difference, and reads the others' calls.
     Returns False until the program of this rank has reached that step."""
     name, ranks, number = json.loads(where)
-    if beside.rank not in ranks:
+    if watcher.rank not in ranks:
         return True
     steps: Steps | None = current_runtime().steps
     kept = [] if steps is None else list(steps.kept)
@@ -211,10 +211,10 @@ def _explain(beside: watcher.Watcher, where: str) -> bool:
     if step is None:  # no longer kept
         return True
     mine = next((c for m, c in step.calls.items() if repr(m) == name), [])
-    beside.store.set(f"noted/{beside.rank}", json.dumps(
+    watcher.store.set(f"noted/{watcher.rank}", json.dumps(
         [step.place, [(c.words(), c.where) for c in mine]]
     ))  # fmt: skip
-    said = beside.said("noted", ranks, _PATIENCE)
+    said = watcher.reports("noted", ranks, _PATIENCE)
     notes = {rank: json.loads(text) for rank, text in said.items()}
     steps.error = difference(name, number, notes)
     return True

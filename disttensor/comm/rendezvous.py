@@ -4,15 +4,14 @@ that request different groups."""
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from disttensor.comm import failures
+from disttensor.comm import failure_watch
 from disttensor.comm.groups import process_group
-from disttensor.comm.process_group import is_fake, world, world_store
+from disttensor.comm.process_group import is_fake, missing_ranks, world, world_store
 from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
 
@@ -88,29 +87,22 @@ class _Rendezvous:
     def wait_for(self, ranks: Sequence[int], place: str, wanted: Sequence[_Wanted]) -> None:
         """Waits until all ``ranks`` are at ``place``. Raises CommError that names the ranks that
         did not arrive."""
-        self.store.set(f"{place}/{self.rank}", "")
-        if self.store.add(f"{place}/count", 1) == len(ranks):
-            self.store.set(f"{place}/all", "")
-        end, pause = time.monotonic() + self.timeout, 0.001
-        while not self.store.check([f"{place}/all"]):
-            failed = self.store.check(["failed"])
-            if failed or time.monotonic() > end:
-                missing = [r for r in ranks if not self.store.check([f"{place}/{r}"])]
-                if not missing:
-                    return  # the last rank arrived just now
-                why = f" within {self.timeout:g} s"
-                if failed:
-                    why = f": {self.store.get('failed').decode()}"
-                else:
-                    self.fail(f"rank {self.rank} timed out waiting for ranks {missing}")
-                needed = [str(g) for g in wanted if set(g.members) & set(missing)]
-                raise CommError(
-                    f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for "
-                    f"them to make {_shortened(needed)}. Every rank of the world calls "
-                    f"create_groups, with the same groups.{failures.first()}"
-                )
-            time.sleep(pause)
-            pause = min(0.2, pause * 2)
+        missing = missing_ranks(
+            self.store, place, self.rank, ranks, self.timeout, lambda: self.store.check(["failed"])
+        )
+        if not missing:
+            return
+        if self.store.check(["failed"]):
+            why = f": {self.store.get('failed').decode()}"
+        else:
+            why = f" within {self.timeout:g} s"
+            self.fail(f"rank {self.rank} timed out waiting for ranks {missing}")
+        needed = [str(g) for g in wanted if set(g.members) & set(missing)]
+        raise CommError(
+            f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for them to "
+            f"make {_shortened(needed)}. Every rank of the world calls create_groups, with the "
+            f"same groups.{failure_watch.first_failure()}"
+        )
 
     def agree(self, wanted: Sequence[_Wanted]) -> None:
         """Raises CommError on all ranks, naming them, unless all request the same groups."""

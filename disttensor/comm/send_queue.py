@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import failures
+from disttensor.comm import failure_watch
 from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import CommError
 from disttensor.runtime import Runtime, current_runtime
@@ -101,10 +101,10 @@ QUEUE = SendQueue()
 
 
 def failed(description: object, error: Exception) -> CommError:
-    words = str(error).splitlines()
+    words, first = str(error).splitlines(), failure_watch.first_failure()
     return CommError(
         f"{description}. This failed: the other rank is gone, or did not come here within the time "
-        f"limit of the process group; look for the first error among the ranks.{failures.first()} "
+        f"limit of the process group; look for the first error among the ranks.{first} "
         f"Backend error: {words[0] if words else error!r}"
     )
 

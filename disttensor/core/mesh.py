@@ -20,7 +20,7 @@ from disttensor.checks import (
     check_shape,
     check_type,
 )
-from disttensor.comm import failures
+from disttensor.comm import failure_watch
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import join_world, world
 from disttensor.runtime import current_runtime
@@ -425,7 +425,7 @@ def init_mesh(
     if timeout is not None:
         check_positive("init_mesh: timeout", timeout, "a positive number of seconds")
     join_world(device_type, backend, timeout)
-    failures.watch()
+    failure_watch.watch()
     size = world()[1]
     places = math.prod(shape)
     if places != size:
@@ -440,5 +440,5 @@ def init_mesh(
 def mesh_of_all(dim_name: str) -> ProcessMesh:
     """Returns a mesh of all ranks with one axis; starts the process group if there is none yet."""
     join_world()
-    failures.watch()
+    failure_watch.watch()
     return ProcessMesh(range(world()[1]), (dim_name,))

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint as torch_checkpoint
 
-from disttensor.comm import failures
+from disttensor.comm import failure_watch
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
 from disttensor.patches import (
@@ -140,8 +140,8 @@ def _contract_with_torch(what: str) -> Undo:
 
 def _tell_of_failures(what: str) -> Undo:
     if torch.distributed.is_initialized():
-        failures.watch()
-    return failures.unwatch
+        failure_watch.watch()
+    return failure_watch.unwatch
 
 
 def _guard_modules(what: str) -> Undo:

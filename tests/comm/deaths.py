@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import disttensor as dt
-from disttensor.comm import watcher
+from disttensor.comm import failure_watch
 from disttensor.torch_private import timeout_of
 
 WORLD = 3  # hsdp: 4
@@ -164,7 +164,7 @@ def groups(rank, how, dying):
 def late(rank, how, dying):
     """The rank that keeps the store has heard of it, and ends before another one misses it."""
     if rank == 1:
-        watcher.PERIOD = 3.0
+        failure_watch.PERIOD = 3.0
     dt.init_mesh((WORLD,), ("all",))
     meshes = [dt.ProcessMesh([r], ("x",)) for r in range(WORLD)]
     x = dt.ones(2, 4, mesh=meshes[dying])

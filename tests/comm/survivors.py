@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import disttensor as dt
-from disttensor.comm import lone_failure, watcher
+from disttensor.comm import failure_watch, lone_failure
 from tests.comm.deaths import WORLD, forked
 
 AT_ONCE = 8  # worlds
@@ -159,7 +159,7 @@ for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
 
 def survives(rank, body, failing):
     lone_failure.QUIET, lone_failure.SLICE = 1.0, timedelta(seconds=0.4)
-    watcher.PERIOD = 0.4
+    failure_watch.PERIOD = 0.4
     code = 0
     try:
         body(rank, failing)

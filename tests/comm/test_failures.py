@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from disttensor import runtime
-from disttensor.comm import failures, watcher
+from disttensor.comm import failure_watch
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
 from tests.support.pool import on_ranks
@@ -86,9 +86,9 @@ def test_a_process_lives_on_where_the_one_that_started_it_has_ended():
     """A worker may be started by a script that ends; torchrun ends its workers itself."""
     parent, os.environ["TORCHELASTIC_RUN_ID"] = os.getppid, "run"
     try:
-        started = watcher.Watcher(runtime.current_runtime())
+        started = failure_watch.Watcher(runtime.current_runtime())
         os.getppid = lambda: parent() + 1
-        time.sleep(2.5 * watcher.PERIOD)
+        time.sleep(2.5 * failure_watch.PERIOD)
     finally:
         os.getppid = parent
         del os.environ["TORCHELASTIC_RUN_ID"]
@@ -119,21 +119,21 @@ def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
     beside = SimpleNamespace(
         lost=False, failed="", rank=0, size=3, keeps_store=True, store=Store(ended), stop=list
     )
-    monkeypatch.setattr(failures, "last_runtime", lambda: SimpleNamespace(watcher=beside))
-    monkeypatch.setattr(failures, "post", posted.append)
+    monkeypatch.setattr(failure_watch, "last_runtime", lambda: SimpleNamespace(watcher=beside))
+    monkeypatch.setattr(failure_watch, "post", posted.append)
     if raised:
         monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     else:
         monkeypatch.delattr(sys, "last_value", raising=False)
-    failures._leave()
+    failure_watch._leave()
     told = ["rank 0 has ended its program before the others"]
     assert posted == (told if ended < 2 and not raised else [])
 
 
 def test_a_process_that_has_ended_does_not_run():
-    assert watcher._runs(os.getpid())
+    assert failure_watch._runs(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
-    assert not watcher._runs(child.pid)
+    assert not failure_watch._runs(child.pid)
     child.wait()
-    assert not watcher._runs(child.pid)
+    assert not failure_watch._runs(child.pid)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import ProcessMesh, Shard, patches
-from disttensor.comm import failures
+from disttensor.comm import failure_watch
 from disttensor.random.counter import _State
 from tests.support.oracle import line
 from tests.support.pool import on_ranks
@@ -462,7 +462,7 @@ def contracted() -> None:
 
 def told_of_failures() -> None:
     leaf(line()).sum()
-    assert sys.excepthook is failures._hook
+    assert sys.excepthook is failure_watch._hook
 
 
 def attended_by_flex_attention() -> None:

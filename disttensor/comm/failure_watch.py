@@ -1,0 +1,318 @@
+"""Adds to an error of a failed collective or message which rank failed first, or where the others
+are.
+
+A waiting rank sees only that a neighbour is gone, and the neighbour may have waited itself. So the
+first failing rank posts its error to the store of the process group. A killed rank posts nothing;
+the first rank that misses it posts its number. If all ranks live, each reports the line that its
+program has reached.
+
+A thread beside the program posts to the store that this rank lives, reads the posts of other ranks,
+and answers for a program that waits. It has its own connection to the store, used once a second and
+for posts of the program. The program never waits for a heartbeat, so a slow rank raises no alarm.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from disttensor import callbacks
+from disttensor.comm.process_group import attempt, is_fake, keeps_store, wait_until, world
+from disttensor.errors import user_line
+from disttensor.runtime import Runtime, current_runtime, last_runtime
+from disttensor.torch_private import default_store
+
+PERIOD = 1.0  # seconds
+_PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
+_SHOWN = 16  # ranks whose source line an error shows
+_LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
+_before: Any = None  # the previous hook, which ours calls last
+
+
+class Watcher:
+    """The watcher of one world. ``store``: usable from any thread that does not block in it."""
+
+    def __init__(self, now: Runtime) -> None:
+        self.rank, self.size = world()
+        self.world, self.program = id(now.default), threading.get_ident()
+        self.keeps_store, self.kept = keeps_store(), default_store()
+        self.store = _own_connection(self.kept, now.number)
+        self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
+            queue.SimpleQueue()
+        )
+        self.received: set[str] = set()  # keys of reports
+        self.lost = False  # the store can no longer be reached
+        self.failed = ""  # the first error, as text
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self.store.set(f"process/{self.rank}", f"{_machine()} {os.getpid()}")
+        self.thread.start()
+
+    def submit(self, job: Callable[[Any], None]) -> threading.Event:
+        """Runs ``job(store)`` in the thread soon. Returns an Event that is set afterwards."""
+        ended = threading.Event()
+        if self.stopped.is_set():
+            ended.set()
+        else:
+            self.jobs.put((job, ended))
+        return ended
+
+    def stop(self) -> None:
+        if not self.stopped.is_set():
+            self.stopped.set()
+            self.jobs.put((lambda store: None, threading.Event()))
+            self.thread.join(PERIOD)
+
+    def _run(self) -> None:
+        due = 0.0
+        try:
+            while not self.stopped.is_set() and id(dist.group.WORLD) == self.world:
+                if time.monotonic() >= due:
+                    self.store.add(f"beat/{self.rank}", 1)
+                    self._read_reports()
+                    for fn in callbacks.on_heartbeat:
+                        fn(self)
+                    due = time.monotonic() + PERIOD
+                try:
+                    job, ended = self.jobs.get(timeout=PERIOD)
+                except queue.Empty:
+                    continue
+                try:
+                    job(self.store)
+                    self._read_reports()
+                finally:
+                    ended.set()
+        except Exception:  # the rank or launcher that kept the store is gone
+            self.lost = True
+        self.stopped.set()
+        while not self.jobs.empty():
+            self.jobs.get()[1].set()
+
+    def _read_reports(self) -> None:
+        for key, fn in callbacks.on_report.items():
+            received = key in self.received or not self.store.check([key])
+            if not received and fn(self, self.store.get(key).decode()):
+                self.received.add(key)
+
+    def failed_rank(self, ranks: Sequence[int] = ()) -> int | None:
+        """Returns a rank (of ``ranks``) whose process has ended; None: all live. Processes on this
+        machine are looked up; on others a rank has ended if it has no heartbeat for some time."""
+        elsewhere = {}
+        for r in ranks or range(self.size):
+            if self.store.check([f"process/{r}"]):
+                machine, pid = self.store.get(f"process/{r}").decode().rsplit(" ", 1)
+                if machine != _machine():
+                    elsewhere[r] = self.store.add(f"beat/{r}", 0)
+                elif not _runs(int(pid)):
+                    return r
+        if elsewhere:
+            time.sleep(_PATIENCE)
+        still = (r for r, beats in elsewhere.items() if self.store.add(f"beat/{r}", 0) == beats)
+        return next(still, None)
+
+    def reports(self, name: str, ranks: Iterable[int], seconds: float) -> dict[int, str]:
+        """Returns the texts that these ranks have posted under ``name``. Waits at most ``seconds``
+        for all, then leaves out the missing ones."""
+        keys = {rank: f"{name}/{rank}" for rank in ranks}
+        wait_until(lambda: self.store.check([*keys.values()]), seconds)
+        posted = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        return {rank: self.store.get(key).decode() for rank, key in posted.items()}
+
+
+def watcher_of(now: Runtime) -> Watcher | None:
+    """Returns the watcher of this world, started if needed; None without other ranks or a store."""
+    if now.watcher is None and now.default is not None:
+        now.watcher = False
+        if world()[1] > 1 and not is_fake() and _store_answers():
+            with contextlib.suppress(RuntimeError, AttributeError):  # another type of store
+                now.watcher = Watcher(now)
+    return now.watcher or None
+
+
+def _store_answers() -> bool:
+    """Returns False if the store is gone, with the rank or the launcher that kept it."""
+    try:
+        default_store().check([""])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _own_connection(store: Any, number: int) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    limit = timedelta(seconds=10)
+    own = dist.TCPStore(
+        store.host, store.port, is_master=False, timeout=limit, wait_for_workers=False
+    )
+    return dist.PrefixStore(f"disttensor/{attempt()}/world{number}", own)
+
+
+def _machine() -> str:
+    """Returns a name that is equal for processes which can look up each other's process ids."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # a name for this process only
+
+
+def _runs(pid: int) -> bool:
+    """Returns True if the process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# The first failure --------------------------------------------------------------------------------
+
+
+def watch() -> Runtime:
+    """Posts uncaught errors of this process to the other ranks, and reads theirs, from now on.
+    Cheap after the first call. Returns the Runtime of the current world."""
+    global _before
+    now = current_runtime()
+    if now.watcher is None:
+        watcher_of(now)
+    if _before is None:
+        _before, sys.excepthook = sys.excepthook, _hook
+    return now
+
+
+def unwatch() -> None:
+    """Undoes ``watch``, unless another hook has been installed since."""
+    global _before
+    if sys.excepthook is _hook:
+        sys.excepthook, _before = _before, None
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, Exception):
+        with contextlib.suppress(Exception):  # the error itself is shown in any case
+            line = traceback.extract_tb(trace)[-1] if trace is not None else None
+            where = f" ({line.filename}:{line.lineno})" if line is not None else ""
+            text = str(error).splitlines()
+            words = f"{kind.__name__}: {text[0] if text else ''}"[:400]
+            post(f"rank {world()[0]} failed first: {words}{where}")
+    (_before or sys.__excepthook__)(kind, error, trace)
+
+
+def post(failure: str) -> str:
+    """Posts an error for all ranks unless there is one already. Returns the first error posted."""
+    watcher = watcher_of(current_runtime())
+    if watcher is None or watcher.lost:
+        return failure
+    if not watcher.failed:
+        _receive_failure(watcher, watcher.store.compare_set("failed", "", failure).decode())
+    return watcher.failed
+
+
+def post_unseen(watcher: Watcher) -> list[int]:
+    """Posts and returns the ranks that have never started a watcher."""
+    unseen = [r for r in range(watcher.size) if not watcher.store.check([f"process/{r}"])]
+    if unseen:
+        post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
+    return unseen
+
+
+def first_failure() -> str:
+    """Returns a sentence: which rank failed first, or where each rank is if all live."""
+    watcher = watcher_of(current_runtime())
+    if watcher is None:
+        alone = world()[1] == 1 or is_fake() or _store_answers()
+        return "" if alone else f" {_LOST}."
+    try:
+        if not watcher.lost and not watcher.failed and not _find_failure(watcher):
+            return _places(watcher)
+    except Exception:
+        watcher.lost = True
+    return f" {watcher.failed or _LOST}."
+
+
+def _find_failure(watcher: Watcher) -> bool:
+    """Waits some seconds for the error of a rank, or its end. Returns False if all ranks live."""
+    end = time.monotonic() + _PATIENCE
+    while not watcher.store.check(["failed"]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+        rank = watcher.failed_rank()
+        if rank is not None:
+            how = "is gone without a word: killed, or ended by os._exit, or by gloo (which does "
+            how += "that where two ranks send different sizes; DISTTENSOR_DEBUG=1 compares them "
+            how += "first)"
+            if watcher.store.check([f"left/{rank}"]):
+                how = "has ended its program before the others"
+            post(f"rank {rank} {how}")
+            return True
+    return _receive_failure(watcher, watcher.store.get("failed").decode())
+
+
+def _receive_failure(watcher: Watcher, failure: str) -> bool:
+    watcher.failed = failure
+    watcher.store.set(f"received/{watcher.rank}", "")
+    return True
+
+
+def _places(watcher: Watcher) -> str:
+    """Returns where each rank is, when all live: they wait for each other, or for a slow rank.
+    Ranks that have never communicated are listed separately, since they may have ended."""
+    unseen = post_unseen(watcher)
+    seen = [r for r in range(watcher.size) if r not in unseen]
+    watcher.store.set("asked", "")
+    places = watcher.reports("place", seen[:_SHOWN], _PATIENCE)
+    lines = "".join(f"\n  rank {rank}: {place}" for rank, place in places.items())
+    if unseen:
+        return f" {watcher.failed}. Where the others are:{lines}\n "
+    return f" All ranks live. Where they are:{lines}\n "
+
+
+def _report_place(watcher: Watcher, _: str) -> bool:
+    """Posts the line that the program of this rank has reached."""
+    steps = current_runtime().steps
+    done = f"after {steps.count} optimizer steps, " if steps is not None else ""
+    line = user_line(sys._current_frames().get(watcher.program))
+    watcher.store.set(f"place/{watcher.rank}", f"{done}{line}")
+    return True
+
+
+callbacks.on_report["failed"] = _receive_failure
+callbacks.on_report["asked"] = _report_place
+
+
+@atexit.register
+def _leave() -> None:
+    """Records that this rank ends. The rank that keeps the store waits for the others."""
+    watcher = last_runtime().watcher
+    if watcher:
+        with contextlib.suppress(Exception):
+            if watcher.lost:  # the store is gone
+                return
+            if not watcher.failed:
+                watcher.store.set(f"left/{watcher.rank}", "")
+                others = watcher.size - 1
+                if not watcher.keeps_store:
+                    watcher.store.add("ended", 1)
+                elif not hasattr(sys, "last_value") and not wait_until(
+                    lambda: watcher.store.add("ended", 0) >= others, 2.0
+                ):
+                    post(f"rank {watcher.rank} has ended its program before the others")
+            if watcher.failed:
+                if watcher.keeps_store:  # the store, and the error in it, end with this rank
+                    watcher.reports("received", range(watcher.size), _PATIENCE)
+                return
+        watcher.stop()
