@@ -16,7 +16,7 @@ with _versions.importing():
     from disttensor.core.placement import Balanced, Partial, Placement, Replicate, Shard
     from disttensor.core.layout import Layout
     from disttensor.comm.groups import Group
-    from disttensor.comm.desync import debug
+    from disttensor.comm.compare_programs import debug
     from disttensor.comm.log import CommLog, CommRecord, record_comms
     from disttensor.core.mesh import ProcessMesh, init_mesh
     from disttensor.core.spec import DistSpec

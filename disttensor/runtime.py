@@ -42,7 +42,7 @@ class Runtime:
     raised: Any = None
     posted: Any = None
     is_given_up: bool = False
-    steps: Any = None  # disttensor.comm.program
+    steps: Any = None  # disttensor.comm.compare_programs
     buffers: Any = None  # disttensor.comm.buffers
     number: int = 0  # of the worlds of this process
     is_fake: bool | None = None  # None: not known yet

@@ -19,7 +19,7 @@ from disttensor.checks import (
     check_int,
     check_shape,
 )
-from disttensor.comm import collectives, objects, program
+from disttensor.comm import collectives, compare_programs, objects
 from disttensor.core.mesh import ProcessMesh, as_mesh, mesh_of_all
 from disttensor.core.placement import Placement
 from disttensor.core.spec import spec_of
@@ -67,7 +67,7 @@ def shard_tensor(
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
     if mesh.coordinate is not None:
         value = value.to(device="meta" if value.is_meta else mesh.device, dtype=spec.dtype)
-    program.enters("shard_tensor", spec)
+    compare_programs.record_entry("shard_tensor", spec)
     full = spec.replicated()
     whole = mesh.root
     if src_rank is not None and src_rank not in whole.ranks:
@@ -231,7 +231,7 @@ def from_fn(
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
-    program.enters(who, spec)
+    compare_programs.record_entry(who, spec)
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disttensor.checks import check_bool, check_dense, check_shape
-from disttensor.comm import desync, objects, program
+from disttensor.comm import compare_programs, objects
 from disttensor.core.layout import Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
@@ -59,7 +59,7 @@ def from_local(
     asked = shape is None
     with objects.sends_error(mesh.root.ranks, mesh.device) if asked else nullcontext():
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
-    program.enters("from_local", x.spec)
+    compare_programs.record_entry("from_local", x.spec)
     if asked:
         objects.send_object((tuple(x.shape), x.dtype), mesh.root.ranks, mesh.device)
     return x
@@ -69,7 +69,7 @@ def from_pieces(
     local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
 ) -> DistTensor:
     """Runs ``from_local`` on the ranks of the mesh."""
-    if shape is None or desync.enabled:
+    if shape is None or compare_programs.enabled:
         mine = tuple(local.shape), local.dtype
         everyone = objects.gather_objects(mine, mesh.group(tuple(range(mesh.ndim))))
         pieces = [sizes for sizes, _ in everyone]

@@ -18,7 +18,7 @@ from disttensor.checkpoint import folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import Sums, SyncedFile
 from disttensor.checks import check_bool, check_int, check_type
-from disttensor.comm import objects, program
+from disttensor.comm import compare_programs, objects
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
 from disttensor.errors import MismatchError
@@ -94,7 +94,7 @@ class Checkpointer:
         values: dict[str, Any] = {}
 
         def prepare() -> tuple[Any, str, str, dict[Any, str], dict[str, Any]]:
-            program.check()
+            compare_programs.check()
             if RANDOM in state:
                 raise ValueError(f"{RANDOM}= is a name that the checkpointer needs itself")
             names = parameter_names(state)

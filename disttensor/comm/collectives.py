@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import buffers, desync, failure_watch, log, lone_failure, wire
+from disttensor.comm import buffers, compare_programs, failure_watch, log, lone_failure, wire
 from disttensor.comm.groups import Group as Group
 from disttensor.comm.groups import world_group as world_group
 from disttensor.comm.process_group import backend_name
@@ -60,9 +60,9 @@ def _announce(
     if observers:
         nbytes = round(share * sent.nbytes)
         entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
-    if desync.enabled:
+    if compare_programs.enabled:
         shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # piece sizes may differ
-        desync.compare(group, f"{kind}({op}) of {shape} {sent.dtype}")
+        compare_programs.compare_collective(group, f"{kind}({op}) of {shape} {sent.dtype}")
     return entry
 
 
@@ -80,7 +80,7 @@ def run(
     finish: Callable[[], T], op: str = "",
 ) -> T:  # fmt: skip
     """Records a collective, runs it to its end, and returns the result of ``finish``."""
-    if observers or desync.enabled:
+    if observers or compare_programs.enabled:
         _announce(kind, group, sent, share, op, False)
     try:
         work = fn(*args)
@@ -104,7 +104,7 @@ def start(
 ) -> Work[T]:  # fmt: skip
     """Starts a collective, and returns its Work. ``into``: the result of ``finish``, if known."""
     entry = None
-    if observers or desync.enabled:
+    if observers or compare_programs.enabled:
         entry = _announce(kind, group, sent, share, op, True)
     try:
         work = fn(*args)
@@ -148,7 +148,7 @@ def all_reduce(
 ) -> Any:
     """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``."""
     n = len(group.ranks)
-    seen = observers or desync.enabled
+    seen = observers or compare_programs.enabled
     if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):
         return _sum(x, group)
     x = wire.in_place("all_reduce", x, op) if inplace else x

@@ -31,7 +31,14 @@ from typing import Any
 import torch.distributed as dist
 
 from disttensor import callbacks
-from disttensor.comm.process_group import attempt, is_fake, keeps_store, wait_until, world
+from disttensor.comm.process_group import (
+    attempt,
+    is_fake,
+    keeps_store,
+    read_key,
+    wait_until,
+    world,
+)
 from disttensor.errors import user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_store
@@ -104,8 +111,8 @@ class Watcher:
 
     def _read_reports(self) -> None:
         for key, fn in callbacks.on_report.items():
-            received = key in self.received or not self.store.check([key])
-            if not received and fn(self, self.store.get(key).decode()):
+            report = None if key in self.received else read_key(self.store, key)
+            if report is not None and fn(self, report):
                 self.received.add(key)
 
     def failed_rank(self, ranks: Sequence[int] = ()) -> int | None:
@@ -113,12 +120,11 @@ class Watcher:
         machine are looked up; on others a rank has ended if it has no heartbeat for some time."""
         elsewhere = {}
         for r in ranks or range(self.size):
-            if self.store.check([f"process/{r}"]):
-                machine, pid = self.store.get(f"process/{r}").decode().rsplit(" ", 1)
-                if machine != _machine():
-                    elsewhere[r] = self.store.add(f"beat/{r}", 0)
-                elif not _runs(int(pid)):
-                    return r
+            machine, _, pid = (read_key(self.store, f"process/{r}") or "").rpartition(" ")
+            if machine and machine != _machine():
+                elsewhere[r] = self.store.add(f"beat/{r}", 0)
+            elif machine and not _runs(int(pid)):
+                return r
         if elsewhere:
             time.sleep(_PATIENCE)
         still = (r for r, beats in elsewhere.items() if self.store.add(f"beat/{r}", 0) == beats)
@@ -129,8 +135,8 @@ class Watcher:
         for all, then leaves out the missing ones."""
         keys = {rank: f"{name}/{rank}" for rank in ranks}
         wait_until(lambda: self.store.check([*keys.values()]), seconds)
-        posted = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        return {rank: self.store.get(key).decode() for rank, key in posted.items()}
+        texts = {rank: read_key(self.store, key) for rank, key in keys.items()}
+        return {rank: text for rank, text in texts.items() if text is not None}
 
 
 def watcher_of(now: Runtime) -> Watcher | None:

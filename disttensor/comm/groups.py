@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import desync, failure_watch, lone_failure
+from disttensor.comm import compare_programs, failure_watch, lone_failure
 from disttensor.comm.process_group import attempt, wait_until, world
 from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
@@ -79,8 +79,8 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Grou
     if len(ranks) == 1:
         return Group(ranks, 0, axes, None, lane)
     index, members = ranks.index(world()[0]), tuple(sorted(ranks))
-    if desync.enabled and (members, lane) not in current_runtime().groups:
-        desync.compare(Group(ranks, index, axes, None, lane), "new_group")
+    if compare_programs.enabled and (members, lane) not in current_runtime().groups:
+        compare_programs.compare_collective(Group(ranks, index, axes, None, lane), "new_group")
     return Group(ranks, index, axes, process_group(members, axes, lane), lane)
 
 

@@ -18,8 +18,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from disttensor import callbacks
-from disttensor.comm import failure_watch, program
-from disttensor.comm.process_group import world
+from disttensor.comm import compare_programs, failure_watch
+from disttensor.comm.process_group import read_key, world
 from disttensor.errors import user_line
 from disttensor.runtime import Runtime, last_runtime
 
@@ -81,7 +81,7 @@ def _step(now: Runtime) -> int:
 
 def _mark() -> tuple[int, int]:
     """Returns a value that changes with each recorded call."""
-    noted = program.NOTED
+    noted = compare_programs.CALLS
     try:
         return len(noted), id(noted[-1])
     except IndexError:  # another thread may have cleared the deque
@@ -89,28 +89,26 @@ def _mark() -> tuple[int, int]:
 
 
 def _post(watcher: failure_watch.Watcher) -> None:
+    """Posts the last error of this rank when it is due, and withdraws it if the program goes on."""
     now = last_runtime()
     raised: Raised | None = now.raised
     if raised is None:
         return
-    entry = None
-    if raised.mark is not None and raised.mark != _mark():  # the program goes on
+    goes_on = raised.mark is not None and raised.mark != _mark()
+    was_posted = now.posted is raised
+    if goes_on:
         now.raised = None
-        if now.posted is not raised:
-            return
-    elif now.posted is raised or time.monotonic() < raised.due:
-        return
-    else:
-        now.posted, entry = raised, raised[:4]
-    watcher.store.append("raised", json.dumps([watcher.rank, entry]) + "\n")
+    if goes_on == was_posted and (goes_on or time.monotonic() >= raised.due):
+        now.posted, entry = raised, None if goes_on else raised[:4]
+        watcher.store.append("raised", json.dumps([watcher.rank, entry]) + "\n")
 
 
 def find(watcher: failure_watch.Watcher, awaited: Sequence[int]) -> bool:
     """Returns True if a rank has stopped while others wait. Posts the failure if the stopped rank
     is among ``awaited``, the ranks for which this rank has waited for some seconds."""
     now = last_runtime()
-    if not now.is_given_up and watcher.store.check(["raised"]):
-        lines = watcher.store.get("raised").decode().splitlines()
+    if not now.is_given_up:
+        lines = (read_key(watcher.store, "raised") or "").splitlines()
         for rank, entry in dict(map(json.loads, lines)).items():
             if entry is None or rank not in awaited:
                 continue

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from disttensor import callbacks
 from disttensor.comm import failure_watch, lone_failure, send_queue
 from disttensor.comm.message_format import WireMessage, placeholder, tag_with_size
+from disttensor.comm.process_group import read_key
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import current_runtime, last_runtime
 
@@ -65,16 +66,14 @@ class PendingReceive:
 
     def _error(self) -> RuntimeError:
         """Returns the error of a wait that a smaller message or a placeholder has ended."""
-        watcher, sent = failure_watch.watcher_of(current_runtime()), "fewer bytes were sent"
+        watcher, sent = failure_watch.watcher_of(current_runtime()), None
         if watcher is not None:
-            key = f"sent/{watcher.rank}/{self.tag}"
-            if watcher.store.check([key]):
-                sent = watcher.store.get(key).decode()
-            elif watcher.store.check([lone_failure.STOPPED]):
+            sent = read_key(watcher.store, f"sent/{watcher.rank}/{self.tag}")
+            if sent is None and watcher.store.check([lone_failure.STOPPED]):
                 return RuntimeError(f"given up after {time.monotonic() - self.since:.0f} s")
         return MismatchError(
-            f"{sent}, and {self.message.nbytes} are expected at {user_line()}: these two ranks do "
-            "not run the same program on the same shapes"
+            f"{sent or 'fewer bytes were sent'}, and {self.message.nbytes} are expected at "
+            f"{user_line()}: these two ranks do not run the same program on the same shapes"
         )
 
 
@@ -95,11 +94,11 @@ def _request(watcher: failure_watch.Watcher) -> None:
 
 def _answer(watcher: failure_watch.Watcher) -> None:
     key = f"requests/{watcher.rank}"
-    if not watcher.store.check([key]):
+    requests = read_key(watcher.store, key)
+    if requests is None:
         return
-    requests = set(watcher.store.get(key).decode().splitlines())
     watcher.store.delete_key(key)
-    for peer, tag, nbytes in map(json.loads, requests):
+    for peer, tag, nbytes in map(json.loads, set(requests.splitlines())):
         held = {
             sent.nbytes: sent
             for sent in send_queue.QUEUE.held()

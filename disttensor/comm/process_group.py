@@ -141,6 +141,11 @@ def _meet(rank: int, size: int, timeout: float) -> Any:
     return store
 
 
+def read_key(store: Any, key: str) -> str | None:
+    """Returns the text under a key of a store; None if there is none yet."""
+    return store.get(key).decode() if store.check([key]) else None
+
+
 def missing_ranks(
     store: Any, place: str, rank: int, ranks: Sequence[int], seconds: float,
     ends: Callable[[], bool] = lambda: False,

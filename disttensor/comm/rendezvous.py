@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from disttensor.comm import failure_watch
 from disttensor.comm.groups import process_group
-from disttensor.comm.process_group import is_fake, missing_ranks, world, world_store
+from disttensor.comm.process_group import is_fake, missing_ranks, read_key, world, world_store
 from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
 
@@ -92,10 +92,9 @@ class _Rendezvous:
         )
         if not missing:
             return
-        if self.store.check(["failed"]):
-            why = f": {self.store.get('failed').decode()}"
-        else:
-            why = f" within {self.timeout:g} s"
+        failed = read_key(self.store, "failed")
+        why = f" within {self.timeout:g} s" if failed is None else f": {failed}"
+        if failed is None:
             self.fail(f"rank {self.rank} timed out waiting for ranks {missing}")
         needed = [str(g) for g in wanted if set(g.members) & set(missing)]
         raise CommError(

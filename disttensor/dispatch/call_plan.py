@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.comm.program import Call
+from disttensor.comm.compare_programs import Call
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from disttensor.cache import Cache
+from disttensor.comm.compare_programs import Call, record_call
 from disttensor.comm.lone_failure import note_error
-from disttensor.comm.program import Call, note
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
 from disttensor.dispatch.key import (
@@ -87,7 +87,7 @@ def dispatch(
     if planned is None:
         planned = start(func, args, kwargs, key)
     else:
-        note(planned)
+        record_call(planned)
     if observers:
         for o in seeing_calls():
             o.begin_call(planned)
@@ -103,7 +103,7 @@ def dispatch(
 def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Planned:
     """Plans the first call of a key, and records it."""
     planned = _keep(key, plan_of(func, args, kwargs or {}, key), _call(func, key))
-    note(planned)
+    record_call(planned)
     return planned
 
 
@@ -215,7 +215,7 @@ def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str
         call = None if setting is None else _call(func, key)
         found = _keep(key, plan_of(func, args, kwargs, valued=True), call)
     if found.call is not None:
-        note(found)
+        record_call(found)
         for o in seeing_calls():
             o.begin_call(found)
     return carry_out(found, args, kwargs, partial(_check, key))

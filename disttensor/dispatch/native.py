@@ -24,7 +24,7 @@ import torch
 from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.cache import call_when_cleared
-from disttensor.comm import lone_failure, program
+from disttensor.comm import compare_programs, lone_failure
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, run, writes
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
@@ -93,7 +93,8 @@ def _configure(module: Any) -> None:
         autocast_is_on=autocast_is_on,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, carry_out=run.carry_out,
-        note=program.note, note_error=lone_failure.note_error, wrap_outputs=outputs.wrap_outputs,
+        note=compare_programs.record_call, note_error=lone_failure.note_error,
+        wrap_outputs=outputs.wrap_outputs,
         derive=run.derive, partial=partial, view_of_use=run.view_of_use, written=writes.written,
         count=versions.count, share=views.share, nothing=token.detached, orphan=token.orphan,
         LIVE=views.LIVE, INFERENCE=versions.INFERENCE,

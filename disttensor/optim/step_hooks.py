@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import program
+from disttensor.comm import compare_programs
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import sync_gradients
 
@@ -38,7 +38,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     name = type(optimizer).__name__
     check_fresh(params, name)
     if DistTensor in map(type, params):
-        program.at_step(f"{name}.step")
+        compare_programs.at_step(f"{name}.step")
     sync_gradients(params)
 
     def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:

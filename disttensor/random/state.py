@@ -9,9 +9,9 @@ counter that is the same on all ranks (counter.py). Two policies make numbers of
                   on the axes that split the tensor. The default of dropout and its like
 
 Replicas draw the same numbers, shards different ones, and torch's own generator does not move. At
-optimizer steps the ranks compare the seeds and counts of their calls (``program.draws``). A
-recomputation under activation checkpointing repeats the calls of its forward: see
-disttensor.autograd.activation_checkpoint.
+optimizer steps the ranks compare the seeds and counts of their calls
+(``compare_programs.record_draw``). A recomputation under activation checkpointing repeats the calls
+of its forward: see disttensor.autograd.activation_checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from disttensor import observe
 from disttensor.autograd import activation_checkpoint
-from disttensor.comm import program
+from disttensor.comm import compare_programs
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
@@ -107,7 +107,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
             found = Note(*counter.count(), invariant)
         else:
             found = Note(_number_of(generator), 0, invariant)
-        program.draws(mesh, found.seed, found.call)
+        compare_programs.record_draw(mesh, found.seed, found.call)
     if generator is None or where is not None:
         activation_checkpoint.note(where, found)
     return RandomDraw(found, mesh)
@@ -221,5 +221,5 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
         if note is None:
             activation_checkpoint.replayed(where)  # raises an error if the forward drew less
             counter.count()
-            program.draws(mesh, fresh.seed, fresh.call)
+            compare_programs.record_draw(mesh, fresh.seed, fresh.call)
         activation_checkpoint.note(where, fresh)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from disttensor.cache import clear_decisions
-from disttensor.comm import desync
+from disttensor.comm import compare_programs
 from disttensor.random import counter
 from disttensor.runtime import current_runtime, set_runtime_aside
 from disttensor.simulate import shapes
@@ -90,17 +90,17 @@ def imagined_rank(
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
     )  # fmt: skip
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
-    seed, debugging = counter.get_state(), desync.enabled
+    seed, debugging = counter.get_state(), compare_programs.enabled
     try:
         with set_runtime_aside(), _own_registrations(), process_groups_aside():
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
-            desync.enabled = False  # there are no other ranks to compare with
+            compare_programs.enabled = False  # there are no other ranks to compare with
             start_fake_world(rank, size)
             current_runtime().stands_for = backend
             with nullcontext() if data else _fake():
                 yield
     finally:
-        desync.enabled = debugging
+        compare_programs.enabled = debugging
         torch.set_rng_state(numbers[0])
         counter.set_state(*seed)
         python_random.setstate(numbers[1])

@@ -18,7 +18,7 @@ from disttensor.autograd.joined_backward import part_of_present
 from disttensor.autograd.starts import may_start
 from disttensor.autograd.tie import Tie
 from disttensor.cache import cached
-from disttensor.comm import lone_failure, program
+from disttensor.comm import compare_programs, lone_failure
 from disttensor.comm.collectives import world
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
@@ -46,7 +46,7 @@ class Backward(MeshTensor):
         """Does the same as Tensor.backward. A scalar that is Partial(sum) is differentiated without
         a reduction."""
         spec = self.spec
-        program.enters("backward", spec)
+        compare_programs.record_entry("backward", spec)
         if gradient is not None or not starts_from_one(spec):
             gradient = seed(self, gradient)
         run_backward([self.local], [gradient], retain_graph, create_graph, inputs)

@@ -12,7 +12,7 @@ import torch
 from disttensor import callbacks
 from disttensor.cache import cached
 from disttensor.checks import check_sequence
-from disttensor.comm import desync
+from disttensor.comm import compare_programs
 from disttensor.comm.places import Place
 from disttensor.comm.sums import BucketSlot, sums
 from disttensor.comm.work import Work
@@ -122,9 +122,9 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
     if not busy:
         return [t.detach() for t in totals], []
     group = spec.mesh.group(busy)
-    if desync.enabled:  # flat tensors of other gradients may have the same size
+    if compare_programs.enabled:  # flat tensors of other gradients may have the same size
         names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
-        desync.compare(group, f"sync_gradients of {names}")
+        compare_programs.compare_collective(group, f"sync_gradients of {names}")
     # ``m.grad.local`` counts as one reference
     places = [_settled(m.param) for m in members]
     slots = [m.slot for m in members]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from disttensor.cache import Cache
-from disttensor.comm import desync
+from disttensor.comm import compare_programs
 from disttensor.pytree import Uncacheable, key_of_contents
 from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
@@ -136,7 +136,7 @@ class GuardedForward(InstanceForward):
         if type(program) is str:
             return self.eager(*args, **kwargs)
         self.replays += 1
-        if desync.enabled and key not in self._compared:
+        if compare_programs.enabled and key not in self._compared:
             self._compared.add(key)
             return self.compare(program, ForwardCall(guard, inputs, args, kwargs))
         return self.run(program, inputs)

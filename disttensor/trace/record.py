@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from disttensor.autograd import activation_checkpoint
-from disttensor.comm.program import Call
+from disttensor.comm.compare_programs import Call
 from disttensor.dispatch import dispatch, fallback, writes
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.errors import name_of

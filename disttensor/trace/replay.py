@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from disttensor.checks import check_callable
-from disttensor.comm.program import NOTED
+from disttensor.comm.compare_programs import CALLS
 from disttensor.dispatch import strict
 from disttensor.observe import here, observers
 from disttensor.pytree import Uncacheable
@@ -108,7 +108,7 @@ class Replay(GuardedForward):
 
     def run(self, program: Program, inputs: Sequence[Any]) -> Any:
         if program.calls:
-            NOTED.extend(program.calls)
+            CALLS.extend(program.calls)
         return program.run(*inputs)
 
     def compare(self, program: Program, call: ForwardCall) -> Any:

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm.program import NOTED, State, difference
+from disttensor.comm.compare_programs import CALLS, CallFingerprint, difference
 from tests.support.pool import fake_world, on_ranks
 
 
 def test_what_one_rank_asks_for_alone_is_no_difference():
-    base = State(made=9, calls=1, effects=2, nodes=7)
+    base = CallFingerprint(made=9, calls=1, effects=2, nodes=7)
     assert base.agrees(base._replace(nodes=8))  # pieces differ: so may the nodes that they take
     assert base.agrees(base._replace(made=11, calls=3))
     assert not base.agrees(base._replace(calls=3))  # another call in place of one
@@ -40,11 +40,11 @@ def test_a_difference_is_told_by_camps_with_the_lines_of_both():
 def test_a_backward_is_one_call_for_each_line_that_makes_it():
     with fake_world(2):
         loss = dt.ones(4, mesh=dt.ProcessMesh([0, 1], ("dp",)), requires_grad=True).sum()
-        NOTED.clear()
+        CALLS.clear()
         for _ in range(2):
             loss.backward(retain_graph=True)
         loss.backward()
-        noted = [n for n in NOTED if "backward" in n.call.words()]
+        noted = [n for n in CALLS if "backward" in n.call.words()]
     first, second, other = (n.call.where.rpartition(":") for n in noted)
     assert noted[0] is noted[1] and first == second
     assert first[0] == other[0] == __file__ and int(other[2]) == int(first[2]) + 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import disttensor as dt
-from disttensor.comm import program
+from disttensor.comm import compare_programs
 from disttensor.dispatch import native
 from tests.dispatch.test_native import CALLS, tensor
 from tests.support.pool import fake_world
@@ -23,7 +23,7 @@ from tests.support.pool import fake_world
 
 def memory() -> int:
     """Bytes of this process that are in memory."""
-    program.NOTED.clear()
+    compare_programs.CALLS.clear()
     gc.collect()
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * 4096
@@ -45,7 +45,7 @@ def main(calls: int) -> int:
             for i in range(each):
                 call(x, y)
                 if i % 10000 == 0:
-                    program.NOTED.clear()
+                    compare_programs.CALLS.clear()
             grown = memory() - before
             leaks += grown > max(each, 1 << 20)
             print(f"{name:20} {each} calls, {grown} bytes more", flush=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.comm import program
+from disttensor.comm import compare_programs
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.key import key_of
 from tests.support.pool import fake_world
@@ -169,7 +169,7 @@ def test_a_runner_holds_no_tensor_of_its_first_call(mesh: dt.ProcessMesh) -> Non
     held = weakref.ref(x.local)
     torch.split(x + 0, 2, dim=1)
     torch.split(x, 2, dim=1)
-    program.NOTED.clear()
+    compare_programs.CALLS.clear()
     del x
     assert held() is None
 

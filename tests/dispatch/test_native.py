@@ -26,7 +26,7 @@ import disttensor as dt
 import ops
 from disttensor import cache, runtime
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.comm import p2p, program
+from disttensor.comm import compare_programs, p2p
 from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall, Read, ReadKind
@@ -518,10 +518,12 @@ def test_calls_are_noted_as_in_python(mesh: dt.ProcessMesh) -> None:
 
     def noted(in_c: bool) -> list[int]:
         with native.using(in_c):
-            program.NOTED.clear()
+            compare_programs.CALLS.clear()
             for call, _ in CALLS.values():
                 call(x, y)
-            return [noted.call.mark for noted in program.NOTED if noted.call.mesh is not None]
+            return [
+                noted.call.mark for noted in compare_programs.CALLS if noted.call.mesh is not None
+            ]
 
     noted(True)
     assert noted(True) == noted(False) and len(noted(True)) > len(CALLS)
@@ -634,7 +636,7 @@ def test_no_object_is_taken_for_one_that_was_there_before(
 ) -> None:
     """A key has addresses, and those of objects that are gone are given to others."""
     x, seen = tensor(mesh), set()
-    monkeypatch.setattr(dispatch, "_call", lambda func, key: program.Call(str, None, 0))
+    monkeypatch.setattr(dispatch, "_call", lambda func, key: compare_programs.Call(str, None, 0))
     for number in range(300):
 
         def asked() -> None:
@@ -646,7 +648,7 @@ def test_no_object_is_taken_for_one_that_was_there_before(
         monkeypatch.setattr(dispatch, "plan_of", lambda *call, planned=planned: planned)
         assert [native.module.dispatch(asked, (), (x,)) for _ in range(3)] == [number] * 3
         dispatch.PLANS.clear()
-        program.NOTED.clear()
+        compare_programs.CALLS.clear()
         del asked, runner, planned
     assert len(seen) == 300  # all are still there
     cache.clear_caches()
@@ -1141,7 +1143,7 @@ def test_calls_leave_nothing_behind(mesh: dt.ProcessMesh) -> None:
     def counts() -> list[int]:
         for call, _ in CALLS.values():
             call(x, y)
-        program.NOTED.clear()
+        compare_programs.CALLS.clear()
         gc.collect()
         alive = gc.get_objects()
         kinds = [dt.DistTensor, Tensor, tuple, list, dict]

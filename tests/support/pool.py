@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from disttensor.comm import program, send_queue
+from disttensor.comm import compare_programs, send_queue
 from tests.support import fork_server, pickling
 
 START_LIMIT = 120.0  # seconds for the workers of a world to start
@@ -53,7 +53,7 @@ class RanksFailed(AssertionError):
 def reset() -> None:
     """Put a worker's state back to the start; called before each body."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for each device
-    program.NOTED.clear()  # what ranks did apart in an earlier body
+    compare_programs.CALLS.clear()  # what ranks did apart in an earlier body
     if send_queue.QUEUE.open:  # runs of an earlier body that failed have left messages
         send_queue.QUEUE = send_queue.SendQueue()
 

@@ -445,7 +445,7 @@ def test_the_first_replay_in_debug_is_compared_with_the_calls():
 @on_ranks(2)
 def test_what_ranks_compare_of_the_program_is_the_same():
     """One rank replays, the other does not: no difference to the comparison at steps."""
-    from disttensor.comm import program
+    from disttensor.comm import compare_programs
 
     mesh = mesh_of(2)
     (x,) = fed(mesh, 5, 6, at=(R, S0))()
@@ -455,8 +455,8 @@ def test_what_ranks_compare_of_the_program_is_the_same():
         net = wrap(net)
         for _ in range(3):
             dt.manual_seed(3)  # the number of a random call is a part of the program
-            program.NOTED.clear()
+            compare_programs.CALLS.clear()
             net(x)
-            noted.append([call.words() for call in program.noted_calls()])
+            noted.append([call.words() for call in compare_programs.recorded_calls()])
     assert noted[0] and all(n == noted[0] for n in noted)
     assert net.forward.replays == 2

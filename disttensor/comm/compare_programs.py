@@ -1,27 +1,35 @@
-"""Compares this rank's program with the other ranks of each mesh, at each optimizer step.
+"""Compares this rank's program with the other ranks of each mesh: at each optimizer step, and in
+debug mode before each collective.
 
-Every call is recorded (``note``), at the cost of one append to a list. A step folds the calls since
-the last step into a few numbers for each mesh that this rank is in. The watcher
+Every call is recorded (``record_call``), at the cost of one append to a list. A step computes a few
+numbers from the calls since the last step, for each mesh that this rank is in. The watcher
 (``failure_watch.py``) compares the numbers through the store while the program goes on. If they
-differ, the ranks exchange their calls, and the next step raises.
+differ, the ranks exchange their calls, and the next step raises. A rank may make extra read-only
+calls (for example to log a value): they are ignored if they write nothing, create no tensor and
+build no graph.
 
-A rank may make extra read-only calls (for example to log a value): they are ignored if they write
-nothing, create no tensor and build no graph.
+In debug mode the members of a group compare which collective each is about to start. They use the
+store and not the collective itself, so the comparison works even if ranks disagree. The error says
+which rank makes which call, and names the ranks that did not arrive.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from disttensor import callbacks
 from disttensor.cache import cached, call_when_cleared
+from disttensor.checks import check_positive
 from disttensor.comm import failure_watch
+from disttensor.comm.process_group import read_key, world_store
 from disttensor.errors import MismatchError, Place, said, user_line, user_place
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import next_node
@@ -66,12 +74,12 @@ class Call:
 
 
 # Calls recorded since the last step: each entry has a Call in its attribute ``call``.
-NOTED: deque[Any] = deque(maxlen=_KEPT)
-note: Callable[[Any], None] = NOTED.append
-call_when_cleared(NOTED.clear, told=True)
+CALLS: deque[Any] = deque(maxlen=_KEPT)
+record_call: Callable[[Any], None] = CALLS.append
+call_when_cleared(CALLS.clear, told=True)
 
 
-class State(NamedTuple):
+class CallFingerprint(NamedTuple):
     """The calls on one mesh since the last step, as numbers: their count, hashes of all and of
     those with an effect, and the number of autograd nodes that this thread has created
     meanwhile."""
@@ -81,7 +89,7 @@ class State(NamedTuple):
     effects: int
     nodes: int
 
-    def agrees(self, other: State) -> bool:
+    def agrees(self, other: CallFingerprint) -> bool:
         """Returns True if the programs are the same except for extra read-only calls."""
         same = self.effects == other.effects
         return same and (self.calls == other.calls or (
@@ -89,25 +97,21 @@ class State(NamedTuple):
         ))  # fmt: skip
 
 
-def enters(what: str, spec: Any) -> None:
+def record_entry(what: str, spec: Any) -> None:
     """Records a call without tensor arguments or without results: a new DistTensor, a backward."""
-    mesh = spec.mesh
-    if mesh.coordinate is not None and len(mesh.ranks) > 1:
-        note(_entry(what, spec, user_place(sys._getframe(1))))
+    if _is_compared(spec.mesh):
+        record_call(_entry(what, spec, user_place(sys._getframe(1))))
 
 
-def draws(mesh: Any, seed: int, call: int) -> None:
+def record_draw(mesh: Any, seed: int, call: int) -> None:
     """Records a random call on ``mesh``, which draws the same numbers on all ranks."""
-    if mesh.coordinate is not None and len(mesh.ranks) > 1:
+    if _is_compared(mesh):
         words = f"random numbers of seed {seed}, call {call}"
-        note(Call(lambda: words, mesh, 1, "a random call", draws=True))
+        record_call(Call(lambda: words, mesh, 1, "a random call", draws=True))
 
 
-def noted_calls() -> list[Call]:
-    """Returns the calls since the last step that other ranks record too. Draws come last, because a
-    replay records its calls before it makes them."""
-    calls = [n.call for n in NOTED if n.call.mesh is not None]
-    return [c for c in calls if not c.draws] + [c for c in calls if c.draws]
+def _is_compared(mesh: Any) -> bool:
+    return mesh.coordinate is not None and len(mesh.ranks) > 1
 
 
 @cached(4096)
@@ -116,11 +120,20 @@ def _entry(what: str, spec: Any, place: Place) -> Call:
     return Call(lambda: f"{what} {spec!r}", spec.mesh, 2, said(place))
 
 
-def folded(calls: Sequence[Call], nodes: int, least: int = 1) -> State:
-    """Returns the State of ``calls``. ``least``: the smallest effect that counts as one."""
+def recorded_calls() -> list[Call]:
+    """Returns the calls since the last step that other ranks record too. Draws come last, because a
+    replay records its calls before it makes them."""
+    return sorted((n.call for n in CALLS if n.call.mesh is not None), key=lambda call: call.draws)
+
+
+def fingerprint(calls: Sequence[Call], nodes: int, least: int = 1) -> CallFingerprint:
+    """Returns the fingerprint of ``calls``. ``least``: the smallest effect that counts as one."""
     # a hash of ints is the same in all processes
     effects = hash(tuple([c.mark for c in calls if c.effect >= least]))
-    return State(len(calls), hash(tuple([c.mark for c in calls])), effects, nodes)
+    return CallFingerprint(len(calls), hash(tuple([c.mark for c in calls])), effects, nodes)
+
+
+# At optimizer steps -------------------------------------------------------------------------------
 
 
 class ProgramStep(NamedTuple):
@@ -131,7 +144,7 @@ class ProgramStep(NamedTuple):
     calls: dict[Any, list[Call]]
 
 
-class Steps:
+class ProgramSteps:
     """The optimizer steps of this rank's program so far."""
 
     def __init__(self) -> None:
@@ -155,33 +168,34 @@ def at_step(who: str) -> None:
     now = current_runtime()
     watcher = failure_watch.watcher_of(now)
     if watcher is None:
-        NOTED.clear()
+        CALLS.clear()
         return
-    steps = now.steps = now.steps or Steps()
+    rank, steps = watcher.rank, now.steps or ProgramSteps()
+    now.steps = steps
     check()
     node, steps.node = steps.node, next_node()
     steps.count += 1
     step = ProgramStep(steps.count, f"{who} at {user_line()}", {})
-    for call in noted_calls():
+    for call in recorded_calls():
         step.calls.setdefault(call.mesh, []).append(call)
-    NOTED.clear()
+    CALLS.clear()
     steps.kept.append(step)
     if (step.number - 1) % max(1, watcher.size // 32):  # the store serves ranks one by one
         return
     least = 2 if step.number == 1 else 1  # one rank may load a model before it broadcasts it
     nodes = steps.node - node
-    states = {
-        (repr(mesh), *peers(mesh, watcher.rank)): folded(calls, nodes, least)
+    fingerprints = {
+        (repr(mesh), *peers(mesh, rank)): fingerprint(calls, nodes, least)
         for mesh, calls in step.calls.items()
     }
 
     def compare(store: Any) -> None:
-        for (name, *ranks), mine in states.items():
+        for (name, *ranks), mine in fingerprints.items():
             key = f"step/{name} {ranks}/"
             first = store.compare_set(f"{key}{step.number}", "", json.dumps(mine))
-            if not mine.agrees(State(*json.loads(first))):
+            if not mine.agrees(CallFingerprint(*json.loads(first))):
                 store.set("differ", json.dumps([name, ranks, step.number]))
-            if watcher.rank == ranks[0]:
+            if rank == ranks[0]:
                 store.delete_key(f"{key}{step.number - 64}")
 
     steps.compared = watcher.submit(compare)
@@ -190,7 +204,7 @@ def at_step(who: str) -> None:
 def check() -> None:
     """Raises MismatchError if this rank's calls before the last optimizer step differ from the
     calls of other ranks. Waits for this rank's own comparison to end."""
-    steps: Steps | None = current_runtime().steps
+    steps: ProgramSteps | None = current_runtime().steps
     if steps is not None and steps.compared is not None:
         steps.compared.wait(2 * _PATIENCE)  # usually done long before
         if steps.error:
@@ -203,28 +217,25 @@ def _explain(watcher: failure_watch.Watcher, where: str) -> bool:
     name, ranks, number = json.loads(where)
     if watcher.rank not in ranks:
         return True
-    steps: Steps | None = current_runtime().steps
+    steps: ProgramSteps | None = current_runtime().steps
     kept = [] if steps is None else list(steps.kept)
-    if steps is None or not any(s.number >= number for s in kept):
+    if steps is None or not kept or kept[-1].number < number:
         return False
-    step = next((s for s in kept if s.number == number), None)
-    if step is None:  # no longer kept
-        return True
-    mine = next((c for m, c in step.calls.items() if repr(m) == name), [])
-    watcher.store.set(f"noted/{watcher.rank}", json.dumps(
-        [step.place, [(c.words(), c.where) for c in mine]]
-    ))  # fmt: skip
-    said = watcher.reports("noted", ranks, _PATIENCE)
-    notes = {rank: json.loads(text) for rank, text in said.items()}
-    steps.error = difference(name, number, notes)
+    for step in [s for s in kept if s.number == number]:  # none if it is no longer kept
+        calls = next((c for mesh, c in step.calls.items() if repr(mesh) == name), [])
+        mine = [step.place, [(c.words(), c.where) for c in calls]]
+        watcher.store.set(f"calls/{watcher.rank}", json.dumps(mine))
+        posted = watcher.reports("calls", ranks, _PATIENCE)
+        every = {rank: json.loads(text) for rank, text in posted.items()}
+        steps.error = difference(name, number, every)
     return True
 
 
-def difference(name: str, number: int, notes: dict[int, Any]) -> str:
+def difference(name: str, number: int, calls_of: dict[int, Any]) -> str:
     """Describes the difference between the calls of the ranks: ``[place of the step, [(call, line),
     ...]]`` of each. The largest set of equal ranks is listed first."""
     camps: dict[tuple[str, ...], list[int]] = {}
-    for rank, (_, calls) in sorted(notes.items()):
+    for rank, (_, calls) in sorted(calls_of.items()):
         camps.setdefault(tuple(words for words, _ in calls), []).append(rank)
     (most, *others) = sorted(camps.items(), key=lambda camp: -len(camp[1]))
     if not others:
@@ -233,7 +244,7 @@ def difference(name: str, number: int, notes: dict[int, Any]) -> str:
     shared = sum(1 for _ in itertools.takewhile(lambda calls: len(set(calls)) == 1, together))
     lines = []
     for _, ranks in (most, *others):
-        place, calls = notes[ranks[0]]
+        place, calls = calls_of[ranks[0]]
         words, line = calls[shared] if shared < len(calls) else ("no more calls before", place)
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
         lines.append(f"{who}: {words} ({line})")
@@ -247,3 +258,79 @@ def difference(name: str, number: int, notes: dict[int, Any]) -> str:
 
 
 callbacks.on_report["differ"] = _explain
+
+
+# In debug mode ------------------------------------------------------------------------------------
+
+# Global to the process instead of context variables: collectives of a backward are compared too,
+# and run in autograd's threads, which have their own contexts.
+enabled = os.environ.get("DISTTENSOR_DEBUG", "") not in ("", "0")
+timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30")))
+
+
+class debug:
+    """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before
+    it runs.
+
+    Enter and leave the block on all ranks alike. Raises MismatchError, naming the ranks, if they
+    differ.
+
+    >>> with dt.debug(seconds=10):
+    ...     dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
+    4.0
+    """
+
+    def __init__(self, seconds: float = 30.0) -> None:
+        check_positive("debug: seconds", seconds, "a positive number")
+        self.seconds = seconds
+
+    def __enter__(self) -> debug:
+        global enabled, timeout
+        self.before = enabled, timeout
+        enabled, timeout = True, timedelta(seconds=self.seconds)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global enabled, timeout
+        enabled, timeout = self.before
+
+
+def compare_collective(group: Any, description: str) -> None:
+    """Raises MismatchError if the members of ``group`` do not start the same collective next."""
+    store, axes, ranks = world_store(), "+".join(group.axes), list(group.ranks)
+    of_group = f"calls/{'-'.join(map(str, ranks))}/{axes}/{group.lane}"
+    counts, rank = current_runtime().calls, ranks[group.index]
+    number, counts[of_group] = counts[of_group], counts[of_group] + 1
+    mine = f"{description} at {user_line()}"
+    store.set(f"last/{rank}", f"{axes} #{number}: {mine}")
+    store.set(f"{of_group}/{number}/{rank}", mine)
+    keys = {r: f"{of_group}/{number}/{r}" for r in ranks}
+    try:
+        store.wait([*keys.values()], timeout)
+    except Exception:
+        late = [r for r, key in keys.items() if not store.check([key])]
+        if late:
+            last = read_key(store, f"last/{late[0]}") or "nothing yet"
+            raise MismatchError(
+                f"rank {rank} is at {mine}, over {axes} (ranks {ranks}), but rank {late[0]} did "
+                f"not come within {timeout.total_seconds():g} s; its last collective: {last}"
+            ) from None
+    calls = {r: store.get(key).decode() for r, key in keys.items()}
+    if number:  # all members have reached this call, so all have read the entry of the previous one
+        store.delete_key(f"{of_group}/{number - 1}/{rank}")
+    if len({call.split(" at ")[0] for call in calls.values()}) > 1:
+        lines = "\n".join(f"  rank {r}: {text}" for r, text in shortened(calls).items())
+        raise MismatchError(f"ranks disagree about the next collective over {axes}:\n{lines}")
+
+
+def shortened(calls: dict[int, str]) -> dict[int, str]:
+    """Shortens long texts ("call at line") to the part around the first difference."""
+    pairs = zip(*calls.values(), strict=False)
+    cut = next((i for i, letters in enumerate(pairs) if len(set(letters)) > 1), 0)
+    begin = max(0, cut - 60)
+    return {
+        rank: text
+        if len(text) < 400
+        else f"... {text[begin : begin + 300]} ... at {text.rsplit(' at ', 1)[-1]}"
+        for rank, text in calls.items()
+    }
