@@ -123,11 +123,18 @@ def start(
     return Work(end, work.is_completed, into)
 
 
-def _there(buffer: Tensor, decode: Any, x: Tensor) -> Tensor | None:
-    """Returns the tensor that ``buffer``, the encoded x, is decoded to if both share memory."""
+def _decoded(total: Tensor, decode: Any, into: Tensor | None, after: float = 1.0) -> Tensor:
+    """Multiplies a sum by ``after`` and decodes it. ``into``: the result, if it is known before."""
+    if after != 1:
+        total.div_(1 / after)
+    return decode(total) if into is None else into
+
+
+def _target(total: Tensor, decode: Any, x: Tensor) -> Tensor | None:
+    """Returns the tensor that ``total`` is decoded to if both share memory."""
     if decode is None:
-        return buffer
-    return decode(buffer) if x.dtype.is_complex else None
+        return total
+    return decode(total) if x.dtype.is_complex else None
 
 
 def _alone(result: Tensor, async_op: bool) -> Any:
@@ -160,18 +167,11 @@ def all_reduce(
         buffer = buffer.clone() if before == 1 else buffer * before
     elif before != 1:
         buffer.mul_(before)
-
-    into: Any = _there(buffer, decode, x)
-
-    def finish() -> Tensor:
-        if after != 1:
-            buffer.div_(1 / after)
-        return into if decode is None or into is not None else decode(buffer)
-
+    into = _target(buffer, decode, x)
+    finish = partial(_decoded, buffer, decode, into, after)
     args = group.pg, [buffer], _options("AllreduceOptions", async_op, native)
-    fn = _allreduce
     go: Any = partial(start, into=into) if async_op else run
-    return go("all_reduce", group, buffer, 2 * (n - 1) / n, fn, args, finish, op)
+    return go("all_reduce", group, buffer, 2 * (n - 1) / n, _allreduce, args, finish, op)
 
 
 _allreduce = dist.ProcessGroup.allreduce
@@ -266,7 +266,7 @@ def reduce_scatter(
     if out is None:
         out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
     total, share = out, (n - 1) / n
-    into: Any = _there(total, decode, x)
+    into = _target(total, decode, x)
     if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
         # gloo's own runs in the calling thread, and costs two to three times an exchange.
         rows = buffers.empty(buffer.numel(), buffer.dtype, buffer.device).view(n, -1)
@@ -276,7 +276,7 @@ def reduce_scatter(
 
         def finish() -> Tensor:
             wire.add_up(group.to_members(list(rows)), total.view(-1), op)
-            return into if decode is None or into is not None else decode(total)
+            return _decoded(total, decode, into)
 
     else:
         native, before, after = wire.scaled(op, buffer, group)
@@ -284,12 +284,7 @@ def reduce_scatter(
             buffer = buffer * before
         fn, options = reduce_scatter_single, _options("ReduceScatterOptions", async_op, native)
         args = group.pg, *wire.matching(total, buffer), options
-
-        def finish() -> Tensor:
-            if after != 1:
-                total.div_(1 / after)
-            return into if decode is None or into is not None else decode(total)
-
+        finish = partial(_decoded, total, decode, into, after)
     go: Any = partial(start, into=into) if async_op else run
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)
 
@@ -317,16 +312,12 @@ def all_to_all(
     send = full[0].reshape(-1) if len(full) == 1 else torch.cat([p.reshape(-1) for p in pieces])
     send = wire.dense(send)
     out = send.new_empty(sum(numels))
-    given, target = wire.sendable(send), wire.sendable(out)
-    scale = 1 if given is send else send.itemsize
-    sizes = [n * scale for n in numels], [p.numel() * scale for p in pieces]
 
     def finish() -> list[Tensor]:
         return list(group.to_members(out.split(list(numels))))
 
-    args = group.pg, target, given, *sizes, _options("AllToAllOptions", async_op)
-    go = start if async_op else run
-    return go("all_to_all", group, send, share, all_to_all_single, args, finish)
+    sizes = [p.numel() for p in pieces]
+    return _exchange(send, sizes, out, numels, share, group, finish, async_op)
 
 
 def all_to_all_rows(
@@ -341,18 +332,15 @@ def all_to_all_rows(
     share = 1 - sent[group.index] / max(1, sum(sent))
     if not group.in_rank_order:
         x = torch.cat(group.to_backend(x.split(list(sent))))
-    given, target = wire.sendable(x), wire.sendable(out)
-    scale = 1 if given is x else x.itemsize * math.prod(x.shape[1:])
-    there, back = group.to_backend(sent), group.to_backend(received)
-    sizes = [n * scale for n in back], [n * scale for n in there]
+    sent, received = group.to_backend(sent), group.to_backend(received)
 
     def finish() -> Tensor:
         if group.in_rank_order:
             return out
-        return torch.cat(group.to_members(out.split(list(back))))
+        return torch.cat(group.to_members(out.split(list(received))))
 
-    args = group.pg, target, given, *sizes, _options("AllToAllOptions", False)
-    return run("all_to_all", group, x, share, all_to_all_single, args, finish)
+    result: Tensor = _exchange(x, sent, out, received, share, group, finish)
+    return result
 
 
 @overload
@@ -366,14 +354,22 @@ def all_to_all_even(x: Tensor, group: Group, *, async_op: bool = False) -> Any:
         return _alone(x, async_op)
     x = group.to_backend(x)
     out = torch.empty_like(x)
-    options = _options("AllToAllOptions", async_op)
-    args: tuple[Any, ...] = (group.pg, wire.sendable(out), wire.sendable(x), [], [], options)
-    go = start if async_op else run
+    finish = partial(group.to_members, out)
+    return _exchange(x, (), out, (), (n - 1) / n, group, finish, async_op)
 
-    def finish() -> Tensor:
-        return group.to_members(out)
 
-    return go("all_to_all", group, x, (n - 1) / n, all_to_all_single, args, finish)
+def _exchange(
+    x: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int], share: float,
+    group: Group, finish: Callable[[], T], async_op: bool = False,
+) -> Any:  # fmt: skip
+    """Sends ``sent[i]`` rows of x to the backend's member i, and receives ``received[i]`` rows of
+    ``out``; equal numbers if these are empty."""
+    given, target = wire.sendable(x), wire.sendable(out)
+    scale = 1 if given is x else x.itemsize * math.prod(x.shape[1:])
+    sizes = [n * scale for n in received], [n * scale for n in sent]
+    args = group.pg, target, given, *sizes, _options("AllToAllOptions", async_op)
+    go: Any = start if async_op else run
+    return go("all_to_all", group, x, share, all_to_all_single, args, finish)
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
