@@ -67,12 +67,10 @@ def _announce(
 
 
 def _failed(kind: str, group: Group, error: RuntimeError) -> CommError:
-    return CommError(
+    return failure_watch.comm_error(
         f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
-        f"{group.ranks[group.index]}: a rank of the group is gone, or called something "
-        f"else.{failure_watch.first_failure()} Backend error: "
-        f"{str(error).splitlines()[0] if str(error) else error!r}"
-    )
+        f"{group.ranks[group.index]}: a rank of the group is gone, or called something else.", error
+    )  # fmt: skip
 
 
 def run(

@@ -39,7 +39,7 @@ from disttensor.comm.process_group import (
     wait_until,
     world,
 )
-from disttensor.errors import user_line
+from disttensor.errors import CommError, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_store
 
@@ -233,6 +233,13 @@ def post_unseen(watcher: Watcher) -> list[int]:
     if unseen:
         post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
     return unseen
+
+
+def comm_error(text: str, error: Exception) -> CommError:
+    """Returns the error of a failed collective or message: ``text``, the first failure of the
+    world, and the first line of the backend's ``error``."""
+    words = str(error).splitlines()
+    return CommError(f"{text}{first_failure()} Backend error: {words[0] if words else error!r}")
 
 
 def first_failure() -> str:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from disttensor.comm import compare_programs, failure_watch, lone_failure
 from disttensor.comm.process_group import attempt, wait_until, world
-from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import (
     group_name,
@@ -106,11 +105,10 @@ def process_group(
         try:
             now.groups[key] = _new_process_group(members, lane, timeout)
         except Exception as error:
-            raise CommError(
+            raise failure_watch.comm_error(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank "
-                f"{world()[0]}: it needs ranks {list(members)} to arrive here together."
-                f"{failure_watch.first_failure()} Backend error: {error}"
-            ) from error
+                f"{world()[0]}: it needs ranks {list(members)} to arrive here together.", error
+            ) from error  # fmt: skip
     return now.groups[key]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -57,76 +57,73 @@ def create_groups(
             process_group(members, axes, lane)
         return
     wanted = [_Wanted(*key, axes) for key, axes in sorted(names.items())]
-    mine = [g for g in wanted if rank in g.members]
-    meeting = _Rendezvous(timeout)
-    meeting.agree(wanted)
-    for g in mine:
-        meeting.wait_for(g.members, str(wanted.index(g)), [g])
-        try:
-            process_group(g.members, g.axes, g.lane, timeout)
-        except CommError as error:
-            first = meeting.fail(f"rank {rank} could not make the group {g}")
-            raise CommError(f"create_groups: {first}. On rank {rank}: {error}") from error
-    meeting.wait_for(range(size), "end", wanted)
+    now = current_runtime()
+    store = dist.PrefixStore(f"groups{now.meetings}", world_store())
+    now.meetings += 1
+    _agree(store, wanted, timeout)
+    for number, g in enumerate(wanted):
+        if rank in g.members:
+            _wait(store, str(number), g.members, [g], timeout)
+            try:
+                process_group(g.members, g.axes, g.lane, timeout)
+            except CommError as error:
+                first = _post(store, f"rank {rank} could not make the group {g}")
+                raise CommError(f"create_groups: {first}. On rank {rank}: {error}") from error
+    _wait(store, "end", range(size), wanted, timeout)
 
 
-class _Rendezvous:
-    """Barriers of ranks through the store of the world. ``monitored_barrier`` needs a communicator,
-    exists for gloo only, and cannot say which group the others wait for."""
+def _post(store: Any, failure: str) -> str:
+    """Posts a failure for all ranks. Returns the first failure that was posted."""
+    return str(store.compare_set("failed", "", failure).decode())
 
-    def __init__(self, timeout: float) -> None:
-        now = current_runtime()
-        self.store = dist.PrefixStore(f"groups{now.meetings}", world_store())
-        now.meetings += 1
-        self.rank, self.size, self.timeout = *world(), timeout
 
-    def fail(self, why: str) -> str:
-        """Posts an error for all ranks. Returns the first error that was posted."""
-        return str(self.store.compare_set("failed", "", why).decode())
+def _wait(
+    store: Any, place: str, ranks: Sequence[int], wanted: Sequence[_Wanted], timeout: float
+) -> None:
+    """Waits until all ``ranks`` are at ``place``. Raises CommError that names the ranks that did
+    not arrive. ``monitored_barrier`` of torch needs a communicator, exists for gloo only, and
+    cannot say which group the others wait for."""
+    rank = world()[0]
+    missing = missing_ranks(store, place, rank, ranks, timeout, lambda: store.check(["failed"]))
+    if not missing:
+        return
+    failed = read_key(store, "failed")
+    why = f" within {timeout:g} s" if failed is None else f": {failed}"
+    if failed is None:
+        _post(store, f"rank {rank} timed out waiting for ranks {missing}")
+    needed = [str(g) for g in wanted if set(g.members) & set(missing)]
+    raise CommError(
+        f"create_groups: ranks {missing} did not come{why}; rank {rank} waits for them to make "
+        f"{_shortened(needed)}. Every rank of the world calls create_groups, with the same groups."
+        f"{failure_watch.first_failure()}"
+    )
 
-    def wait_for(self, ranks: Sequence[int], place: str, wanted: Sequence[_Wanted]) -> None:
-        """Waits until all ``ranks`` are at ``place``. Raises CommError that names the ranks that
-        did not arrive."""
-        missing = missing_ranks(
-            self.store, place, self.rank, ranks, self.timeout, lambda: self.store.check(["failed"])
-        )
-        if not missing:
-            return
-        failed = read_key(self.store, "failed")
-        why = f" within {self.timeout:g} s" if failed is None else f": {failed}"
-        if failed is None:
-            self.fail(f"rank {self.rank} timed out waiting for ranks {missing}")
-        needed = [str(g) for g in wanted if set(g.members) & set(missing)]
-        raise CommError(
-            f"create_groups: ranks {missing} did not come{why}; rank {self.rank} waits for them to "
-            f"make {_shortened(needed)}. Every rank of the world calls create_groups, with the "
-            f"same groups.{failure_watch.first_failure()}"
-        )
 
-    def agree(self, wanted: Sequence[_Wanted]) -> None:
-        """Raises CommError on all ranks, naming them, unless all request the same groups."""
-        text = "\n".join(map(str, wanted))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self.store.set(f"digest/{self.rank}", digest)
-        self.store.set(f"text/{digest}", text)
-        if self.store.compare_set("digest", "", digest).decode() != digest:
-            self.store.set("differs", "")
-        self.wait_for(range(self.size), "start", wanted)
-        if not self.store.check(["differs"]):
-            return
-        camps: dict[str, list[int]] = {}
-        for r in range(self.size):
-            camps.setdefault(self.store.get(f"digest/{r}").decode(), []).append(r)
-        lists = [set(self.store.get(f"text/{d}").decode().split("\n")) for d in camps]
-        common = set.intersection(*lists)
-        lines = [
-            f"  ranks {ranks}: {_shortened(sorted(names - common - {''}))}"
-            for ranks, names in zip(camps.values(), lists, strict=True)
-        ]
-        raise CommError(
-            "create_groups: ranks want different groups, and would wait for each other in vain. "
-            "Beyond what all want:\n" + "\n".join(lines)
-        )
+def _agree(store: Any, wanted: Sequence[_Wanted], timeout: float) -> None:
+    """Raises CommError on all ranks, naming them, unless all request the same groups."""
+    rank, size = world()
+    text = "\n".join(map(str, wanted))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    store.set(f"digest/{rank}", digest)
+    store.set(f"text/{digest}", text)
+    if store.compare_set("digest", "", digest).decode() != digest:
+        store.set("differs", "")
+    _wait(store, "start", range(size), wanted, timeout)
+    if not store.check(["differs"]):
+        return
+    ranks_of: dict[str, list[int]] = {}
+    for r in range(size):
+        ranks_of.setdefault(store.get(f"digest/{r}").decode(), []).append(r)
+    lists = [set(store.get(f"text/{d}").decode().split("\n")) for d in ranks_of]
+    common = set.intersection(*lists)
+    lines = [
+        f"  ranks {ranks}: {_shortened(sorted(names - common - {''}))}"
+        for ranks, names in zip(ranks_of.values(), lists, strict=True)
+    ]
+    raise CommError(
+        "create_groups: ranks want different groups, and would wait for each other in vain. "
+        "Beyond what all want:\n" + "\n".join(lines)
+    )
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -101,12 +101,10 @@ QUEUE = SendQueue()
 
 
 def failed(description: object, error: Exception) -> CommError:
-    words, first = str(error).splitlines(), failure_watch.first_failure()
-    return CommError(
+    return failure_watch.comm_error(
         f"{description}. This failed: the other rank is gone, or did not come here within the time "
-        f"limit of the process group; look for the first error among the ranks.{first} "
-        f"Backend error: {words[0] if words else error!r}"
-    )
+        "limit of the process group; look for the first error among the ranks.", error
+    )  # fmt: skip
 
 
 def check_delivered() -> None:
