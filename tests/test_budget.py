@@ -18,7 +18,7 @@ LINES = {
     "api": 880,
     "autograd": 1_370,
     "checkpoint": 1_640,
-    "comm": 3_250,
+    "comm": 3_210,
     "core": 1_180,
     "data": 460,
     "dispatch": 2_540,
