@@ -50,7 +50,7 @@
 
 /* The arguments of configure(), by name. */
 #define REFERENCES(X) \
-    X(DistTensor) X(Tensor) X(Parameter) X(Size) X(GradState) /* classes */ \
+    X(DistTensor) X(Tensor) X(Parameter) X(Size) X(Uses) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) \
     X(CallPlan) X(Answer) X(Out) X(NO_ORIGIN) X(VIEW) \
     X(local) X(spec) X(meta_tensor) /* descriptors of DistTensor and DistSpec */ \
@@ -63,7 +63,7 @@
 
 /* Names of attributes. */
 #define NAMES(X) \
-    X(_grad_state) X(_view_state) X(_reduced) X(aliases) X(origin) \
+    X(_uses) X(_view_state) X(_reduced) X(aliases) X(origin) \
     X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
     X(template) X(is_view) X(writes) X(untracked_writes) X(may_reuse) X(reduce_first) X(native) \
     X(dtype)
@@ -750,26 +750,26 @@ in_graph(State *state, PyObject *local)
     return needs > 0 ? is_true(PyObject_CallNoArgs(state->is_grad_enabled)) : needs;
 }
 
-/* Returns the local for a use that varies over axes: the alias of a leaf, (alias, -1, None), which
+/* Returns the local for a use that varies over axes: the Alias of a leaf, of version -1, which
  * mostly exists, or the local itself where no gradient comes back. Python makes all others. */
 static PyObject *
 local_for(State *state, PyObject *x, PyObject *axes)
 {
-    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state), *found = NULL;
-    int no_aliases = grad_state == Py_None;
-    if (grad_state && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
-        PyObject *aliases = PyObject_GetAttr(grad_state, state->str.aliases), *hit = NULL;
+    PyObject *uses = PyObject_GetAttr(x, state->str._uses), *found = NULL;
+    int no_aliases = uses == Py_None;
+    if (uses && Py_TYPE(uses) == (PyTypeObject *)state->Uses) {
+        PyObject *aliases = PyObject_GetAttr(uses, state->str.aliases), *hit = NULL;
         no_aliases = aliases == Py_None;
         if (aliases && PyDict_CheckExact(aliases)) {
             hit = PyDict_GetItemWithError(aliases, axes);
         }
-        if (hit && PyTuple_CheckExact(hit) && PyTuple_GET_SIZE(hit) == 3
+        if (hit && PyTuple_Check(hit) && PyTuple_GET_SIZE(hit) == 3
             && PyLong_AsLongLong(PyTuple_GET_ITEM(hit, 1)) < 0 && !PyErr_Occurred()) {
             found = Py_NewRef(PyTuple_GET_ITEM(hit, 0));
         }
         Py_XDECREF(aliases);
     }
-    Py_XDECREF(grad_state);
+    Py_XDECREF(uses);
     if (no_aliases && !PyErr_Occurred()) {
         PyObject *local = get(state->local, x);
         int graph = local ? in_graph(state, local) : -1;
@@ -848,17 +848,17 @@ fits(State *state, const NativePlan *p, const Call *call, PyObject *targets)
 static int
 has_no_uses(State *state, PyObject *x)
 {
-    PyObject *grad_state = PyObject_GetAttr(x, state->str._grad_state);
-    int none = grad_state ? grad_state == Py_None : -1;
-    if (!none && Py_TYPE(grad_state) == (PyTypeObject *)state->GradState) {
-        none = is_none(grad_state, state->str.origin);
-        if (none > 0 && !(none = is_none(grad_state, state->str.aliases))) {
+    PyObject *uses = PyObject_GetAttr(x, state->str._uses);
+    int none = uses ? uses == Py_None : -1;
+    if (!none && Py_TYPE(uses) == (PyTypeObject *)state->Uses) {
+        none = is_none(uses, state->str.origin);
+        if (none > 0 && !(none = is_none(uses, state->str.aliases))) {
             PyObject *local = get(state->local, x);
             none = local ? is_true(get(state->is_leaf, local)) : -1;
             Py_XDECREF(local);
         }
     }
-    Py_XDECREF(grad_state);
+    Py_XDECREF(uses);
     return none;
 }
 
@@ -920,9 +920,9 @@ derive(State *state, const NativePlan *p, Call *call, PyObject *const *locals, P
                            ? PyObject_CallFunctionObjArgs(state->partial, state->view_of_use, p->local,
                                                           call->first[0], rest, named, NULL)
                            : NULL;
-    done = origin ? PyObject_CallNoArgs(state->GradState) : NULL;
+    done = origin ? PyObject_CallNoArgs(state->Uses) : NULL;
     int failed = !done || PyObject_SetAttr(done, state->str.origin, origin) < 0
-                 || PyObject_SetAttr(result, state->str._grad_state, done) < 0;
+                 || PyObject_SetAttr(result, state->str._uses, done) < 0;
     Py_XDECREF(done);
     Py_XDECREF(origin);
     Py_XDECREF(named);

@@ -31,8 +31,8 @@ from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
 from disttensor.meta.infer import Out
 from disttensor.observe import observers
 from disttensor.tensor import versions, views
-from disttensor.tensor.base import GradState
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.uses import Uses
 from disttensor.torch_private import (
     autocast_is_on,
     make_subclass,
@@ -82,7 +82,7 @@ def _compiled() -> tuple[Any, str]:
 def _configure(module: Any) -> None:
     module.configure(
         DistTensor=DistTensor, Tensor=Tensor, Parameter=torch.nn.Parameter, Size=torch.Size,
-        GradState=GradState, dtype_class=torch.dtype, memory_format=torch.memory_format,
+        Uses=Uses, dtype_class=torch.dtype, memory_format=torch.memory_format,
         layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=Out, NO_ORIGIN=Origin.NONE,
         VIEW=Origin.VIEW,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],

@@ -26,10 +26,10 @@ from disttensor.observe import observers
 from disttensor.pytree import collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
-from disttensor.tensor.base import origin_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import moved_for
 from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.uses import origin_of, set_origin
 from disttensor.tensor.versions import count, version
 from disttensor.torch_private import make_subclass
 

@@ -9,6 +9,7 @@ from typing import Any
 from disttensor import observe
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.uses import invalidate
 from disttensor.tensor.versions import INFERENCE
 from disttensor.torch_private import schemas_of
 
@@ -27,8 +28,8 @@ def is_untracked(func: Function) -> bool:
 def written(x: DistTensor, tracked: bool = True) -> None:
     """Updates state after a write to the local of ``x``: earlier uses have the old value.
     ``tracked``: autograd has counted the write."""
-    if x._grad_state is not None or x._reduced is not None or views.LIVE or INFERENCE:
-        x.forget_uses()
+    if x._uses is not None or x._reduced is not None or views.LIVE or INFERENCE:
+        invalidate(x)
     if x._view_state is not None:
         views.write_back(x)
     for o in observe.seeing_calls():

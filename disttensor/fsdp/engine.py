@@ -36,8 +36,9 @@ from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.unseen import unseen
 from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
-from disttensor.tensor.base import place_of, set_origin
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad_slot import place_of
+from disttensor.tensor.uses import set_origin
 from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor

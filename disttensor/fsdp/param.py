@@ -22,18 +22,18 @@ from disttensor.autograd import token
 from disttensor.core.layout import Axes, Layout
 from disttensor.fsdp.bucket import chunk_of
 from disttensor.nn.parameters import Slot
-from disttensor.tensor.base import (
-    as_parameter,
-    count_leaves,
+from disttensor.tensor.base import as_parameter
+from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.grad import as_gradient, combined, get_grad, grad_spec, set_grad
+from disttensor.tensor.grad_slot import (
     fix_spec,
-    grad_leaves,
     keep_grad,
     remember_grad,
     set_collector,
-)  # fmt: skip
-from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.grad import as_gradient, combined, get_grad, grad_spec, set_grad
+    shown_grad,
+)
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import count_leaves, leaves_of
 from disttensor.tensor.versions import counts_twice, version
 from disttensor.torch_private import current_backward
 
@@ -132,7 +132,7 @@ class FSDPParam:
     def grad_leaves(self) -> list[tuple[Axes, Tensor]]:
         """Returns (axes over which the uses vary, leaf that collects their gradient) of each use,
         without the leaf of ``sharded_param`` itself, whose gradient is complete."""
-        return [use for use in grad_leaves(self.unsharded_param) if self.is_copy or use[0]]
+        return [use for use in leaves_of(self.unsharded_param) if self.is_copy or use[0]]
 
     def new_leaves(self) -> list[Tensor]:
         """Returns the leaves made since the last call, also the leaf of ``sharded_param``."""
@@ -140,13 +140,13 @@ class FSDPParam:
             return []
         if count_leaves(self.unsharded_param) == self._hooked:  # most often
             return []
-        leaves = [leaf for _, leaf in grad_leaves(self.unsharded_param)]
+        leaves = [leaf for _, leaf in leaves_of(self.unsharded_param)]
         new, self._hooked = leaves[self._hooked :], len(leaves)
         return new
 
     def pending_axes(self) -> Axes:
         """Returns the axes to sum the gradient over: some use varied. The same on all ranks."""
-        varying = [axes for axes, _ in grad_leaves(self.unsharded_param)]
+        varying = [axes for axes, _ in leaves_of(self.unsharded_param)]
         if varying != self._leaves_seen:
             shape = self.spec.mesh.shape
             found = {a for axes in varying for a in axes if shape[a] > 1}
@@ -196,7 +196,7 @@ class FSDPParam:
             self._accumulated = accumulated  # hooks are called after the last micro-batch
             return None
         coordinate = self.spec.mesh.coordinate or ()
-        for own, leaf in grad_leaves(self.sharded_param) if self.is_copy else ():
+        for own, leaf in leaves_of(self.sharded_param) if self.is_copy else ():
             if leaf.grad is not None and set(own) <= set(axes):
                 if not any(coordinate[a] for a in axes if a not in own and a != self.axis):
                     self.own_piece(total).add_(leaf.grad)
@@ -291,12 +291,12 @@ class FSDPParam:
     def pop_partial(self, axes: Axes) -> Tensor | None:
         """Removes and returns the parameter's gradient that is to be summed over ``axes``: the sum
         of earlier micro-batches."""
-        for own, leaf in grad_leaves(self.sharded_param):
+        for own, leaf in leaves_of(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
-                state = self.sharded_param._grad_state
-                if state is not None and state.grad is not None and state.grad.local is grad:
-                    self._shown = state.grad
+                shown = shown_grad(self.sharded_param)
+                if shown is not None and shown.local is grad:
+                    self._shown = shown
                 return grad
         return None
 
@@ -309,7 +309,7 @@ class FSDPParam:
         if not axes and leaf.grad is None:
             leaf.grad = grad
         else:
-            for own, leaf in grad_leaves(self.sharded_param):
+            for own, leaf in leaves_of(self.sharded_param):
                 if own == axes and leaf.grad is not None:
                     leaf.grad.add_(grad)
                     break

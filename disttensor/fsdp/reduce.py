@@ -28,8 +28,8 @@ from disttensor.comm.work import Work, finished
 from disttensor.core.layout import Axes
 from disttensor.fsdp.bucket import BucketLayout, pack
 from disttensor.fsdp.param import FSDPParam
-from disttensor.tensor.base import place_of
 from disttensor.tensor.grad import reduced
+from disttensor.tensor.grad_slot import place_of
 from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor

@@ -20,6 +20,7 @@ from disttensor.pytree import collect, substitute
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta
+from disttensor.tensor.uses import invalidate
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -92,7 +93,7 @@ def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) 
                 f"{name_of(func)}: it writes a value on {mesh!r}, which this rank is not in, into "
                 "a plain tensor. Give it dt.broadcast_value(x), or make the target a DistTensor"
             )
-        t.forget_uses()
+        invalidate(t)
     if not _grad():
         return
     for t in targets:

@@ -18,6 +18,7 @@ from disttensor.optim.clip_grad import by_mesh, meeting
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import sync_gradients
+from disttensor.tensor.uses import invalidate
 
 Tensor = torch.Tensor
 
@@ -119,7 +120,7 @@ def _unscale_pieces(
         if grad.dtype is torch.float16 and not allow_fp16:
             raise ValueError("Attempting to unscale FP16 gradients.")
         alike.setdefault(grad.dtype, []).append(grad.local)
-        grad.forget_uses()
+        invalidate(grad)
     with torch.no_grad():
         for pieces in alike.values():
             device = pieces[0].device

@@ -10,7 +10,8 @@ from torch import nn
 
 from disttensor.autograd.split_backward import AtOnce
 from disttensor.errors import warn_once
-from disttensor.tensor.base import MeshTensor, grad_leaves
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.uses import leaves_of
 
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were split over stages
 _SHOWN = 4  # weights of one reason that the warning names
@@ -43,6 +44,6 @@ def _name_of(leaf: torch.Tensor) -> str:
     """Returns the name of a leaf in the model that was split, else its shape."""
     for model in MODELS:
         for name, p in model.named_parameters():
-            if isinstance(p, MeshTensor) and any(leaf is own for _, own in grad_leaves(p)):
+            if isinstance(p, MeshTensor) and any(leaf is own for _, own in leaves_of(p)):
                 return name
     return f"a weight of local shape {list(leaf.shape)}"

@@ -25,7 +25,7 @@ from disttensor import observe
 from disttensor.autograd.grad_types import GradType, move
 from disttensor.comm.work import Work
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import MeshTensor, through
+from disttensor.tensor.base import MeshTensor, varying_axes
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import InPlace
 from disttensor.tensor.reshard import resharded, set_result_of
@@ -111,7 +111,7 @@ def started(x: DistTensor, dst: DistSpec) -> DistTensor:
         return resharded(x, dst, fresh=True)
     local = x.local
     in_graph = local.requires_grad and torch.is_grad_enabled()
-    read = through(x, dst, ()) if in_graph else ()
+    read = varying_axes(x, dst, ()) if in_graph else ()
     source = x.local_for(read) if in_graph else local
     with torch.no_grad():
         work = begin(source.detach() if in_graph else source)

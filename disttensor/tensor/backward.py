@@ -22,9 +22,11 @@ from disttensor.comm import compare_programs, lone_failure
 from disttensor.comm.collectives import world
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import GradCollector, MeshTensor, collector_of, grad_leaves
+from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
+from disttensor.tensor.grad_slot import GradCollector, collector_of
 from disttensor.tensor.reshard import MICRO_BATCH, moved_for, resharded
+from disttensor.tensor.uses import leaves_of
 from disttensor.torch_private import current_backward
 from disttensor.torch_private import run_backward as engine_backward
 
@@ -114,7 +116,7 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
             out.append(x)
         elif x.is_initialized:
             collector = collector_of(x)
-            out += [leaf for _, leaf in grad_leaves(x)]
+            out += [leaf for _, leaf in leaves_of(x)]
             out += [leaf for _, leaf in (collector.grad_leaves() if collector is not None else ())]
         elif not out:  # torch requires at least one input, and none lies on this rank
             out.append(token.leaf(x.spec.mesh.device, x.spec.dtype))
@@ -279,6 +281,4 @@ def _ways(x: Any) -> list[tuple[GradCollector | None, Axes, Tensor]]:
         return []
     collector = collector_of(x)
     theirs = collector.grad_leaves() if collector is not None else []
-    return [
-        (of, *use) for of, uses in ((None, grad_leaves(x)), (collector, theirs)) for use in uses
-    ]
+    return [(of, *use) for of, uses in ((None, leaves_of(x)), (collector, theirs)) for use in uses]

@@ -17,6 +17,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import invalidate
 
 Tensor = torch.Tensor
 
@@ -52,7 +53,7 @@ def prepare_to_read(x: MeshTensor) -> Box | None:
         )
     if x.is_initialized and not x.local.is_inference():
         torch.autograd.graph.increment_version(x.local)
-    x.forget_uses()
+    invalidate(x)
     return spec.local_box if has_box(x) else None
 
 

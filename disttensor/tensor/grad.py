@@ -15,15 +15,16 @@ import torch
 from disttensor.autograd.grad_types import GradType, dual, move
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import (
-    MeshTensor,
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.grad_slot import (
     collector_of,
     drop_grads,
-    grad_leaves,
     keep_grad,
     remember_grad,
-)  # fmt: skip
+    shown_grad,
+)
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import invalidate, leaves_of
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -98,34 +99,31 @@ def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes
 
 def get_grad(x: T) -> T | None:
     """Returns the gradient of x, one object per gradient tensor, so that ``p.grad is p.grad``."""
-    state = x._grad_state
+    uses, slot = x._uses, x._grad_slot
     axes: Axes = ()
-    waiting: T | None
-    if (
-        state is not None
-        and state.collector is not None
-        and (waiting := state.collector.waiting()) is not None
-    ):
-        if state.grad is not waiting:
-            remember_grad(x, waiting, made=True)
-        return waiting
-    if state is None or (not state.former and (state.aliases is None or not x.local.is_leaf)):
+    if slot is not None and slot.collector is not None:
+        waiting: T | None = slot.collector.waiting()
+        if waiting is not None:
+            if slot.grad is not waiting:
+                remember_grad(x, waiting, made=True)
+            return waiting
+    if uses is None or (not uses.frozen and (uses.aliases is None or not x.local.is_leaf)):
         total = x.local.grad
         if total is None:
             return None
     else:
-        pieces = [(a, leaf.grad) for a, leaf in grad_leaves(x) if leaf.grad is not None]
+        pieces = [(a, leaf.grad) for a, leaf in leaves_of(x) if leaf.grad is not None]
         if not pieces:
             return None
         axes, total = combined(x, pieces)
         if len(pieces) > 1:
             drop_grads(x)
             keep_grad(x, axes, total)
-            shown = None if state is None else state.grad
+            shown = shown_grad(x)
             if shown is not None and any(shown.local is g for _, g in pieces):
                 _grow(shown, x, axes, total)
-    if state is not None and state.grad is not None and state.grad.local is total:
-        known: T = state.grad
+    if slot is not None and slot.grad is not None and slot.grad.local is total:
+        known: T = slot.grad
         return known
     grad = as_gradient(x, axes, total)
     if grad.local is total:
@@ -138,7 +136,7 @@ def _grow(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:
     does. A gradient with a graph stays as it was, as in torch."""
     if is_gradient(shown) and not total.requires_grad:
         shown.local, shown.spec = total, as_gradient(x, axes, total).spec
-        shown.forget_uses()
+        invalidate(shown)
 
 
 def as_gradient(x: T, axes: Axes, g: Tensor) -> T:
@@ -155,8 +153,8 @@ def as_gradient(x: T, axes: Axes, g: Tensor) -> T:
 
 def is_gradient(g: MeshTensor) -> bool:
     """Returns True if ``g`` is the result of some ``.grad``."""
-    state = g._grad_state
-    return state is not None and state.owner is not None
+    slot = g._grad_slot
+    return slot is not None and slot.owner is not None
 
 
 def owner_of(g: T) -> T | None:
@@ -164,9 +162,9 @@ def owner_of(g: T) -> T | None:
     owner: a reduction in place would drop its graph."""
     if g.local.requires_grad and torch.is_grad_enabled():
         return None
-    state = g._grad_state
-    x = None if state is None or state.owner is None else state.owner()
-    return x if x is not None and x._grad_state.grad is g and get_grad(x) is g else None
+    slot = g._grad_slot
+    x = None if slot is None or slot.owner is None else slot.owner()
+    return x if x is not None and shown_grad(x) is g and get_grad(x) is g else None
 
 
 def reduced(spec: DistSpec) -> DistSpec:
@@ -184,14 +182,6 @@ def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
 def set_grad(x: MeshTensor, value: Any) -> None:
     """Sets the gradient of x: None, a DistTensor (pending reductions stay pending), or a regular
     tensor with the global value."""
-    state = x._grad_state
-    if value is None and (state is None or state.collector is None):  # the fast path of each step
-        if state is None:
-            x.local.grad = None
-        else:
-            drop_grads(x)
-            state.grad = None
-        return
     collector = collector_of(x)
     if collector is not None:
         if value is not None and value is collector.waiting():
@@ -206,9 +196,9 @@ def set_grad(x: MeshTensor, value: Any) -> None:
         return  # gradients are where the values are
     axes: Axes = ()
     if isinstance(value, MeshTensor):
-        state = x._grad_state
+        hooked = x._uses is not None and x._uses.hooked
         # other leaves cannot hold a pending gradient
-        if x.local.requires_grad and x.local.is_leaf and (state is None or not state.hooked):
+        if x.local.requires_grad and x.local.is_leaf and not hooked:
             whole = x.spec.varies
             axes = tuple(a for a, op in value.spec.layout.partial if op == "sum" and a not in whole)
         local = resharded(value, grad_spec(x, axes).with_dtype(value.spec.dtype)).local

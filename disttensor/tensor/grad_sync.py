@@ -19,10 +19,11 @@ from disttensor.comm.work import Work
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import alias_leaves, place_of
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad import reduced, set_reduced
+from disttensor.tensor.grad_slot import place_of
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import second_leaves
 
 Tensor = torch.Tensor
 
@@ -135,7 +136,7 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
 def _settled(x: DistTensor) -> Place:
     """Returns the place of the gradient of x. If x has one leaf with pending gradients, each later
     backward moves its gradient there."""
-    place, aliases = place_of(x), alias_leaves(x)
+    place, aliases = place_of(x), second_leaves(x)
     if len(aliases) == 1 and not hasattr(aliases[0], _SETTLES):
         setattr(aliases[0], _SETTLES, True)
         aliases[0].register_post_accumulate_grad_hook(place.settle)

@@ -16,8 +16,11 @@ from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import watched
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import MeshTensor, collector_of, freeze_leaves, grad_leaves
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.grad_slot import collector_of
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import hook as hook_uses
+from disttensor.tensor.uses import leaves_of
 from disttensor.tensor.versions import version
 from reshard import cross_mesh
 
@@ -50,8 +53,8 @@ class Hooks(MeshTensor):
                 "on a copy that comes and goes. register_post_accumulate_grad_hook is called when "
                 "the parameter has its gradient; to change it, change p.grad there"
             )
-        freeze_leaves(self, hooked=self.local.is_leaf)
-        found = grad_leaves(self)
+        hook_uses(self, of_leaf=self.local.is_leaf)
+        found = leaves_of(self)
         for _, t in found:
             watched(t.grad_fn)
         return Handles([t.register_hook(_on_local(self, hook, axes)) for axes, t in found])
@@ -70,7 +73,7 @@ class Hooks(MeshTensor):
             handle = RemovableHandle(collector.hooks)
             collector.hooks[handle.id] = hook
             return handle
-        freeze_leaves(self, hooked=True)
+        hook_uses(self, of_leaf=True)
         waiting = [-1]  # the backward at whose end the hook runs (not after an error)
 
         def done() -> None:
@@ -82,16 +85,14 @@ class Hooks(MeshTensor):
                 waiting[0] = this_backward()
                 when_over(done)
 
-        return Handles(
-            [leaf.register_post_accumulate_grad_hook(on) for _, leaf in grad_leaves(self)]
-        )
+        return Handles([leaf.register_post_accumulate_grad_hook(on) for _, leaf in leaves_of(self)])
 
     def retain_grad(self) -> None:
         if self.local.is_leaf:
             self.local.retain_grad()  # nothing to do, or torch's error
         elif self.is_initialized:
-            freeze_leaves(self)
-            for _, t in grad_leaves(self):
+            hook_uses(self)
+            for _, t in leaves_of(self):
                 watched(t.grad_fn)
                 t.retain_grad()
 

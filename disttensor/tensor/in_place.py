@@ -13,15 +13,15 @@ from disttensor.autograd import token
 from disttensor.autograd.grad_types import whole_grad
 from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
-from disttensor.tensor.base import (
-    MeshTensor,
-    collector_of,
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.grad_slot import collector_of, remember_grad
+from disttensor.tensor.uses import (
     forget_hooked_aliases,
-    grad_leaves,
+    invalidate,
+    leaves_of,
     origin_of,
-    remember_grad,
     set_origin,
-)  # fmt: skip
+)
 from disttensor.tensor.versions import hand_out
 from disttensor.torch_private import no_torch_function
 
@@ -48,7 +48,7 @@ class InPlace(MeshTensor):
                 _replace_token(self, requires_grad)
             return self
         token.replaced[0] += requires_grad is not self.local.requires_grad
-        for _, t in grad_leaves(self) if leaf else [((), self.local)]:
+        for _, t in leaves_of(self) if leaf else [((), self.local)]:
             t.requires_grad_(requires_grad)
         if requires_grad:
             whole_grad(self.local, self.spec)
@@ -95,9 +95,9 @@ class InPlace(MeshTensor):
                 f"data of {self.spec!r}: a DistTensor is expected; use shard_tensor(value, mesh, "
                 "placements)"
             )
-        state = self._grad_state
-        if state is not None and state.fixed_by and value.spec is not self.spec:
-            what = f"data of {self.spec!r}: the value is {value.spec!r}, and under {state.fixed_by}"
+        slot = self._grad_slot
+        if slot is not None and slot.fixed_by and value.spec is not self.spec:
+            what = f"data of {self.spec!r}: the value is {value.spec!r}, and under {slot.fixed_by}"
             if value.spec.dtype is not self.spec.dtype or value.spec.shape != self.spec.shape:
                 raise RuntimeError(
                     f"{what} the shape and the dtype stay. Change the module before it is sharded"
@@ -118,17 +118,17 @@ class InPlace(MeshTensor):
             # torch's own ``data`` cannot replace a meta tensor by a tensor with memory
             local = value.local.data.requires_grad_(self.local.requires_grad)
             self.local = whole_grad(local, value.spec)
-            if state is not None:
-                state.aliases = None
+            if self._uses is not None:
+                self._uses.aliases = None
         elif value.is_initialized:
-            for _, t in grad_leaves(self):
+            for _, t in leaves_of(self):
                 t.data = value.local.data
             hand_out(self.local, twice=True)
         source = value.local
         if value.spec.layout.partial or (source.requires_grad and not source.is_leaf):
             views.view_state(self).uncounted = True
         forget_hooked_aliases(self)
-        self.forget_uses()
+        invalidate(self)
         if value.spec is not self.spec:
             remember_grad(self, None)
             _change_spec(self, value.spec)
@@ -157,7 +157,7 @@ def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
         )
     token.replaced[0] += 1
     x.local = value.local
-    x.forget_uses()
+    invalidate(x)
     set_origin(x, origin_of(value))
     remember_grad(x, None)
     _change_spec(x, value.spec)

@@ -25,7 +25,8 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, spec_of
 from disttensor.tensor import views
-from disttensor.tensor.base import MeshTensor, set_origin, through
+from disttensor.tensor.base import MeshTensor, varying_axes
+from disttensor.tensor.uses import set_origin
 from disttensor.tensor.versions import version
 from disttensor.torch_private import storage_id
 from reshard import cross_mesh
@@ -74,7 +75,7 @@ def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
     if not local.requires_grad or not torch.is_grad_enabled():
         return cross_mesh.run(local, src, dst)
     if axes or cuts:
-        read = through(x, dst, axes)
+        read = varying_axes(x, dst, axes)
         return along(x.local_for(read), way(src, read, dst, axes), None)
     return along(local, way(src, (), dst, ()), None)
 
@@ -114,7 +115,7 @@ def again(
     # written to since, perhaps through a view: no longer the value of x
     if version(moved) != made_at:
         return along(moved, way(dst, (), dst, axes), None)
-    read = through(x, dst, axes)
+    read = varying_axes(x, dst, axes)
     return along(x.local_for(read), way(x.spec, read, dst, axes), [known])
 
 

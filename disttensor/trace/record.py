@@ -32,8 +32,9 @@ from disttensor.pytree import collect
 from disttensor.random import counter
 from disttensor.settings import Snapshot, snapshot
 from disttensor.tensor import views
-from disttensor.tensor.base import MeshTensor, is_free_leaf
+from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.uses import UseMode, mode_of
 from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
 from disttensor.trace.results import Results
 from disttensor.trace.tape import Tape
@@ -297,7 +298,7 @@ class CallRecorder(Observer):
 
     def read_for_reshard(self, x: Any) -> None:
         if self.source_of(x) is not None:
-            self.cut[id(x)] = x, is_free_leaf(x)
+            self.cut[id(x)] = x, (mode_of(x) is UseMode.LEAF)
 
     def read_local(self, read: Function, x: Any, axes: Any) -> Any:
         """Records uses of sources: a replay reads them again, as they collect gradients."""

@@ -18,8 +18,9 @@ from disttensor.comm.compare_programs import CALLS
 from disttensor.dispatch import strict
 from disttensor.observe import here, observers
 from disttensor.pytree import Uncacheable
-from disttensor.tensor.base import collector_of, is_free_leaf
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor
+from disttensor.tensor.grad_slot import collector_of
+from disttensor.tensor.uses import UseMode, mode_of
 from disttensor.torch_private import count_function_modes
 from disttensor.trace import check
 from disttensor.trace.code_guard import CodeGuard
@@ -104,7 +105,7 @@ class Replay(GuardedForward):
 
     def is_stale(self, program: Program | str) -> bool:
         cut = () if type(program) is str else program.cut  # type: ignore[union-attr]
-        return bool(cut) and any(is_free_leaf(x) is not free for x, free in cut)
+        return bool(cut) and any((mode_of(x) is UseMode.LEAF) is not free for x, free in cut)
 
     def run(self, program: Program, inputs: Sequence[Any]) -> Any:
         if program.calls:
@@ -129,7 +130,9 @@ def _flags(x: DistTensor) -> tuple[Any, ...]:
     """Returns properties of an argument, other than its spec, that a program may depend on."""
     local = x.local
     if local.requires_grad:
-        return (True, is_free_leaf(x), local.stride()) if local.is_leaf else (True, local.stride())
+        if not local.is_leaf:
+            return True, local.stride()
+        return True, mode_of(x) is UseMode.LEAF, local.stride()
     return False, local.is_inference(), local.stride(), None
 
 

@@ -13,8 +13,9 @@ from disttensor.autograd.activation_checkpoint import region
 from disttensor.dispatch import rematerialize, run
 from disttensor.dispatch.reduction_cache import Reduced
 from disttensor.tensor import reshard as tensor_reshard
-from disttensor.tensor.base import given_uses
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.grad_slot import collector_of
+from disttensor.tensor.uses import given_uses
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
 from disttensor.trace.tape import Tape, is_constant, spelled
@@ -79,13 +80,13 @@ class Results:
         meta = self.tape.constant(x.spec.meta_tensor)  # as ``wrap``, without a call
         self.tape.line(f"{name} = {make}({kind}, {meta})", name)
         self.tape.line(f"{name}.local, {name}.spec = {local}, {spec}")
-        state = x._grad_state
-        if state is not None:
-            if state.hooked or state.former or state.collector is not None:
-                raise Untraceable("a result has hooks")
-            origin = "None" if state.origin is None else self._origin(x, state.origin)
+        uses = x._uses
+        if collector_of(x) is not None or (uses is not None and (uses.hooked or uses.frozen)):
+            raise Untraceable("a result has hooks")
+        if uses is not None:
+            origin = "None" if uses.origin is None else self._origin(x, uses.origin)
             aliases = []
-            for axes, (alias, made_at, _) in (state.aliases or {}).items():
+            for axes, (alias, made_at, _) in (uses.aliases or {}).items():
                 if made_at == x.local._version and self.tape.knows(alias):
                     aliases.append(f"({axes!r}, {self.tape.name(alias)})")
             listed = "".join(f"{a}, " for a in aliases)

@@ -419,9 +419,9 @@ def test_uses_of_an_old_value_are_not_read(mesh: dt.ProcessMesh) -> None:
     for write in (False, False, True):
         if write:
             h.local.detach().add_(1)
-        before = h._grad_state and h._grad_state.aliases[1,][0]
+        before = h._uses and h._uses.aliases[1,][0]
         counts = counted(lambda: F.linear(h, w))[1]
-        alias = h._grad_state.aliases[1,][0]
+        alias = h._uses.aliases[1,][0]
         assert alias.equal(h.local) and (alias is before) is (before is not None and not write)
     assert counts["in_c"] == 1
 
@@ -451,7 +451,7 @@ def lists(mesh: dt.ProcessMesh) -> list[Any]:
     with torch.no_grad():
         torch._foreach_mul_(first, 2.0)
         torch._foreach_mul_([pending], 2.0)
-        assert used._grad_state.aliases is None and pending._reduced is None
+        assert used._uses.aliases is None and pending._reduced is None
         ones, states = [dt.ones(8, 6, mesh=mesh) for _ in range(6)], [torch.ones(()) for _ in "ab"]
         for member in ones:
             member.local_for((1,))
@@ -492,10 +492,10 @@ def uses(mesh: dt.ProcessMesh) -> list[Any]:
     x.local_for((1,))
     pending = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6)).clone()
     pending.relu()
-    before = [x._grad_state.aliases is None, pending._reduced is None]
+    before = [x._uses.aliases is None, pending._reduced is None]
     x.mul_(2)
     pending.mul_(2)
-    after = [x._grad_state.aliases is None, pending._reduced is None]
+    after = [x._uses.aliases is None, pending._reduced is None]
     assert (before, after) == ([False, False], [True, True])
     return [parts(x), parts(pending)]
 
@@ -1007,12 +1007,12 @@ def test_gradients_are_dropped_as_in_python(mesh: dt.ProcessMesh) -> None:
                     (tensor(mesh, S0, R) * 0 + w).sum().backward()
                     w.sum().backward()
                     assert w.grad is not None
-                    assert w._grad_state.grad is not None
+                    assert w._grad_slot.grad is not None
                     w.grad = None
                     assert w.grad is None and w.local.grad is None
-                    state = w._grad_state
-                    assert state.grad is None
-                    leaves = [a for a, at, _ in (state.aliases or {}).values() if at < 0]
+                    assert w._grad_slot.grad is None
+                    aliases = w._uses.aliases if w._uses else None
+                    leaves = [a for a, at, _ in (aliases or {}).values() if at < 0]
                     assert all(alias.grad is None for alias in leaves)
                     assert bool(leaves) is not hooked
                 with pytest.raises(TypeError, match="a tensor or None"):

@@ -6,15 +6,9 @@ from __future__ import annotations
 import torch
 
 import disttensor as dt
-from disttensor.observe import Observer
 from disttensor.simulate.devices import Link, Network
 from disttensor.simulate.events import Collective, Op, Wait
-
-
-class Blocking(Observer):
-    """Makes reshards wait at once."""
-
-    sees_calls = True
+from tests.support.blocking import Blocking
 
 
 def build():

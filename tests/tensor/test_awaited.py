@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import DistTensor, Partial, Replicate, Shard, runtime
 from disttensor.comm import collectives, groups
-from disttensor.tensor import awaited
 from disttensor.tensor.awaited import Arrival, Awaited
 from tests.support import pool
+from tests.support.blocking import Blocking
 from tests.support.oracle import grid, line, place, randn
 from tests.support.pool import fake_world, on_ranks, run_on_ranks
 
@@ -51,15 +51,10 @@ def events():
         yield seen
 
 
-def at_once():
-    """As if no reshard could begin in the background."""
-    return mock.patch.object(awaited, "beginning", lambda *_: None)
-
-
 def both_ways(run):
     """With reshards that are waited for where they are read, and where they are called."""
     later = run()
-    with at_once():
+    with Blocking():
         return later, run()
 
 
@@ -194,7 +189,7 @@ def test_what_is_recorded_says_where_it_was_waited_for():
 
 
 @on_ranks(2)
-def test_small_ones_are_waited_for_at_once():
+def test_small_ones_are_waited_for_Blocking():
     with events() as seen:
         y = dt.reshard(source(shape=(5, 3)), line(), [R])
     assert type(y) is DistTensor and seen == []

@@ -1,0 +1,103 @@
+"""GradSlot: the gradient of a tensor as its user sees it, and its memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from disttensor.comm.places import Place
+from disttensor.core.layout import Axes
+from disttensor.tensor.uses import add_leaf, leaves_of
+
+Tensor = torch.Tensor
+
+
+class GradCollector(Protocol):
+    """Collects the gradients of a leaf on other tensors, and brings them to the leaf (see
+    ``disttensor.fsdp.param``)."""
+
+    feature: str  # its name in errors
+    hooks: OrderedDict[int, Callable[[Any], Any]]  # called when the leaf has its gradient
+
+    def grad_leaves(self) -> list[tuple[Axes, Tensor]]: ...
+    def gradient(self, pieces: list[tuple[Axes, Tensor]]) -> Any: ...  # of the leaf, in the graph
+    def waiting(self) -> Any: ...  # the collected gradient before its reduction, or None
+    def drop(self) -> None: ...
+    def renew(self) -> None: ...
+
+
+class GradSlot:
+    """grad       the last result of ``.grad``
+    owner      of a gradient: a weak reference to the leaf whose gradient this is
+    collector  collects the gradients of this leaf on other tensors
+    fixed_by   the feature that relies on the leaf's layout and dtype
+    place      the persistent memory of its gradient
+    """
+
+    grad: Any = None
+    owner: weakref.ref[Any] | None = None
+    collector: GradCollector | None = None
+    fixed_by: str = ""
+    place: Place | None = None
+
+
+def grad_slot(x: Any) -> GradSlot:
+    """Returns the GradSlot of x, which it makes if there is none."""
+    slot: GradSlot | None = x._grad_slot
+    if slot is None:
+        slot = x._grad_slot = GradSlot()
+    return slot
+
+
+def place_of(x: Any) -> Place:
+    """Returns the place of a gradient that is summed in one bucket with others."""
+    slot = grad_slot(x)
+    if slot.place is None:
+        slot.place = Place()
+    return slot.place
+
+
+def keep_grad(x: Any, axes: Axes, g: Tensor) -> None:
+    """Sets ``g`` as the gradient that was collected for uses varying over ``axes``."""
+    add_leaf(x, axes).grad = g
+
+
+def drop_grads(x: Any) -> None:
+    """Drops all collected gradients of x."""
+    x.local.grad = None
+    if x._uses is not None:
+        for _, leaf in leaves_of(x)[1:]:
+            leaf.grad = None
+
+
+def shown_grad(x: Any) -> Any:
+    """Returns the last result of ``x.grad``, or None."""
+    slot: GradSlot | None = x._grad_slot
+    return None if slot is None else slot.grad
+
+
+def remember_grad(x: Any, g: Any, made: bool = False) -> None:
+    """Stores ``g`` as the result of ``x.grad``. With ``made``, a reduction of ``g`` also reduces
+    the gradient of x."""
+    if g is not None and made:
+        grad_slot(g).owner = weakref.ref(x)
+    if g is not None or x._grad_slot is not None:
+        grad_slot(x).grad = g
+
+
+def set_collector(x: Any, collector: GradCollector) -> None:
+    grad_slot(x).collector = collector
+
+
+def collector_of(x: Any) -> GradCollector | None:
+    slot: GradSlot | None = x._grad_slot
+    return None if slot is None else slot.collector
+
+
+def fix_spec(x: Any, feature: str) -> None:
+    """Makes ``p.data = value`` require the layout and the dtype of x, for ``feature``."""
+    grad_slot(x).fixed_by = feature
