@@ -362,7 +362,7 @@ BAD: dict[str, dict[str, str]] = {
         **FULL, "kwargs": MADE["kwargs"], "fn": FUNCTION, "shape": "-1 (1.5,) '4' True None t",
         "dims_mapping": MAPPING},
     "dt.from_local(t,grid(),(S0,R))": {
-        "run_check": f"None {FLAGS}",
+        "run_check": f"None {FLAGS}", "grad_placements": "3 'S0' (S0,) (P,P)",
         "local": "None 3 [1.0] x", "mesh": f"None {MESH}", "placements": PLACED,
         "shape": "4 (4,-4) (4.0,4) '44'", "dims_mapping": MAPPING, "partial_status": PARTIAL},
     "dt.init_mesh((W,))": {
@@ -464,7 +464,8 @@ BAD: dict[str, dict[str, str]] = {
     "pipeline.Costs(1,1,1).span(pipeline.gpipe(1,1))": {"schedule": "None 3 'gpipe'"},
     "grid().axis(0)": {"name": "None 'x' 0.5 7 -3 True"},
     "ProcessMesh.from_device_mesh(grid().to_device_mesh())": {"mesh": "None 3 'x'"},
-    "x.full_tensor()": {"everywhere": f"None {FLAGS}"},
+    "x.full_tensor()": {
+        "everywhere": f"None {FLAGS}", "grad_placements": "3 'S0' (S0,) (S0,P)"},
     "x.to_local()": {
         "grad_axes": "'x' 7 0.5 ['x'] [True]", "grad_placements": "3 'S0' (S0,) (P,P)"},
     "plans.experts(lin(),0)": {"model": MODULE, "mesh_axis": AXIS, "mesh": MESH},
@@ -490,6 +491,8 @@ WORDS = {
     "apply: layers": "modules?", "accumulate: model": "module",
     "axis: name": "axis", "to_local: grad_axes": "axis|grad_axes",
     "to_local: grad_placements": "(grad_)?placements",
+    "from_local: grad_placements": "(grad_)?placements",
+    "full_tensor: grad_placements": "(grad_)?placements",
 }  # fmt: skip
 # Parameters that take everything: they are passed on, or are a value that may be plain.
 FREE = {

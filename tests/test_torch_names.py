@@ -137,6 +137,60 @@ def test_gradients_of_locals_have_the_placements_that_are_asked_for():
             w.to_local(grad_placements=wrong)
 
 
+def summed(x: torch.Tensor, mesh: dt.ProcessMesh, axis: int) -> torch.Tensor:
+    """The sum of ``x`` over an axis of the mesh."""
+    out = x.clone()
+    if mesh.shape[axis] > 1:
+        torch.distributed.all_reduce(out, group=mesh.get_group(axis))
+    return out
+
+
+@everywhere
+def test_the_gradient_of_a_piece_has_the_placements_that_are_asked_for():
+    mesh, full = grid(), counted(4, 3)
+    piece = full.tensor_split(mesh.shape[1])[mesh.get_local_rank("tp")]
+    for placed in ([R, S0], [P, S0]):
+        mine, their_piece = (piece.clone().requires_grad_() for _ in range(2))
+        x = dt.from_local(mine, mesh, [R, S0], shape=(4, 3), grad_placements=placed)
+        (x * x).sum().backward()
+        y = DTensor.from_local(
+            their_piece, theirs(mesh), [TheirReplicate(), TheirShard(0)],
+            grad_placements=[TheirReplicate() if placed[0] == R else TheirPartial(), TheirShard(0)],
+        )  # fmt: skip
+        (y * y).sum().backward()
+        grads = mine.grad, their_piece.grad
+        if placed[0] == P:
+            same(*(summed(g, mesh, 0) for g in grads))
+            assert not mesh.get_local_rank("dp") or not torch.equal(mine.grad, 2 * piece)
+        else:
+            same(*grads)
+            assert torch.equal(mine.grad, 2 * piece)
+    for wrong in ([S0, S0], [R, P], [R, R]):
+        with pytest.raises(ValueError, match="from_local: grad_placements"):
+            dt.from_local(piece, mesh, [R, S0], shape=(4, 3), grad_placements=wrong)
+
+
+@everywhere
+def test_the_gradient_of_a_full_tensor_has_the_placements_that_are_asked_for():
+    mesh, full = grid(), counted(4, 3)
+    rank = 1.0 + mesh.get_rank()
+    w = dt.shard_tensor(full, mesh, [R, S0], requires_grad=True)
+    (w.full_tensor(grad_placements=[TheirPartial(), TheirPartial()]) * rank).sum().backward()
+    total = sum(1.0 + r for r in range(mesh.size))
+    same(w.grad, torch.full((4, 3), total, dtype=torch.float64))
+    with pytest.raises(ValueError, match="full_tensor: grad_placements"):
+        w.full_tensor(grad_placements=[S0, R])
+
+
+@everywhere
+def test_the_norm_of_clipping_may_be_asked_for_its_full_tensor():
+    w = dt.shard_tensor(counted(4, 3), grid(), [R, S0], requires_grad=True)
+    w.sum().backward()
+    norm = dt.clip_grad_norm_([w], 1.0)
+    assert norm.full_tensor() is norm and type(norm) is torch.Tensor
+    same(norm, torch.tensor(12.0, dtype=torch.float64).sqrt())
+
+
 @everywhere
 def test_numbers_of_factories_do_not_depend_on_placements():
     mesh, found = grid(), []

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from disttensor.autograd.grad_types import GradType, move
 from disttensor.checks import check_bool, check_dense, check_shape
 from disttensor.comm import compare_programs, objects
-from disttensor.core.layout import Layout
+from disttensor.core.layout import Axes, Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, checked, layout_from, spec_of
 from disttensor.meta import execute
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.values import axes_of_grad
 from disttensor.tensor.versions import hand_out
 
 Tensor = torch.Tensor
@@ -26,6 +28,7 @@ def from_local(
     local: Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None = None, *,
     shape: Sequence[int] | None = None,
     dims_mapping: Any = None, partial_status: Any = None, run_check: bool = True,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> DistTensor:  # fmt: skip
     """Returns the DistTensor of which ``local`` is this rank's piece; differentiable.
 
@@ -37,6 +40,9 @@ def from_local(
     count as equal to this one, on a rank off the mesh too, and ranks whose pieces differ come to
     different global shapes, which ``dt.debug()`` finds.
 
+    ``grad_placements``: the placements of the gradient of ``local``, as torch's: Shard for Shard,
+    Replicate for Partial, Replicate (the default) or Partial("sum") for Replicate.
+
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
     """
@@ -46,6 +52,10 @@ def from_local(
         shape = check_shape("from_local: shape", shape)
     check_bool("from_local: run_check", run_check)
     how = placements, dims_mapping, partial_status
+    axes: Axes = ()
+    if grad_placements is not None:
+        spec = spec_of(mesh, local.shape, local.dtype, *how)
+        axes = axes_of_grad("from_local", spec, grad_placements)
     if shape is None and not run_check:
         layout = layout_from(mesh, local.ndim, *how)
         parts = [math.prod(mesh.shape[a] for a in axes) for axes in layout.dims]
@@ -58,7 +68,7 @@ def from_local(
         return execute.stand_in(spec_of(mesh, size, dtype, *how), local.requires_grad)
     asked = shape is None
     with objects.sends_error(mesh.root.ranks, mesh.device) if asked else nullcontext():
-        x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape)
+        x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape, axes)
     compare_programs.record_entry("from_local", x.spec)
     if asked:
         objects.send_object((tuple(x.shape), x.dtype), mesh.root.ranks, mesh.device)
@@ -66,9 +76,10 @@ def from_local(
 
 
 def from_pieces(
-    local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None
+    local: Tensor, mesh: ProcessMesh, layout: Layout, shape: Sequence[int] | None, axes: Axes = ()
 ) -> DistTensor:
-    """Runs ``from_local`` on the ranks of the mesh."""
+    """Runs ``from_local`` on the ranks of the mesh. The gradient of ``local`` is a pending sum over
+    ``axes``."""
     if shape is None or compare_programs.enabled:
         mine = tuple(local.shape), local.dtype
         everyone = objects.gather_objects(mine, mesh.group(tuple(range(mesh.ndim))))
@@ -90,7 +101,8 @@ def from_pieces(
         )
     local = local if local.is_meta else local.to(mesh.device)
     if local.requires_grad and torch.is_grad_enabled():
-        local = local.view_as(local)
+        read = GradType(spec, axes)
+        local = move(local, read, GradType(spec), None) if axes else local.view_as(local)
     if layout.partial:
         hand_out(local)
     return wrap(local, spec)

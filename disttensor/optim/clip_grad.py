@@ -8,6 +8,7 @@ parameters and meshes together.
 from __future__ import annotations
 
 import math
+import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,10 +37,11 @@ def clip_grad_norm_(
     """Scales the gradients so that their norm, over all parameters of all meshes, is at most
     ``max_norm``.
 
-    Every rank of the world makes the call, with the same parameters. Gives the norm before
-    clipping, a plain tensor that is the same on all ranks, for one all-reduce of a few numbers over
-    the axes that split gradients. Pending gradients are reduced first; a replicated one counts
-    once; plain tensors count as replicated. Raises RuntimeError for a norm that is not finite if
+    Every rank of the world makes the call, with the same parameters. Returns the norm before
+    clipping, a regular tensor that is the same on all ranks (its ``full_tensor()`` returns itself,
+    for code that expects a DTensor). Sends one all-reduce of a few numbers over the axes that split
+    gradients. Pending gradients are reduced first; a replicated one counts once; regular tensors
+    count as replicated. Raises RuntimeError for a norm that is not finite if
     ``error_if_nonfinite``, before anything is scaled.
 
     >>> w = dt.ones(4, mesh=mesh, requires_grad=True)
@@ -70,6 +72,8 @@ def clip_grad_norm_(
             "clipped. To scale them by it anyway: error_if_nonfinite=False"
         )
     nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
+    held = weakref.ref(total)
+    total.full_tensor = lambda: held()  # type: ignore[attr-defined]
     return total
 
 

@@ -15,6 +15,7 @@ from disttensor.autograd.starts import may_start
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import collectives, objects
 from disttensor.core.layout import Axes, layout_of
+from disttensor.core.spec import DistSpec
 from disttensor.errors import user_line
 from disttensor.settings import Setting
 from disttensor.tensor import views
@@ -78,17 +79,16 @@ def _value(x: MeshTensor) -> Tensor:
     return full_tensor(x)
 
 
-def _axes_of(x: MeshTensor, grad_placements: Any, grad_axes: Any) -> Axes:
-    """Returns the ``grad_axes`` for which the gradient of the local has these placements. Raises
+def axes_of_grad(who: str, spec: DistSpec, grad_placements: Any) -> Axes:
+    """Returns the axes over which a use varies whose gradient has these placements. Raises
     ValueError if there are none."""
-    spec = x.spec
     grads = layout_of(grad_placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(a for a, op in grads.partial if op == "sum" and a not in spec.varies)
-    if grad_axes or dual(GradType(spec, axes))[0].spec.layout != grads:
+    if dual(GradType(spec, axes))[0].spec.layout != grads:
         raise ValueError(
-            f"to_local: grad_placements={list(grad_placements)} of {spec!r}: a gradient has Shard "
-            "for Shard, Replicate for Partial, and Replicate or Partial('sum') for Replicate; and "
-            "grad_axes is not given beside it. Redistribute the tensor first"
+            f"{who}: grad_placements={list(grad_placements)} of {spec!r}: a gradient has Shard for "
+            "Shard, Replicate for Partial, and Replicate or Partial('sum') for Replicate. "
+            "Redistribute the tensor first"
         )
     return axes
 
@@ -105,7 +105,9 @@ class Values(MeshTensor):
         Shard for Shard, Replicate for Partial, Replicate or Partial("sum") for Replicate.
         """
         if grad_placements is not None:
-            grad_axes = _axes_of(self, grad_placements, grad_axes)
+            if grad_axes:
+                raise ValueError("to_local: grad_axes and grad_placements are given: one says all")
+            grad_axes = axes_of_grad("to_local", self.spec, grad_placements)
         given = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
         listed = check_sequence("to_local: grad_axes", given, "axes of the mesh")
         axes = tuple(sorted(self.spec.mesh.axis(a) for a in listed))
@@ -117,14 +119,19 @@ class Values(MeshTensor):
             hand_out(self.local)
         return may_start(self.local_for(axes))
 
-    def full_tensor(self, *, everywhere: bool = False) -> Tensor:
+    def full_tensor(self, *, everywhere: bool = False, grad_placements: Any = None) -> Tensor:
         """Returns the global tensor as a regular one on every rank of the mesh: differentiable, a
         collective if it is split.
 
         Ranks off the mesh get a tensor without elements. With ``everywhere`` they get the value too
         (not differentiable there), and every rank of the world must make the call.
+        ``grad_placements``: as in ``to_local``, of the replicated value.
         """
         check_bool("full_tensor: everywhere", everywhere)
+        if grad_placements is not None and not everywhere:
+            axes = axes_of_grad("full_tensor", self.spec.replicated(), grad_placements)
+            full: Tensor = resharded(self, self.spec.replicated()).to_local(grad_axes=axes)
+            return full
         return full_tensor(self, everywhere=everywhere)
 
     # Views that are attributes -------------------------------------------------------------------
