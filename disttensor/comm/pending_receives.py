@@ -105,7 +105,8 @@ def _answer(watcher: failure_watch.Watcher) -> None:
             if (sent.peer, sent.tag) == (peer, tag)
         }
         if nbytes not in held and (held or last_runtime().is_given_up):
-            sent = next(iter(held.values()), PostedMessage(watcher.rank, "sends to", peer, ""))
+            unsent = PostedMessage(watcher.rank, "sends to", peer, "", tag)
+            sent = next(iter(held.values()), unsent)
             if held:
                 text = f"{sent.nbytes} bytes were sent at {sent.line}"
                 watcher.store.set(f"sent/{peer}/{tag}", text)
