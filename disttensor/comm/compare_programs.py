@@ -304,18 +304,17 @@ def compare_collective(group: Any, description: str) -> None:
     mine = f"{description} at {user_line()}"
     store.set(f"last/{rank}", f"{axes} #{number}: {mine}")
     store.set(f"{of_group}/{number}/{rank}", mine)
-    keys = {r: f"{of_group}/{number}/{r}" for r in ranks}
-    try:
-        store.wait([*keys.values()], timeout)
-    except Exception:
-        late = [r for r, key in keys.items() if not store.check([key])]
-        if late:
-            last = read_key(store, f"last/{late[0]}") or "nothing yet"
+    calls = {}
+    for other in ranks:
+        try:
+            store.wait([f"{of_group}/{number}/{other}"], timeout)
+        except Exception:
+            last = read_key(store, f"last/{other}") or "nothing yet"
             raise MismatchError(
-                f"rank {rank} is at {mine}, over {axes} (ranks {ranks}), but rank {late[0]} did "
-                f"not come within {timeout.total_seconds():g} s; its last collective: {last}"
+                f"rank {rank} is at {mine}, over {axes} (ranks {ranks}), but rank {other} did not "
+                f"come within {timeout.total_seconds():g} s; its last collective: {last}"
             ) from None
-    calls = {r: store.get(key).decode() for r, key in keys.items()}
+        calls[other] = store.get(f"{of_group}/{number}/{other}").decode()
     if number:  # all members have reached this call, so all have read the entry of the previous one
         store.delete_key(f"{of_group}/{number - 1}/{rank}")
     if len({call.split(" at ")[0] for call in calls.values()}) > 1:
