@@ -54,21 +54,16 @@ _OURS = 1 << 30  # set in all our tags, so that small tags stay free for the use
 CHANNEL: ContextVar[int] = ContextVar("channel", default=0)
 
 
-class channel:
-    """``with channel(3):`` numbers the transfers of this thread separately. 0 is the default."""
-
-    __slots__ = ("_number", "_token")
-
-    def __init__(self, number: int) -> None:
-        if not 0 <= number < CHANNELS:
-            raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
-        self._number = number
-
-    def __enter__(self) -> None:
-        self._token = CHANNEL.set(self._number)
-
-    def __exit__(self, *exc: object) -> None:
-        CHANNEL.reset(self._token)
+@contextlib.contextmanager
+def channel(number: int) -> Iterator[None]:
+    """Numbers the transfers of this thread within the block separately. 0 is the default."""
+    if not 0 <= number < CHANNELS:
+        raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
+    token = CHANNEL.set(number)
+    try:
+        yield
+    finally:
+        CHANNEL.reset(token)
 
 
 def next_tag() -> int:
