@@ -23,7 +23,7 @@ LINES = {
     "data": 460,
     "dispatch": 2_540,
     "experts": 600,
-    "fsdp": 3_220,
+    "fsdp": 3_240,
     "meta": 420,
     "nn": 760,
     "ops": 8_800,

@@ -63,32 +63,45 @@ def shard_data_parallel(
     During a forward or backward of its segment, the module holds the unsharded parameter. Experts
     that the axis already splits stay unchanged. Values come from the first rank of the mesh.
 
-    ``stage`` 1: the optimizer's state is sharded; unsharded parameters are kept, gradients
-    all-reduced. 2: gradients too (reduce-scattered, half the bytes). 3: parameters too: gathered
-    per segment before use, freed after the forward (unless ``reshard_after_forward`` is False),
-    gathered again for the backward. ``prefetch``: segments gathered ahead of their use.
-    ``segments``: parameters that are gathered and reduced at once: SegmentBySize (the default:
-    32 MiB, 25 with ``shard_axis=None``), SegmentByAnchors, or names of modules. A list of names
-    among these is one segment of several modules.
-    ``mesh``: the mesh of regular parameters; None if all are DistTensors, each on its own mesh (of
-    a pipeline stage). It may be a sub-mesh next to the sub-mesh of tensor parallelism, as
-    ``mesh["dp"]`` and ``mesh["tp"]``: all parameters and buffers are then on ``mesh["dp", "tp"]``,
-    and the inputs must be, too.
-    ``replicate_axis``: an additional axis of replicas (HSDP); it only has to exist. Gradients are
-    summed over all axes over which they are Partial, under any name.
-    ``shard_axis=None``: nothing is sharded; gradients are reduced in segments during the backward.
-    ``param_dtype``: of unsharded parameters and of floating arguments of the modules; the sharded
-    parameters keep theirs. ``reduce_dtype``: of sums between ranks (param_dtype). Gradients add up
-    in the dtype of the sharded parameters. ``mp_policy``: a MixedPrecisionPolicy of
-    torch.distributed.fsdp for the module, or a dict of policies by names or globs of modules. The
-    policy of a module applies to the modules in it that have none. Floating arguments of the named
-    modules and of modules whose segments are gathered are cast to ``param_dtype`` (unless
-    ``cast_forward_inputs`` is False), floating results of the named modules to ``output_dtype``.
-    ``shard_placement_fn``: returns the Shard along which a parameter is split, or None: Shard(0).
-    ``ignored_params``: parameters that stay unchanged, with their devices, dtypes and values. A
-    regular one counts as replicated: its gradient is whole on every rank.
+    Args:
+        module: a model, or a part of one.
+        mesh: the mesh of regular parameters; None if all are DistTensors, each on its own mesh (of
+            a pipeline stage). It may be a sub-mesh next to the sub-mesh of tensor parallelism, as
+            ``mesh["dp"]`` and ``mesh["tp"]``: all parameters and buffers are then on
+            ``mesh["dp", "tp"]``, and the inputs must be, too.
+        shard_axis: the axis that splits. None: nothing is sharded; gradients are reduced in
+            segments during the backward.
+        replicate_axis: an additional axis of replicas (HSDP); it only has to exist. Gradients are
+            summed over all axes over which they are Partial, under any name.
+        stage: 1: the optimizer's state is sharded; unsharded parameters are kept, gradients
+            all-reduced. 2: gradients too (reduce-scattered, half the bytes). 3: parameters too:
+            gathered per segment before use, freed after the forward, gathered again for the
+            backward.
+        segments: parameters that are gathered and reduced at once: SegmentBySize (the default:
+            32 MiB, 25 with ``shard_axis=None``), SegmentByAnchors, or names of modules. A list of
+            names among these is one segment of several modules.
+        reshard_after_forward: False: parameters of stage 3 stay gathered until the backward ends.
+        prefetch: the number of segments that are gathered ahead of their use.
+        param_dtype: of unsharded parameters and of floating arguments of the modules; the sharded
+            parameters keep theirs.
+        reduce_dtype: of sums between ranks (the default: ``param_dtype``). Gradients add up in the
+            dtype of the sharded parameters.
+        offload: shards are in the memory of the host; on a CPU mesh they are there already.
+        ignored_params: parameters that stay unchanged, with their devices, dtypes and values. A
+            regular one counts as replicated: its gradient is whole on every rank.
+        mp_policy: a MixedPrecisionPolicy of torch.distributed.fsdp for the module, or a dict of
+            policies by names or globs of modules. The policy of a module applies to the modules in
+            it that have none. Floating arguments of the named modules, and of modules whose
+            segments are gathered, are cast to ``param_dtype`` (unless ``cast_forward_inputs`` is
+            False), floating results of the named modules to ``output_dtype``.
+        shard_placement_fn: returns the Shard along which a parameter is split, or None: Shard(0).
 
-    Raises ValueError for an axis, a stage, or segments that do not fit, before any change.
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: an axis, a stage or segments do not fit; before any change.
+        NotImplementedError: ``offload`` beside a mesh of accelerators.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> model = dt.shard_data_parallel(model, mesh, shard_axis="dp", stage=3)

@@ -78,18 +78,6 @@ def split(
 ) -> Split:
     """Places the layers of a model on the meshes of stages, in place. Returns the places.
 
-    ``modules``: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs
-    them; with ``of=model`` they may be names, and globs in which ``*`` stands for one part of a
-    name. ``stages``: meshes in the order of the visits; a mesh may occur several times
-    (interleaved). Layers are assigned in order, ``counts[i]`` of them to stage i. By default the
-    numbers are as even as possible. ``balance`` makes the largest cost of a stage as small as
-    possible instead. The costs of layers are a list of numbers, their elements of parameters
-    (``"parameters"``), or the kernel seconds of a forward that the simulator estimates for an H100
-    (``"time"``). ``sample`` holds the inputs of ``of`` for this estimate, a tuple of arguments or a
-    dict of named ones; without it, products of 4096 rows with the matrices are estimated. ``plan``
-    and ``init`` are arguments of ``shard_module``; names are full names in ``of`` (in ``modules``
-    without it).
-
     Forwards stay unchanged. The inputs of a layer are brought to its mesh first, in the same
     placements (replicated, if the mesh has another number of axes); regular tensors are left alone.
     The output of the last layer, and so the loss, is on ``stages[-1]``. Code between layers that
@@ -98,7 +86,27 @@ def split(
     parameters of ``of`` must be in the layers or be DistTensors already; regular buffers outside of
     the layers stay regular, and so count as replicated.
 
-    Raises TypeError or ValueError for tensors that cannot be placed, before any change.
+    Args:
+        modules: an nn.Sequential or nn.ModuleList, or layers in the order in which the model runs
+            them; with ``of`` they may be names, and globs in which ``*`` stands for one part of a
+            name.
+        stages: meshes in the order of the visits; a mesh may occur several times (interleaved).
+        plan: as for ``shard_module``; names are full names in ``of`` (in ``modules`` without it).
+        of: the model that contains the layers.
+        counts: ``counts[i]`` layers are assigned to stage i, in order. By default the numbers are
+            as even as possible.
+        balance: makes the largest cost of a stage as small as possible. The costs of layers are a
+            list of numbers, their elements of parameters (``"parameters"``), or the kernel seconds
+            of a forward that the simulator estimates for an H100 (``"time"``).
+        sample: the inputs of ``of`` for this estimate, a tuple of arguments or a dict of named
+            ones. By default, products of 4096 rows with the matrices are estimated.
+        init: as for ``shard_module``.
+
+    Returns:
+        A Split: the stage of each layer, and ``counts``.
+
+    Raises:
+        TypeError, ValueError: tensors cannot be placed; before any change.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> first, second = mesh["dp"], mesh["tp"]
