@@ -30,14 +30,14 @@ class Cache(dict[K, V]):
 
     Args:
         lasting: it contains no mesh, and is kept when worlds and decisions are dropped.
-        told: it contains data received from other ranks, and is kept when decisions are dropped.
+        received: it contains data from other ranks, and is kept when decisions are dropped.
     """
 
-    __slots__ = ("__weakref__", "limit", "told")
+    __slots__ = ("__weakref__", "limit", "received")
 
-    def __init__(self, limit: int, lasting: bool = False, told: bool = False) -> None:
+    def __init__(self, limit: int, lasting: bool = False, received: bool = False) -> None:
         super().__init__()
-        self.limit, self.told = limit, told
+        self.limit, self.received = limit, received
         if not lasting:
             _dicts[id(self)] = self  # type: ignore[assignment]
 
@@ -59,15 +59,15 @@ def cached(limit: int) -> Callable[[F], F]:
     return remember
 
 
-def call_when_cleared(fn: Callable[[], None], told: bool = False) -> None:
-    """Lets ``clear_caches`` call ``fn``, and ``clear_decisions`` too unless ``told``."""
-    (_at_end if told else _functions).append(fn)
+def call_when_cleared(fn: Callable[[], None], received: bool = False) -> None:
+    """Lets ``clear_caches`` call ``fn``, and ``clear_decisions`` too unless ``received``."""
+    (_at_end if received else _functions).append(fn)
 
 
 def clear_decisions() -> None:
     """Empties the caches of decisions. Called when a rule, a reshard or a setting has changed."""
     for cache in list(_dicts.values()):
-        if not cache.told:
+        if not cache.received:
             cache.clear()
     for empty in _functions:
         empty()

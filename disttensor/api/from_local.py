@@ -61,10 +61,10 @@ def from_local(
         parts = [math.prod(mesh.shape[a] for a in axes) for axes in layout.dims]
         shape = [n * k for n, k in zip(local.shape, parts, strict=True)]
     if mesh.coordinate is None:
-        told: Any = shape, local.dtype
+        received: Any = shape, local.dtype
         if shape is None:
-            told = objects.recv_object(mesh.root.ranks, mesh.device)
-        size, dtype = told
+            received = objects.recv_object(mesh.root.ranks, mesh.device)
+        size, dtype = received
         return execute.stand_in(spec_of(mesh, size, dtype, *how), local.requires_grad)
     asked = shape is None
     with objects.sends_error(mesh.root.ranks, mesh.device) if asked else nullcontext():

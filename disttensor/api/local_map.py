@@ -98,7 +98,7 @@ def local_map(
             raise argument_error(who, out_shapes, "one for each of out_placements", ValueError)
 
     # Kind of call -> metadata that ranks off the mesh have received.
-    known: Cache[Any, Any] = Cache(1024, told=True)
+    known: Cache[Any, Any] = Cache(1024, received=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = collect((args, kwargs), [])
@@ -139,13 +139,13 @@ def local_map(
         if key is not None:  # other ranks may run micro-batches in another order
             key = p2p.CHANNEL.get(), key
         if mesh.coordinate is None:  # the ranks of the mesh send the metadata
-            heard = key in known
-            told = known[key] if heard else objects.recv_object(mesh.root.ranks, mesh.device)
+            is_known = key in known
+            received = known[key] if is_known else objects.recv_object(mesh.root.ranks, mesh.device)
             if key is not None:
-                known[key] = told
-            return execute.wrap_told(told, mesh, args, kwargs)
-        tells = key not in known
-        with objects.sends_error(mesh.root.ranks, mesh.device) if tells else nullcontext():
+                known[key] = received
+            return execute.wrap_received(received, mesh, args, kwargs)
+        broadcasts = key not in known
+        with objects.sends_error(mesh.root.ranks, mesh.device) if broadcasts else nullcontext():
             given = [
                 _local_of(t if isinstance(t, DistTensor) else replicated_of(t, mesh), spec, vary, g)
                 for t, spec, g in zip(tensors, specs, grads, strict=True)
@@ -175,7 +175,7 @@ def local_map(
                 for p, o, s in zip(pieces, outs, shapes, strict=True)
             ]
             result = dressed[0] if lone else rebuild(result, dressed)
-        if tells:
+        if broadcasts:
             objects.send_object(described(result), mesh.root.ranks, mesh.device)
         if key is not None:
             known[key] = True
@@ -191,11 +191,11 @@ def _number(tensors: list[torch.Tensor]) -> int:
 def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) -> torch.Tensor:
     """Returns the local of x in ``spec`` for a use that varies over the axes ``vary``, or whose
     gradient has the given placements."""
-    apart = spec.layout.varies()
+    split_axes = spec.layout.varies()
     if placements is None:
-        return moved_for(x, spec, tuple(sorted(vary - apart)))
+        return moved_for(x, spec, tuple(sorted(vary - split_axes)))
     grads = layout_of(placements, spec.ndim, spec.mesh.ndim)
-    axes = tuple(sorted(grads.partial_axes - apart))
+    axes = tuple(sorted(grads.partial_axes - split_axes))
     if dual(GradType(spec, axes))[0].spec.layout == grads:
         return moved_for(x, spec, axes)
     return _regrad(moved_for(x, spec, ()), spec, spec.with_layout(grads))

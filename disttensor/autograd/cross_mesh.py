@@ -40,7 +40,7 @@ def crossed(x: Tensor, value: Tensor, src: GradType, dst: GradType, tag: int) ->
     return out
 
 
-def apart(value: Tensor, local: Tensor) -> Tensor:
+def own_memory(value: Tensor, local: Tensor) -> Tensor:
     """Returns the received ``value`` in other memory than ``local``, which was sent: within one
     rank a transfer may be a view."""
     same = storage_id(value.untyped_storage()) == storage_id(local.untyped_storage())
@@ -91,7 +91,7 @@ class CrossMesh(torch.autograd.Function):
             return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
         grad, at, to = _way_back(grad, src, dst)
         with torch.no_grad():
-            value = apart(start(grad.detach(), at.spec, to.spec, tag ^ 1).wait(), grad)
+            value = own_memory(start(grad.detach(), at.spec, to.spec, tag ^ 1).wait(), grad)
         anchor = token.anchor(value.device)
         back, itself = _cross_mesh(grad, anchor, [value], at, to, tag ^ 1)
         (there,) = ctx.saved_tensors

@@ -67,11 +67,11 @@ class SplitBackward:
         self.edges = [node_of(root) for root in roots]
         anchors = [node_of(anchor) for anchor in token.anchors()]
         self.graph = BackwardGraph(self.edges, anchors)
-        apart = any(node.name() == _REENTRANT for node in self.graph.order)
+        reenters = any(node.name() == _REENTRANT for node in self.graph.order)
         self.groups: list[ParamGroup] = []
         self.at_once: list[AtOnce] = []
         for group in groups_of(self.graph, self.edges):
-            why = REGION if apart else _why_whole(group, whole)
+            why = REGION if reenters else _why_whole(group, whole)
             if why:
                 self.at_once.append(([leaf.variable for leaf in group.leaves], why))
             else:

@@ -38,10 +38,10 @@ def tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
         return pieces
     nodes = [node_of(x) for x in wanting]
     found = nodes_of([pieces[i] for i in places], set(nodes))
-    apart = [x for x, node in zip(wanting, nodes, strict=True) if node not in found]
-    if not apart and len(places) == 1:
+    unused = [x for x, node in zip(wanting, nodes, strict=True) if node not in found]
+    if not unused and len(places) == 1:
         return pieces
-    made = Tie.apply(len(places), *[pieces[i] for i in places], *apart)
+    made = Tie.apply(len(places), *[pieces[i] for i in places], *unused)
     for i, p in zip(places, made, strict=True):
         pieces[i] = p
     return pieces

@@ -76,7 +76,7 @@ class Call:
 # Calls recorded since the last step: each entry has a Call in its attribute ``call``.
 CALLS: deque[Any] = deque(maxlen=_KEPT)
 record_call: Callable[[Any], None] = CALLS.append
-call_when_cleared(CALLS.clear, told=True)
+call_when_cleared(CALLS.clear, received=True)
 
 
 class CallFingerprint(NamedTuple):

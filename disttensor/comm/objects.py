@@ -43,7 +43,7 @@ def _nothing(*_: Any) -> None:
     """Stands for a collective of a fake process group."""
 
 
-def told(numbers: Tensor, mine: Sequence[float]) -> list[float]:
+def exchanged(numbers: Tensor, mine: Sequence[float]) -> list[float]:
     """Returns exchanged numbers as a list. In a fake process group, where nothing is received,
     these are ``mine``, the numbers of this rank."""
     return list(mine) if is_fake() else numbers.tolist()

@@ -141,8 +141,8 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         own = generator_for_one(mesh, generator)
         args = [own if a is generator else a for a in args]
         kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
-    tells = bool(objects.others(mesh.root.ranks)) and infer.dynamic(func, args, kwargs)
-    sending = objects.sends_error(mesh.root.ranks, mesh.device) if tells else nullcontext()
+    broadcasts = bool(objects.others(mesh.root.ranks)) and infer.dynamic(func, args, kwargs)
+    sending = objects.sends_error(mesh.root.ranks, mesh.device) if broadcasts else nullcontext()
     try:
         with sending, forked(mesh):
             out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
@@ -163,7 +163,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
         if source is not None:  # a view, if run in one process
             views.enter(t, source, func)
-    if tells:
+    if broadcasts:
         objects.send_object(described(result), mesh.root.ranks, mesh.device)
     return result
 

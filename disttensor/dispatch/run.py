@@ -246,8 +246,8 @@ def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
         state.draw(mesh, "fast", state.generator_in(args, kwargs))
     if plan.broadcasts_shape:
-        told = objects.recv_object(mesh.root.ranks, mesh.device)
-        return off_mesh.wrap_told(told, mesh, args, kwargs)
+        received = objects.recv_object(mesh.root.ranks, mesh.device)
+        return off_mesh.wrap_received(received, mesh, args, kwargs)
     tensors: list[Any] = collect((args, kwargs), [])
     off_mesh.refuse_plain(plan.func, mesh, tensors)
     if plan.writes is not None:

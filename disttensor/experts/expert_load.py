@@ -72,15 +72,15 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     found = []
     for name, sent, mesh in _mixtures(model):
         if mesh is None:
-            told = _counted(sent)
+            counts = _counted(sent)
         elif mesh.coordinate is None:
-            told = objects.recv_object(mesh.root.ranks, mesh.device)
+            counts = objects.recv_object(mesh.root.ranks, mesh.device)
         else:
-            told = _counted(sent)
+            counts = _counted(sent)
             if objects.others(mesh.root.ranks):
-                objects.send_object(told, mesh.root.ranks, mesh.device)
-        if told is not None:
-            found.append(LayerLoad(name or type(model).__name__, *told))
+                objects.send_object(counts, mesh.root.ranks, mesh.device)
+        if counts is not None:
+            found.append(LayerLoad(name or type(model).__name__, *counts))
     return ExpertLoad(found)
 
 

@@ -74,7 +74,7 @@ def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
             group = param.spec.mesh.group(axes, "reduce")
             present = torch.tensor([float(bool(pieces))], device=param.sharded_param.device)
             collectives.all_reduce(present, "sum", group, inplace=True)
-            (count,) = objects.told(present, [group.size * present.item()])
+            (count,) = objects.exchanged(present, [group.size * present.item()])
             if 0 < count < group.size:
                 raise RuntimeError(
                     f"backward(create_graph=True): {group.size - count:.0f} of {group.size} ranks "
@@ -241,7 +241,7 @@ def _accumulate(
     present: Sequence[float],
     counts: Tensor,
 ) -> None:
-    found = present if all(present) else objects.told(counts, present)
+    found = present if all(present) else objects.exchanged(counts, present)
     for param, piece, count in zip(params, pieces, found, strict=True):
         if count:
             param.accumulate_grad(piece, axes)

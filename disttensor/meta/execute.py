@@ -111,8 +111,8 @@ def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) 
                     member.local = into
 
 
-def wrap_told(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
-    """Returns the result of a call with data-dependent shapes, from its description ``told``."""
+def wrap_received(received: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:
+    """Returns the result of a call with data-dependent shapes, from its received description."""
     locals_ = [t.local for t in collect((args, kwargs or {}), []) if type(t) is DistTensor]
 
     def made(out: TensorMeta) -> DistTensor:
@@ -120,4 +120,4 @@ def wrap_told(told: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) ->
         spec = DistSpec(mesh, out.layout, out.shape, out.dtype)
         return wrap(token.join(sources, mesh.device), spec)
 
-    return substitute(told, made, TensorMeta)
+    return substitute(received, made, TensorMeta)

@@ -146,12 +146,14 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
     if group is not None:
         largest, mark = math.isinf(order), _mark(meshes)
         mine = [*flags, mark, -mark if largest else mark**2]
-        told = torch.tensor(mine, dtype=found.dtype, device=device)
-        found = collectives.all_reduce(torch.cat([found, told]), "max" if largest else "sum", group)
-        found, told = found.split([len(found) - len(mine), len(mine)])
+        others = torch.tensor(mine, dtype=found.dtype, device=device)
+        found = collectives.all_reduce(
+            torch.cat([found, others]), "max" if largest else "sum", group
+        )
+        found, others = found.split([len(found) - len(mine), len(mine)])
         if None in shares or not everywhere(meshes):  # else each rank knows
             n = 1 if largest else group.size
-            *flags, one, other = objects.told(told, [*flags, *(n * m for m in mine[-2:])])
+            *flags, one, other = objects.exchanged(others, [*flags, *(n * m for m in mine[-2:])])
             _check_alike(one + other == 0 if largest else one**2 == n * other, meshes)
     dtype = _dtype(shares, flags)
     return _total(found, order).to(dtype) if dtype else torch.tensor(0.0, device=device)

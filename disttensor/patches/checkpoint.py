@@ -38,8 +38,9 @@ def _saved(x: Any) -> tuple[Any, Callable[[Any], Any] | None]:
 def for_dist_tensors(original: Generator) -> Generator:
     def generator(fn: Any, *given: Any, **options: Any) -> Iterator[None]:
         notes: list[Any] = []
-        apart = bool(given) and isinstance(given[0], tuple)  # since torch 2.14; before: at the end
-        pairs = [_saved(x) for x in (given[0] if apart else given)]
+        # the pairs come first since torch 2.14, and at the end before
+        is_first = bool(given) and isinstance(given[0], tuple)
+        pairs = [_saved(x) for x in (given[0] if is_first else given)]
         inside = callbacks.recompute_context.get()
         policy, around = attention_policy.current(), [*callbacks.recompute_contexts.values()]
         around += [inside] if inside else []
@@ -57,6 +58,6 @@ def for_dist_tensors(original: Generator) -> Generator:
                 )
 
         with Run(notes, is_recompute=False):
-            yield from original(recompute, *((kept, *given[1:]) if apart else kept), **options)
+            yield from original(recompute, *((kept, *given[1:]) if is_first else kept), **options)
 
     return generator

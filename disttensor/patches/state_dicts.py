@@ -97,7 +97,7 @@ def known_everywhere(original: Any) -> Any:
             for mesh, numbers in _by_mesh(of):
                 if mesh.coordinate is None:
                     theirs = objects.recv_object(mesh.root.ranks, mesh.device)
-                    state.update(execute.wrap_told(theirs, mesh, (), None))
+                    state.update(execute.wrap_received(theirs, mesh, (), None))
                 else:
                     ours = {i: substitute(state[i], described) for i in numbers if i in state}
                     objects.send_object(ours, mesh.root.ranks, mesh.device)

@@ -25,7 +25,7 @@ from disttensor.torch_private import outside_transforms
 Function = Callable[..., Any]
 
 
-# Rooms whose functions stand in front of torch's.
+# Packages whose functions stand in front of torch's.
 _IN_FRONT = {"nn", "optim", "patches"}
 
 # Inside these alone a DistTensor is a constant.
@@ -128,8 +128,8 @@ def run_by_python(what: str) -> Undo:
     for regular tensors."""
 
     def skip(rules: Any) -> Undo:
-        rooms = [room.name for room in iter_modules([str(Path(__file__).parents[1])])]
-        ours = [f"disttensor.{room}" for room in rooms if room not in _IN_FRONT]
+        packages = [name.name for name in iter_modules([str(Path(__file__).parents[1])])]
+        ours = [f"disttensor.{name}" for name in packages if name not in _IN_FRONT]
         before = len(rules.SKIP_DIRS)
         for name in ("ops", "reshard", *ours):
             rules.add(name)

@@ -87,9 +87,9 @@ def plan_strategy(
         check_positive("plan_strategy: memory", memory, "a number of bytes")
     if progress is not None:
         check_callable("plan_strategy: progress", progress, "a function of a line")
-    room = device.memory if memory is None else memory
+    memory_limit = device.memory if memory is None else memory
     say = progress or _show
-    search = Search(build_with, world, device, network, values, room, like, most, say)
+    search = Search(build_with, world, device, network, values, memory_limit, like, most, say)
     try:
         if candidates is None:
             return StrategyTable.of(world, search.all())
@@ -113,15 +113,15 @@ def _show(line: str) -> None:
 
 @dataclass
 class Search:
-    """A search for the fastest strategy; see ``plan_strategy``. ``room``: bytes that a rank may
-    use, None if not known."""
+    """A search for the fastest strategy; see ``plan_strategy``. ``memory_limit``: bytes that a rank
+    may use, None if not known."""
 
     build_with: Callable[[Strategy], Callable[[], Any]]
     world: int
     device: Device
     network: Network
     values: Values
-    room: float | None
+    memory_limit: float | None
     like: Strategy
     most: int
     say: Callable[[str], None]
@@ -132,8 +132,10 @@ class Search:
     def simulate(self, strategy: Strategy, estimate: Estimate | None = None) -> Candidate:
         """Simulates rank 0, and all ranks if the strategy may be the best."""
         self.say(f"simulating {named(strategy, self.world)}")
-        report, room = None, self.room
-        will_fit = estimate is not None and (room is None or estimate.memory < _FULL * room)
+        report, memory_limit = None, self.memory_limit
+        will_fit = estimate is not None and (
+            memory_limit is None or estimate.memory < _FULL * memory_limit
+        )
         try:
             for ranks in (None,) if will_fit else ([0], None):
                 report = simulate_program(
@@ -141,8 +143,8 @@ class Search:
                     device=self.device, network=self.network, values=self.values,
                 )  # fmt: skip
                 peak = report.fullest.peak_memory
-                if room is not None and peak > room:
-                    over = f"{amount(peak - room)} over"
+                if memory_limit is not None and peak > memory_limit:
+                    over = f"{amount(peak - memory_limit)} over"
                     return Candidate(strategy, report, over, False, estimate)
                 busy = report.slowest.timeline.total("compute")
                 if ranks and busy >= self.best:
@@ -215,8 +217,8 @@ class Search:
             estimate = by(strategy, _matching(strategy.recompute, program.layers))
         except ValueError as error:
             return Candidate(strategy, None, _refusal(error), False)
-        if self.room is not None and estimate.memory * _EXACT > self.room:
-            over = f"about {amount(estimate.memory - self.room)} over"
+        if self.memory_limit is not None and estimate.memory * _EXACT > self.memory_limit:
+            over = f"about {amount(estimate.memory - self.memory_limit)} over"
             return Candidate(strategy, None, over, False, estimate)
         return Candidate(strategy, None, "", True, estimate)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.autograd.cross_mesh import apart, crossed
+from disttensor.autograd.cross_mesh import crossed, own_memory
 from disttensor.autograd.grad_types import GradType, along, way
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
@@ -191,7 +191,7 @@ def _cross(x: T, dst: DistSpec) -> T:
     if held is None:
         arrival = start(local.detach(), src, dst, tag)
         held = graph.receive(arrival, src, dst, tag) if graph is not None else arrival.wait()
-        held = apart(held, local) if sends and receives else held
+        held = own_memory(held, local) if sends and receives else held
     if where is not None:  # the recomputation of a region sends and receives nothing
         activation_checkpoint.note(where, held)
     if not needed:

@@ -111,9 +111,9 @@ def leaves_of(x: Any) -> list[tuple[Axes, Tensor]]:
     uses: Uses | None = x._uses
     if uses is None:
         return [((), x.local)]
-    apart = not x.local.is_leaf and uses.origin is not None
+    from_origin = not x.local.is_leaf and uses.origin is not None
     made = uses.aliases.items() if uses.aliases is not None else ()
-    aliases = [(axes, alias) for axes, (alias, made_at, _) in made if apart or made_at < 0]
+    aliases = [(axes, alias) for axes, (alias, made_at, _) in made if from_origin or made_at < 0]
     return [((), x.local), *aliases, *uses.frozen]
 
 
