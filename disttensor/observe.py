@@ -1,8 +1,8 @@
 """The seam for observers: the one place where other code watches the engine.
 
 The engine calls a method of each open Observer for each event. An observer never changes values; it
-may run a local function in another way (``run_local``), with the same results. While nobody
-observes, an event costs one test of an empty list.
+may run a local function in another way (``run_local``), with the same results. While there is no
+observer, an event costs one test of an empty list.
 
 ``with observer:`` opens an observer. It sees the calls of the thread that opened it, except that
 communication, gradients and modules are seen on all threads, because a backward runs in threads of
