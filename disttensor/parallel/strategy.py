@@ -195,18 +195,6 @@ class Strategy:
         """
         return pipeline.visits(self.stages(), self.schedule)
 
-    def _visited(self, times: int) -> list[ProcessMesh]:
-        """The mesh of each stage so often, in the order in which a schedule visits them."""
-        order, shape = self.visits(), SCHEDULES[self.schedule].shape
-        if shape == "loop":
-            return self.stages() * times
-        if len(order) != times * len(self.stages()):
-            raise ValueError(
-                f"Strategy.apply: visits={times}: {self.schedule!r} visits each stage twice, there "
-                "and back. Leave visits out, or say another schedule"
-            )
-        return order
-
     def groups(self, world: int | None = None) -> list[GroupSpec]:
         """Returns the communicators that ``apply`` creates, on all ranks in one order.
 
@@ -256,17 +244,7 @@ class Strategy:
         """
         a_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
-        if visits is not None and not isinstance(visits, (list, tuple)):
-            check_int("Strategy.apply: visits", visits, 1)
-        if isinstance(visits, (list, tuple)):
-            visits = [as_mesh("Strategy.apply: visits: entry", mesh) for mesh in visits]
-        places = _on_stage(plan, model)
-        degrees, stages = self.degrees(), self.stages()
-        if visits is None:
-            order = self.visits()
-        else:
-            order = self._visited(visits) if isinstance(visits, int) else list(visits)
-        modules: Any = layers if layers is not None else model
+        places, order = _on_stage(plan, model), self._order(visits)
         check_optimizer(optimizer, model)
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
         if waiting:
@@ -277,43 +255,76 @@ class Strategy:
         recomputed = chosen(model, self.recompute)
         if self.segments is not None:
             segments_of(model, self.segments)
-        if degrees.pp > 1 and layers is None and not isinstance(model, nn.Sequential):
+        pp, options = self.degrees().pp, {"counts": counts, "balance": balance, "sample": sample}
+        if layers is None:
+            self._check_layers(model, pp, order, options)
+        create_groups(self.groups())
+        before = slots(model)
+        segments: Segments | None = self.segments
+        if pp == 1 and layers is None:
+            mesh = self.stages()[0]
+            shard_module(model, mesh, places, init=init)
+        else:
+            mesh = None
+            modules: Any = model if layers is None else layers
+            split = pipeline.split(modules, order, places, of=model, init=init, **options)
+            if segments is None and pp > 1:  # a segment lies on one stage
+                segments = tuple(
+                    name for name, _ in split if [*model.get_submodule(name).parameters()]
+                )
+        model = self._shard_data_parallel(model, mesh, segments)
+        recompute(model, recomputed)
+        return model, rebind(optimizer, model, before)
+
+    def _order(self, visits: Any) -> list[ProcessMesh]:
+        """Returns the meshes of the stages in the order of their visits. Raises TypeError and
+        ValueError for ``visits`` that are none."""
+        if isinstance(visits, (list, tuple)):
+            return [as_mesh("Strategy.apply: visits: entry", mesh) for mesh in visits]
+        if visits is None:
+            return self.visits()
+        times = check_int("Strategy.apply: visits", visits, 1)
+        if SCHEDULES[self.schedule].shape == "loop":
+            return self.stages() * times
+        order = self.visits()
+        if len(order) != times * self.degrees().pp:
             raise ValueError(
-                f"Strategy.apply: pp={degrees.pp} stages of which layers of this "
-                f"{type(model).__name__}? Say in which order it runs them: apply(..., "
-                "layers=['embed', 'blocks.*', 'head'])"
+                f"Strategy.apply: visits={times}: {self.schedule!r} visits each stage twice, there "
+                "and back. Leave visits out, or say another schedule"
             )
-        dealt = counts is not None or balance is not None or sample is not None
-        if dealt and layers is None and degrees.pp == 1:
-            if not isinstance(model, nn.Sequential):
+        return order
+
+    def _check_layers(
+        self, model: nn.Module, pp: int, order: list[ProcessMesh], options: dict[str, Any]
+    ) -> None:
+        """Checks a call without ``layers``: only the order of a Sequential is known."""
+        is_sequential = isinstance(model, nn.Sequential)
+        if pp > 1 and not is_sequential:
+            raise ValueError(
+                f"Strategy.apply: pp={pp} stages of which layers of this {type(model).__name__}? "
+                "Say in which order it runs them: apply(..., layers=['embed', 'blocks.*', 'head'])"
+            )
+        if pp == 1 and any(value is not None for value in options.values()):
+            counts, balance, sample = options.values()
+            if not is_sequential:
                 raise ValueError(
                     f"Strategy.apply: {counts=}, {balance=} and sample say how layers are dealt "
                     "out: give layers="
                 )
             deal(layers_of(model, model)[1], order, counts, balance, model, sample)
-        create_groups(self.groups())
-        before = slots(model)
-        staged = degrees.pp > 1 or layers is not None
-        segments: Segments | None = self.segments
-        if staged:
-            split = pipeline.split(
-                modules, order, places, of=model, counts=counts, balance=balance,
-                sample=sample, init=init,
-            )  # fmt: skip
-            if segments is None and degrees.pp > 1:  # a segment lies on one stage
-                segments = tuple(
-                    name for name, _ in split if [*model.get_submodule(name).parameters()]
-                )
-        else:
-            shard_module(model, stages[0], places, init=init)
+
+    def _shard_data_parallel(
+        self, model: nn.Module, mesh: ProcessMesh | None, segments: Segments | None
+    ) -> nn.Module:
+        sharding = self.degrees().sharding
         low = self.param_dtype
-        if low is None and self.amp is not None and degrees.sharding > 1:
+        if low is None and self.amp is not None and sharding > 1:
             low = AMP[self.amp]
         given: dict[str, Any] = {} if segments is None else {"segments": segments}
-        model = shard_data_parallel(
+        return shard_data_parallel(
             model,
-            None if staged else stages[0],
-            shard_axis="sharding" if degrees.sharding > 1 else None,
+            mesh,
+            shard_axis="sharding" if sharding > 1 else None,
             replicate_axis="dp",
             stage=self.zero_stage or 3,
             **given,
@@ -323,8 +334,6 @@ class Strategy:
             reduce_dtype=self.reduce_dtype or (torch.float32 if low and self.amp else None),
             offload=self.offload,
         )
-        recompute(model, recomputed)
-        return model, rebind(optimizer, model, before)
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
         """A context for each micro-batch: replicas are summed only after the last one."""
