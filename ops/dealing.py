@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from disttensor.core.layout import Ranges
 
 Exchange = Callable[[Sequence[Tensor], Sequence[int]], Any]
+Send = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,36 @@ class Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _ = ctx.saved_tensors  # before it communicates a checkpointed region is computed again
         return None, *Exchanged.apply(ctx.exchange.back, *grads)
+
+
+class TokenExchange(NamedTuple):
+    """``sent[i]`` rows go to member i, ``received[i]`` come from it. ``send(rows, sent, received)``
+    does so. Called with tensors [rows, width] each, it sends all in one exchange."""
+
+    send: Send
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    @property
+    def back(self) -> TokenExchange:
+        return TokenExchange(self.send, self.received, self.sent)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns the rows of all tensors side by side; as bytes where their dtypes differ."""
+        if len(tensors) == 1:
+            return (self.send(tensors[0], self.sent, self.received),)
+        dtypes = {t.dtype for t in tensors}
+        if len(dtypes) == 1:
+            got = self.send(torch.cat(list(tensors), 1), self.sent, self.received)
+            return got.split([t.shape[1] for t in tensors], 1)
+        largest = max(dtype.itemsize for dtype in dtypes)
+        flat = [t.contiguous().view(torch.uint8) for t in tensors]
+        gaps = [-t.shape[1] % largest for t in flat]
+        pad = torch.nn.functional.pad
+        packed = torch.cat([pad(t, (0, g)) for t, g in zip(flat, gaps, strict=True)], 1)
+        got = self.send(packed, self.sent, self.received)
+        parts = got.split([t.shape[1] + g for t, g in zip(flat, gaps, strict=True)], 1)
+        return tuple(
+            part[:, : f.shape[1]].view(t.dtype)
+            for part, f, t in zip(parts, flat, tensors, strict=True)
+        )

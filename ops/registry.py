@@ -44,27 +44,6 @@ class Rule:
 
 RULES: dict[Function, Rule] = {}
 
-_DUNDERS = {
-    "add": ("__add__", "__radd__", "__iadd__"),
-    "sub": ("__sub__", "__isub__"),
-    "rsub": ("__rsub__",),
-    "mul": ("__mul__", "__rmul__", "__imul__"),
-    "div": ("__truediv__", "__div__", "__itruediv__", "__idiv__"),
-    "floor_divide": ("__floordiv__", "__ifloordiv__"),
-    "remainder": ("__mod__", "__imod__"),
-    "pow": ("__pow__", "__ipow__"),
-    "matmul": ("__matmul__", "__imatmul__"),
-    "bitwise_and": ("__and__", "__rand__", "__iand__"),
-    "bitwise_or": ("__or__", "__ror__", "__ior__"),
-    "bitwise_xor": ("__xor__", "__rxor__", "__ixor__"),
-    "bitwise_left_shift": ("__lshift__", "__ilshift__"),
-    "bitwise_right_shift": ("__rshift__", "__irshift__"),
-    "eq": ("__eq__",), "ne": ("__ne__",), "lt": ("__lt__",), "le": ("__le__",), "gt": ("__gt__",),
-    "ge": ("__ge__",),
-    "neg": ("__neg__",), "abs": ("__abs__",), "bitwise_not": ("__invert__",),
-    "positive": ("__pos__",),
-}  # fmt: skip
-
 
 def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function, bool]]:
     """Returns the functions of this name in the places (of an operator: the method) and their
@@ -74,24 +53,25 @@ def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function
         for other in (name,) if operator else (name, name + "_"):
             found = getattr(place, other, None)
             if callable(found):
-                writes = other.startswith("__i") and other != "__invert__"
-                yield found, writes if operator else other.endswith("_")
+                yield found, _writes(other)
+
+
+def _writes(name: str) -> bool:
+    if name.endswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")
 
 
 def variants(func: Function) -> Iterator[tuple[Function, bool]]:
-    """Returns the same function under its other names: the method, the in-place forms, the
-    operators.
-
-    Gives (function, writes its first argument)."""
+    """Returns the same function under its other names: the method, the in-place forms. Gives
+    (function, writes its first argument)."""
     name = getattr(func, "__name__", "")
-    yield func, name.endswith("_") and not name.endswith("__")
+    yield func, _writes(name)
     places: list[Any] = [torch.Tensor]
     for place in (torch, torch.nn.functional, torch.special, torch.linalg):
         if getattr(place, name, None) is func:
             places.append(place)
     yield from (pair for pair in functions_named(name, places) if pair[0] is not func)
-    for operator in _DUNDERS.get(name, ()):
-        yield from functions_named(operator, ())
 
 
 def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:

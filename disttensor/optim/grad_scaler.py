@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def deciding_together(original: Unscale) -> Unscale:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
         sync_gradients(params)  # a sum may be infinite where no share of it is
         found, refused = found_inf.clone(), None
-        plain = _Share([p for p in params if not isinstance(p, DistTensor)])
+        others = [p for p in params if not isinstance(p, DistTensor)]
+        plain = SimpleNamespace(param_groups=[{"params": others}])
         try:
             for there in original(self, plain, inv_scale, found_inf, allow_fp16).values():
                 found = torch.maximum(found, there.to(found.device))
@@ -98,13 +100,6 @@ def deciding_together(original: Unscale) -> Unscale:
         return {found.device: found}
 
     return _unscale_grads_
-
-
-class _Share:
-    """Some parameters of an optimizer, as the part of it that the scaler looks at."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.param_groups = [{"params": params}]
 
 
 def _unscale_pieces(

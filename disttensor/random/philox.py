@@ -90,14 +90,6 @@ class Source(NamedTuple):
                 yield where, bits(self.seed, self.call, index)
 
 
-def global_index(shape: Sequence[int], box: Box, device: Device) -> Tensor:
-    """Returns int64 of the box's shape: the row-major index in ``shape`` of each element."""
-    out = torch.empty(tuple(box.shape), dtype=torch.int64, device=device)
-    for where, index in _chunks(_spans(shape, box), _chunk(device), device):
-        out.view(-1)[where] = index
-    return out
-
-
 def _spans(shape: Sequence[int], box: Box) -> list[Span]:
     """Returns the box in as few dims as possible: a whole dim joins the dim before, or joins one of
     length 1."""

@@ -55,7 +55,7 @@ def _product(name: str, input: Arg, other: Arg) -> Factors:
     return letters(f"{left}, {right} -> {out}", input, other, reduced=SUM_K, terms=PRODUCT)
 
 
-@rule(torch.matmul, torch.linalg.matmul, sizes="letters")
+@rule(torch.matmul, torch.linalg.matmul, torch.Tensor.__matmul__, sizes="letters")
 def matmul(input: Arg, other: Arg, out: None = None) -> Factors:
     """... m k, ... k n -> ... m n; vectors lose their dim"""
     return _carried_out(_product("matmul", input, other), overlapped_linear.matmul)

@@ -12,6 +12,7 @@ from ops.empty_pieces import bias_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, letters, pointwise_factors
 from ops.infer import NoRule
 from ops.linalg.matmul import SUM_K, fit
+from ops.reduction.sum import reduction
 from ops.registry import rule
 
 
@@ -122,12 +123,10 @@ def inner(input: Arg, other: Arg) -> Factors:
         sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
         return Factors(scalar, (dims,), sizes, terms=PRODUCT)
     fit("inner", input, -1, other, -1)
-    left: tuple[Any, ...] = tuple(f"m{i}" for i in range(input.ndim - 1))
-    right: tuple[Any, ...] = tuple(f"n{i}" for i in range(other.ndim - 1))
-    sizes = dict(zip((*left, "k"), input.shape, strict=True))
-    sizes.update(zip(right, other.shape, strict=False))
-    ins = ((*left, "k"), (*right, "k"))
-    return Factors(ins, ((*left, *right),), sizes, reduced=SUM_K, terms=PRODUCT)
+    left = " ".join(f"m{i}" for i in range(input.ndim - 1))
+    right = " ".join(f"n{i}" for i in range(other.ndim - 1))
+    pattern = f"{left} k, {right} k -> {left} {right}"
+    return letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
 
 
 @rule(torch.linalg.vecdot)
@@ -135,16 +134,8 @@ def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factor
     """the sum of products over one dim of two tensors that broadcast"""
     if input.ndim != other.ndim or input.shape != other.shape:
         raise NoRule("vecdot of shapes that broadcast")
-    dims = tuple(range(input.ndim))
-    gone = dim % input.ndim
-    out_dims = tuple(d for d in dims if d != gone)
-    return Factors(
-        (dims, dims),
-        (out_dims,),
-        dict(enumerate(input.shape)),
-        reduced={gone: "sum"},
-        terms=PRODUCT,
-    )
+    f = reduction(input, dim, False, "sum", terms=PRODUCT)
+    return f.replace(inputs=f.inputs * 2)
 
 
 @rule(torch.bilinear)

@@ -1,5 +1,5 @@
-"""Images: pixels rearranged, windows taken out, values looked up by place. Batch passes through,
-mostly channels too."""
+"""Images: pixels rearranged, windows taken out or pooled, values looked up by place. Batch passes
+through, mostly channels too."""
 
 from __future__ import annotations
 
@@ -16,24 +16,33 @@ from ops.infer import NoRule
 from ops.registry import Function, rule
 
 
-def _images(func: Function, core: int, tensors: int, doc: str) -> None:
+def _images(func: Function, core: int, doc: str, tensors: int = 1, linear: bool = True) -> None:
     """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims."""
 
-    @rule(func, exact=True, doc=f"linear; {doc}")
+    @rule(func, exact=True, doc="linear; " * linear + doc)
     def factors(*args: Any, **words: Any) -> Factors:
         images = list(args[:tensors])
         if any(i.shape != args[0].shape for i in images) or 0 in args[0].shape:
             raise NoRule("no images, or places of another shape")
-        cores = [core] * tensors
-        return batched_factors(func, args, words, images, cores, terms=FIRST, local=zeros_if_empty)
+        return batched_factors(
+            func, args, words, images, [core] * tensors,
+            terms=FIRST if linear else (), local=zeros_if_empty,
+        )  # fmt: skip
 
 
 for _name in ("pixel_shuffle", "pixel_unshuffle"):
-    _images(getattr(F, _name), 3, 1, "the last 3 dims are whole, those before pass through")
-_images(F.unfold, 3, 1, "the batch passes through")
-_images(F.fold, 2, 1, "the batch passes through")
+    _images(getattr(F, _name), 3, "the last 3 dims are whole, those before pass through")
+_images(F.unfold, 3, "the batch passes through")
+_images(F.fold, 2, "the batch passes through")
 for _n in (1, 2, 3):
-    _images(getattr(F, f"max_unpool{_n}d"), _n, 2, "batch and channels pass through")
+    _images(getattr(F, f"max_unpool{_n}d"), _n, "batch and channels pass through", tensors=2)
+    _max = f"max_pool{_n}d", f"adaptive_max_pool{_n}d"
+    _pools = [getattr(F, name + end) for name in _max for end in ("", "_with_indices")]
+    for _func in (*_pools, getattr(torch, f"max_pool{_n}d")):
+        _images(_func, _n, "the dims that are pooled stay whole", linear=False)
+    for _func in (getattr(F, f"avg_pool{_n}d"), getattr(F, f"adaptive_avg_pool{_n}d")):
+        _images(_func, _n, "the dims that are pooled stay whole")
+_images(torch.adaptive_max_pool1d, 1, "the dims that are pooled stay whole", linear=False)
 
 
 @rule(F.channel_shuffle, exact=True)
