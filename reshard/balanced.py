@@ -46,8 +46,11 @@ def _order(size: int, parts: int, back: bool) -> Tensor:
         return order.argsort() if back else order
 
 
-def _reordered(x: Tensor, dim: int, parts: int, back: bool = False) -> Tensor:
-    return x.index_select(dim, _order(x.shape[dim], parts, back).to(x.device))
+def _reordered(x: Tensor, spec: DistSpec, axes: Axes, back: bool = False) -> Tensor:
+    """Returns x with the rows in the order of the pieces of ``spec``, or in the order before."""
+    (axis,) = axes
+    dim = _dim(spec, axis)
+    return x.index_select(dim, _order(x.shape[dim], spec.mesh.shape[axis], back).to(x.device))
 
 
 @register(Replicate, Balanced, kind="slice")
@@ -64,25 +67,21 @@ def deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 @register(Balanced, Replicate, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * src_bytes)
 def collect(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """One all-gather."""
-    (axis,) = axes
     whole = all_gather(x, _contiguous(src, axes), dst, axes)
-    return _reordered(whole, _dim(src, axis), src.mesh.shape[axis], back=True)
+    return _reordered(whole, src, axes, back=True)
 
 
 @register(Partial, Balanced, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * dst_bytes)
 def reduce_and_deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """One reduce-scatter."""
-    (axis,) = axes
-    x = _reordered(x, _dim(dst, axis), src.mesh.shape[axis])
-    return reduce_scatter(x, src, _contiguous(dst, axes), axes)
+    return reduce_scatter(_reordered(x, dst, axes), src, _contiguous(dst, axes), axes)
 
 
 @register(Balanced, Partial, kind="to_partial")
 def pad(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """x at its rows in a tensor of neutral elements. Local."""
-    (axis,) = axes
     whole = pad_with_neutral(x, _contiguous(src, axes), dst, axes)
-    return _reordered(whole, _dim(src, axis), src.mesh.shape[axis], back=True)
+    return _reordered(whole, src, axes, back=True)
 
 
 @register(Shard, Balanced, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
@@ -91,8 +90,7 @@ def deal_out(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     (axis,) = axes
     if _dim(src, axis) == _dim(dst, axis):
         return _exchanged(x, src, axis, to_balanced=True)
-    x = _reordered(x, _dim(dst, axis), src.mesh.shape[axis])
-    return all_to_all(x, src, _contiguous(dst, axes), axes)
+    return all_to_all(_reordered(x, dst, axes), src, _contiguous(dst, axes), axes)
 
 
 @register(Balanced, Shard, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
@@ -102,7 +100,7 @@ def deal_back(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     if _dim(src, axis) == _dim(dst, axis):
         return _exchanged(x, src, axis, to_balanced=False)
     x = all_to_all(x, _contiguous(src, axes), dst, axes)
-    return _reordered(x, _dim(src, axis), src.mesh.shape[axis], back=True)
+    return _reordered(x, src, axes, back=True)
 
 
 def _exchanged(x: Tensor, spec: DistSpec, axis: int, to_balanced: bool) -> Tensor:

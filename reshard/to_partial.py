@@ -22,9 +22,7 @@ def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     if op not in ("sum", "prod") or place is None:
         return x
     if not any(place[a] for a in axes):
-        return (
-            x.clone()
-        )  # fresh, as on the others: whether x is written later must not tell ranks apart
+        return x.clone()  # as on the others: whether x is written later must not tell ranks apart
     return torch.full_like(x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format)
 
 

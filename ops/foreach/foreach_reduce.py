@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,21 @@ from ops.infer import NoRule
 from ops.reduction.max_min import Extreme, neutral, ties
 from ops.registry import rule
 
-Local = Callable[..., Sequence[Tensor]]
 Groups = dict[Axes, list[int]]
 
 
-def each_to_number(tensors: Sequence[Arg], local: Callable[[Any], Local]) -> Factors:
-    """Returns the factors of a reduction of every tensor over all its dims; ``local`` brings pieces
-    together."""
+def each_to_number(tensors: Sequence[Arg], reduce: Callable[..., Sequence[Tensor]]) -> Factors:
+    """Returns the factors of a reduction of every tensor over all its dims. If some are split,
+    ``reduce`` brings the pieces together; it gets the call and ``by_axes`` before the arguments."""
 
     def one(members: Sequence[Arg]) -> Factors:
         dims = tuple(range(members[0].ndim))
         sizes: dict[Letter, int] = dict(enumerate(members[0].shape))
         return Factors((dims,), ((),), sizes, reduced=dict.fromkeys(dims, "inner"))
+
+    def local(call: Any) -> Callable[..., Sequence[Tensor]]:
+        groups = by_axes(call)
+        return partial(reduce, call, groups) if groups else call.func
 
     return grouped(*lists_of([tensors]), one).replace(local=local)
 
@@ -76,27 +80,24 @@ def foreach_norm(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> Fac
     return each_to_number(input, norms)
 
 
-def norms(call: Any) -> Local:
+def norms(
+    call: Any, groups: Groups, input: Sequence[Tensor], ord: float = 2, dtype: Any = None
+) -> tuple[Tensor, ...]:
     """Returns norms of the pieces to the power of the order, added up, and its root."""
-    groups = by_axes(call)
     split = [i for members in groups.values() for i in members]
-
-    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
-        given = [dtype or x.dtype for x in input]
-        small = [d.itemsize < 4 for d in given]  # squares of small floats overflow
-        if all(small):
-            dtype = torch.float32
-        elif any(small):
-            input = [x.float() if s else x for x, s in zip(input, small, strict=True)]
-        out = list(torch._foreach_norm(list(input), ord, dtype=dtype))
-        for i in split:
-            out[i] = out[i] ** ord if ord else out[i]
-        out = together(call, out, "sum", groups)
-        for i in split:
-            out[i] = root(out[i], ord) if ord else out[i]
-        return tuple([x.to(d) if s else x for x, d, s in zip(out, given, small, strict=True)])
-
-    return run if groups else torch._foreach_norm
+    given = [dtype or x.dtype for x in input]
+    small = [d.itemsize < 4 for d in given]  # squares of small floats overflow
+    if all(small):
+        dtype = torch.float32
+    elif any(small):
+        input = [x.float() if s else x for x, s in zip(input, small, strict=True)]
+    out = list(torch._foreach_norm(list(input), ord, dtype=dtype))
+    for i in split:
+        out[i] = out[i] ** ord if ord else out[i]
+    out = together(call, out, "sum", groups)
+    for i in split:
+        out[i] = root(out[i], ord) if ord else out[i]
+    return tuple([x.to(d) if s else x for x, d, s in zip(out, given, small, strict=True)])
 
 
 @rule(torch._foreach_powsum, exact=True, floats=True)
@@ -105,16 +106,10 @@ def foreach_powsum(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> F
     if not 0 <= ord < math.inf:
         raise NoRule(f"powers of order {ord}")
 
-    def local(call: Any) -> Local:
-        groups = by_axes(call)
+    def sums(call: Any, groups: Groups, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(together(call, torch._foreach_powsum(*args, **kwargs), "sum", groups))
 
-        def run(input: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            sums = torch._foreach_powsum(list(input), *args, **kwargs)
-            return tuple(together(call, sums, "sum", groups))
-
-        return run
-
-    return each_to_number(input, local)
+    return each_to_number(input, sums)
 
 
 # Largest elements ---------------------------------------------------------------------------------
@@ -125,31 +120,23 @@ def refuse_nothing(tensors: Sequence[Arg]) -> None:
         raise NoRule("no element is the largest of none")
 
 
-def extreme_sizes(call: Any) -> Local:
+def extreme_sizes(
+    call: Any, groups: Groups, input: Sequence[Tensor], ord: float = 2, dtype: Any = None
+) -> tuple[Tensor, ...]:
     """Returns the largest or smallest absolute value of each tensor."""
-    groups = by_axes(call)
-
-    def run(input: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> tuple[Tensor, ...]:
-        sizes = [x.abs() if dtype is None else x.abs().to(dtype) for x in input]
-        return extremes(call, sizes, ord > 0, groups)
-
-    return run
+    sizes = [x.abs() if dtype is None else x.abs().to(dtype) for x in input]
+    return extremes(call, groups, sizes, ord > 0)
 
 
 @rule(torch._foreach_max, exact=True)
 def foreach_max(input: Sequence[Arg]) -> Factors:
     """each tensor to its largest element"""
     refuse_nothing(input)
-
-    def local(call: Any) -> Local:
-        groups = by_axes(call)
-        return lambda input: extremes(call, input, True, groups)
-
-    return each_to_number(input, local)
+    return each_to_number(input, extremes)
 
 
 def extremes(
-    call: Any, tensors: Sequence[Tensor], largest: bool, groups: Groups
+    call: Any, groups: Groups, tensors: Sequence[Tensor], largest: bool = True
 ) -> tuple[Tensor, ...]:
     """Returns the largest (smallest) element of each tensor, of which each rank has a piece."""
     op = "max" if largest else "min"

@@ -16,7 +16,7 @@ from ops.dims import FIRST
 from ops.factors import Arg, Factors, pointwise_factors
 from ops.infer import NoRule
 from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
-from ops.random.fill import drawing
+from ops.random.fill import drawing, drawn
 from ops.registry import Function, rule
 
 LINEAR: list[Function] = [
@@ -102,17 +102,13 @@ rule(*LINEAR, exact=True, doc="elementwise")(dropout(linear=True))
 rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
 
 
-def with_mask(call: LocalCall) -> Callable[..., Any]:
+@drawn("fast")
+def with_mask(
+    call: LocalCall, draw: DrawProtocol, input: Tensor, p: float, train: Any = True
+) -> tuple[Tensor, Tensor]:
     """native_dropout: the result and the mask."""
-    out = call.outputs[0]
-
-    def by_position(
-        draw: DrawProtocol, input: Tensor, p: float, train: Any = True
-    ) -> tuple[Tensor, Tensor]:
-        keep = draw.numbers("bernoulli", out, torch.bool, input.device, p=1.0 - p)
-        return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
-
-    return drawing(call, "fast", by_position)
+    keep = draw.numbers("bernoulli", call.outputs[0], torch.bool, input.device, p=1.0 - p)
+    return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
 
 
 @rule(torch.native_dropout, exact=True)
@@ -125,23 +121,16 @@ def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
 # Leaky ReLU with a random slope -------------------------------------------------------------------
 
 
-def sloped(call: LocalCall) -> Callable[..., Any]:
+@drawn("fast")
+def sloped(
+    call: LocalCall, draw: DrawProtocol, input: Tensor, lower: float = 0.125, upper: float = 1 / 3,
+    *flags: Any, **named: Any,
+) -> Tensor:  # fmt: skip
     """Below zero times a number of its own from [lower, upper)."""
-    out, inplace = call.outputs[0], call.func is torch.rrelu_
-
-    def by_position(
-        draw: DrawProtocol,
-        input: Tensor,
-        lower: float = 0.125,
-        upper: float = 1 / 3,
-        *flags: Any,
-        **named: Any,
-    ) -> Tensor:
-        slope = draw.numbers("uniform", out, input.dtype, input.device, low=lower, high=upper)
-        slope.masked_fill_(input.detach() > 0, 1.0)
-        return input.mul_(slope) if inplace else input * slope
-
-    return drawing(call, "fast", by_position)
+    bounds = {"low": lower, "high": upper}
+    slope = draw.numbers("uniform", call.outputs[0], input.dtype, input.device, **bounds)
+    slope.masked_fill_(input.detach() > 0, 1.0)
+    return input.mul_(slope) if call.func is torch.rrelu_ else input * slope
 
 
 @rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True, numbers="type")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Layout
 from ops.dims import FIRST
-from ops.factors import Arg, Factors, pointwise_factors
+from ops.factors import Arg, Factors, LocalMaker, pointwise_factors
 from ops.infer import NoRule
 from ops.local import DrawProtocol, LocalCall
 from ops.registry import rule
@@ -48,6 +49,16 @@ def drawing(
             return run_fast(*args, **kwargs)
 
     return run
+
+
+def drawn(default: str) -> Callable[[ByPosition], LocalMaker]:
+    """Decorates a ``by_position`` that gets the call first: it becomes a maker of local
+    functions."""
+
+    def decorator(by_position: ByPosition) -> LocalMaker:
+        return lambda call: drawing(call, default, partial(by_position, call))
+
+    return decorator
 
 
 def _tensor_of(args: Any, kwargs: Any) -> Tensor:
@@ -118,11 +129,9 @@ def filled(call: LocalCall) -> Callable[..., Any]:
         return input.copy_(draw.numbers(kind, target, input.dtype, input.device, **options))
 
     run = drawing(call, "invariant", by_position, func=func)
-    return (
-        run
-        if not mute
-        else lambda input, *args, **kwargs: run(input, *args, **kwargs).fill_(neutral)
-    )
+    if not mute:
+        return run
+    return lambda input, *args, **kwargs: run(input, *args, **kwargs).fill_(neutral)
 
 
 @rule(*FILLS, *WHOLE, exact=True, numbers="type")
@@ -138,21 +147,19 @@ def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
 # In the likeness of another -----------------------------------------------------------------------
 
 
-def likeness(call: LocalCall) -> Callable[..., Any]:
+@drawn("invariant")
+def likeness(
+    call: LocalCall, draw: DrawProtocol, input: Tensor, *bounds: Any, **kwargs: Any
+) -> Tensor:
     """rand_like, randn_like, randint_like of this rank's piece."""
-    kind, target = LIKES[call.func], call.outputs[0]
-
-    def by_position(draw: DrawProtocol, input: Tensor, *bounds: Any, **kwargs: Any) -> Tensor:
-        options = {}
-        if kind == "integers":
-            low, high = (0, *bounds)[-2:] if bounds else (0, 0)
-            options = {"low": kwargs.pop("low", low), "high": kwargs.pop("high", high)}
-        out = torch.empty_like(input, **kwargs)
-        numbers = draw.numbers(kind, target, out.dtype, out.device, **options)
-        out.detach().copy_(numbers)
-        return out
-
-    return drawing(call, "invariant", by_position)
+    kind, options = LIKES[call.func], {}
+    if kind == "integers":
+        low, high = (0, *bounds)[-2:] if bounds else (0, 0)
+        options = {"low": kwargs.pop("low", low), "high": kwargs.pop("high", high)}
+    out = torch.empty_like(input, **kwargs)
+    numbers = draw.numbers(kind, call.outputs[0], out.dtype, out.device, **options)
+    out.detach().copy_(numbers)
+    return out
 
 
 LIKES = {torch.rand_like: "uniform", torch.randn_like: "normal", torch.randint_like: "integers"}

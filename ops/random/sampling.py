@@ -3,7 +3,6 @@ poisson, multinomial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,20 +11,16 @@ from torch import Tensor
 from ops.empty_pieces import zero_of
 from ops.factors import Arg, Factors, Letter, pointwise_factors
 from ops.local import DrawProtocol, LocalCall
-from ops.random.fill import drawing
+from ops.random.fill import drawn
 from ops.registry import rule
 
 
-def tossed(call: LocalCall) -> Callable[..., Any]:
+@drawn("invariant")
+def tossed(call: LocalCall, draw: DrawProtocol, input: Tensor, p: Any = None) -> Tensor:
     """bernoulli(p), bernoulli(input, p): 1 with probability p."""
-    target = call.outputs[0]
-
-    def by_position(draw: DrawProtocol, input: Tensor, p: Any = None) -> Tensor:
-        odds = input if p is None else p
-        out = draw.numbers("bernoulli", target, input.dtype, input.device, p=odds)
-        return out + zero_of(input) if input.requires_grad else out
-
-    return drawing(call, "invariant", by_position)
+    odds = input if p is None else p
+    out: Tensor = draw.numbers("bernoulli", call.outputs[0], input.dtype, input.device, p=odds)
+    return out + zero_of(input) if input.requires_grad else out
 
 
 @rule(torch.bernoulli, Tensor.bernoulli, exact=True, numbers="type")
@@ -35,20 +30,16 @@ def bernoulli(input: Arg, p: Any = None, **kwargs: Any) -> Factors:
     return pointwise_factors(tensors, local=tossed)
 
 
-def scattered(call: LocalCall) -> Callable[..., Any]:
+@drawn("invariant")
+def scattered(call: LocalCall, draw: DrawProtocol, mean: Any, std: Any = 1.0) -> Tensor:
     """normal(mean, std): standard numbers, scaled and shifted."""
-    target = call.outputs[0]
-
-    def by_position(draw: DrawProtocol, mean: Any, std: Any = 1.0) -> Tensor:
-        like = mean if isinstance(mean, Tensor) else std
-        if bool((torch.as_tensor(std) < 0).any()):
-            raise RuntimeError("normal expects all elements of std >= 0.0")
-        wide = torch.float64 if not like.is_complex() else torch.complex128
-        out = draw.numbers("normal", target, wide, like.device).mul_(std).add_(mean)
-        graded = [v for v in (mean, std) if isinstance(v, Tensor) and v.requires_grad]
-        return out.detach().to(like.dtype) + zero_of(*graded) if graded else out.to(like.dtype)
-
-    return drawing(call, "invariant", by_position)
+    like = mean if isinstance(mean, Tensor) else std
+    if bool((torch.as_tensor(std) < 0).any()):
+        raise RuntimeError("normal expects all elements of std >= 0.0")
+    wide = torch.float64 if not like.is_complex() else torch.complex128
+    out: Tensor = draw.numbers("normal", call.outputs[0], wide, like.device).mul_(std).add_(mean)
+    graded = [v for v in (mean, std) if isinstance(v, Tensor) and v.requires_grad]
+    return out.detach().to(like.dtype) + zero_of(*graded) if graded else out.to(like.dtype)
 
 
 @rule(torch.normal, exact=True, numbers="type")
@@ -57,19 +48,15 @@ def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
     return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=scattered)
 
 
-def counted(call: LocalCall) -> Callable[..., Any]:
+@drawn("invariant")
+def counted(call: LocalCall, draw: DrawProtocol, input: Tensor, none: Any = None) -> Tensor:
     """poisson(rates): the quantile of a uniform number."""
-    target = call.outputs[0]
-
-    def by_position(draw: DrawProtocol, input: Tensor, none: Any = None) -> Tensor:
-        rates = input.detach().to(torch.float64)
-        if not bool((rates >= 0).all()):
-            raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
-        level = draw.numbers("uniform", target, torch.float64, input.device)
-        out = quantile(level, rates).to(input.dtype)
-        return out + zero_of(input) if input.requires_grad else out
-
-    return drawing(call, "invariant", by_position)
+    rates = input.detach().to(torch.float64)
+    if not bool((rates >= 0).all()):
+        raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+    level = draw.numbers("uniform", call.outputs[0], torch.float64, input.device)
+    out = quantile(level, rates).to(input.dtype)
+    return out + zero_of(input) if input.requires_grad else out
 
 
 def quantile(level: Tensor, rates: Tensor) -> Tensor:
@@ -93,27 +80,23 @@ def poisson(input: Arg, generator: Any = None) -> Factors:
 # Choices ------------------------------------------------------------------------------------------
 
 
-def chosen(call: LocalCall) -> Callable[..., Any]:
+@drawn("invariant")
+def chosen(
+    call: LocalCall, draw: DrawProtocol, input: Tensor, num_samples: int, replacement: bool = False
+) -> Tensor:
     """Rows of weights to numbers of columns. Without replacement: the largest of weight /
     exponential number (of all columns, by position); with: where a uniform number falls in the
     running sum of the weights."""
-    weights, out = call.inputs[0], call.outputs[0]
-
-    def by_position(
-        draw: DrawProtocol, input: Tensor, num_samples: int, replacement: bool = False
-    ) -> Tensor:
-        check(input)
-        wide = input.detach().to(torch.float64)
-        if not replacement:
-            race = draw.numbers("exponential", weights, torch.float64, input.device)
-            return (wide / race).topk(num_samples, dim=-1).indices
-        edges = wide.cumsum(-1)
-        total = edges[..., -1:]
-        where = draw.numbers("uniform", out, torch.float64, input.device) * total
-        where = torch.minimum(where, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(edges, where.contiguous(), right=True)
-
-    return drawing(call, "invariant", by_position)
+    check(input)
+    wide = input.detach().to(torch.float64)
+    if not replacement:
+        race = draw.numbers("exponential", call.inputs[0], torch.float64, input.device)
+        return (wide / race).topk(num_samples, dim=-1).indices
+    edges = wide.cumsum(-1)
+    total = edges[..., -1:]
+    where = draw.numbers("uniform", call.outputs[0], torch.float64, input.device) * total
+    where = torch.minimum(where, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(edges, where.contiguous(), right=True)
 
 
 def check(weights: Tensor) -> None:

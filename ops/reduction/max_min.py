@@ -147,11 +147,13 @@ def winner(
 ) -> tuple[Tensor, Tensor]:
     """(value, index) of the extreme over all ranks: the lowest index of those that tie."""
     mine, place = candidate(x, gone, call, largest)
-    values = call.collectives.all_gather(mine, axes)  # its gradient goes to the rank that wins
-    places = call.collectives.all_gather(place, axes)
-    best = torch.amax(values.detach(), 0) if largest else torch.amin(values.detach(), 0)
-    first = torch.where(ties(values.detach(), best), places, NOWHERE).argmin(0, keepdim=True)
-    return values.gather(0, first).squeeze(0), places.gather(0, first).squeeze(0)
+    values, places = (call.collectives.all_gather(t, axes) for t in (mine, place))
+    data = values.detach()
+    best = torch.amax(data, 0) if largest else torch.amin(data, 0)
+    where = torch.where(ties(data, best), places, NOWHERE)
+    if mine.requires_grad:  # the gradient goes to the rank that wins
+        best = values.gather(0, where.argmin(0, keepdim=True)).squeeze(0)
+    return best, where.amin(0)
 
 
 def _with_index(func: Any, result: Any, largest: bool) -> None:

@@ -99,10 +99,10 @@ def mean(
         here, there = sizes_of(call, gone)
         if here == there:
             return call.func
-        func = call.func if here else torch.sum  # the mean of nothing is nan
+        func, share = call.func if here else torch.sum, here / there  # the mean of nothing is nan
 
         def mean(*args: Any, **kwargs: Any) -> Tensor:
-            return func(*args, **kwargs) * (here / there)
+            return func(*args, **kwargs) * share
 
         return mean
 
