@@ -11,8 +11,9 @@ reduces all other segments.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,6 +23,20 @@ from disttensor.fsdp.reduce import Steps
 from disttensor.fsdp.segment import Segment
 
 _MOST = 2  # reductions to shards under way at once: each holds the gradients of a segment
+
+
+# LATE: a gradient has arrived after the reduction had started; it is reduced at the end.
+ReduceState = Enum("ReduceState", "COLLECTING READY REDUCING LATE")
+
+
+class SegmentBackward:
+    """A segment in one backward."""
+
+    def __init__(self) -> None:
+        self.state = ReduceState.COLLECTING
+        self.to_leave = 0  # forwards whose nodes have not all run
+        self.arrived: set[int] = set()  # leaves that have their gradient
+        self.missing: set[int] = set()  # expected leaves without a gradient so far
 
 
 class ReduceOrder:
@@ -34,20 +49,15 @@ class ReduceOrder:
     def __init__(self, id: int, reduce: Callable[[Segment], list[Steps]], bounded: bool) -> None:
         self.id, self.reduce, self.bounded = id, reduce, bounded
         self.keeps_graph = torch.is_grad_enabled()  # create_graph=True
-        self.entered: dict[Segment, None] = {}
-        self.to_leave: dict[Segment, int] = {}  # forwards whose nodes have not all run
-        self.came: dict[Segment, set[int]] = {}  # leaves that have their gradient
-        self.waiting: dict[Segment, set[int]] = {}  # expected leaves without a gradient so far
+        self.planned: defaultdict[Segment, SegmentBackward] = defaultdict(SegmentBackward)
+        self.entered: dict[Segment, SegmentBackward] = {}
         self.together: set[int] = set()  # ``companions`` that are in ``order``, by identity
         self.order: list[tuple[int, int, Segment]] = []  # a heap: the segments to start next
-        self.ready: set[Segment] = set()
-        self.launched: set[Segment] = set()
-        self.late: set[Segment] = set()
         self.running: deque[tuple[Steps, Work[Any]]] = deque()
 
     def plan(self, segment: Segment) -> None:
         """Counts a forward of the segment that the backward will enter and leave."""
-        self.to_leave[segment] = self.to_leave.get(segment, 0) + 1
+        self.planned[segment].to_leave += 1
 
     def recomputed(self, segment: Segment) -> None:
         """Frees the segment after a recomputed forward, unless the backward has entered it."""
@@ -56,9 +66,8 @@ class ReduceOrder:
 
     def begin(self, segment: Segment) -> None:
         if segment not in self.entered:
-            self.entered[segment] = None
-            self.came[segment] = set()
-            self.waiting[segment] = set(segment.expected)
+            self.entered[segment] = self.planned[segment]
+            self.entered[segment].missing = set(segment.expected)
             companions = segment.companions
             if id(companions) not in self.together:
                 self.together.add(id(companions))
@@ -73,37 +82,38 @@ class ReduceOrder:
     def arrived(self, segment: Segment, leaf: int) -> None:
         """Records that a leaf has its gradient."""
         self.begin(segment)
-        self.came[segment].add(leaf)
-        if segment in self.launched:
-            self.late.add(segment)
+        one = self.entered[segment]
+        one.arrived.add(leaf)
+        if one.state in (ReduceState.REDUCING, ReduceState.LATE):
+            one.state = ReduceState.LATE
             return
-        waiting = self.waiting[segment]
-        waiting.discard(leaf)
-        if segment.expected and not waiting:
-            self.ready.add(segment)
-            self.launch()
+        one.missing.discard(leaf)
+        if segment.expected and not one.missing:
+            self._launch(one)
 
     def leave(self, segment: Segment, launch: bool) -> None:
         """Leaves a forward. The first backward does not know the number of gradients: all have
         arrived when it has left every forward, unless ``launch`` is False."""
-        self.to_leave[segment] -= 1
-        known = segment.expected or segment in self.launched
-        if launch and not known and self.is_done_with(segment):
-            self.ready.add(segment)
-            self.launch()
+        one = self.planned[segment]
+        one.to_leave -= 1
+        is_waiting = one.state in (ReduceState.COLLECTING, ReduceState.READY)
+        if launch and is_waiting and not segment.expected and not one.to_leave:
+            self._launch(one)
 
-    def launch(self) -> None:
+    def _launch(self, ready: SegmentBackward) -> None:
         """Starts the segments that are ready, in order."""
+        ready.state = ReduceState.READY
         while self.order:
             segment = self.order[0][-1]
-            if segment not in self.launched:
-                if segment not in self.ready:
-                    break
+            state = self.planned[segment].state
+            if state is ReduceState.COLLECTING:
+                break
+            if state is ReduceState.READY:
                 self.start(segment)
             heapq.heappop(self.order)
 
     def start(self, segment: Segment) -> None:
-        self.launched.add(segment)
+        self.planned[segment].state = ReduceState.REDUCING
         while self.running and (
             self.running[0][1].done() or (self.bounded and len(self.running) >= _MOST)
         ):
@@ -113,7 +123,7 @@ class ReduceOrder:
 
     def is_done_with(self, segment: Segment) -> bool:
         """Returns True if all nodes that need the parameters of the segment have run."""
-        return not self.to_leave.get(segment)
+        return not self.planned[segment].to_leave
 
     def in_order(self) -> list[Segment]:
         """Returns the entered segments in the order that all ranks share."""
@@ -123,25 +133,24 @@ class ReduceOrder:
         """Ends the backward: starts the remaining reductions, and waits for all."""
         last_first = self.in_order()
         for segment in last_first:
-            if segment not in self.launched:
+            if self.entered[segment].state in (ReduceState.COLLECTING, ReduceState.READY):
                 self.start(segment)
-        while self.running:
-            self._resume()
+        self.drain()
         for segment in last_first:
-            for steps in self.reduce(segment) if segment in self.late else ():
+            late = self.entered[segment].state is ReduceState.LATE
+            for steps in self.reduce(segment) if late else ():
                 self._advance(steps)
-        while self.running:
-            self._resume()
-        for segment, came in self.came.items():
-            if came:  # else its gradients may be deferred to a later backward
-                segment.expected = frozenset(came)
-        together = dict.fromkeys(s for s, came in self.came.items() if came and not s.copied)
+        self.drain()
+        came = {s: one.arrived for s, one in self.entered.items() if one.arrived}
+        for segment, leaves in came.items():  # else its gradients may be deferred to a later one
+            segment.expected = frozenset(leaves)
+        together = dict.fromkeys(s for s in came if not s.copied)
         for segment in together:
             segment.companions = together
 
-    def abandon(self) -> None:
-        """Finishes started reductions after an error. Some may be over, depending on the rank;
-        gradients must not depend on it."""
+    def drain(self) -> None:
+        """Finishes started reductions, also after an error. Some may be over, depending on the
+        rank; gradients must not depend on it."""
         while self.running:
             self._resume()
 

@@ -32,7 +32,7 @@ from disttensor.fsdp.graph_hooks import Forwards, before_node, follow, forget
 from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
-from disttensor.fsdp.segment import Segment
+from disttensor.fsdp.segment import Segment, ShardState
 from disttensor.fsdp.unseen import unseen
 from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
@@ -54,9 +54,12 @@ class Engine:
     """
 
     def __init__(self, segments: Sequence[Segment], *, scatter: bool, prefetch: int) -> None:
-        self.segments, self.scatter, self.prefetch = list(segments), scatter, prefetch
+        self.segments = [s for s in segments if s.is_on_mesh]
+        self.off_mesh = [s for s in segments if not s.is_on_mesh and s.copied]
+        self.scatter, self.prefetch = scatter, prefetch
         self.context: BackwardContext | None = None  # see ``accumulate``
-        self.calls = 0  # forwards of the root that are on the stack
+        self.calls = 0  # forwards of the root that are on the stack, without recomputations
+        self.all_calls = 0
         self.epoch = 0
         self.order: list[Segment] = []  # segments in the order of their forwards in this epoch
         self.last_order: list[Segment] = []  # the same for the previous epoch
@@ -71,7 +74,7 @@ class Engine:
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
             segment.position = position
-        for index, segment in enumerate(self.segments):
+        for index, segment in enumerate(self._all()):
             segment.index = index
             plan, enter, leave = [
                 partial(f, segment) for f in (self._plan, self._enter, self._leave)
@@ -87,6 +90,13 @@ class Engine:
                     module.register_forward_pre_hook(partial(self._is_read, segment), prepend=True)
                 module.register_forward_pre_hook(partial(self._module_begins, segment, is_read))
                 module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
+        for segment in self.off_mesh:
+            begin, end = [partial(f, segment) for f in (self._begin_off_mesh, self._end_off_mesh)]
+            for hook in (begin, end):  # a module with this hook can be skipped
+                hook.harmless = True  # type: ignore[attr-defined]
+            for module in segment.modules:
+                module.register_forward_pre_hook(begin, prepend=shared(segment.copied, module))
+                module.register_forward_hook(end, always_call=True)
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         root.register_forward_hook(self._root_ends, always_call=True)
 
@@ -99,14 +109,14 @@ class Engine:
                 "those of the whole. Copy the module that shard_data_parallel was given, or shard "
                 "the parts, each in a call of its own"
             )
-        if self.backward is not None or any(s.shown or s.busy for s in self.segments):
+        if self.backward is not None or any(s.is_visible or s.busy for s in self._all()):
             raise RuntimeError(
                 "copy.deepcopy of a module under shard_data_parallel in its forward or backward: "
                 "it holds unsharded parameters now. Copy it between steps"
             )
         new = memo[id(self)] = Engine.__new__(Engine)
         new.__init__(  # type: ignore[misc]
-            deepcopy(self.segments, memo), scatter=self.scatter, prefetch=self.prefetch
+            deepcopy(self._all(), memo), scatter=self.scatter, prefetch=self.prefetch
         )
         new.root = weakref.ref(memo[id(root)])
         return new
@@ -117,18 +127,22 @@ class Engine:
             "parameters. Save the values: module.state_dict()"
         )
 
+    def _all(self) -> list[Segment]:
+        return self.segments + self.off_mesh
+
     # Forward --------------------------------------------------------------------------------------
 
     @unseen
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
-            if self.calls or any(s.running or s.shown for s in self.segments):
+            if self.all_calls or any(s.running or s.is_visible for s in self._all()):
                 self._drop_forwards(module)
             self.clean_up()
             forget()
             self.calls += 1
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
+        self.all_calls += 1
 
     @unseen
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
@@ -157,25 +171,25 @@ class Engine:
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
         that ``begins`` are on the stack."""
-        running = [m for s in self.segments for m in s.running]
+        running = [m for s in self._all() for m in s.running]
         if any(calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
             return
-        self.calls = 0
-        for segment in self.segments:
+        self.calls = self.all_calls = 0
+        for segment in self._all():
             segment.running.clear()
             segment.forwards.abandon()
             segment.ran.clear()
             segment.is_open = segment.in_graph = False
             callbacks.recompute_contexts.pop(segment, None)
-            if segment.shown:
+            if segment.is_visible:
                 segment.free()
 
     def _show(self, segment: Segment, is_recompute: bool) -> None:
-        if not segment.shown:
+        if not segment.is_visible:
             if not is_recompute:
                 self._note_position(segment)
-            segment.gather()
-            segment.show()
+            segment.finish_gather()
+            segment.show_params()
             if not is_recompute:
                 self._prefetch(segment, self.last_order)
 
@@ -213,8 +227,30 @@ class Engine:
             self._close(segment)
         return output if copied else None
 
+    def _begin_off_mesh(self, segment: Segment, module: nn.Module, args: Any) -> None:
+        segment.running.append(module)
+        callbacks.recompute_contexts[segment] = segment.shown_params
+        segment.show_params()
+
+    def _end_off_mesh(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> None:
+        if module in segment.running:  # else another hook before its forward raised an error
+            segment.running.remove(module)
+        segment.ran.add(module)
+        if not segment.running:
+            callbacks.recompute_contexts.pop(segment, None)
+            if not self.all_calls or len(segment.ran) == len(segment.modules):
+                self._hide_off_mesh(segment)
+
+    def _hide_off_mesh(self, segment: Segment) -> None:
+        segment.ran.clear()
+        segment.hide_params()
+
     @unseen
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.all_calls = max(self.all_calls - 1, 0)
+        for segment in self.off_mesh:
+            if not segment.running:
+                self._hide_off_mesh(segment)
         if current_backward() != -1:
             return
         self.calls = max(self.calls - 1, 0)
@@ -225,9 +261,9 @@ class Engine:
                 self._hook_leaves(segment)
         for segment in self.segments:
             if segment.copied and not segment.running:
-                if segment.shown or segment.is_open:
+                if segment.is_visible or segment.is_open:
                     self._close(segment)
-                elif not segment.is_gathered:
+                elif segment.state is not ShardState.GATHERED:
                     segment.free()  # prefetched, and not used
                 elif segment.persist:
                     self._hook_leaves(segment)  # a shared parameter may have a new use
@@ -242,14 +278,14 @@ class Engine:
         if self.prefetch and segment in order:
             at = order.index(segment) + 1
             for other in order[at : at + self.prefetch]:
-                other.start()
+                other.start_gather()
 
     def _close(self, segment: Segment) -> None:
         """Ends the forwards of this segment."""
         self._hook_leaves(segment)
         in_graph, segment.is_open, segment.in_graph = segment.in_graph, False, False
         segment.ran.clear()
-        segment.hide()
+        segment.hide_params()
         written = any(buffer.was_written() for buffer in segment.buffers)
         if written or segment.free_after_forward or not in_graph:
             segment.free(written)
@@ -303,9 +339,9 @@ class Engine:
         first = not backward.entered
         backward.begin(segment)
         if segment.buffers:
-            segment.gather()
+            segment.finish_gather()
             segment.kept |= backward.keeps_graph
-            segment.show()
+            segment.show_params()
             order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
             if first:  # often the root's segment, whose forward began first
                 order = [segment, *[s for s in order if s is not segment]]
@@ -323,8 +359,8 @@ class Engine:
     def _recomputes(self, segment: Segment) -> None:
         self._present()
         self._hold(segment)
-        segment.gather()
-        segment.show()
+        segment.finish_gather()
+        segment.show_params()
 
     def _hold(self, segment: Segment) -> bool:
         """Returns True if this code is in the backward of a custom function, which differentiates
@@ -343,7 +379,7 @@ class Engine:
         backward = self._present()
         held = segment in self.held
         backward.leave(segment, launch=not held)
-        if segment.shown and not segment.busy and not held and backward.is_done_with(segment):
+        if segment.is_visible and not segment.busy and not held and backward.is_done_with(segment):
             segment.free()
 
     def _arrived(self, segment: Segment, leaf: int) -> None:
@@ -378,9 +414,8 @@ class Engine:
         self.backward = None
         self.held.clear()
         for segment in self.segments:
-            if not segment.busy and (
-                segment.shown or segment in backward.entered or not segment.is_gathered
-            ):
+            is_unused = segment.state is not ShardState.GATHERED
+            if not segment.busy and (segment in backward.entered or is_unused):
                 segment.free()
 
     @unseen
@@ -398,7 +433,7 @@ class Engine:
         """Resets the state after a backward that ended with an error."""
         if self.backward is not None:
             backward = self.backward
-            backward.abandon()
+            backward.drain()
             if any(s.running for s in self.segments):  # of a recomputed region
                 self._drop_forwards()
             self._end(backward)

@@ -29,7 +29,6 @@ from disttensor.experts.expert_plan import expert_tensors
 from disttensor.fsdp.engine import Engine
 from disttensor.fsdp.mixed_precision import Policies, Policy, check_dtypes
 from disttensor.fsdp.module_tree import SegmentSpec
-from disttensor.fsdp.off_mesh import OffMeshSegment
 from disttensor.fsdp.param import FSDPParam
 from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
 from disttensor.fsdp.segment import Segment
@@ -151,11 +150,6 @@ def shard_data_parallel(
             dtype = (p.dtype.is_floating_point and policy.param_dtype) or p.dtype
             wire = policy.reduce_dtype or dtype
             params.append(FSDPParam(name, p, places[id(p)], axis, dtype, wire))
-        if not params[0].sharded_param.is_initialized:
-            off_mesh = OffMeshSegment(spec.modules, params)
-            module.register_forward_pre_hook(off_mesh.root_begins, prepend=True)
-            module.register_forward_hook(off_mesh.root_ends, always_call=True)
-            continue
         # A backward can enter a module that several stages run in at any of its nodes, so there is
         # no point at which to gather.
         persist = stage < 3 or any(len(_meshes(m, None, ignored)) > 1 for m in spec.modules)

@@ -74,11 +74,8 @@ class FSDPParam:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPParam:
         param, slots = deepcopy((self.sharded_param, self.slots), memo)
-        new = memo[id(self)] = FSDPParam(
-            self.name, param, slots, self.axis, self.spec.dtype, self.reduce_dtype
-        )
-        if self.is_copy and not param.is_initialized:
-            new.set_unsharded(deepcopy(self.unsharded_param, memo))
+        args = self.name, param, slots, self.axis, self.spec.dtype, self.reduce_dtype
+        new = memo[id(self)] = FSDPParam(*args)
         return new
 
     @property

@@ -3,15 +3,19 @@
 There is one all-gather for each dtype and shard axis. At stage 3 it precedes each use, and the
 unsharded parameters are freed afterwards.
 
-    sharded --start--> arriving --gather--> gathered --free--> sharded
+    SHARDED --start_gather--> GATHERING --finish_gather--> GATHERED --show_params--> VISIBLE
 
-While a segment is *shown*, its modules hold the unsharded parameters, otherwise the sharded ones.
+While a segment is VISIBLE its modules hold the unsharded parameters, otherwise the sharded ones.
+``free`` leads back to SHARDED; with ``persist`` only to GATHERED. Off the mesh nothing is gathered:
+the modules show metadata of unsharded parameters, as their layouts decide the layouts of results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,10 +24,12 @@ from torch import nn
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 from disttensor.fsdp.graph_hooks import Forwards
 from disttensor.fsdp.param import FSDPParam
+from disttensor.meta import execute
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
+ShardState = Enum("ShardState", "SHARDED GATHERING GATHERED VISIBLE")
 
 
 class Segment:
@@ -45,12 +51,16 @@ class Segment:
         self.is_brief = is_brief
         # Parameters whose unsharded tensor is a copy of its own: they are sharded, or cast.
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
-        self.shown = False
+        self.is_on_mesh = params[0].sharded_param.is_initialized
+        self.state = ShardState.SHARDED
         self.kept = False  # stays gathered until the values change: set by create_graph=True
         self.unsharded = 0  # number of ``unshard`` contexts that keep it gathered
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
-            kinds.setdefault((param.spec.dtype, param.axis), []).append(param)
+            if self.is_on_mesh:
+                kinds.setdefault((param.spec.dtype, param.axis), []).append(param)
+            else:
+                param.set_unsharded(execute.stand_in(param.spec, param.sharded_param.requires_grad))
         self.buffers: list[AllGatherBuffer] = []
         for (dtype, axis), members in kinds.items():
             mesh = members[0].spec.mesh
@@ -83,8 +93,8 @@ class Segment:
         return new
 
     @property
-    def is_gathered(self) -> bool:
-        return all(b.is_gathered for b in self.buffers)
+    def is_visible(self) -> bool:
+        return self.state is ShardState.VISIBLE
 
     @property
     def is_freed(self) -> bool:
@@ -96,19 +106,25 @@ class Segment:
         """True if a forward of it is on the stack, or between two of its modules."""
         return bool(self.running) or self.is_open
 
-    def start(self) -> None:
-        """Starts the all-gather if it is needed."""
-        for buffer in self.buffers:
-            # Gathered values that persist may be out of date.
-            if buffer.is_gathered and not self.shown and not buffer.is_current():
+    def start_gather(self) -> None:
+        """Starts the all-gather, unless the memory holds the present values."""
+        if self.state is ShardState.GATHERED:  # values that persist may be out of date
+            old = [buffer for buffer in self.buffers if not buffer.is_current()]
+            for buffer in old:
                 buffer.is_gathered = self.kept = False
-            buffer.start()
+                self.state = ShardState.SHARDED
+        if self.state is ShardState.SHARDED:
+            for buffer in self.buffers:
+                buffer.start()
+            self.state = ShardState.GATHERING
 
-    def gather(self) -> None:
+    def finish_gather(self) -> None:
         """Waits until the unsharded parameters have their values; starts the gather if needed."""
-        self.start()
-        for buffer in self.buffers:
-            buffer.finish()
+        self.start_gather()
+        if self.state is ShardState.GATHERING:
+            for buffer in self.buffers:
+                buffer.finish()
+            self.state = ShardState.GATHERED
 
     def shares_memory(self, x: Tensor) -> bool:
         """Returns True if x shares memory with a parameter that is freed between uses."""
@@ -117,24 +133,36 @@ class Segment:
         at = storage_id(x.local.untyped_storage())
         return any(storage_id(b.memory.untyped_storage()) == at for b in self.buffers)
 
-    def show(self) -> None:
+    def show_params(self) -> None:
         """Makes the modules hold the unsharded parameters."""
-        if not self.shown:
-            self.shown = True
+        if not self.is_visible:
+            self.state = ShardState.VISIBLE
             for param in self.copied:
                 param.show_unsharded()
 
-    def hide(self) -> None:
+    def hide_params(self) -> None:
         """Makes the modules hold the sharded parameters."""
-        if self.shown:
-            self.shown = False
+        if self.is_visible:
+            self.state = ShardState.GATHERED
             for param in self.copied:
                 param.show_sharded()
+
+    @contextmanager
+    def shown_params(self) -> Iterator[None]:
+        """Shows the unsharded parameters in its block."""
+        was_visible = self.is_visible
+        self.show_params()
+        try:
+            yield
+        finally:
+            if not was_visible:
+                self.hide_params()
 
     def free(self, always: bool = False) -> None:
         """Hides the parameters and frees their memory, unless it persists. Memory that graphs or
         ``unshard`` keep is freed only with ``always``."""
-        self.hide()
+        self.hide_params()
         if not self.persist and (always or not (self.kept or self.unsharded)):
             for buffer in self.buffers:
                 buffer.free()
+            self.state = ShardState.SHARDED

@@ -45,12 +45,12 @@ def unshard(module: nn.Module) -> Iterator[None]:
         segment.unsharded += 1
     try:
         for segment in found:
-            segment.start()
+            segment.start_gather()
         for segment in found:
-            segment.gather()
+            segment.finish_gather()
         yield
     finally:
         for segment in found:
             segment.unsharded -= 1
-            if not segment.shown and not segment.busy:
+            if not segment.is_visible and not segment.busy:
                 segment.free()

@@ -76,11 +76,11 @@ def test_what_was_gathered_before_a_write_is_gathered_again() -> None:
     """As a segment that was gathered ahead, and used after the optimizer's step."""
     model: Any = shard(net(), meshes()["fsdp"])
     for segment in model.__dict__["_data_parallel"].segments:
-        segment.start()
+        segment.start_gather()
         with torch.no_grad():
             for p in segment.params:
                 p.sharded_param.add_(1.0)
-        segment.gather()
+        segment.finish_gather()
         for p in segment.params:
             want = p.sharded_param.full_tensor()
             torch.testing.assert_close(p.unsharded_param.local, want, rtol=0, atol=0)

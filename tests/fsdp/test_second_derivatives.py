@@ -189,7 +189,7 @@ def test_memory_is_freed_once_the_parameters_have_changed() -> None:
     sgd.step()
     model(batch_of(meshes()["fsdp"], 0)).sum().backward()
     engine: Any = model.__dict__["_data_parallel"]
-    assert engine.segments and not any(s.is_gathered for s in engine.segments)
+    assert engine.segments and not any(b.is_gathered for s in engine.segments for b in s.buffers)
 
 
 @on_ranks(2)

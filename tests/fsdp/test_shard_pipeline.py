@@ -111,7 +111,7 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         compare(whole(p), q.detach())
     for segment in engine(model).segments:
-        assert not segment.shown and not segment.busy
+        assert not segment.is_visible and not segment.busy
     return logs[-1]
 
 

@@ -88,9 +88,9 @@ def at_rest(model: nn.Module) -> None:
     engine = model.__dict__.get("_data_parallel")
     if engine is None:
         return
-    assert not engine.calls and engine.backward is None and not engine.held
-    for s in engine.segments:
-        assert not s.shown and not s.busy and not s.ran, s.name
+    assert not engine.calls and not engine.all_calls and engine.backward is None and not engine.held
+    for s in engine.segments + engine.off_mesh:
+        assert not s.is_visible and not s.busy and not s.ran, s.name
         assert not any(s.forwards._begun.values()), s.name
         for b in s.buffers:
             assert s.persist or not b.is_gathered, s.name

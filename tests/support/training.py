@@ -133,7 +133,7 @@ def at_rest(model: nn.Module, held: Sequence[Any]) -> None:
     """The module holds its shards, nothing is gathered, no gradient is left behind."""
     assert [id(p) for p in model.parameters()] == [id(p) for p in held]
     for segment in engine(model).segments:
-        assert not segment.shown and not segment.busy, segment.name
+        assert not segment.is_visible and not segment.busy, segment.name
         if not segment.persist:
             assert not any(
                 b.is_gathered or b.memory.untyped_storage().nbytes() for b in segment.buffers
