@@ -30,7 +30,7 @@ LINES = {
     "optim": 480,
     "parallel": 820,
     "patches": 1_280,
-    "pipeline": 3_130,
+    "pipeline": 3_150,
     "random": 860,
     "reshard": 1_600,
     "root": 1_640,

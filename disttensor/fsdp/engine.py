@@ -28,7 +28,7 @@ from disttensor.comm import buffers
 from disttensor.comm.places import Place
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import ReduceOrder
-from disttensor.fsdp.graph_hooks import Forwards, before_node, follow, forget
+from disttensor.fsdp.graph_hooks import SegmentForward, before_node, follow, forget
 from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import shared
 from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
@@ -79,7 +79,7 @@ class Engine:
             plan, enter, leave = [
                 partial(f, segment) for f in (self._plan, self._enter, self._leave)
             ]
-            segment.forwards = Forwards(plan, enter, leave)
+            segment.forward = SegmentForward(plan, enter, leave)
 
     def add_hooks(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
@@ -135,7 +135,7 @@ class Engine:
     @unseen
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
-            if self.all_calls or any(s.running or s.is_visible for s in self._all()):
+            if self.all_calls or any(s.forward.running or s.is_visible for s in self._all()):
                 self._drop_forwards(module)
             self.clean_up()
             forget()
@@ -147,13 +147,13 @@ class Engine:
     @unseen
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
         is_recompute = current_backward() != -1  # of a checkpointed region
-        if segment.running and not self.calls and not is_recompute:
+        if segment.forward.running and not self.calls and not is_recompute:
             self._drop_forwards(module)
         if not is_read:
             self._show(segment, is_recompute)
             self._runs(segment, module)
         if not is_recompute and torch.is_grad_enabled():
-            segment.is_open = True
+            segment.forward.is_open = True
 
     @unseen
     def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
@@ -164,22 +164,18 @@ class Engine:
         self._runs(segment, module)
 
     def _runs(self, segment: Segment, module: nn.Module) -> None:
-        segment.running.append(module)
-        segment.forwards.begin()
+        segment.forward.begin(module)
         callbacks.recompute_contexts[segment] = partial(self._shown_again, segment)
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
         that ``begins`` are on the stack."""
-        running = [m for s in self._all() for m in s.running]
+        running = [m for s in self._all() for m in s.forward.running]
         if any(calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
             return
         self.calls = self.all_calls = 0
         for segment in self._all():
-            segment.running.clear()
-            segment.forwards.abandon()
-            segment.ran.clear()
-            segment.is_open = segment.in_graph = False
+            segment.forward.drop()
             callbacks.recompute_contexts.pop(segment, None)
             if segment.is_visible:
                 segment.free()
@@ -195,17 +191,16 @@ class Engine:
 
     @unseen
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
-        if module not in segment.running:  # another hook before its forward raised an error
+        forward = segment.forward
+        if not forward.end(module):
             return None
-        segment.running.remove(module)
-        segment.in_graph |= segment.forwards.end()
-        if not segment.running:
+        if not forward.running:
             callbacks.recompute_contexts.pop(segment, None)
         if current_backward() != -1:
             if torch.is_grad_enabled() and self._hold(segment):
                 return None
             freed = segment.free_after_forward and segment not in self.held
-            if freed and not segment.running and self.backward is not None:
+            if freed and not forward.running and self.backward is not None:
                 self.backward.recomputed(segment)
             return None
         outputs = find_tensors(output, attributes=True)
@@ -215,42 +210,35 @@ class Engine:
                 output, lambda x: x.clone() if segment.shares_memory(x) else x, attributes=True
             )
             outputs = find_tensors(output, attributes=True)
-        segment.ran.add(module)
-        # Without a forward of the root, only this module is certain to run.
-        is_over = not segment.running and (
-            not self.calls or len(segment.ran) == len(segment.modules)
-        )
+        forward.ran.add(module)
         for x in outputs if segment.is_freed else ():
             if isinstance(x, DistTensor):  # its aliases must not be made from freed memory
                 set_origin(x, None)
-        if is_over:
+        if forward.is_over(segment.modules, self.calls > 0):
             self._close(segment)
         return output if copied else None
 
     def _begin_off_mesh(self, segment: Segment, module: nn.Module, args: Any) -> None:
-        segment.running.append(module)
+        segment.forward.begin(module)
         callbacks.recompute_contexts[segment] = segment.shown_params
         segment.show_params()
 
     def _end_off_mesh(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> None:
-        if module in segment.running:  # else another hook before its forward raised an error
-            segment.running.remove(module)
-        segment.ran.add(module)
-        if not segment.running:
+        segment.forward.end(module)
+        segment.forward.ran.add(module)
+        if not segment.forward.running:
             callbacks.recompute_contexts.pop(segment, None)
-            if not self.all_calls or len(segment.ran) == len(segment.modules):
-                self._hide_off_mesh(segment)
-
-    def _hide_off_mesh(self, segment: Segment) -> None:
-        segment.ran.clear()
-        segment.hide_params()
+        if segment.forward.is_over(segment.modules, self.all_calls > 0):
+            segment.forward.close()
+            segment.hide_params()
 
     @unseen
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self.all_calls = max(self.all_calls - 1, 0)
         for segment in self.off_mesh:
-            if not segment.running:
-                self._hide_off_mesh(segment)
+            if not segment.forward.running:
+                segment.forward.close()
+                segment.hide_params()
         if current_backward() != -1:
             return
         self.calls = max(self.calls - 1, 0)
@@ -260,8 +248,8 @@ class Engine:
             for segment in self.uncopied:
                 self._hook_leaves(segment)
         for segment in self.segments:
-            if segment.copied and not segment.running:
-                if segment.is_visible or segment.is_open:
+            if segment.copied and not segment.forward.running:
+                if segment.is_visible or segment.forward.is_open:
                     self._close(segment)
                 elif segment.state is not ShardState.GATHERED:
                     segment.free()  # prefetched, and not used
@@ -283,11 +271,10 @@ class Engine:
     def _close(self, segment: Segment) -> None:
         """Ends the forwards of this segment."""
         self._hook_leaves(segment)
-        in_graph, segment.is_open, segment.in_graph = segment.in_graph, False, False
-        segment.ran.clear()
+        made_nodes = segment.forward.close()
         segment.hide_params()
         written = any(buffer.was_written() for buffer in segment.buffers)
-        if written or segment.free_after_forward or not in_graph:
+        if written or segment.free_after_forward or not made_nodes:
             segment.free(written)
         if written:
             raise RuntimeError(
@@ -434,7 +421,7 @@ class Engine:
         if self.backward is not None:
             backward = self.backward
             backward.drain()
-            if any(s.running for s in self.segments):  # of a recomputed region
+            if any(s.forward.running for s in self.segments):  # of a recomputed region
                 self._drop_forwards()
             self._end(backward)
             for param in [p for s in backward.entered for p in s.params]:
@@ -472,7 +459,7 @@ def flush(params: Sequence[Any]) -> None:
 @unseen
 def _starts(node: Any) -> None:
     """Follows a call of autograd from a node at which it may have started."""
-    copied = [s.forwards for engine in engines() for s in engine.segments if s.copied]
+    copied = [s.forward for engine in engines() for s in engine.segments if s.copied]
     if copied:
         follow(node, copied)
 

@@ -10,10 +10,11 @@ run before nodes, so nothing is added to the graph.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from disttensor.autograd.joined_backward import when_failed
 from disttensor.autograd.starts import graph_count, node_count
@@ -31,9 +32,12 @@ Tensor = torch.Tensor
 _KEPT = 64  # forwards of a segment whose nodes are kept separately
 
 
-class Forwards:
-    """The nodes that the forwards of one segment made.
+class SegmentForward:
+    """The forwards of one segment: those that run now, and the nodes that each made.
 
+    running  modules whose forwards are on the stack
+    ran      modules whose forwards have ended since the last ``close``
+    is_open  from the start to the end of a forward with grad enabled
     numbers  (its first number, the number after its last) of each forward, by ``node_count``. Old
              entries are merged: a backward through such a graph may enter the segment needlessly
     plan     called for each forward that a backward will enter, then ``enter`` and ``leave``
@@ -43,14 +47,22 @@ class Forwards:
         self, plan: Callable[[], None], enter: Callable[[], None], leave: Callable[[], None]
     ) -> None:
         self.plan, self.enter, self.leave = plan, enter, leave
+        self.running: list[nn.Module] = []
+        self.ran: set[nn.Module] = set()
+        self.is_open = False
         self.numbers: dict[int, list[tuple[int, int]]] = {}
         self._begun: dict[int, list[int]] = {}
+        self._made_nodes = False
 
-    def begin(self) -> None:
+    def begin(self, module: nn.Module) -> None:
+        self.running.append(module)
         self._begun.setdefault(node_count(), []).append(next_number())
 
-    def end(self) -> bool:
-        """Ends a forward, and returns True if it made nodes."""
+    def end(self, module: nn.Module) -> bool:
+        """Ends a forward. Returns False if it had not begun: a hook before it raised an error."""
+        if module not in self.running:
+            return False
+        self.running.remove(module)
         begun = self._begun[node_count()]
         first, last = begun.pop(), next_number()
         if not begun:  # the outermost
@@ -59,11 +71,28 @@ class Forwards:
                 numbers.append((first, last))
             if len(numbers) > _KEPT:
                 numbers[:2] = [(numbers[0][0], numbers[1][1])]
-        return last > first
+        self._made_nodes |= last > first
+        return True
 
-    def abandon(self) -> None:
+    def is_over(self, modules: Sequence[nn.Module], in_root: bool) -> bool:
+        """Returns True if no other forward of these modules will follow. Without a forward of the
+        root, only the module that has ended is certain to run."""
+        return not self.running and (not in_root or len(self.ran) == len(modules))
+
+    def close(self) -> bool:
+        """Ends the forwards between two uses; returns True if they made nodes."""
+        made, self._made_nodes, self.is_open = self._made_nodes, False, False
+        self.ran.clear()
+        return made
+
+    def drop(self) -> None:
         """Drops the forwards that ended with an error."""
+        self.running.clear()
         self._begun.clear()
+        self.close()
+
+
+_Pass = tuple[int, SegmentForward]  # the number of a call of autograd, and a forward in its graph
 
 
 class _Walk:
@@ -88,7 +117,7 @@ def forget() -> None:
             _WALKS.popitem()[1].remove_hooks()
 
 
-def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
+def follow(start: Any, of_segments: Iterable[SegmentForward]) -> None:
     """Registers hooks that enter and leave segments in the part of the graph that begins with
     ``start``, the node that is about to run."""
     task = current_backward()
@@ -101,20 +130,20 @@ def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
         return
     nodes = sorted(_new_nodes(start, walk.seen), key=node_number)
     numbers = [node_number(node) for node in nodes]
-    found: list[tuple[int, Any, Any, Forwards]] = []
-    for forwards in of_segments:
-        for begin, end in reversed(forwards.numbers.get(graph_count(), ())):
+    found: list[tuple[int, Any, Any, SegmentForward]] = []
+    for forward in of_segments:
+        for begin, end in reversed(forward.numbers.get(graph_count(), ())):
             if end <= numbers[0]:
                 break
             at = bisect_left(numbers, begin)
             first = _last_that_runs(nodes, bisect_left(numbers, end), at)
             if first is not None:
-                found.append((begin, first, _last_that_runs(nodes, at, 0), forwards))
+                found.append((begin, first, _last_that_runs(nodes, at, 0), forward))
     found.sort(key=lambda one: one[0])  # a forward around others is entered before them
     before: dict[Any, tuple[list[_Pass], list[_Pass]]] = {}
-    for _, first, after, forwards in found:
-        forwards.plan()
-        one = _Pass(task, forwards)
+    for _, first, after, forward in found:
+        forward.plan()
+        one = task, forward
         before.setdefault(first, ([], []))[1].append(one)
         if after is not None:
             before.setdefault(after, ([], []))[0].insert(0, one)
@@ -123,15 +152,6 @@ def follow(start: Any, of_segments: Iterable[Forwards]) -> None:
             _run(left, entered)
         else:
             walk.handles.append(node.register_prehook(lambda _, ends=(left, entered): _run(*ends)))
-
-
-class _Pass:
-    """The pass of one call of autograd through the nodes of one forward."""
-
-    __slots__ = ("forwards", "task")
-
-    def __init__(self, task: int, forwards: Forwards) -> None:
-        self.task, self.forwards = task, forwards
 
 
 def before_node(x: Tensor, run: Callable[[], None]) -> None:
@@ -147,12 +167,12 @@ def before_node(x: Tensor, run: Callable[[], None]) -> None:
 def _run(left: list[_Pass], entered: list[_Pass]) -> None:
     """Leaves segments, then enters others, so that fewer are gathered at once."""
     task = current_backward()
-    for one in left:
-        if one.task == task:
-            one.forwards.leave()
-    for one in entered:
-        if one.task == task:
-            one.forwards.enter()
+    for number, forward in left:
+        if number == task:
+            forward.leave()
+    for number, forward in entered:
+        if number == task:
+            forward.enter()
 
 
 def _new_nodes(start: Any, seen: set[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
-from disttensor.fsdp.graph_hooks import Forwards
+from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import FSDPParam
 from disttensor.meta import execute
 from disttensor.tensor.dist_tensor import DistTensor
@@ -69,11 +69,7 @@ class Segment:
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # number of the root's forward in which ``position`` was set
-        self.running: list[nn.Module] = []  # modules whose forwards are on the stack
-        self.ran: set[nn.Module] = set()
-        self.forwards: Forwards  # set by the engine
-        self.is_open = False  # from the start to the end of a forward with grad enabled
-        self.in_graph = False  # this forward has created nodes of autograd
+        self.forward: SegmentForward  # set by the engine
         self.leaves: list[str] = []  # the parameter of each leaf that collects gradients
         self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached
         # If ``copied`` is empty: segments that received gradients in the same backward.
@@ -104,7 +100,7 @@ class Segment:
     @property
     def busy(self) -> bool:
         """True if a forward of it is on the stack, or between two of its modules."""
-        return bool(self.running) or self.is_open
+        return bool(self.forward.running) or self.forward.is_open
 
     def start_gather(self) -> None:
         """Starts the all-gather, unless the memory holds the present values."""

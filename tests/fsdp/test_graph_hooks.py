@@ -8,9 +8,10 @@ import torch
 from disttensor import callbacks
 from disttensor.autograd import starts, token
 from disttensor.fsdp import graph_hooks
-from disttensor.fsdp.graph_hooks import Forwards, follow
+from disttensor.fsdp.graph_hooks import SegmentForward, follow
 
 Tensor = torch.Tensor
+MODULE = torch.nn.Identity()
 
 
 class Told:
@@ -18,26 +19,26 @@ class Told:
 
     def __init__(self) -> None:
         self.order: list[str] = []
-        self.segments: dict[str, Forwards] = {}
+        self.segments: dict[str, SegmentForward] = {}
 
-    def segment(self, name: str) -> Forwards:
+    def segment(self, name: str) -> SegmentForward:
         def tell(what: str) -> None:
             if what != "plan":
                 self.order.append(f"{what} {name}")
 
         if name not in self.segments:
-            self.segments[name] = Forwards(
+            self.segments[name] = SegmentForward(
                 lambda: tell("plan"), lambda: tell("enter"), lambda: tell("leave")
             )
         return self.segments[name]
 
     def forward(self, name: str, x: Tensor, inner: str = "") -> Tensor:
         segment = self.segment(name)
-        segment.begin()
+        segment.begin(MODULE)
         y = (x * 2).sin()
         if inner:
             y = self.forward(inner, y).cos()
-        segment.end()
+        segment.end(MODULE)
         return y
 
     def backward(self, *roots: Tensor, **options: object) -> list[str]:
@@ -62,9 +63,9 @@ def leaf() -> Tensor:
 def test_a_token_that_all_graphs_share_belongs_to_no_forward(told: Told) -> None:
     """It is made once, in whichever forward needs it first: other backwards must not enter that."""
     segment = told.segment("a")
-    segment.begin()
+    segment.begin(MODULE)
     shared = token.orphan.__wrapped__(torch.device("cpu"))
-    segment.end()
+    segment.end(MODULE)
     assert told.backward(shared.clone()) == []
 
 

@@ -90,8 +90,8 @@ def at_rest(model: nn.Module) -> None:
         return
     assert not engine.calls and not engine.all_calls and engine.backward is None and not engine.held
     for s in engine.segments + engine.off_mesh:
-        assert not s.is_visible and not s.busy and not s.ran, s.name
-        assert not any(s.forwards._begun.values()), s.name
+        assert not s.is_visible and not s.busy and not s.forward.ran, s.name
+        assert not any(s.forward._begun.values()), s.name
         for b in s.buffers:
             assert s.persist or not b.is_gathered, s.name
             assert b._arriving is None, s.name
