@@ -76,7 +76,7 @@ class GuardedForward(InstanceForward):
         """Returns the reasons why calls ran the forward, as text."""
         return list(self._why)
 
-    # For subclasses ---------------------------------------------------------------------------------
+    # For subclasses ------------------------------------------------------------------------------
 
     def new_guard(self) -> CodeGuard:
         """Returns the guard of everything that the forward reads. ``why`` of it: see CodeGuard."""
