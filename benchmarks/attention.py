@@ -12,8 +12,8 @@ that noise hits them alike; of every side the best step counts, and of a step th
 torch's ``context_parallel`` has no kernel for CPU, so what is called is the ring that it runs on
 CUDA (``_templated_ring_attention``), with the kernel that all sides have here. It and the one by
 hand begin with a sequence that was dealt out before (rank i has the chunks i and 2 n - 1 - i), and
-leave their results so. So does "balanced", the ring on rows that ``dt.Balanced`` dealt out; other
-sides of disttensor take contiguous pieces and give them back.
+leave their results so. So does "balanced", the ring on rows that ``dt.attention.Balanced`` dealt
+out; other sides of disttensor take contiguous pieces and give them back.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ def sides(full: list[Tensor], mesh: dt.ProcessMesh) -> dict[str, Callable[[], li
     grad = full[3]
 
     def ours(policy: str) -> Callable[[], list[Tensor]]:
-        placement = dt.Balanced(2) if policy == "balanced" else dt.Shard(2)
+        placement = dt.attention.Balanced(2) if policy == "balanced" else dt.Shard(2)
         leaves = [dt.shard_tensor(x, mesh, [placement]).requires_grad_() for x in full[:3]]
         seed = dt.shard_tensor(grad, mesh, [placement])
 
         def step() -> list[Tensor]:
             for x in leaves:
                 x.grad = None
-            with dt.attention_policy("ring" if policy == "balanced" else policy):
+            with dt.attention.policy("ring" if policy == "balanced" else policy):
                 out = F.scaled_dot_product_attention(*leaves, is_causal=True)
             out.backward(seed)
             return [x.to_local() for x in (out.detach(), *(x.grad for x in leaves))]
@@ -227,7 +227,7 @@ def rank_main(rank: int, n: int, port: int, args: argparse.Namespace, results: A
         best = dict.fromkeys(steps, float("inf"))
         sent = {}
         for name, step in steps.items():
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 step()
             sent[name] = log.total_bytes
         for _ in range(args.repeats):

@@ -96,8 +96,8 @@ def sides(full: list[Tensor], mesh: dt.ProcessMesh) -> dict[str, Step]:
         return step
 
     def ours(x: Any, indices: Any, weights: Any, up: Any, down: Any) -> Any:
-        sent = dt.dispatch_tokens(x, indices, up.shape[0]).apply(mlp, up, down)
-        return dt.combine_tokens(sent, weights)
+        sent = dt.experts.dispatch_tokens(x, indices, up.shape[0]).apply(mlp, up, down)
+        return dt.experts.combine_tokens(sent, weights)
 
     return {OURS: step_of(ours, split), BY_HAND: step_of(by_hand, pieces)}
 
@@ -122,7 +122,7 @@ def rank_main(rank: int, n: int, port: int, args: argparse.Namespace, results: A
             results[n, tokens] = {}
             continue
         best, sent = dict.fromkeys(steps, float("inf")), dict.fromkeys(steps, 0)
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             steps[OURS]()
         sent[OURS] = log.total_bytes
         away = indices.chunk(n)[rank] // (args.experts // n) != rank

@@ -158,7 +158,7 @@ def measure(row: Row) -> tuple[dict[str, float], dict[str, float]]:
         optimizer.step()
         optimizer.zero_grad()
     figures: dict[str, float] = {}
-    with dt.record_comms() as comms, peak(buffers) as most:
+    with dt.debugging.record_comms() as comms, peak(buffers) as most:
         backward()
         figures["gradients"] = held(p.grad for p in model.parameters())
         optimizer.step()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.simulate import devices
+from disttensor.simulate import devices, plan_strategy, simulate
 from disttensor.simulate.run import simulate_program
 from disttensor.simulate.run_rank import of_script
 
@@ -103,12 +103,12 @@ def llama_405b() -> Any:
     strategy = dt.Strategy(pp=16, sharding=32, tp=8, zero_stage=2, amp="bf16",
                            accumulate_steps=MICRO_BATCHES)  # fmt: skip
     build_with = llama("405B", 32 * MICRO_BATCHES, 8192)
-    return dt.simulate(lambda: build_with(strategy), 4096)
+    return simulate(lambda: build_with(strategy), 4096)
 
 
 def llama_7b() -> Any:
     build_with = llama("7B", 64, 4096)
-    return dt.plan_strategy(build_with, 64, device=devices.H100)
+    return plan_strategy(build_with, 64, device=devices.H100)
 
 
 def main() -> None:

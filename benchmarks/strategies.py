@@ -80,7 +80,7 @@ def legal(everything: bool) -> list[dt.Strategy]:
     """All that four ranks can do with this model and batch."""
     names = ["tok", "pos", *(f"blocks.{i}" for i in range(BLOCKS)), "norm", "head"]
     program = ProgramShape(BATCH, tuple(names), tuple(names[2 : 2 + BLOCKS]))
-    network = dt.devices.Network(ranks_per_node=RANKS)
+    network = dt.simulate.devices.Network(ranks_per_node=RANKS)
     found = [s for s, reason in strategies(RANKS, network, program, dt.Strategy()) if not reason]
     return [s for s in found if everything or not (s.recompute or s.segments)]
 
@@ -100,7 +100,7 @@ def seconds(run: Callable[[], object], times: int = 3) -> float:
     return best
 
 
-def calibrate() -> tuple[dt.devices.Device, dt.devices.Network]:
+def calibrate() -> tuple[dt.simulate.devices.Device, dt.simulate.devices.Network]:
     """Measures this machine, whose cores the ranks share, and the network between them."""
     return measure_device(0.3, together=True), measure_network()
 
@@ -175,7 +175,7 @@ def main() -> None:
     device, network = on_ranks(RANKS, calibrate)[0]
     print(machine(), device, network, sep="\n", flush=True)
     torch.set_num_threads(1)
-    table = dt.plan_strategy(build_with(config), RANKS, device=device, network=network)
+    table = dt.simulate.plan_strategy(build_with(config), RANKS, device=device, network=network)
     print(table, f"planned after {time.perf_counter() - started:.0f} s", sep="\n", flush=True)
     if args.plan:
         return

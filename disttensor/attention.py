@@ -1,9 +1,10 @@
-"""How attention over a split sequence communicates.
+"""Attention over a split sequence: how it communicates, and a placement that balances causal work.
 
 >>> with dt.attention.policy("ring"):
 ...     pass
 """
 
-from ops.nn.attention_policy import attention_policy as policy
+from disttensor.core.placement import Balanced
+from ops.nn.attention_policy import policy
 
-__all__ = ["policy"]
+__all__ = ["Balanced", "policy"]

@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
+__all__ = [
+    "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning", "MismatchError",
+    "SimulationError", "StrictError",
+]  # fmt: skip
+
 _ROOT = Path(__file__).parents[1]
 _OURS = tuple(str(_ROOT / name) + "/" for name in ("disttensor", "ops", "reshard"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -58,9 +63,9 @@ class StrictError(DistTensorError):
     """Inside strict(): a call that would communicate without being asked, or has no rule.
 
     >>> try:
-    ...     with dt.strict():
+    ...     with dt.debugging.strict():
     ...         y = dt.ones(4, 4, mesh=mesh).relu()
-    ... except dt.StrictError as error:
+    ... except dt.errors.StrictError as error:
     ...     print("would communicate:", error)
     """
 
@@ -70,7 +75,7 @@ class FallbackWarning(UserWarning):
     put off gradients of weights.
 
     >>> import warnings
-    >>> warnings.simplefilter("ignore", dt.FallbackWarning)
+    >>> warnings.simplefilter("ignore", dt.errors.FallbackWarning)
     """
 
 
@@ -113,9 +118,9 @@ class MismatchError(DistTensorError):
     different calls since an optimizer step.
 
     >>> try:
-    ...     with dt.debug():
+    ...     with dt.debugging.compare_ranks():
     ...         total = dt.ones(4, mesh=mesh).sum().item()
-    ... except dt.MismatchError as error:
+    ... except dt.errors.MismatchError as error:
     ...     print("which rank does what:", error)
     """
 
@@ -123,7 +128,7 @@ class MismatchError(DistTensorError):
 class CommError(DistTensorError):
     """A collective failed or could not start; the message names the group and its ranks.
 
-    >>> issubclass(dt.CommError, RuntimeError)
+    >>> issubclass(dt.errors.CommError, RuntimeError)
     True
     """
 
@@ -135,7 +140,7 @@ class CustomFunctionError(DistTensorError):
     >>> x = dt.ones(3, mesh=mesh, requires_grad=True)
     >>> try:
     ...     y = checkpoint(torch.relu, x, use_reentrant=True)
-    ... except dt.CustomFunctionError:
+    ... except dt.errors.CustomFunctionError:
     ...     y = checkpoint(torch.relu, x, use_reentrant=False)
     >>> y.tolist()
     [1.0, 1.0, 1.0]
@@ -143,4 +148,14 @@ class CustomFunctionError(DistTensorError):
 
 
 class SimulationError(DistTensorError):
-    """Raised for a program that cannot be simulated. The message names the line."""
+    """Raised for a program that cannot be simulated. The message names the line.
+
+    >>> def build():
+    ...     x = dt.ones(4, mesh=dt.init_mesh((2,), ("dp",)))
+    ...     return lambda: torch.nonzero(x)
+    >>> try:
+    ...     dt.simulate.simulate(build, world=2)
+    ... except dt.errors.SimulationError as error:
+    ...     print(error)
+    the shape of the result of aten.nonzero.default at ... depends on data, ...
+    """

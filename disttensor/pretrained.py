@@ -1,7 +1,7 @@
 """Checkpoints of pretrained models, in Hugging Face's format.
 
->>> dt.pretrained.load is dt.load_pretrained, dt.pretrained.save is dt.save_pretrained
-(True, True)
+>>> dt.pretrained.load, dt.pretrained.save  # doctest: +ELLIPSIS
+(<function load_pretrained at 0x...>, <function save_pretrained at 0x...>)
 """
 
 from disttensor.checkpoint.load_pretrained import load_pretrained as load

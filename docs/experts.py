@@ -36,8 +36,8 @@ class Mixture(torch.nn.Module):
 
     def forward(self, x: Any, scores: Any) -> Any:
         weights, chosen = scores.softmax(-1).topk(2)
-        self.sent = dt.dispatch_tokens(x, chosen, EXPERTS).apply(product, self.weight)
-        return dt.combine_tokens(self.sent, weights)
+        self.sent = dt.experts.dispatch_tokens(x, chosen, EXPERTS).apply(product, self.weight)
+        return dt.experts.combine_tokens(self.sent, weights)
 
 
 def product(rows: torch.Tensor, counts: list[int], weight: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def on_rank(rank: int, port: int, found: Any) -> None:
 
     collectives.all_to_all_rows = noted
     model(*(dt.shard_tensor(t, mesh, [dt.Shard(0)]) for t in (x, scores)))
-    (load,) = dt.expert_load(model)
+    (load,) = dt.experts.expert_load(model)
     found[rank] = exchanges[0], load.experts
     dist.barrier()
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ def main() -> None:
         batch = torch.stack([text[s : s + TIME] for s in starts])
         tokens = dt.shard_tensor(batch, mesh, [dt.Shard(0), dt.Replicate()])
         optimizer.zero_grad()
-        with dt.record_comms() as comms:
+        with dt.debugging.record_comms() as comms:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         optimizer.step()

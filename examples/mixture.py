@@ -1,6 +1,6 @@
 """A mixture of experts in place of a block's MLP: a router sends each token to two of them.
 
-``dt.dispatch_tokens`` works on plain tensors too: in one process all experts are here.
+``dispatch_tokens`` works on plain tensors too: in one process all experts are here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import disttensor as dt
+from disttensor.experts import combine_tokens, dispatch_tokens
 
 CHOICES = 2  # experts of a token
 
@@ -33,8 +33,8 @@ class Mixture(nn.Module):
         """[batch, time, width] -> the same"""
         scores, chosen = self.router(x).softmax(-1).topk(min(CHOICES, len(self.up)))
         weights = (scores / scores.sum(-1, keepdim=True)).to(x.dtype)
-        self.sent = dt.dispatch_tokens(x, chosen, len(self.up))  # kept for dt.expert_load
-        return dt.combine_tokens(self.sent.apply(compute, self.up, self.down), weights)
+        self.sent = dispatch_tokens(x, chosen, len(self.up))  # kept for expert_load
+        return combine_tokens(self.sent.apply(compute, self.up, self.down), weights)
 
 
 def compute(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:

@@ -117,11 +117,11 @@ def parse_args() -> argparse.Namespace:
 def strategy_of(args: argparse.Namespace) -> dt.Strategy:
     """How the training run is divided among processes. Raises ValueError for what has no
     meaning."""
-    segments: dt.SegmentBySize | dt.SegmentByAnchors | None = None
+    segments: dt.fsdp.SegmentBySize | dt.fsdp.SegmentByAnchors | None = None
     if args.segment_mb is not None:
-        segments = dt.SegmentBySize(args.segment_mb)
+        segments = dt.fsdp.SegmentBySize(args.segment_mb)
     elif args.anchors:
-        segments = dt.SegmentByAnchors(args.anchors)
+        segments = dt.fsdp.SegmentByAnchors(args.anchors)
     return dt.Strategy(
         pp=args.pp,
         dp=args.dp,

@@ -20,7 +20,7 @@ plan = {"1.*": [dt.Shard(0)], "3.weight": [dt.Shard(1)]}  # output features, the
 dt.shard_module(block, mesh, plan)
 x = dt.shard_tensor(torch.randn(2, 16, 64), mesh)  # replicated
 
-with dt.record_comms() as log:
+with dt.debugging.record_comms() as log:
     loss = (x + block(x)).square().mean()
     loss.backward()
 value = loss.item()  # the global value, on every rank

@@ -77,7 +77,7 @@ def main() -> None:
     init_weights(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     say(f"{size:,} parameters on {strategy.degrees()}, {len(text):,} bytes of text")
-    say(f"calls are carried out in {dt.info()['dispatch']}")
+    say(f"calls are carried out in {dt.debugging.info()['dispatch']}")
 
     def loss_on(batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs = dt.shard_tensor(batch[0], stages[0], strategy.batch())
@@ -102,7 +102,7 @@ def main() -> None:
     progress = Progress(args.steps, args.batch * args.context, quiet=not FIRST, done=done)
     started = time.perf_counter()
     for step in range(done, args.steps):
-        with dt.record_comms() as comms:
+        with dt.debugging.record_comms() as comms:
             batch = sample_batch(text, args.batch, args.context, args.seed, step)
             parts = zip(*(half.chunk(args.accumulate) for half in batch), strict=True)
             shares = pipeline.run(share_of_loss, parts, args.schedule, stages=stages)
@@ -134,7 +134,7 @@ def main() -> None:
         nats = sum(checks) / len(checks)
         say(f"validation loss {nats:.4f} ({nats / math.log(2):.3f} bits per byte)")
     if args.experts:
-        say(f"{' experts in the last forward ':-^80}\n{dt.expert_load(model)}")
+        say(f"{' experts in the last forward ':-^80}\n{dt.experts.expert_load(model)}")
     if args.sample:
         prompt = held_out[: min(args.context, 128)].long().unsqueeze(0)
         with dt.values_everywhere():

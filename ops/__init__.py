@@ -9,6 +9,8 @@ import disttensor  # noqa: F401, I001  (the packages load in one order, whicheve
 import importlib
 import pkgutil
 
+from disttensor.core.layout import Layout
+from disttensor.core.spec import DistSpec
 from ops.factors import Arg, Factors, letters, pointwise_factors
 from ops.infer import Inferred, NoRule, infer
 from ops.registry import RULES, Rule, register, replace_rule, rule
@@ -18,6 +20,6 @@ for _module in pkgutil.walk_packages(__path__, "ops."):
     importlib.import_module(_module.name)
 
 __all__ = [
-    "RULES", "Arg", "Factors", "Inferred", "NoRule", "Rule", "infer", "letters",
-    "pointwise_factors", "register", "replace_rule", "rule",
+    "RULES", "Arg", "DistSpec", "Factors", "Inferred", "Layout", "NoRule", "Rule", "infer",
+    "letters", "pointwise_factors", "register", "replace_rule", "rule",
 ]  # fmt: skip

@@ -24,11 +24,12 @@ import disttensor  # noqa: F401  (the three packages load in one order, always)
 import importlib
 import pkgutil
 
+from disttensor.comm.groups import Group
 from reshard.cross_mesh import choose, cost, run
 from reshard.planner import Step, background
 from reshard.registry import register
 
-__all__ = ["Step", "background", "choose", "cost", "register", "run"]
+__all__ = ["Group", "Step", "background", "choose", "cost", "register", "run"]
 
 for _file in pkgutil.iter_modules(__path__):  # each registers its functions
     importlib.import_module(f"{__name__}.{_file.name}")

@@ -302,7 +302,7 @@ KINDS: dict[str, Any] = {
     "sharded 3, prefetch": partial(sharded, prefetch=2),
     "sharded 3, no prefetch": partial(sharded, prefetch=0),
     "sharded 3, kept": partial(sharded, reshard_after_forward=False),
-    "sharded 3, one segment": partial(sharded, segments=dt.SegmentBySize()),
+    "sharded 3, one segment": partial(sharded, segments=dt.fsdp.SegmentBySize()),
     "sharded 3, accumulate": sharded,
     "sharded 3, accumulate none": sharded,
     "sharded 2, accumulate": partial(sharded, stage=2),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import disttensor as dt
 from disttensor import ProcessMesh, Replicate, Shard
 from disttensor.checkpoint.synced_file import SyncedFile
+from disttensor.simulate import simulate
 from tests.support.failing import POINT, Failure, Interrupt, armed, at_rest, changes, leftovers
 from tests.support.oracle import randn
 from tests.support.part import part
@@ -128,7 +129,7 @@ def test_steps_after_a_failed_replay(way, debug):
             run = Run(on, how)
             if on:
                 dt.replay(run.net)
-            with dt.debug() if on and debug else nullcontext():
+            with dt.debugging.compare_ranks() if on and debug else nullcontext():
                 for i in range(before):
                     run.step(i)
                 then = leftovers()
@@ -271,7 +272,7 @@ def scaled(on: bool, how: str, way: str, error: Any) -> Any:
     opt = Fragile(run.net.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     if on:
-        dt.shard_scaler(scaler)
+        dt.optim.shard_scaler(scaler)
     refusals: list[str] = []
     out: list[Any] = []
 
@@ -493,7 +494,7 @@ def simulated(way: str, error: Any) -> None:
         return step
 
     with armed(way, 1 + (way == "in the step"), error), pytest.raises(error):
-        dt.simulate(build, 4)
+        simulate(build, 4)
 
 
 @on_ranks(2, timeout=120)

@@ -109,12 +109,14 @@ def test_factories():
             dt.full([5, 6], 2.5, mesh=mesh, placements=layout, requires_grad=True),
             torch.full((5, 6), 2.5),
         )
-        same(dt.from_fn(torch.zeros, mesh, layout, (5, 6)), torch.zeros(5, 6))
-        same(dt.from_fn(torch.full, mesh, layout, (5, 6), 7.0), torch.full((5, 6), 7.0))
+        same(dt.api.create.from_fn(torch.zeros, mesh, layout, (5, 6)), torch.zeros(5, 6))
+        same(dt.api.create.from_fn(torch.full, mesh, layout, (5, 6), 7.0), torch.full((5, 6), 7.0))
         x = dt.empty(torch.Size((5, 6)), mesh=mesh, placements=layout, dtype=torch.bfloat16)
         assert x.shape == (5, 6) and x.dtype == torch.bfloat16 and x.placements == layout
     assert dt.zeros(4, mesh=mesh).placements == (R, R) and dt.zeros((), mesh=mesh).shape == ()
-    assert dt.from_fn(torch.ones, mesh, None, (3, 4), dims_mapping=[-1, 1]).placements == (R, S1)
+    assert dt.api.create.from_fn(
+        torch.ones, mesh, None, (3, 4), dims_mapping=[-1, 1]
+    ).placements == (R, S1)
     with pytest.raises(ValueError, match=r"from_fn: .*pending"):
         dt.zeros(4, mesh=mesh, placements=(P, R))
 
@@ -143,7 +145,7 @@ def test_from_local_takes_uneven_pieces():
     for layout in LAYOUTS:
         piece = dt.shard_tensor(plain, mesh, layout).to_local()
         for shape in (None, (5, 7)):
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 x = dt.from_local(piece, mesh, layout, shape=shape)
             assert x.placements == layout and len(log) == (shape is None)
             assert x.to_local().data_ptr() == piece.data_ptr()
@@ -206,34 +208,34 @@ def test_strict_refuses_silent_communication_and_fallback():
         dt.shard_tensor(counted(4, 4), mesh, (S1, R)),
     )
     whole = dt.shard_tensor(counted(4, 4), mesh)
-    with dt.strict(), dt.record_comms() as log:
+    with dt.debugging.strict(), dt.debugging.record_comms() as log:
         (a + a).sum(1)
         a + whole  # a slice costs nothing
         (a @ whole).relu()
         dt.reshard(b, mesh, (S0, R)) + a  # asked for
         with pytest.raises(
-            dt.StrictError,
+            dt.errors.StrictError,
             match=r"add.* at .*test_api.py:\d+: argument \d is f64\[4.*"
             r"implicit all_to_all of [\d,]+ bytes",
         ):
             a + b
-        with pytest.raises(dt.StrictError, match=r"test_api.py:\d+.*all_to_all.*bytes"):
+        with pytest.raises(dt.errors.StrictError, match=r"test_api.py:\d+.*all_to_all.*bytes"):
             b.reshape(-1)
-        with pytest.raises(dt.StrictError, match=r"relu at .*all_reduce|reduce_scatter"):
+        with pytest.raises(dt.errors.StrictError, match=r"relu at .*all_reduce|reduce_scatter"):
             torch.relu(a.sum(0))
         with pytest.raises(
-            dt.StrictError, match=r"histc.* at .*test_api.py:\d+ has no rule.*bytes"
+            dt.errors.StrictError, match=r"histc.* at .*test_api.py:\d+ has no rule.*bytes"
         ):
             torch.histc(a)
         for ask in (lambda: a.full_tensor(), lambda: a.to_local(), lambda: repr(a)):
             ask()
-        with pytest.raises(dt.StrictError), dt.strict():
+        with pytest.raises(dt.errors.StrictError), dt.debugging.strict():
             a.clone().add_(b)
-        with pytest.raises(dt.StrictError):
+        with pytest.raises(dt.errors.StrictError):
             a + b
     assert [r.kind for r in log] == ["all_to_all", "all_gather"]
     a + b
-    with dt.strict():
+    with dt.debugging.strict():
         pass
 
 
@@ -286,7 +288,7 @@ def test_local_map_several_results_keywords_and_plain_tensors():
     same(x.grad, torch.full((5, 6), 3.0, dtype=torch.float64))
     same(p.grad, plain.sum(0))
     shaped = dt.local_map(lambda a: a * 2, out_placements=(S0, R), out_shapes=(5, 6))
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         same(shaped(x).local, 2 * x.detach().local)
     assert len(log) == 0
 

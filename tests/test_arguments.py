@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -18,10 +19,14 @@ import torch
 import torch.distributed as dist
 
 import disttensor as dt
-from disttensor import Partial, ProcessMesh, Replicate, Shard, devices, pipeline, plans
+import ops
+from disttensor import Partial, ProcessMesh, Replicate, Shard, pipeline, plans
+from disttensor.api.create import from_fn
+from disttensor.simulate import devices
 from disttensor.torch_private import default_group, timeout_of
 from tests.support.layouts import S0, P, R, counted, everywhere, grid, same
 from tests.support.pool import on_ranks
+from tests.test_public import MODULES
 
 A_MESH, A_MODULE, A_DTYPE = "a ProcessMesh", "a module is expected", "dtype of torch"
 SIZES, WHOLE, FLAG = "whole numbers from 0 up", "a whole number", "True or False"
@@ -49,18 +54,20 @@ TABLE = {
     "index .* of ProcessMesh": "grid()[9] grid()[None] grid()[0.5] grid()['dp',0]",
     "has no axis": "grid().axis(2) grid().axis(None) grid().axis('x') grid()['x']",
     "Shard: dim=.*a whole number": "Shard(None) Shard(True) Shard(1.0) Shard('0')",
-    "Balanced: dim=.*a whole number": "dt.Balanced(None) dt.Balanced(True) dt.Balanced('0')",
+    "Balanced: dim=.*a whole number": """
+        dt.attention.Balanced(None) dt.attention.Balanced(True) dt.attention.Balanced('0')""",
     "Shard: order=.*from 0 up": "Shard(0,order='a') Shard(0,order=-1) Shard(0,order=True)",
     "Partial.*no such reduction": "Partial(None) Partial(3) Partial('mean') Partial(['sum'])",
     f"mesh=.*{A_MESH}": """
         dt.shard_tensor(t,None) dt.shard_tensor(t,"mesh",(S0,R)) dt.shard_tensor(t,[0])
         dt.reshard(x,"mesh",(S0,R)) dt.reshard(x,(S0,R)) dt.from_local(t,None,(S0,R))
-        dt.from_fn(torch.ones,None,(S0,R),(4,4)) dt.zeros(4,mesh=None) dt.full((3,),1.0,mesh=None)
-        dt.randperm(4,mesh=3) dt.shard_module(lin(),None) dt.shard_module(lin(),"m")
-        dt.shard_data_parallel(lin(),"m") dt.DistSpec(None,dt.Layout(((),)),(4,),t.dtype)""",
+        dt.api.create.from_fn(torch.ones,None,(S0,R),(4,4)) dt.zeros(4,mesh=None)
+        dt.full((3,),1.0,mesh=None) dt.randperm(4,mesh=3) dt.shard_module(lin(),None)
+        dt.shard_module(lin(),"m")
+        dt.shard_data_parallel(lin(),"m") ops.DistSpec(None,ops.Layout(((),)),(4,),t.dtype)""",
     "layout=.*a Layout|dims are expected|has no axis 5": """
-        dt.DistSpec(grid(),None,(4,),t.dtype) dt.DistSpec(grid(),dt.Layout(((),)),(4,4),t.dtype)
-        dt.DistSpec(grid(),dt.Layout(((5,),)),(4,),t.dtype)
+        ops.DistSpec(grid(),None,(4,),t.dtype) ops.DistSpec(grid(),ops.Layout(((),)),(4,4),t.dtype)
+        ops.DistSpec(grid(),ops.Layout(((5,),)),(4,),t.dtype)
         dt.from_local(t,grid(),(S0,R),shape=(4,))
         dt.from_local(t,grid(),(S0,R),shape=(4,4,1))""",
     "a DistTensor is made by dt.shard_tensor": """
@@ -86,7 +93,7 @@ TABLE = {
     "partial_status=.*a dict": "dt.shard_tensor(t,grid(),partial_status=[0])",
     A_DTYPE: """
         dt.shard_tensor(t,grid(),dtype="float32") dt.shard_tensor(t,grid(),dtype=float)
-        dt.zeros(4,mesh=grid(),dtype="f") dt.DistSpec(grid(),dt.Layout(((),)),(4,),"f32")
+        dt.zeros(4,mesh=grid(),dtype="f") ops.DistSpec(grid(),ops.Layout(((),)),(4,),"f32")
         dt.Strategy(param_dtype="bf16") dt.Strategy(reduce_dtype=3)
         dt.shard_data_parallel(lin(),grid(),"dp",param_dtype=torch.int8)
         dt.shard_data_parallel(lin(),grid(),"dp",reduce_dtype=3)""",
@@ -96,7 +103,7 @@ TABLE = {
         dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:1)
         dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:R)
         dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:Shard(2))
-        dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:dt.Balanced(0))""",
+        dt.shard_data_parallel(lin(),grid(),"dp",shard_placement_fn=lambda p:BALANCED)""",
     "shard_placement_fn: nothing is sharded": """
         dt.shard_data_parallel(lin(),grid(),None,shard_placement_fn=lambda p:S0)""",
     "floating and complex dtypes can require": """
@@ -119,9 +126,9 @@ TABLE = {
     f"is (on the meta device|torch.sparse_coo|quantized): {DENSE}": """
         dt.shard_tensor(t.to("meta"),grid(),src_rank=0) dt.shard_tensor(t.to_sparse(),grid())
         dt.shard_tensor(t.to("meta"),grid(),check=True)
-        dt.from_fn(to_meta,grid(),(S0,R),(4,4))
+        dt.api.create.from_fn(to_meta,grid(),(S0,R),(4,4))
         dt.shard_tensor(torch.quantize_per_tensor(t.float(),1.0,0,torch.qint8),grid())
-        dt.from_local(t.to_sparse(),grid(),(S0,R)) dt.from_fn(sparse,grid(),(S0,R),(4,4))
+        dt.from_local(t.to_sparse(),grid(),(S0,R)) dt.api.create.from_fn(sparse,grid(),(S0,R),(4,4))
         dt.local_map(to_sparse,out_placements=(S0,R))(x)""",
     "is a DistTensor: its piece on this rank": """
         dt.from_local(x,grid(),(S0,R)) dt.from_local(x,grid(),(S0,R),shape=(8,4))
@@ -136,38 +143,44 @@ TABLE = {
         dt.zeros((4.5,2),mesh=grid()) dt.zeros("4",mesh=grid()) dt.zeros(True,mesh=grid())
         dt.zeros(None,mesh=grid()) dt.zeros((2,2),3,mesh=grid()) dt.zeros(t,mesh=grid())
         dt.randn(-4,mesh=grid()) dt.randperm(-1,mesh=grid()) dt.randperm(2.5,mesh=grid())
-        dt.full((-3,),1.0,mesh=grid()) dt.from_fn(torch.ones,grid(),(S0,R),-1)
-        dt.DistSpec(grid(),dt.Layout(((),)),(-4,),t.dtype)""",
+        dt.full((-3,),1.0,mesh=grid()) dt.api.create.from_fn(torch.ones,grid(),(S0,R),-1)
+        ops.DistSpec(grid(),ops.Layout(((),)),(-4,),t.dtype)""",
     "size=.*less than 2..63 elements|size=.*one whole number": """
         dt.rand(2**62,2**62,mesh=grid()) dt.randperm(2,2,mesh=grid())""",
     "(device|layout): a tensor on": """
         dt.zeros(4,mesh=grid(),device="meta") dt.ones(4,mesh=grid(),layout=torch.sparse_coo)""",
     "fn=.*a factory|fn=.*a function|from_fn: what fn gave|fn gave .3., asked for": """
-        dt.from_fn(None,grid(),(S0,R),4) dt.from_fn(3,grid(),(S0,R),4)
-        dt.from_fn(of_three,grid(),(S0,R),(8,4)) dt.from_fn(a_number,grid(),(S0,R),(8,4))
+        dt.api.create.from_fn(None,grid(),(S0,R),4) dt.api.create.from_fn(3,grid(),(S0,R),4)
+        dt.api.create.from_fn(of_three,grid(),(S0,R),(8,4))
+        dt.api.create.from_fn(a_number,grid(),(S0,R),(8,4))
         dt.local_map(3,out_placements=(S0,R))""",
     "is not a pending reduction": """
-        dt.from_fn(torch.ones,grid(),(S0,P),4) dt.rand(4,mesh=grid(),placements=(P,P))""",
+        dt.api.create.from_fn(torch.ones,grid(),(S0,P),4)
+        dt.rand(4,mesh=grid(),placements=(P,P))""",
     "cannot hold its values": """
         dt.rand(4,mesh=grid(),dtype=torch.int64) dt.randn(4,mesh=grid(),dtype=torch.bool)""",
     "fill_value=.*a number": """
         dt.full((2,),'a',mesh=grid()) dt.full((2,),None,mesh=grid()) dt.full((2,),x,mesh=grid())""",
-    "simulate: .*(a function that|a number|list of ranks|dt.devices.(Device|Network)) ": """
-        dt.simulate(3,8) dt.simulate(None,8) dt.simulate(step,0) dt.simulate(step,"8")
-        dt.simulate(step,8,ranks=[8]) dt.simulate(step,8,ranks=3) dt.simulate(step,8,ranks=["0"])
-        dt.simulate(step,8,device="h100") dt.simulate(step,8,network=8)
-        dt.simulate(step,8,values="x")""",
+    "simulate: .*(a function that|a number|list of ranks|devices.(Device|Network)) ": """
+        dt.simulate.simulate(3,8) dt.simulate.simulate(None,8)
+        dt.simulate.simulate(step,0) dt.simulate.simulate(step,"8")
+        dt.simulate.simulate(step,8,ranks=[8]) dt.simulate.simulate(step,8,ranks=3)
+        dt.simulate.simulate(step,8,ranks=["0"])
+        dt.simulate.simulate(step,8,device="h100") dt.simulate.simulate(step,8,network=8)
+        dt.simulate.simulate(step,8,values="x")""",
     "plan_strategy: .*(a function of|a number of|a list of strategies|one strategy at least)": """
-        dt.plan_strategy(3,8) dt.plan_strategy(step,0) dt.plan_strategy(step,8,3)
-        dt.plan_strategy(step,8,[3]) dt.plan_strategy(step,8,[])
-        dt.plan_strategy(step,8,memory=-1)""",
+        dt.simulate.plan_strategy(3,8) dt.simulate.plan_strategy(step,0)
+        dt.simulate.plan_strategy(step,8,3) dt.simulate.plan_strategy(step,8,[3])
+        dt.simulate.plan_strategy(step,8,[])
+        dt.simulate.plan_strategy(step,8,memory=-1)""",
     "seed=.*a whole number": """
         dt.manual_seed('a') dt.manual_seed(1.5) dt.manual_seed(None) dt.manual_seed(True)""",
     "the policies are": """
-        dt.rng('x') dt.rng(None) dt.attention_policy('x') dt.attention_policy(None)
-        dt.attention_policy(['ring'])""",
+        dt.random.rng('x') dt.random.rng(None) dt.attention.policy('x') dt.attention.policy(None)
+        dt.attention.policy(['ring'])""",
     "Strategy: attention=.*it is one of": "dt.Strategy(attention='x') dt.Strategy(attention=None)",
-    "seconds=.*a positive number": "dt.debug(seconds='x') dt.debug(seconds=-1)",
+    "seconds=.*a positive number": """
+        dt.debugging.compare_ranks(seconds='x') dt.debugging.compare_ranks(seconds=-1)""",
     "a torch DataLoader|(mesh|placements)=.*one for all tensors": """
         dt.shard_loader(3,grid(),(S0,R)) dt.shard_loader(LOADER,None,(S0,R))
         dt.shard_loader(LOADER,grid(),3) dt.shard_loader(LOADER,grid(),None)""",
@@ -184,32 +197,33 @@ TABLE = {
     "Checkpointer.save: background=.*True or False": """
         dt.Checkpointer("a").save(1,background="no") dt.Checkpointer("a").save(1,background=1)""",
     "max_shard_size=.*a whole number of bytes|names=.*a dict of names": """
-        dt.save_pretrained(lin(),"a",max_shard_size=5e9)
-        dt.save_pretrained(lin(),"a",max_shard_size=0)
-        dt.save_pretrained(lin(),"a",max_shard_size=True)
-        dt.save_pretrained(lin(),"a",max_shard_size="5XB")
-        dt.save_pretrained(lin(),"a",max_shard_size=None)
-        dt.save_pretrained(lin(),"a",names=3)""",
+        dt.pretrained.save(lin(),"a",max_shard_size=5e9)
+        dt.pretrained.save(lin(),"a",max_shard_size=0)
+        dt.pretrained.save(lin(),"a",max_shard_size=True)
+        dt.pretrained.save(lin(),"a",max_shard_size="5XB")
+        dt.pretrained.save(lin(),"a",max_shard_size=None)
+        dt.pretrained.save(lin(),"a",names=3)""",
     "src_rank=0 of data in a graph": "dt.shard_tensor(h,grid(),(S0,R),src_rank=0)",
     "(folder|files)=.*a path|keep=.*a whole number from 1 up": """
         dt.Checkpointer(3) dt.Checkpointer("a",keep=0) dt.Checkpointer("a",keep="2")
-        dt.save_pretrained(lin(),3) dt.load_pretrained(lin(),3)""",
+        dt.pretrained.save(lin(),3) dt.pretrained.load(lin(),3)""",
     "no argument is a DistTensor": """
-        dt.explain(torch.relu,t) dt.local_map(torch.sin,out_placements=(S0,R))(t)""",
+        dt.debugging.explain(torch.relu,t) dt.local_map(torch.sin,out_placements=(S0,R))(t)""",
     "(in|out|in_grad)_placements=.*placements, or a list|out_placements says": """
         dt.local_map(torch.sin) dt.local_map(torch.sin,out_placements=3)
         dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
         dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
     "(tokens|indices|weights)=.*a tensor|num_experts=.*from 1 up|dispatched=.*dispatch_tokens": """
-        dt.dispatch_tokens(3,t,2) dt.dispatch_tokens(t,None,2) dt.dispatch_tokens(t,t.long(),0)
-        dt.dispatch_tokens(t,t.long(),"2") dt.combine_tokens(t,t)
-        dt.combine_tokens(dt.dispatch_tokens(t,t.long(),2),3)""",
+        dt.experts.dispatch_tokens(3,t,2) dt.experts.dispatch_tokens(t,None,2)
+        dt.experts.dispatch_tokens(t,t.long(),0)
+        dt.experts.dispatch_tokens(t,t.long(),"2") dt.experts.combine_tokens(t,t)
+        dt.experts.combine_tokens(dt.experts.dispatch_tokens(t,t.long(),2),3)""",
     "plans.experts: (mesh_axis[:=].*|no module of this)": """
         dt.plans.experts(lin(),0) dt.plans.experts(lin(),"ep") dt.plans.experts(lin(),None)
         dt.plans.experts(lin(),-1)""",
     A_MODULE: """
-        dt.expert_load(3) dt.plans.experts(3,0)
-        dt.save_pretrained(3,"a") dt.load_pretrained(3,"a") dt.never_skip(3)
+        dt.experts.expert_load(3) dt.plans.experts(3,0)
+        dt.pretrained.save(3,"a") dt.pretrained.load(3,"a") dt.pipeline.never_skip(3)
         dt.plans.megatron(3,0) dt.shard_module(3,grid())
         dt.shard_data_parallel(3,grid())
         dt.accumulate(3,last=True).__enter__() dt.Strategy().apply(3)
@@ -222,18 +236,20 @@ TABLE = {
         pipeline.split([lin()],[grid()],init=3)""",
     "a module, a tensor or an iterable|iterable of tensors|modules and lists of tensors": """
         dt.sync_gradients(3) dt.sync_gradients(None) dt.clip_grad_norm_(3,1.0)
-        dt.clip_grad_norm_([3],1.0) dt.check_replicas(3) dt.check_replicas(None)""",
+        dt.clip_grad_norm_([3],1.0) dt.debugging.check_replicas(3)
+        dt.debugging.check_replicas(None)""",
     "(max_norm|norm_type|forward)=.*a number": """
         dt.clip_grad_norm_([x],"a") dt.clip_grad_norm_([x],None) dt.clip_grad_norm_([x],1.0,"x")
         pipeline.gpipe(1,1).ticks("a")""",
-    "a torch.amp.GradScaler is expected": "dt.shard_scaler(3) dt.shard_scaler(None)",
+    "a torch.amp.GradScaler is expected": "dt.optim.shard_scaler(3) dt.optim.shard_scaler(None)",
     "a torch DTensor is expected|a DistTensor is expected": """
         dt.from_dtensor(t) dt.from_dtensor(x) dt.to_dtensor(t) dt.to_dtensor(None)""",
     "megabytes=.*a positive size": """
-        dt.SegmentBySize("a") dt.SegmentBySize(-1) dt.SegmentBySize(None) dt.SegmentBySize(True)""",
+        dt.fsdp.SegmentBySize("a") dt.fsdp.SegmentBySize(-1)
+        dt.fsdp.SegmentBySize(None) dt.fsdp.SegmentBySize(True)""",
     "list of names of modules|the name of a module|is no name of a module|given twice": """
-        dt.SegmentByAnchors("x") dt.SegmentByAnchors([3]) dt.SegmentByAnchors(3)
-        dt.SegmentByAnchors(["a","a"]) dt.Strategy(recompute=3) dt.Strategy(recompute=[3])
+        dt.fsdp.SegmentByAnchors("x") dt.fsdp.SegmentByAnchors([3]) dt.fsdp.SegmentByAnchors(3)
+        dt.fsdp.SegmentByAnchors(["a","a"]) dt.Strategy(recompute=3) dt.Strategy(recompute=[3])
         dt.Strategy(segments=3) dt.Strategy(segments="x") dt.Strategy(segments=[3])
         dt.shard_data_parallel(lin(),grid(),"dp",segments=3)""",
     "a (whole )?number of (processes|segments)": """
@@ -289,7 +305,9 @@ TABLE = {
 CALLS = [
     (pattern, call)
     for pattern, calls in TABLE.items()
-    for call in re.split(r"\s+(?=dt\.|Shard|Partial|ProcessMesh|grid|pipeline)", calls.strip())
+    for call in re.split(
+        r"\s+(?=dt\.|ops\.|Shard|Partial|ProcessMesh|grid|pipeline)", calls.strip()
+    )
 ]
 
 # By parameter: a call that works -> parameter -> values that it cannot take, each in its place.
@@ -307,20 +325,20 @@ DATA_PARALLEL = {"reshard_after_forward": FLAGS, "prefetch": LEAST, "offload": F
 TICKS = {"forward": "None 'x' -1", "backward": "None 'x' -1", "weights": "'x' -1 3"}
 DEGREES = "dp", "sharding", "tp", "cp", "pp", "accumulate_steps"
 BAD: dict[str, dict[str, str]] = {
-    "dt.Balanced(0)": {"dim": DIM, "order": "'a' -1 True 0.5"},
+    "dt.attention.Balanced(0)": {"dim": DIM, "order": "'a' -1 True 0.5"},
     "dt.Shard(0)": {"dim": DIM, "order": "'a' -1 True 0.5"},
     "dt.Partial()": {"reduce_op": WORD},
     "dt.Checkpointer('a')": {"folder": "3 None []", "keep": COUNT},
     "dt.Checkpointer('a').save(1)": {"step": f"None {LEAST}", "background": f"None {FLAGS}"},
     "dt.Checkpointer('a').load()": {"step": LEAST},
-    "dt.DistSpec(grid(),dt.Layout(((),)),(4,),t.dtype)": {
+    "ops.DistSpec(grid(),ops.Layout(((),)),(4,),t.dtype)": {
         "mesh": f"None {MESH}", "layout": "None ((),) S0", "shape": "4 (-4,) (4.0,) '4'",
         "dtype": f"None {DTYPE}"},
     "dt.ProcessMesh([0],('d',))": {
         "mesh": "None 'x' [0.5] [-1] [0,0] []", "dim_names": "'d' (1,) ('a','b') 3",
         "device_type": DEVICE},
-    "dt.SegmentByAnchors(('a',))": {"names": "'x' [3] 3 None ['a','a']"},
-    "dt.SegmentBySize()": {"megabytes": "'x' -1 0 True None"},
+    "dt.fsdp.SegmentByAnchors(('a',))": {"names": "'x' [3] 3 None ['a','a']"},
+    "dt.fsdp.SegmentBySize()": {"megabytes": "'x' -1 0 True None"},
     "dt.Strategy()": {
         **dict.fromkeys(DEGREES, COUNT), **DATA_PARALLEL, "schedule": WORD,
         "segments": "3 'x' [3]", "attention": f"None {WORD}", "amp": WORD,
@@ -338,15 +356,15 @@ BAD: dict[str, dict[str, str]] = {
     "dt.Strategy().scaler(device='cpu')": {"options": "{'nonsense':1}"},
     "dt.accumulate(M,True)": {
         "module": MODULE, "last": f"None {FLAGS}", "reduce": f"None {WORD}"},
-    "dt.attention_policy('ring')": {"policy": f"None {WORD}"},
-    "dt.check_replicas(M)": {"module_or_tensors": "None 3 [3] 'x'"},
+    "dt.attention.policy('ring')": {"policy": f"None {WORD}"},
+    "dt.debugging.check_replicas(M)": {"module_or_tensors": "None 3 [3] 'x'"},
     "dt.clip_grad_norm_([x],1.0)": {
         "parameters": "None 3 [3] 'x'", "max_norm": "'x' None", "norm_type": "'x' None",
         "error_if_nonfinite": f"None {FLAGS}", "foreach": FLAGS},
-    "dt.combine_tokens(dt.dispatch_tokens(t,t.long()%2,2),t)": {
+    "dt.experts.combine_tokens(dt.experts.dispatch_tokens(t,t.long()%2,2),t)": {
         "dispatched": "None 3 t", "weights": "None 3 t[:1] 'x'"},
-    "dt.debug()": {"seconds": f"None 0 {TIME}"},
-    "dt.dispatch_tokens(t,t.long()%2,2)": {
+    "dt.debugging.compare_ranks()": {"seconds": f"None 0 {TIME}"},
+    "dt.experts.dispatch_tokens(t,t.long()%2,2)": {
         "tokens": "None 3 t[0]", "indices": "None 3 t t.long()[:1]",
         "num_experts": f"None {COUNT}"},
     **{
@@ -355,10 +373,10 @@ BAD: dict[str, dict[str, str]] = {
     },
     "dt.full((4,),1.0,mesh=grid())": {
         **FULL, "size": "(-1,) 1.5 '4' (True,) None", "fill_value": "None 'x' x"},
-    "dt.expert_load(lin())": {"model": MODULE},
-    "dt.explain(torch.relu,x)": {"func": FUNCTION},
+    "dt.experts.expert_load(lin())": {"model": MODULE},
+    "dt.debugging.explain(torch.relu,x)": {"func": FUNCTION},
     "dt.from_dtensor(dt.to_dtensor(x))": {"x": "None 3 t x"},
-    "dt.from_fn(torch.ones,grid(),(S0,R),(4,))": {
+    "dt.api.create.from_fn(torch.ones,grid(),(S0,R),(4,))": {
         **FULL, "kwargs": MADE["kwargs"], "fn": FUNCTION, "shape": "-1 (1.5,) '4' True None t",
         "dims_mapping": MAPPING},
     "dt.from_local(t,grid(),(S0,R))": {
@@ -368,7 +386,7 @@ BAD: dict[str, dict[str, str]] = {
     "dt.init_mesh((W,))": {
         "shape": "None 4.0 '4' (0,) (-1,-1) (True,)", "dim_names": "'d' (1,) ('a','b','c') 3",
         "device_type": DEVICE, "backend": "3 'nonsense'", "timeout": f"0 {TIME}"},
-    "dt.load_pretrained(lin(),'nowhere')": {
+    "dt.pretrained.load(lin(),'nowhere')": {
         "model": MODULE, "files": "None 3 [3]", "mesh": MESH, "plan": PLAN, "names": "3 'x' [1]",
         "strict": f"None {FLAGS}", "init": "3 'x'"},
     "dt.local_map(torch.relu,out_placements=(S0,R))": {
@@ -376,8 +394,8 @@ BAD: dict[str, dict[str, str]] = {
         "in_grad_placements": "3 'x'", "out_shapes": "3 'x' (4,-4) (4.0,)", "device_mesh": MESH},
     "dt.local_map(torch.relu,out_placements=[(S0,R)])": {"out_shapes": "3 [(4,),(4,)] [(-1,)]"},
     "dt.manual_seed(0)": {"seed": "None 1.5 True 'x'"},
-    "dt.never_skip(lin())": {"module": MODULE},
-    "dt.plan_strategy(step,8)": {
+    "dt.pipeline.never_skip(lin())": {"module": MODULE},
+    "dt.simulate.plan_strategy(step,8)": {
         "build_with": FUNCTION, "world": COUNT, "candidates": "3 'x' [3] []",
         "device": "None 'h100' 3", "network": "None 8 'x'", "memory": "'x' -1 0 True",
         "values": "'x' None", "like": "None 3 'x'", "most": f"None {COUNT}", "progress": "3 'x'"},
@@ -385,7 +403,7 @@ BAD: dict[str, dict[str, str]] = {
     "dt.reshard(x,grid(),(S0,R))": {
         "x": "None 'x'", "mesh": MESH, "placements": PLACED, "dims_mapping": MAPPING,
         "partial_status": PARTIAL},
-    "dt.rng('global')": {"policy": f"None {WORD}"},
+    "dt.random.rng('global')": {"policy": f"None {WORD}"},
     "dt.arange(4,mesh=grid())": {
         "start": "'x' [1] None", "end": "'x' [1]", "step": "'x' [1] None", **FULL},
     "dt.randint(1,4,(2,),mesh=grid())": {
@@ -402,7 +420,7 @@ BAD: dict[str, dict[str, str]] = {
         "module": MODULE, "mesh": f"{MESH} grid()", "mp_policy": "3 {0:3}",
         "ignored_params": "3 ['weight'] [t]"},
     "x.redistribute()": {"device_mesh": MESH, "placements": PLACED},
-    "dt.save_pretrained(lin(),'a')": {
+    "dt.pretrained.save(lin(),'a')": {
         "model": MODULE, "folder": "None 3 []", "max_shard_size": "None 0 -1 5e9 True '5XB'",
         "names": "3 'x' [1]"},
     "dt.shard_data_parallel(lin(),grid(),'dp')": {
@@ -415,12 +433,12 @@ BAD: dict[str, dict[str, str]] = {
         "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}"},
     "dt.shard_module(lin(),grid())": {
         "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
-    "dt.shard_scaler(torch.amp.GradScaler('cpu'))": {"scaler": "None 3 t"},
+    "dt.optim.shard_scaler(torch.amp.GradScaler('cpu'))": {"scaler": "None 3 t"},
     "dt.shard_tensor(t,grid(),(S0,R))": {
         "data": "None 'abc' [[1],[1,2]]", "mesh": f"None {MESH}", "placements": PLACED,
         "dims_mapping": MAPPING, "partial_status": PARTIAL, "dtype": DTYPE,
         "requires_grad": FLAGS, "src_rank": "7 -1 '0' True 0.5", "check": f"None {FLAGS}"},
-    "dt.simulate(step,8)": {
+    "dt.simulate.simulate(step,8)": {
         "build": FUNCTION, "world": COUNT, "ranks": "3 [8] ['0'] []", "device": "None 'h100' 3",
         "network": "None 8 'x'", "values": "'x' None"},
     "dt.sync_gradients(M)": {"params": "(3,) (None,) ('x',)"},
@@ -477,7 +495,7 @@ BAD: dict[str, dict[str, str]] = {
         "memory": "'x' 0 -1", "asynchronous": f"None {FLAGS}",
         "tiles": "None 3 (1,) (0,1) ('a',1)",
         "kernels": "None 3 {'a':1.0} {('a',torch.float32):-1}"},
-    "dt.unshard(M)": {"module": MODULE},
+    "dt.fsdp.unshard(M)": {"module": MODULE},
     "devices.Link(1e9,1e-6)": {"bandwidth": "None 'x' 0 -1", "latency": "None 'x' -1"},
     "devices.Network()": {
         "ranks_per_node": f"None {COUNT}", "within": "None 3", "between": "None 3",
@@ -509,7 +527,13 @@ RESULTS = {
 
 def test_every_parameter_of_every_public_function_has_a_row():
     public = [
-        *((name, getattr(module, name)) for module in (dt, pipeline) for name in module.__all__),
+        *(
+            (name, getattr(module, name))
+            for module in (dt, *map(importlib.import_module, MODULES))
+            for name in module.__all__
+            if module.__name__ not in ("ops", "reshard") and name != "devices"
+        ),
+        *((f.__name__, f) for f in (from_fn, ops.DistSpec)),
         *(
             (name, value)
             for name, value in vars(devices).items()
@@ -580,9 +604,11 @@ def test_arguments_that_a_function_cannot_take():
         return made[-1]
 
     names = {
-        "dt": dt, "torch": torch, "pipeline": pipeline, "plans": plans,
+        "dt": dt, "ops": ops, "torch": torch, "pipeline": pipeline, "plans": plans,
         "devices": devices, "ProcessMesh": ProcessMesh, "Shard": Shard,
-        "Partial": Partial, "Replicate": Replicate, "S0": S0, "R": R, "P": P, "grid": grid, "x": x,
+        "Partial": Partial, "Replicate": Replicate, "S0": S0, "R": R, "P": P,
+        "BALANCED": dt.attention.Balanced(0),
+        "grid": grid, "x": x,
         "t": counted(4, 4), "M": M,
         "W": dist.get_world_size() if dist.is_initialized() else 1,
         "h": counted(4, 4).requires_grad_() * 2, "lin": lin,
@@ -596,7 +622,7 @@ def test_arguments_that_a_function_cannot_take():
     wrong = []
     cases = [(call, pattern, functools.partial(eval, call, names)) for pattern, call in CALLS]
     for call, pattern, run in [*cases, *by_parameter(names)]:
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             try:
                 wrong.append(f"{call}: gave {run()!r}")
             except Exception as error:
@@ -626,7 +652,10 @@ def test_pieces_that_differ_are_named_on_all_ranks():
     x = dt.from_local(torch.ones(2, 3, dtype=torch.float64 if rank < 3 else None), mesh, (S0,))
     assert x.shape == (6, 3) and x.dtype is torch.float64  # outside too
     if rank < 3:
-        with dt.debug(), pytest.raises(ValueError, match=r"rank 1 .* of torch.float64"):
+        with (
+            dt.debugging.compare_ranks(),
+            pytest.raises(ValueError, match=r"rank 1 .* of torch.float64"),
+        ):
             dt.from_local(odd, mesh, (S0,), shape=(6, 3))
 
 
@@ -668,7 +697,7 @@ def test_what_a_distributed_tensor_shares_with_a_plain_one():
 def test_arguments_that_were_ignored_or_failed_late_do_what_they_say():
     mesh, full = grid(), counted(4, 3)
     partial = functools.partial(torch.full, fill_value=2.0)
-    made = dt.from_fn(partial, mesh, (S0, R), (4, 3), dtype=torch.float64)
+    made = dt.api.create.from_fn(partial, mesh, (S0, R), (4, 3), dtype=torch.float64)
     same(made, torch.full((4, 3), 2.0, dtype=torch.float64))
     mlp = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
     assert plans.megatron(mlp, -1, mesh) == plans.megatron(mlp, 1, mesh)

@@ -33,8 +33,8 @@ LINES = {
     "pipeline": 3_150,
     "random": 860,
     "reshard": 1_600,
-    "root": 1_640,
-    "simulate": 5_350,
+    "root": 1_670,
+    "simulate": 5_370,
     "tensor": 2_800,
     "trace": 2_290,
 }  # fmt: skip

@@ -49,11 +49,11 @@ def test_placements_that_do_not_fit(placements, kind, text):
         lambda: dt.shard_tensor(data, mesh, placements), lambda: dt.reshard(x, mesh, placements),
         lambda: dt.from_local(data, mesh, placements, shape=(4, 4)),
         lambda: dt.zeros(4, 4, mesh=mesh, placements=placements),
-        lambda: dt.from_fn(torch.ones, mesh, placements, (4, 4)),
+        lambda: dt.api.create.from_fn(torch.ones, mesh, placements, (4, 4)),
         lambda: dt.local_map(torch.sin, out_placements=[placements])(x),
     ]  # fmt: skip
     for call in calls:
-        with dt.record_comms() as log, pytest.raises(kind, match=text):
+        with dt.debugging.record_comms() as log, pytest.raises(kind, match=text):
             call()
         assert len(log) == 0
     same(x, data)
@@ -287,7 +287,7 @@ def test_memory_that_only_one_process_has():
     same([x, leaf], [counted(4, 4)] * 2)
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @everywhere
 def test_what_torch_refuses_is_refused():
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
@@ -316,16 +316,16 @@ def test_what_torch_refuses_is_refused():
 def test_debug_mode_names_the_ranks_that_do_something_else():
     rank = dist.get_rank()
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
-    with dt.debug(seconds=30):
+    with dt.debugging.compare_ranks(seconds=30):
         same(x, counted(4, 4))
         begin = time.monotonic()
         with pytest.raises(
-            dt.MismatchError,
+            dt.errors.MismatchError,
             match=r"ranks disagree about the next collective over dp:\n  rank \d: all_",
         ) as error:
             dt.reshard(x, grid(), (R, R)) if rank != 2 else dt.reshard(x.sum(0), grid(), (R, R))
             raise (
-                dt.MismatchError(
+                dt.errors.MismatchError(
                     "ranks disagree about the next collective over dp:\n  rank 0: all_"
                 )
                 if rank in (1, 3)
@@ -347,10 +347,10 @@ def test_debug_mode_names_the_rank_that_never_comes(call: str):
     x = dt.shard_tensor(counted(4, 4), grid(), (S0, R))
     x.full_tensor()  # the group is there
     begin = time.monotonic()
-    with dt.debug(seconds=1.0):
+    with dt.debugging.compare_ranks(seconds=1.0):
         if dist.get_rank() == 0:
             with pytest.raises(
-                dt.MismatchError,
+                dt.errors.MismatchError,
                 match=rf"rank 0 is at {call}.*test_errors.py:\d+.*"
                 r"but rank 2 did not come within 1 s; its last",
             ):

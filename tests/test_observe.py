@@ -90,7 +90,7 @@ def in_a_recorded_pipeline(mesh: Any, check: Any) -> None:
         check()
         return (w * x).sum()
 
-    with dt.record_comms(), pipeline.record() as recorded:
+    with dt.debugging.record_comms(), pipeline.record() as recorded:
         pipeline.run(step, [1.0, 2.0])
     assert [str(e.action) for e in recorded.events] == ["F0", "B0", "F1", "B1"]
 

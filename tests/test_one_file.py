@@ -24,7 +24,7 @@ import ops
 ops.rule(torch.embedding, "v d, ... -> ... d", whole=frozenset("v"))
 table = dt.ones(7, 3, mesh=mesh)
 rows = dt.zeros(4, mesh=mesh, placements=[Shard(0), Replicate()], dtype=torch.int64)
-with dt.strict():
+with dt.debugging.strict():
     assert torch.embedding(table, rows).placements == rows.placements
 """
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import disttensor as dt
+import ops
 from disttensor import cache, runtime
 from disttensor.comm import p2p
 from disttensor.dispatch import dispatch
@@ -99,7 +100,7 @@ def rounds() -> None:
             "caches": len(cache._dicts) + len(cache._functions),
             "entries": sum(map(len, cache._dicts.values())),
             "meshes": sum(type(o) is dt.ProcessMesh for o in gc.get_objects()),
-            "specs": sum(type(o) is dt.DistSpec for o in gc.get_objects()),
+            "specs": sum(type(o) is ops.DistSpec for o in gc.get_objects()),
         }
 
     for number in range(200):

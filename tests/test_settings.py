@@ -25,25 +25,25 @@ def in_a_thread(look: Callable[[], object]) -> object:
 
 def test_a_setting_nests_and_ends_with_its_block() -> None:
     before = snapshot("cpu")
-    with pytest.raises(KeyError), dt.rng("fast"):
-        with dt.rng("invariant"):
-            assert dt.rng.current() == "invariant"
-        assert dt.rng.current() == "fast"
+    with pytest.raises(KeyError), dt.random.rng("fast"):
+        with dt.random.rng("invariant"):
+            assert dt.random.rng.current() == "invariant"
+        assert dt.random.rng.current() == "fast"
         raise KeyError
     assert snapshot("cpu") == before
 
 
 def test_other_threads_do_not_see_it_unless_they_take_the_context() -> None:
-    with dt.attention_policy("ring"):
+    with dt.attention.policy("ring"):
         context = contextvars.copy_context()
-        assert in_a_thread(dt.attention_policy.current) == "auto"
-        assert in_a_thread(lambda: context.run(dt.attention_policy.current)) == "ring"
+        assert in_a_thread(dt.attention.policy.current) == "auto"
+        assert in_a_thread(lambda: context.run(dt.attention.policy.current)) == "ring"
 
 
 SET = [
-    lambda: dt.rng("fast"),
-    lambda: dt.attention_policy("heads"),
-    dt.strict,
+    lambda: dt.random.rng("fast"),
+    lambda: dt.attention.policy("heads"),
+    dt.debugging.strict,
     dt.values_everywhere,
     torch.no_grad,
     torch.inference_mode,
@@ -61,9 +61,9 @@ def test_a_snapshot_has_each_setting(set_up: Callable[[], Any]) -> None:
 
 def test_strict_is_of_one_thread() -> None:
     x = dt.ones(3, mesh=dt.ProcessMesh([0], ("dp",)))
-    with dt.strict():
-        with pytest.raises(dt.StrictError):
+    with dt.debugging.strict():
+        with pytest.raises(dt.errors.StrictError):
             torch.histc(x)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dt.FallbackWarning)
+            warnings.simplefilter("ignore", dt.errors.FallbackWarning)
             assert isinstance(in_a_thread(lambda: torch.histc(x, bins=3)), dt.DistTensor)

@@ -147,7 +147,7 @@ def test_tensor_parallelism_then_sharding_on_the_other_sub_mesh(stage, shape):
     same(list(model.state_dict().values()), list(plain.state_dict().values()))
     states = zip(ours.state.values(), theirs.state.values(), strict=True)
     assert all(torch.allclose(a["exp_avg"].full_tensor(), b["exp_avg"]) for a, b in states)
-    dt.check_replicas(model)
+    dt.debugging.check_replicas(model)
 
 
 @on_ranks(4)
@@ -252,9 +252,9 @@ def test_checkpoints_of_sub_meshes_are_read_on_any_mesh():
         same(list(params), full)
         for a, b in zip(params, ours, strict=True):
             same(other.state[a]["exp_avg_sq"], adam.state[b]["exp_avg_sq"].full_tensor())
-    dt.save_pretrained(model, folder[0] + "/files")
+    dt.pretrained.save(model, folder[0] + "/files")
     loaded = nn.ParameterList([dt.zeros(5, 3, mesh=mesh["dp"], dtype=full[0].dtype) for _ in ours])
-    dt.load_pretrained(loaded, folder[0] + "/files")
+    dt.pretrained.load(loaded, folder[0] + "/files")
     same(list(loaded), full)
 
 

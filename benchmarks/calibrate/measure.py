@@ -121,7 +121,7 @@ def measure_network() -> Network:
             f"measure_network: there are {group.size} ranks, by "
             f"{dist.get_backend() if dist.is_initialized() else 'no backend'}: two or more by gloo "
             "are needed. Start the program under torchrun with "
-            "torch.distributed.init_process_group('gloo'), or give a dt.devices.Network"
+            "torch.distributed.init_process_group('gloo'), or give a dt.simulate.devices.Network"
         )
     kinds = {
         "all_gather": lambda x: collectives.all_gather(x, group),
@@ -193,6 +193,8 @@ def code(**values: Device | Network) -> str:
     lines = ["import torch", "", "import disttensor as dt", ""]
     for name, value in values.items():
         given = ", ".join(f"{f.name}={getattr(value, f.name)!r}" for f in fields(value))
-        call = f"dt.devices.{type(value).__name__}({given})".replace("=Link(", "=dt.devices.Link(")
+        call = f"dt.simulate.devices.{type(value).__name__}({given})".replace(
+            "=Link(", "=dt.simulate.devices.Link("
+        )
         lines.append(f"{name} = {call}")
     return "\n".join(lines)

@@ -198,7 +198,8 @@ def from_fn(
     factory of torch (zeros, ones, empty, full, rand, randn). Random factories draw the same numbers
     as one process would.
 
-    >>> dt.from_fn(torch.full, mesh, [dt.Shard(0), dt.Replicate()], (4, 6), 1.5).sum().item()
+    >>> split = [dt.Shard(0), dt.Replicate()]
+    >>> dt.api.create.from_fn(torch.full, mesh, split, (4, 6), 1.5).sum().item()
     36.0
     """
     who = getattr(fn, "__name__", "from_fn")  # a partial has no name

@@ -35,10 +35,11 @@ def from_local(
     ``shape`` is the global shape; without it the ranks exchange the sizes and dtypes of their
     pieces. The pieces must be cut as by torch.chunk (5 over 4: 2, 2, 1, 0), of one dtype. Else it
     raises ValueError on all ranks; with ``shape=`` on the rank whose piece has another size, and
-    for dtypes under ``dt.debug()`` only. On a rank off the mesh only requires_grad of ``local``
-    counts, and with ``shape=`` its dtype. ``run_check=False`` sends nothing, as torch's: all pieces
-    count as equal to this one, on a rank off the mesh too, and ranks whose pieces differ come to
-    different global shapes, which ``dt.debug()`` finds.
+    for dtypes under ``dt.debugging.compare_ranks()`` only. On a rank off the mesh only
+    requires_grad of ``local`` counts, and with ``shape=`` its dtype. ``run_check=False`` sends
+    nothing, as torch's: all pieces count as equal to this one, on a rank off the mesh too, and
+    ranks whose pieces differ come to different global shapes, which
+    ``dt.debugging.compare_ranks()`` finds.
 
     ``grad_placements``: the placements of the gradient of ``local``, as torch's: Shard for Shard,
     Replicate for Partial, Replicate (the default) or Partial("sum") for Replicate.

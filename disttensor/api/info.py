@@ -14,7 +14,7 @@ def info() -> dict[str, str]:
     """Returns the versions of disttensor, torch and Python, and the code that runs warm calls of
     DistTensors: "C", or "Python" with a reason (see ``disttensor/dispatch/native.py``).
 
-    >>> list(dt.info())
+    >>> list(dt.debugging.info())
     ['disttensor', 'torch', 'python', 'dispatch']
     """
     return {

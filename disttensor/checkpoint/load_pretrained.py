@@ -1,4 +1,4 @@
-"""load_pretrained: Hugging Face's files into a model of which each rank reads its own pieces."""
+"""pretrained.load: Hugging Face's files into a model of which each rank reads its own pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_pretrained(
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Loads safetensors files into ``model``, and returns it. The files are a folder that
-    ``save_pretrained`` or Hugging Face wrote, one file, or several. Every rank makes the call and
+    ``pretrained.save`` or Hugging Face wrote, one file, or several. Every rank makes the call and
     reads the pieces that it holds; nothing is sent.
 
     With a ``mesh`` the model is first sharded by ``plan`` (``shard_module``). A model on the meta
@@ -54,17 +54,17 @@ def load_pretrained(
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(4, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     dt.save_pretrained(torch.nn.Linear(4, 2), folder)
-    ...     model = dt.load_pretrained(model, folder, mesh, {"weight": [dt.Shard(0), dt.Shard(1)]})
+    ...     dt.pretrained.save(torch.nn.Linear(4, 2), folder)
+    ...     model = dt.pretrained.load(model, folder, mesh, {"weight": [dt.Shard(0), dt.Shard(1)]})
     >>> model.weight.dims_mapping
     [0, 1]
     """
-    a_module("load_pretrained: model", model)
-    check_plan("load_pretrained", plan, init)
-    check_bool("load_pretrained: strict", strict)
-    check_names("load_pretrained", names)
+    a_module("pretrained.load: model", model)
+    check_plan("pretrained.load", plan, init)
+    check_bool("pretrained.load: strict", strict)
+    check_names("pretrained.load", names)
     if mesh is not None:
-        mesh = as_mesh("load_pretrained: mesh", mesh)
+        mesh = as_mesh("pretrained.load: mesh", mesh)
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
     parts = _parts(model, stored, names, strict)
     if mesh is not None:
@@ -73,7 +73,7 @@ def load_pretrained(
     meta = [name for name in parts if state[name].is_meta]
     if meta:
         raise ValueError(
-            f"load_pretrained: {meta[0]} is on the meta device; give mesh= and plan=, or shard the "
+            f"pretrained.load: {meta[0]} is on the meta device; give mesh= and plan=, or shard the "
             "model first"
         )
     for name, found in parts.items():
@@ -84,9 +84,9 @@ def load_pretrained(
 def _paths(files: Any) -> list[Path]:
     if not isinstance(files, (str, Path)):
         expected = "a path, or a list of paths,"
-        listed = check_sequence("load_pretrained: files", files, expected)
+        listed = check_sequence("pretrained.load: files", files, expected)
         for file in listed:
-            check_type("load_pretrained: files: entry", file, (str, Path), "a path")
+            check_type("pretrained.load: files: entry", file, (str, Path), "a path")
         return [Path(file) for file in listed]
     path = Path(files)
     if not path.is_dir():
@@ -96,7 +96,7 @@ def _paths(files: Any) -> list[Path]:
         return [path / name for name in sorted(set(weights.values()))]
     found = sorted(path.glob("*.safetensors"))
     if not found:
-        raise FileNotFoundError(f"load_pretrained: {path} has no *.safetensors")
+        raise FileNotFoundError(f"pretrained.load: {path} has no *.safetensors")
     return found
 
 
@@ -119,7 +119,7 @@ def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
         odd = [one.name for one, _, _ in found if one.shape[1:] != shape[1:]]
         if shape != tuple(value.shape) or odd:
             raise ValueError(
-                f"load_pretrained: {name!r} is {list(value.shape)} in the model, and "
+                f"pretrained.load: {name!r} is {list(value.shape)} in the model, and "
                 f"{list(shape)} in {found[0][0].path}"
             )
         parts[name] = found
@@ -135,7 +135,7 @@ def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
         if unexpected:
             text.append(f"the model has no {unexpected[:5]} of {len(unexpected)}")
         raise ValueError(
-            f"load_pretrained: {'; '.join(text)}. Say names=, what is where in the files, or "
+            f"pretrained.load: {'; '.join(text)}. Say names=, what is where in the files, or "
             "strict=False"
         )
     return parts
@@ -165,7 +165,7 @@ def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn
     for module, name in lacking.items():
         if chosen is None and not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"load_pretrained: {name!r} is on the meta device, and neither the files nor its "
+                f"pretrained.load: {name!r} is on the meta device, and neither the files nor its "
                 f"{type(module).__name__} give it values: pass init=function(module)"
             )
 

@@ -1,4 +1,4 @@
-"""save_pretrained: a model on any meshes as the files that ``from_pretrained`` reads."""
+"""pretrained.save: a model on any meshes as the files that ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_pretrained(
 ) -> None:
     """Writes ``model`` to ``folder`` in the format of Hugging Face: safetensors files of at most
     ``max_shard_size``, an index if there are several, and the config of a transformers model. One
-    process reads them with ``from_pretrained``, any mesh with ``load_pretrained``.
+    process reads them with ``from_pretrained``, any mesh with ``pretrained.load``.
 
     Every rank of the world makes the call. Each rank writes some rows of each tensor directly to
     their place in the file, and holds only the rows of one tensor in addition to its pieces. The
@@ -48,13 +48,13 @@ def save_pretrained(
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     dt.save_pretrained(dt.shard_module(torch.nn.Linear(4, 2), mesh), folder)
+    ...     dt.pretrained.save(dt.shard_module(torch.nn.Linear(4, 2), mesh), folder)
     ...     [path.name for path in pathlib.Path(folder).iterdir()]
     ['model.safetensors']
     """
-    a_module("save_pretrained: model", model)
-    check_type("save_pretrained: folder", folder, (str, Path), "a path")
-    check_names("save_pretrained", names)
+    a_module("pretrained.save: model", model)
+    check_type("pretrained.save: folder", folder, (str, Path), "a path")
+    check_names("pretrained.save", names)
     folder = Path(folder)
     tensors = _tensors(model, names)
     files = _files(folder, tensors, _size(max_shard_size))
@@ -77,7 +77,7 @@ def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"save_pretrained: {name!r} is {type(value).__name__}, no tensor")
+            raise ValueError(f"pretrained.save: {name!r} is {type(value).__name__}, no tensor")
         aliases.setdefault(id(value), []).append(name)
     patterns = [
         re.compile(f"{prefix}.{key}" if prefix else key)
@@ -89,7 +89,7 @@ def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
         main = next((n for n in known if not any(p.search(n) for p in patterns)), known[0])
         out[renamed(main, names)] = state[main]
     if len(out) != len(aliases) or not out:
-        raise ValueError("save_pretrained: no tensors, or two that names= gives one name")
+        raise ValueError("pretrained.save: no tensors, or two that names= gives one name")
     return out
 
 
@@ -105,7 +105,7 @@ def renamed(name: str, names: Any) -> Any:
 
 
 def _size(limit: int | str) -> int:
-    who, expected = "save_pretrained: max_shard_size", "a whole number of bytes, or one like '5GB',"
+    who, expected = "pretrained.save: max_shard_size", "a whole number of bytes, or one like '5GB',"
     if not isinstance(limit, str):
         if is_int(limit) and limit <= 0:
             raise argument_error(who, limit, expected, ValueError)
@@ -200,7 +200,7 @@ def _together(run: Callable[[], Any], error: Exception | None = None) -> None:
     said = None if error is None else f"rank {world()[0]}: {type(error).__name__}: {error}"
     failed = [text for text in objects.gather_objects(said, world_group()) if text]
     if failed:
-        raise OSError(f"save_pretrained: the model is not saved; {'; '.join(failed)}") from error
+        raise OSError(f"pretrained.save: the model is not saved; {'; '.join(failed)}") from error
 
 
 def _publish(model: nn.Module, folder: Path, files: list[Any]) -> None:

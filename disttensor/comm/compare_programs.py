@@ -268,23 +268,23 @@ enabled = os.environ.get("DISTTENSOR_DEBUG", "") not in ("", "0")
 timeout = timedelta(seconds=float(os.environ.get("DISTTENSOR_DEBUG_SECONDS", "30")))
 
 
-class debug:
-    """``with debug(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each collective before
-    it runs.
+class compare_ranks:
+    """``with compare_ranks(seconds=30):`` (or ``DISTTENSOR_DEBUG=1``): ranks compare each
+    collective before it runs.
 
     Enter and leave the block on all ranks alike. Raises MismatchError, naming the ranks, if they
     differ.
 
-    >>> with dt.debug(seconds=10):
+    >>> with dt.debugging.compare_ranks(seconds=10):
     ...     dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
     4.0
     """
 
     def __init__(self, seconds: float = 30.0) -> None:
-        check_positive("debug: seconds", seconds, "a positive number")
+        check_positive("compare_ranks: seconds", seconds, "a positive number")
         self.seconds = seconds
 
-    def __enter__(self) -> debug:
+    def __enter__(self) -> compare_ranks:
         global enabled, timeout
         self.before = enabled, timeout
         enabled, timeout = True, timedelta(seconds=self.seconds)

@@ -28,7 +28,7 @@ from disttensor.torch_private import (
 class Group:
     """Ranks that communicate: ``ranks`` in mesh order, ``index`` of this rank among them.
 
-    >>> mesh.group((0,)), isinstance(mesh.group((0,)), dt.Group)
+    >>> mesh.group((0,)), isinstance(mesh.group((0,)), reshard.Group)
     (Group(dp: ranks [0]), True)
     """
 

@@ -22,7 +22,8 @@ class CommRecord:
     """One collective on this rank. ``bytes``: sent by this rank (ring algorithms). ``background``:
     asynchronous, waited for where its result is needed. ``waited``: the line that waits; "" before.
 
-    >>> dt.CommRecord("all_reduce", "tp", 96, "backward", "train.py:7", (4, 6), torch.float32).axis
+    >>> from disttensor.debugging import CommRecord
+    >>> CommRecord("all_reduce", "tp", 96, "backward", "train.py:7", (4, 6), torch.float32).axis
     'tp'
     """
 
@@ -42,9 +43,9 @@ class CommLog(Observer):
     """The collectives of a ``with record_comms()`` block: a sequence of CommRecord, printed as a
     table.
 
-    >>> with dt.record_comms() as log:
+    >>> with dt.debugging.record_comms() as log:
     ...     total = dt.ones(4, mesh=mesh).sum().item()
-    >>> isinstance(log, dt.CommLog), len(log), log.total_bytes, log.counts("forward")
+    >>> isinstance(log, dt.debugging.CommLog), len(log), log.total_bytes, log.counts("forward")
     (True, 0, 0, {})
     """
 
@@ -94,7 +95,7 @@ def record_comms() -> CommLog:
     """Records one CommRecord per collective of this rank, forward and backward: ``with
     record_comms() as log:``.
 
-    >>> with dt.record_comms() as log:
+    >>> with dt.debugging.record_comms() as log:
     ...     total = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).sum().item()
     >>> print(log)
     kind   axis  bytes  phase  shape  where

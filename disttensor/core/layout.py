@@ -32,7 +32,7 @@ class Layout:
     ``own``: (axis, placement), sorted, for users' subclasses of our placements. Their axes are in
     ``dims`` or ``partial`` like axes of the base type, so local shapes follow.
 
-    >>> dt.Layout(dims=((0,), ()), partial=((1, "sum"),)).placements(mesh_ndim=2)
+    >>> ops.Layout(dims=((0,), ()), partial=((1, "sum"),)).placements(mesh_ndim=2)
     (Shard(0), Partial('sum'))
     """
 

@@ -73,7 +73,7 @@ class Balanced(Shard):
     Functions that treat each row separately keep it, attention uses the ring, and all others
     exchange the rows for contiguous ones (docs/long_context.md).
 
-    >>> x = dt.shard_tensor(torch.arange(6), mesh, [dt.Balanced(0), dt.Replicate()])
+    >>> x = dt.shard_tensor(torch.arange(6), mesh, [dt.attention.Balanced(0), dt.Replicate()])
     >>> (x + 1).placements, (x + 1).tolist()
     ((Balanced(0), Replicate()), [1, 2, 3, 4, 5, 6])
     """

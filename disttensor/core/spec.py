@@ -57,8 +57,8 @@ def kind_of(
 class DistSpec:
     """Everything that all ranks know of a tensor. Compare with ``is``; make with ``DistSpec(...)``.
 
-    >>> layout = dt.Layout(dims=((0,), ()), partial=((1, "sum"),))
-    >>> dt.DistSpec(mesh, layout, (8, 16), torch.float32)
+    >>> layout = ops.Layout(dims=((0,), ()), partial=((1, "sum"),))
+    >>> ops.DistSpec(mesh, layout, (8, 16), torch.float32)
     f32[8@dp, 16] {tp: P(sum)}
     """
 

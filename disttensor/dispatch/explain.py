@@ -35,10 +35,10 @@ class Explanation:
     gives    specs of the results; () if unknown
     plan     the CallPlan of such a call on this rank; None for ways other than "rule"
 
-    >>> found = dt.explain(torch.relu, dt.ones(4, 4, mesh=mesh))
+    >>> found = dt.debugging.explain(torch.relu, dt.ones(4, 4, mesh=mesh))
     ... # doctest: +ELLIPSIS
     torch.relu: ...
-    >>> isinstance(found, dt.Explanation), found.way, found.bytes
+    >>> isinstance(found, dt.debugging.Explanation), found.way, found.bytes
     (True, 'rule', 0)
     """
 
@@ -62,7 +62,7 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
     arguments.
 
     >>> x = dt.ones(8, 6, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
-    >>> _ = dt.explain(torch.sort, x, dim=1)
+    >>> _ = dt.debugging.explain(torch.sort, x, dim=1)
     torch.sort: by rule
       letters  a b -> a b, a b   whole: b
       argument 0: f32[8@dp, 6]

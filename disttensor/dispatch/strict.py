@@ -15,7 +15,7 @@ class strict(Setting, default=False):
     """``with strict():`` makes an implicit reshard that communicates, or a function without a rule,
     an error that names the call, the source line and the bytes.
 
-    >>> with dt.strict():
+    >>> with dt.debugging.strict():
     ...     y = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]).relu().sum()
     """
 

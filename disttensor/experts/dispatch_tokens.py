@@ -107,7 +107,8 @@ def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTo
     >>> indices, weights = torch.tensor([[0, 2]] * 6), torch.tensor([[0.5, 0.5]] * 6)
     >>> def mlp(rows, counts, up):  # the rows and the slices of the experts of one rank
     ...     return torch.cat([r @ w for r, w in zip(rows.split(counts), up)])
-    >>> y = dt.combine_tokens(dt.dispatch_tokens(x, indices, 3).apply(mlp, up), weights)
+    >>> sent = dt.experts.dispatch_tokens(x, indices, 3)
+    >>> y = dt.experts.combine_tokens(sent.apply(mlp, up), weights)
     >>> y.shape, y[0].tolist()
     (torch.Size([6, 4]), [4.0, 4.0, 4.0, 4.0])
     """
@@ -132,8 +133,8 @@ def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
     over an axis that splits the experts and not the tokens. See ``dispatch_tokens``.
 
     >>> x, chosen = torch.ones(2, 3), torch.tensor([[0], [1]])
-    >>> sent = dt.dispatch_tokens(x, chosen, 2).apply(lambda rows, counts: rows * 10)
-    >>> dt.combine_tokens(sent, torch.tensor([[1.0], [0.5]]))[:, 0]
+    >>> sent = dt.experts.dispatch_tokens(x, chosen, 2).apply(lambda rows, counts: rows * 10)
+    >>> dt.experts.combine_tokens(sent, torch.tensor([[1.0], [0.5]]))[:, 0]
     tensor([10.,  5.])
     """
     who = "a DispatchedTokens, as dispatch_tokens gives,"

@@ -60,11 +60,11 @@ def expert_load(model: nn.Module) -> ExpertLoad:
 
     >>> class Mixture(torch.nn.Module):
     ...     def forward(self, x, indices, weights):
-    ...         self.sent = dt.dispatch_tokens(x, indices, 3)
-    ...         return dt.combine_tokens(self.sent, weights)
+    ...         self.sent = dt.experts.dispatch_tokens(x, indices, 3)
+    ...         return dt.experts.combine_tokens(self.sent, weights)
     >>> model = Mixture()
     >>> y = model(torch.ones(4, 2), torch.tensor([[0], [2], [2], [2]]), torch.ones(4, 1))
-    >>> print(dt.expert_load(model))
+    >>> print(dt.experts.expert_load(model))
     mixture  tokens of each expert  of each part  busiest / mean
     Mixture  1 0 3                  4             1.00
     """

@@ -3,3 +3,8 @@ freed after it, and their gradients reduced.
 
 ``disttensor.parallel`` combines it with other parallelisms.
 """
+
+from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
+from disttensor.fsdp.unshard import unshard
+
+__all__ = ["SegmentByAnchors", "SegmentBySize", "unshard"]

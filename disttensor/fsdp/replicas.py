@@ -99,7 +99,7 @@ def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
     tensors, and axes on which a tensor is split or pending, have no replicas.
 
     >>> model = dt.shard_module(torch.nn.Linear(4, 4), mesh)
-    >>> dt.check_replicas(model)
+    >>> dt.debugging.check_replicas(model)
     """
     found: list[tuple[str, str]] = []
     groups: dict[Any, dict[str, tuple[str, str]]] = {}

@@ -57,9 +57,9 @@ class SegmentBySize(SegmentPolicy):
     segment. Sizes are taken from the first rank of a mesh, which holds the most. Raises ValueError
     unless positive.
 
-    >>> dt.SegmentBySize(8)
+    >>> dt.fsdp.SegmentBySize(8)
     SegmentBySize(megabytes=8)
-    >>> dt.SegmentBySize().megabytes
+    >>> dt.fsdp.SegmentBySize().megabytes
     32.0
     """
 
@@ -87,7 +87,7 @@ class SegmentByAnchors(SegmentPolicy):
     Modules before the first are a segment too. Parameters that a module around anchors holds itself
     are a separate segment. Raises ValueError for an empty list and for a repeated name.
 
-    >>> dt.SegmentByAnchors(["blocks.0", "blocks.4", "norm"]).names
+    >>> dt.fsdp.SegmentByAnchors(["blocks.0", "blocks.4", "norm"]).names
     ('blocks.0', 'blocks.4', 'norm')
     """
 
@@ -201,7 +201,7 @@ def _checked(what: str, names: Any) -> tuple[str, ...]:
     """Returns names as a tuple. Raises TypeError or ValueError unless they are a list of different
     names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        sizes = ", or dt.SegmentBySize(megabytes)" if what == "segments" else ""
+        sizes = ", or dt.fsdp.SegmentBySize(megabytes)" if what == "segments" else ""
         raise TypeError(f"{what}: a list of names of modules is wanted{sizes}, not {names!r}")
     names = tuple(names)
     if not names:

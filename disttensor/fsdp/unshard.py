@@ -23,7 +23,7 @@ def unshard(module: nn.Module) -> Iterator[None]:
     without DistTensors.
 
     >>> model = dt.shard_data_parallel(torch.nn.Linear(4, 2), mesh, shard_axis="dp")
-    >>> with dt.unshard(model), dt.record_comms() as log:
+    >>> with dt.fsdp.unshard(model), dt.debugging.record_comms() as log:
     ...     results = [model(torch.ones(3, 4)) for _ in range(5)]
     >>> len(log)
     0

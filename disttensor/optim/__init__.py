@@ -2,3 +2,7 @@
 
 Not here: the rules of the optimizers' own functions (``ops.foreach``).
 """
+
+from disttensor.optim.grad_scaler import shard_scaler
+
+__all__ = ["shard_scaler"]

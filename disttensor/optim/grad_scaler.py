@@ -34,7 +34,7 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
     all-reduce of a number; pending gradients are reduced first. The scale is the same on all ranks.
     Raises TypeError for anything but a GradScaler, ValueError if the settings of ranks differ.
 
-    >>> scaler = dt.shard_scaler(torch.amp.GradScaler("cpu", init_scale=4.0))
+    >>> scaler = dt.optim.shard_scaler(torch.amp.GradScaler("cpu", init_scale=4.0))
     >>> w = dt.ones(3, mesh=mesh, requires_grad=True)
     >>> sgd = torch.optim.SGD([w], lr=1.0)
     >>> scaler.scale((w * float("inf")).sum()).backward()

@@ -33,7 +33,7 @@ from disttensor.parallel.sharding_configs import strategy_fields
 from disttensor.pipeline.partition import chosen as layers_of
 from disttensor.pipeline.partition import deal
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
-from ops.nn.attention_policy import POLICIES, attention_policy
+from ops.nn.attention_policy import POLICIES, policy
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,7 +53,7 @@ class Strategy:
     dp, ...) that is left out gets the remaining factor of the world size, and the others are 1.
 
     ``accumulate_steps``: micro-batches in one step of the optimizer. ``attention``: a policy as in
-    ``attention_policy``, applied inside ``autocast``. ``amp``: "bf16" or "fp16", for
+    ``dt.attention.policy``, applied inside ``autocast``. ``amp``: "bf16" or "fp16", for
     ``autocast`` and, with sharding, for unsharded parameters (``param_dtype``); gradients are
     reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
     that keep no activations. ``schedule``: the name of a pipeline schedule, for ``pipeline.run``;
@@ -343,7 +343,7 @@ class Strategy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """A context for a forward and its loss: torch.autocast to the dtype of ``amp`` (unchanged
-        without ``amp``), and ``attention_policy(attention)``.
+        without ``amp``), and ``dt.attention.policy(attention)``.
 
         >>> with dt.Strategy(amp="bf16").autocast():
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
@@ -351,7 +351,7 @@ class Strategy:
         """
         with ExitStack() as around:
             if self.attention != "auto":  # else one that is set outside holds
-                around.enter_context(attention_policy(self.attention))
+                around.enter_context(policy(self.attention))
             if self.amp is not None:
                 around.enter_context(torch.autocast(self._device(), AMP[self.amp]))
             yield

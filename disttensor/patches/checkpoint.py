@@ -19,7 +19,7 @@ from typing import Any
 from disttensor import callbacks
 from disttensor.autograd.activation_checkpoint import Run
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from ops.nn.attention_policy import attention_policy
+from ops.nn import attention_policy
 
 Generator = Callable[..., Iterator[None]]
 
@@ -42,7 +42,7 @@ def for_dist_tensors(original: Generator) -> Generator:
         is_first = bool(given) and isinstance(given[0], tuple)
         pairs = [_saved(x) for x in (given[0] if is_first else given)]
         inside = callbacks.recompute_context.get()
-        policy, around = attention_policy.current(), [*callbacks.recompute_contexts.values()]
+        policy, around = attention_policy.policy.current(), [*callbacks.recompute_contexts.values()]
         around += [inside] if inside else []
         kept, remakes = tuple(k for k, _ in pairs), [r for _, r in pairs]
 
@@ -52,7 +52,7 @@ def for_dist_tensors(original: Generator) -> Generator:
                 stack.enter_context(Run(notes, is_recompute=True))
                 for set_up in around:
                     stack.enter_context(set_up())
-                stack.enter_context(attention_policy(policy))
+                stack.enter_context(attention_policy.policy(policy))
                 return fn(
                     *[a if r is None else r(a) for a, r in zip(args, ours, strict=True)], **kwargs
                 )

@@ -93,6 +93,6 @@ def save_pretrained(self: Any, *_: Any, **__: Any) -> None:
         if split or 0 not in spec.mesh.root.ranks:
             raise RuntimeError(
                 f"{type(self).__name__}.save_pretrained: {slot.name!r} is {spec!r}, of which "
-                "this writer sees one rank's piece. dt.save_pretrained(model, folder) writes "
+                "this writer sees one rank's piece. dt.pretrained.save(model, folder) writes "
                 "the same files from all ranks (each must call it)"
             )

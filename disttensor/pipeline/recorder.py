@@ -14,7 +14,7 @@ class Recorder(Observer):
     >>> with pipeline.record() as recorded:
     ...     losses = pipeline.run(lambda x: (w * x).sum(), [1.0, 2.0])
     >>> recorded.timeline().ranks, [str(e.action) for e in recorded.events]
-    ([0], ['F0', 'F1', 'B0', 'B1'])
+    ([0], ['F0', 'B0', 'F1', 'B1'])
     """
 
     def __init__(self) -> None:

@@ -3,3 +3,7 @@
 
 ``ops.random`` lists the torch functions that draw.
 """
+
+from disttensor.random.state import rng
+
+__all__ = ["rng"]

@@ -48,7 +48,7 @@ class rng(Setting, allowed=_POLICIES):
     ValueError for another name.
 
     >>> x = dt.ones(8, mesh=mesh)
-    >>> with dt.rng("invariant"):
+    >>> with dt.random.rng("invariant"):
     ...     y = torch.nn.functional.dropout(x, 0.5)
     >>> bool(((y == 0) | (y == 2)).all())
     True

@@ -49,7 +49,7 @@ class Device:
                   the diagonal
     kernels       real time / roofline of kernels that deviate, by name of the operator and dtype
 
-    >>> a_card = dt.devices.Device(
+    >>> a_card = dt.simulate.devices.Device(
     ...     name="a card", peak={torch.float32: 1e12}, bandwidth=1e11, memory=8e9, launch=5e-6
     ... )
     >>> a_card.seconds(flops=2e9, nbytes=1e6, dtype=torch.float32)
@@ -150,7 +150,7 @@ class Network:
                     it copies per second, and its seconds for each transfer. Ranks that share a
                     device (``Device.sharing``) compute less meanwhile
 
-    >>> network = dt.devices.Network(ranks_per_node=4)
+    >>> network = dt.simulate.devices.Network(ranks_per_node=4)
     >>> network.crosses([0, 1]), network.crosses([3, 4])
     (False, True)
     """

@@ -72,14 +72,14 @@ def plan_strategy(
     ...         x = dt.shard_tensor(torch.ones(64, 8), strategy.stages()[0], places)
     ...         model(x).sum().backward()
     ...     return step
-    >>> table = dt.plan_strategy(build_with, 4, [dt.Strategy(tp=4), dt.Strategy(tp=8)])
+    >>> table = dt.simulate.plan_strategy(build_with, 4, [dt.Strategy(tp=4), dt.Strategy(tp=8)])
     >>> table.best.tp, [c.fits for c in table.candidates]
     (4, [True, False])
     """
     check_callable("plan_strategy: build_with", build_with, "a function of a Strategy")
     check_int("plan_strategy: world", world, 1, "a number of ranks")
-    check_type("plan_strategy: device", device, Device, "a dt.devices.Device")
-    check_type("plan_strategy: network", network, Network, "a dt.devices.Network")
+    check_type("plan_strategy: device", device, Device, "a dt.simulate.devices.Device")
+    check_type("plan_strategy: network", network, Network, "a dt.simulate.devices.Network")
     check_values("plan_strategy", values)
     check_type("plan_strategy: like", like, Strategy, "a Strategy")
     check_int("plan_strategy: most", most, 1, "a number of strategies")

@@ -25,7 +25,7 @@ _LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The result of ``dt.simulate``: one Kind for all ranks that do the same. Prints as tables.
+    """The result of ``simulate``: one Kind for all ranks that do the same. Prints as tables.
     ``said``: the warnings of the program itself, for example of a fallback that gathers."""
 
     world: int

@@ -75,7 +75,7 @@ def simulate(
     ...         optimizer.step()
     ...         optimizer.zero_grad()
     ...     return step
-    >>> report = dt.simulate(build, world=8)
+    >>> report = dt.simulate.simulate(build, world=8)
     >>> [kind.ranks for kind in report.kinds], report.kinds[0].comms.counts()
     ([(0, 1, 2, 3, 4, 5, 6, 7)], {'all_reduce': 2})
     """
@@ -97,8 +97,8 @@ def simulate_program(
     """Simulates a program that starts and stops the recorder itself, such as a script. See
     ``simulate`` for the arguments."""
     check_int("simulate: world", world, 1, "a number of ranks")
-    check_type("simulate: device", device, Device, "a dt.devices.Device")
-    check_type("simulate: network", network, Network, "a dt.devices.Network")
+    check_type("simulate: device", device, Device, "a dt.simulate.devices.Device")
+    check_type("simulate: network", network, Network, "a dt.simulate.devices.Network")
     check_values("simulate", values)
     expected = f"a list of ranks from 0 to {world - 1}"
     wanted = None if ranks is None else check_sequence("simulate: ranks", ranks, expected)

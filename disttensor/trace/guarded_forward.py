@@ -111,8 +111,8 @@ class GuardedForward(InstanceForward):
         raise NotImplementedError
 
     def compare(self, program: Any, call: ForwardCall) -> Any:
-        """Runs the first call of a program under ``dt.debug``. Raises RuntimeError if the forward
-        has another result."""
+        """Runs the first call of a program under ``dt.debugging.compare_ranks``. Raises
+        RuntimeError if the forward has another result."""
         return self.run(program, call.inputs)
 
     # Calls ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def never_skip(module: _Module) -> _Module:
     values that change and are no attribute, global or closure of its code. All ranks must call this
     alike.
 
-    >>> model = torch.nn.Sequential(dt.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
+    >>> model = torch.nn.Sequential(dt.pipeline.never_skip(torch.nn.Linear(4, 4)), torch.nn.ReLU())
     >>> model = dt.shard_module(model, mesh)
     """
     check_type("never_skip: module", module, nn.Module, "a module")

@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
         for letter, size in zip(named[name], arg.shape, strict=True):
             if sizes[letter] != size:
                 raise NoRule("scaled_dot_product_attention of shapes that broadcast")
-    policy = attention_policy.attention_policy.current()
+    policy = attention_policy.policy.current()
     along = {arg.layout.dims[-2] for arg in (query, key, value)}
     alike = len(along) == 1 and along != {()}  # each is cut by its own size
     if alike:

@@ -18,8 +18,8 @@ POLICIES = ("auto", "gather", "ring", "heads")
 KEPT = 16 << 20  # bytes of k and v of one call that a rank may keep whole for its backward
 
 
-class attention_policy(Setting, allowed=POLICIES, default="auto"):
-    """``with attention_policy("ring"):`` chooses how ``scaled_dot_product_attention`` is carried
+class policy(Setting, allowed=POLICIES, default="auto"):
+    """``with attention.policy("ring"):`` chooses how ``scaled_dot_product_attention`` is carried
     out where the sequence of q, k and v is split over one mesh axis or several.
 
     "gather": k and v are gathered. "ring": pieces of k and v are passed around the ranks. "heads":
@@ -30,7 +30,7 @@ class attention_policy(Setting, allowed=POLICIES, default="auto"):
     ValueError for another name.
 
     >>> q = dt.ones(1, 2, 8, 4, mesh=mesh, placements=[dt.Shard(2), dt.Replicate()])
-    >>> with dt.attention_policy("ring"):
+    >>> with dt.attention.policy("ring"):
     ...     y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     >>> y.spec
     f32[1, 2, 8@dp, 4]
@@ -39,9 +39,7 @@ class attention_policy(Setting, allowed=POLICIES, default="auto"):
 
 def setting(layouts: Collection[Layout]) -> Callable[[], str] | None:
     """Returns the policy if a sequence is split, else None."""
-    return (
-        attention_policy.current if any(len(x.dims) > 1 and x.dims[-2] for x in layouts) else None
-    )
+    return policy.current if any(len(x.dims) > 1 and x.dims[-2] for x in layouts) else None
 
 
 class Sizes(NamedTuple):

@@ -107,7 +107,7 @@ class RingAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "scaled_dot_product_attention by ring has no second derivative: compute it under "
-                'attention_policy("gather") or attention_policy("heads")'
+                'attention.policy("gather") or attention.policy("heads")'
             )
         q, k, v, mask, out, lse = ctx.saved_tensors  # a checkpointed region is computed again now
         ring, factor = ctx.how

@@ -32,7 +32,7 @@ def brought_together(
         return whole(call)
     balanced = bool(call.inputs[0].layout.own)
     sizes = sizes_of(call, axes, is_causal and not balanced)
-    way, why = Choice(policy, "as attention_policy says")
+    way, why = Choice(policy, "as attention.policy says")
     if balanced:
         way, why = Choice("ring", "as the rows are dealt out")
     elif policy == "auto":
@@ -40,7 +40,7 @@ def brought_together(
     elif policy == "heads" and len(call.inputs[0].shape) < 3:
         raise ValueError(
             f"scaled_dot_product_attention of {list(call.inputs[0].shape)} by "
-            'attention_policy("heads"): it has no dim of heads to split. Give it one, as '
+            'attention.policy("heads"): it has no dim of heads to split. Give it one, as '
             'x.unsqueeze(0), or use "ring" or "gather"'
         )
     if way == "ring":

@@ -77,7 +77,7 @@ def test_a_weight_gradient_beside_the_reduction(name):
     if turned:
         w = leaf(WIDTH, 10, layout=S1)
     out = CALLS[name](x.tanh(), w).square().sum()
-    with events(w) as seen, dt.record_comms() as log:
+    with events(w) as seen, dt.debugging.record_comms() as log:
         out.backward()
     assert seen == ["all_reduce", 0, "wait"]
     (record,) = log
@@ -110,7 +110,7 @@ def test_the_backward_of_a_gather_begins_ahead():
     """Sequence parallelism: the reduce-scatter of what was gathered."""
     x, w = leaf(ROWS, 2 * WIDTH, layout=S0), leaf(10, 2 * WIDTH, layout=S0)
     out = F.linear(dt.reshard(x.tanh(), line(), [R]), w).square().sum()
-    with events(w) as seen, dt.record_comms() as log:
+    with events(w) as seen, dt.debugging.record_comms() as log:
         out.backward()
     assert seen == ["reduce_scatter", 0, "wait"]
     assert log.counts() == {"reduce_scatter": 1}
@@ -160,7 +160,7 @@ def leaves(hidden=8):
 def gradients(run):
     """What ``run(*leaves)`` leaves behind, on this rank, and what it sent."""
     ours = leaves()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         run(*ours)
     return [t.grad.to_local() for t in ours], [(r.kind, r.axis, r.bytes, r.phase) for r in log]
 

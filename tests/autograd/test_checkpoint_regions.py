@@ -97,7 +97,7 @@ def test_a_captured_tensor_with_hooks_is_used_in_and_around_regions():
                     torch.testing.assert_close(mine.full_tensor(), plain, msg=f"{name} {hooked}")
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @pytest.mark.parametrize("split", [False, True])  # True: no rule, it runs on full tensors
 @on_ranks(2)
 def test_statistics_are_written_again_as_in_one_process(split):

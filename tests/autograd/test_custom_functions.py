@@ -230,7 +230,7 @@ def test_a_function_of_plain_tensors_that_gives_a_dist_tensor_is_refused():
     m = dt.shard_module(nn.Linear(3, 3).double(), line(), {})
     x = X.clone().requires_grad_()
     with pytest.raises(
-        dt.CustomFunctionError, match=r"Reversible.apply at .*no argument is a Dist"
+        dt.errors.CustomFunctionError, match=r"Reversible.apply at .*no argument is a Dist"
     ):
         Reversible.apply(m, x)
     with torch.no_grad():

@@ -109,8 +109,8 @@ class Ran(NamedTuple):
 
     params: dict[str, Any]
     waited: dict[str, list[str]]
-    forward_backward: dt.CommLog
-    reduction: dt.CommLog
+    forward_backward: dt.debugging.CommLog
+    reduction: dt.debugging.CommLog
 
 
 def run(way: Way, frozen: Sequence[str] = (), steps: int = 1) -> Ran:
@@ -126,7 +126,7 @@ def run(way: Way, frozen: Sequence[str] = (), steps: int = 1) -> Ran:
     for step in range(steps):
         tokens, targets = (randint(0, WORDS, (BATCH, TIME), seed=2 * step + i) for i in (0, 1))
         loss_of(plain, tokens, targets, None, None).backward()
-        with dt.record_comms() as passes, fallbacks() as fell:
+        with dt.debugging.record_comms() as passes, fallbacks() as fell:
             x, y = place(tokens, mesh, way.tokens), place(targets, mesh, way.tokens)
             loss_of(ours, x, y, way.cut, way.whole).backward()
         assert not fell, fell
@@ -135,7 +135,7 @@ def run(way: Way, frozen: Sequence[str] = (), steps: int = 1) -> Ran:
         if p.grad is not None and p.grad.partial_status:
             axes = "+".join(names[a] for a in p.grad.partial_status if mesh.shape[a] > 1)
             waited.setdefault(axes, []).append(name)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         dt.sync_gradients(ours.values())
     compare_replicas([p.grad for p in ours.values()])
     for name, p in ours.items():
@@ -146,13 +146,13 @@ def run(way: Way, frozen: Sequence[str] = (), steps: int = 1) -> Ran:
             full = p.grad.full_tensor()
             same = torch.allclose(full, expected, rtol=1e-9, atol=1e-11)
             assert same, f"gradient of {name}: {full} and not {expected}"
-    with dt.record_comms() as again:
+    with dt.debugging.record_comms() as again:
         dt.sync_gradients(ours.values())
     assert not again.records
     return Ran(ours, waited, passes, log)
 
 
-def sent(log: dt.CommLog) -> list[tuple[str, str]]:
+def sent(log: dt.debugging.CommLog) -> list[tuple[str, str]]:
     return [(r.kind, r.axis) for r in log]
 
 

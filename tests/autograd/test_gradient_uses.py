@@ -19,12 +19,12 @@ from tests.support.pool import on_ranks
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
 
-def sent(log: dt.CommLog) -> list[tuple[str, str]]:
+def sent(log: dt.debugging.CommLog) -> list[tuple[str, str]]:
     return [(r.kind, r.axis) for r in log]
 
 
 def synced(params: Any) -> list[tuple[str, str]]:
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         dt.sync_gradients(params)
     return sent(log)
 
@@ -114,7 +114,7 @@ def test_modules_tensors_lists_and_generators():
     assert synced(w) == [("all_reduce", "dp")] and synced(w) == []
     assert plain.grad.tolist() == [1.0] * 3
     one, two = waiting(2)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         dt.sync_gradients(one, [two, plain])
     assert sent(log) == [("all_reduce", "dp")]
     model = nn.Linear(4, 3).double()
@@ -133,7 +133,7 @@ def test_buckets_are_cut_alike_on_all_ranks():
     row = 4 * 8
     for cap, per_bucket in ((1, [1] * 5), (6 * row, [2, 2, 1]), (14 * row, [4, 1]), (2**25, [5])):
         ours = waiting(5)
-        with pytest.MonkeyPatch.context() as patch, dt.record_comms() as log:
+        with pytest.MonkeyPatch.context() as patch, dt.debugging.record_comms() as log:
             patch.setattr(grad_sync, "BUCKET_BYTES", cap)
             dt.sync_gradients(ours)
         assert [r.shape for r in log] == [(n * 3 * 4,) for n in per_bucket], cap
@@ -155,10 +155,10 @@ def test_dtypes_and_meshes_have_flat_tensors_of_their_own():
 def test_debug_mode_tells_gradients_of_one_size_apart():
     """A program that differs between ranks would add up gradients of different parameters."""
     leaves = [place(randn(3, 3), line(), [R]).requires_grad_() for _ in range(2)]
-    with dt.debug(seconds=5):
+    with dt.debugging.compare_ranks(seconds=5):
         (place(randn(4, 3), line(), [S0]) @ leaves[torch.distributed.get_rank()]).sum().backward()
         text = r"rank 0: sync_gradients of 0: f64(.|\n)*rank 1: sync_gradients of 1: f64"
-        with pytest.raises(dt.MismatchError, match=text):
+        with pytest.raises(dt.errors.MismatchError, match=text):
             dt.sync_gradients(leaves)
 
 
@@ -185,7 +185,7 @@ def test_scaler_clipping_and_optimizer_share_one_reduction(foreach, fused):
             sgd.zero_grad()
             loss = sum(F.linear(data, w).square().sum() for w in ws)
             scaler.scale(loss).backward()
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 scaler.unscale_(sgd)
                 nn.utils.clip_grad_norm_(ws, 0.5, foreach=foreach)
                 scaler.step(sgd)
@@ -205,7 +205,7 @@ def test_data_parallel_steps_send_gradients_and_nothing_else():
     w = place(randn(7, 4, dtype=torch.float32), mesh, [R]).requires_grad_()
     F.linear(place(randn(3, 4, dtype=torch.float32), mesh, [S0]), w).square().sum().backward()
     adam = torch.optim.AdamW([w])
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         dt.clip_grad_norm_([w], 1.0)
         adam.step()
     assert sent(log) == [("all_reduce", "x")]
@@ -268,7 +268,7 @@ def test_a_table_that_every_sequence_reads_waits_with_the_others(written):
             places[1:].mul_(3.0)
         return (x * places).square().sum()
 
-    with dt.record_comms() as sent:
+    with dt.debugging.record_comms() as sent:
         loss = loss_of(weight, x)
         loss.backward()
     assert weight.grad.partial_status == ({0: "sum"} if written == "nothing" else {})

@@ -132,7 +132,7 @@ def kinds(log: Any, phase: str | None = None) -> list[str]:
 @on_ranks(2)
 def test_grad_is_a_dist_tensor_with_its_pending_reduction():
     w, x = place(randn(5, 4), line(), [R]).requires_grad_(), place(X, line(), [S0])
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         (x @ w).sum().backward()
     assert len(log) == 0
     assert isinstance(w.grad, DistTensor) and w.grad.placements == (P,)
@@ -201,7 +201,7 @@ def test_views_of_a_parameter_keep_its_reduction_deferred():
     ]  # fmt: skip
     for i, view in enumerate(views):
         w.grad = None
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             h = x @ view(w)
             h.sum().backward()
         assert not len(log), (i, str(log))
@@ -216,7 +216,7 @@ def test_a_replicated_intermediate_shared_by_three_uses_is_reduced_once():
     x = place(X, mesh, [R, R]).requires_grad_()
     ws = [place(randn(5, 4, seed=i), mesh, [R, S1]).requires_grad_() for i in range(3)]
     h = x * 2
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         torch.stack([(h @ w).tanh().sum() for w in ws]).sum().backward()
     assert kinds(log) == ["all_reduce"], str(log)
 
@@ -287,7 +287,7 @@ def test_megatron_block_does_two_all_reduces_forward_and_two_backward():
     x = randn(4, 5, 8)
     leaf = place(x, grid(), [S0, R]).requires_grad_()
     h = leaf * 1.0
-    with dt.record_comms() as log, fallbacks() as fell:
+    with dt.debugging.record_comms() as log, fallbacks() as fell:
         y = ours(h)
         y.sum().backward()
     assert not fell
@@ -310,11 +310,11 @@ def test_optimizer_step_reduces_once_with_flat_buckets():
     pending = {
         tuple(sorted(p.grad.partial_status)) for p in ours.parameters() if p.grad.partial_status
     }
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         optimizer.step()
     assert kinds(log) == ["all_reduce"] * len(pending) and pending, (str(log), pending)
     assert all(not p.grad.partial_status for p in ours.parameters())
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         optimizer.step()  # the same gradients again: nothing is pending
     assert not len(log)
     one = torch.optim.SGD(plain.parameters(), 0.1)
@@ -333,7 +333,7 @@ def test_accumulation_communicates_what_tensor_parallelism_needs_and_no_more():
     for i in range(3):
         tokens, target = batch(seed=i)
         plain(tokens, target).backward()
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             ours(*split(tokens, target)).backward()
         logs.append([(r.kind, r.axis) for r in log])
     assert logs[0] == logs[1] == logs[2]
@@ -626,7 +626,7 @@ def test_checkpoint_of_plain_functions_and_no_grad_regions():
 @on_ranks(2)
 def test_reentrant_checkpoint_says_what_to_do():
     w, x = place(randn(5, 4), line(), [R]).requires_grad_(), place(X, line(), [S0]).requires_grad_()
-    with pytest.raises(dt.CustomFunctionError, match="use_reentrant=False"):
+    with pytest.raises(dt.errors.CustomFunctionError, match="use_reentrant=False"):
         checkpoint(lambda x: x @ w, x, use_reentrant=True)
 
 
@@ -904,7 +904,7 @@ def test_plain_tensors_that_require_grad():
     twin(X).pow(2).mean().backward()
     for layout in ([S0, R], [S0, S1], [R, R], [P, S0]):
         model.zero_grad()
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             model(place(X, grid(), layout)).pow(2).mean().backward()
         for p, q in zip(twin.parameters(), model.parameters(), strict=True):
             assert type(q.grad) is Tensor
@@ -935,7 +935,7 @@ def test_frozen_parameters():
         for name, p in model.named_parameters():
             p.requires_grad_("blocks.1" in name)
     plain(tokens, target).backward()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         ours(*split(tokens, target)).backward()
     assert_same_grads(plain, ours)
     for model in (plain, ours):

@@ -30,7 +30,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "dp 4": {"dp": 4},
     "sharding 4, stage 1": {"sharding": 4, "zero_stage": 1},
     "sharding 4, stage 2": {"sharding": 4, "zero_stage": 2},
-    "sharding 4, stage 3": {"sharding": 4, "segments": dt.SegmentBySize(0.002)},
+    "sharding 4, stage 3": {"sharding": 4, "segments": dt.fsdp.SegmentBySize(0.002)},
     "tp 4": {"tp": 4},
     "pp 2 x tp 2": {"pp": 2, "tp": 2},
     "pp 2 x dp 2, interleaved": {"pp": 2, "dp": 2},
@@ -124,7 +124,7 @@ class Run:
             logits = self.model(batch[0])
             return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) / PARTS
 
-        with dt.rng("invariant"):
+        with dt.random.rng("invariant"):
             parts = [self._next() for _ in range(PARTS)]
             shares = pipeline.run(share, parts, self.schedule, stages=self.stages)
             loss = dt.broadcast_value(sum(shares)).item()

@@ -274,10 +274,10 @@ def test_a_read_into_the_shards_themselves_is_seen_by_the_next_forward(tmp_path)
     saved, x = make(0), dt.shard_tensor(randn(4, 6), mesh, [Shard(0)])
     want = saved(x).full_tensor()
     dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "dcp")
-    dt.save_pretrained(saved, tmp_path / "hf")
+    dt.pretrained.save(saved, tmp_path / "hf")
     for read in (
         lambda model: dcp.load(model.state_dict(), checkpoint_id=tmp_path / "dcp"),
-        lambda model: dt.load_pretrained(model, tmp_path / "hf"),
+        lambda model: dt.pretrained.load(model, tmp_path / "hf"),
     ):
         model = make(1)
         assert not torch.equal(model(x).full_tensor(), want)  # gathered now, and kept

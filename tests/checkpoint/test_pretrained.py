@@ -52,7 +52,7 @@ def test_a_model_of_transformers_goes_out_and_in(tied, size, tmp_path):
     plain, mesh = llama(tied), grid()
     plan = dt.plans.megatron(llama(tied), "tp", mesh)
     model = dt.shard_module(llama(tied), mesh, plan)
-    dt.save_pretrained(model, tmp_path, max_shard_size=size)
+    dt.pretrained.save(model, tmp_path, max_shard_size=size)
     files = sorted(p.name for p in tmp_path.glob("*.safetensors*"))
     assert (files == ["model.safetensors"]) is (size == "5GB"), files
     back = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -68,7 +68,7 @@ def test_a_model_of_transformers_goes_out_and_in(tied, size, tmp_path):
         with torch.device("meta"):
             empty = LlamaForCausalLM(plain.config).eval()
         other = ProcessMesh([[3, 2], [0, 1]], ("dp", "tp"))
-        loaded = dt.load_pretrained(empty, folder, other, plan)
+        loaded = dt.pretrained.load(empty, folder, other, plan)
         same_bits(loaded, plain)
         split = loaded.model.layers[0].mlp.up_proj.weight
         assert split.to_local().shape == (12, 16)
@@ -78,7 +78,7 @@ def test_a_model_of_transformers_goes_out_and_in(tied, size, tmp_path):
 
     # transformers' own writer refuses what is split, and is right where everything is whole
     if size == "5GB":
-        with pytest.raises(RuntimeError, match=r"dt\.save_pretrained\(model, folder\) writes"):
+        with pytest.raises(RuntimeError, match=r"dt\.pretrained\.save\(model, folder\) writes"):
             model.save_pretrained(tmp_path / "split")
         assert not (tmp_path / "split").exists()
         dt.shard_module(llama(tied), mesh, {}).save_pretrained(tmp_path / "whole")
@@ -90,7 +90,7 @@ def test_a_model_of_transformers_goes_out_and_in(tied, size, tmp_path):
 @on_ranks(4)
 def test_pieces_of_any_kind_are_written_and_read(name, tmp_path):
     saved, loaded = App(name, steps=1), App(name, steps=1, seed=1)
-    dt.save_pretrained(saved.model, tmp_path, names=lambda n: f"model.{n}")
+    dt.pretrained.save(saved.model, tmp_path, names=lambda n: f"model.{n}")
     [file] = tmp_path.glob("*.safetensors")
     stored = safetensors.torch.load_file(file)
     want = {n: dt.broadcast_value(x) for n, x in saved.model.state_dict().items()}
@@ -98,7 +98,7 @@ def test_pieces_of_any_kind_are_written_and_read(name, tmp_path):
     assert {n.removeprefix("model.") for n in stored} == want.keys()
     for n, value in want.items():
         assert torch.equal(stored[f"model.{n}"], value), n
-    dt.load_pretrained(loaded.model, file, names=lambda n: f"model.{n}")
+    dt.pretrained.load(loaded.model, file, names=lambda n: f"model.{n}")
     for n, x in loaded.model.state_dict().items():
         assert torch.equal(dt.broadcast_value(x), want.get(n, want["embed.weight"])), n
 
@@ -125,7 +125,7 @@ def test_names_are_mapped_and_what_does_not_fit_is_refused_before_anything_chang
     for places in ([S0, S1], [S1, S0], [S0, S0], [R, Shard(0)]):
         model = dt.shard_module(Fused(), grid(), {"*.weight": places, "*.bias": [R, S0]})
         for how in (names, names.get):
-            dt.load_pretrained(model, tmp_path, names=how)
+            dt.pretrained.load(model, tmp_path, names=how)
             assert torch.equal(model.qkv.weight.full_tensor(), qkv)
             assert torch.equal(model.qkv.bias.full_tensor(), parts["b"][3:])
             assert torch.equal(model.out.weight.full_tensor(), parts["o"].bfloat16())
@@ -141,22 +141,22 @@ def test_names_are_mapped_and_what_does_not_fit_is_refused_before_anything_chang
         (names, [tmp_path / "no"], "no"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=said):
-            dt.load_pretrained(model, files, names=what)
+            dt.pretrained.load(model, files, names=what)
     for n, x in model.state_dict().items():
         assert torch.equal(x.to_local(), before[n])
     with torch.device("meta"):
         empty = Fused()
     with pytest.raises(ValueError, match="on the meta device; give mesh="):
-        dt.load_pretrained(empty, file, names=names)
+        dt.pretrained.load(empty, file, names=names)
     model.odd = nn.Parameter(dt.zeros(2, mesh=grid(), dtype=torch.complex128))
     with pytest.raises(ValueError, match="no name for"):
-        dt.save_pretrained(model, tmp_path)
+        dt.pretrained.save(model, tmp_path)
     del model.odd
     blocked = tmp_path / "file"
     if dist.get_rank() == 0:
         blocked.write_text("no folder")
     with pytest.raises(OSError, match=r"not saved; rank 0: FileExistsError"):
-        dt.save_pretrained(model, blocked)
+        dt.pretrained.save(model, blocked)
     assert [p.name for p in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
 
 
@@ -169,13 +169,13 @@ def test_a_rank_never_holds_the_model(tmp_path):
         model = nn.Sequential(*[nn.Linear(2048, 4096, bias=False) for _ in range(4)])
     plan = {"0.*": [S0], "1.*": [S1], "2.*": [S0], "3.*": [S1]}
     dt.shard_module(model, mesh, plan)
-    dt.save_pretrained(model, tmp_path)  # and what is imported for it
-    writing = peak_while(lambda: dt.save_pretrained(model, tmp_path))
+    dt.pretrained.save(model, tmp_path)  # and what is imported for it
+    writing = peak_while(lambda: dt.pretrained.save(model, tmp_path))
     wanted = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    reading = peak_while(lambda: dt.load_pretrained(model, tmp_path))
+    reading = peak_while(lambda: dt.pretrained.load(model, tmp_path))
     assert writing < 28 * 2**20 and reading < 20 * 2**20, (writing / 2**20, reading / 2**20)
     for p, want in zip(model.parameters(), wanted, strict=True):
         assert torch.equal(p.to_local(), want.to_local())
@@ -216,7 +216,7 @@ def test_accelerate_and_peft_write_what_is_whole_and_refuse_what_is_split(split,
             folder = tmp_path / f"{name}{rank}"  # some write on one rank, some on all
             if split:
                 refused = RuntimeError, ctypes.ArgumentError
-                with pytest.raises(refused, match=r"dt\.(save_pretrained|Checkpointer)"):
+                with pytest.raises(refused, match=r"dt\.(pretrained\.save|Checkpointer)"):
                     write(folder)
                 assert not [p for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")]
                 continue

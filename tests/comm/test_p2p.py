@@ -106,7 +106,7 @@ def test_a_message_that_nobody_waits_for_is_taken():
 @on_ranks(2)
 def test_a_message_is_recorded_once_by_its_sender():
     tag = p2p.next_tag()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         exchange(torch.zeros(3, 5, dtype=torch.bfloat16), tag)
     (entry,) = log
     rank = dist.get_rank()
@@ -133,7 +133,7 @@ def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(room, sent
         told = "fewer bytes were sent" if same else told
         what = "rank 1 receives from rank 0: a test"
         text = f"{what}: {told}, and {4 * room} are expected at .*test_p2p.py"
-        with pytest.raises(dt.MismatchError, match=text):
+        with pytest.raises(dt.errors.MismatchError, match=text):
             pending.wait()
         if not same:  # rank 0 gets rid of it
             p2p.receive((sent,), torch.float32, CPU, 0, tag).wait()
@@ -242,7 +242,7 @@ def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
     messages."""
     head = """
         import sys, time, datetime, torch, torch.distributed as dist
-        from disttensor import CommError
+        from disttensor.errors import CommError
         from disttensor.comm import message_format, p2p
         rank = int(sys.argv[1])
         store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)

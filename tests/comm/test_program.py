@@ -76,7 +76,7 @@ def train(mesh, stage, rows, change, quiet=False, folder=None):
         if last and change == "forward":
             y = y * 2
         if change.startswith("policy"):
-            with dt.attention_policy("gather" if last and change == "policy gather" else "auto"):
+            with dt.attention.policy("gather" if last and change == "policy gather" else "auto"):
                 y = F.scaled_dot_product_attention(y, y, y)
         y.square().mean().backward()
         if last and change == "clip":
@@ -123,7 +123,7 @@ def test_the_rank_that_left_the_program_is_named_at_the_next_step():
         if not words:
             train(mesh, stage, length, change if odd else "", quiet=True)
             continue
-        with pytest.raises(dt.MismatchError, match=words) as raised:
+        with pytest.raises(dt.errors.MismatchError, match=words) as raised:
             late = "late" if change == "forward" and dist.get_rank() == 3 else ""
             train(mesh, stage, length, change if odd else late)
         assert "ranks [0, 2, 3]" in str(raised.value) and "test_program.py" in str(raised.value)
@@ -136,7 +136,7 @@ def test_ranks_under_two_attention_policies_are_found_at_the_next_step():
     start_anew()
     mesh = dt.init_mesh((2,), ("dp",))
     odd = dist.get_rank() == 1
-    with pytest.raises(dt.MismatchError, match=r"rank 1: .*attention.*, 'gather'"):
+    with pytest.raises(dt.errors.MismatchError, match=r"rank 1: .*attention.*, 'gather'"):
         train(mesh, 0, lambda last: 6, "policy gather" if odd else "policy")
     start_anew()
 
@@ -147,7 +147,7 @@ def test_ranks_that_have_left_the_program_write_no_checkpoint(stages: int, tmp_p
     start_anew()
     mesh = dt.init_mesh((stages, 4 // stages), ("pp", "dp"))[dist.get_rank() * stages // 4]
     late = {1: "write", 2: "late"}.get(dist.get_rank(), "")
-    with pytest.raises(dt.MismatchError, match=r"rank 1: torch.Tensor.mul_"):
+    with pytest.raises(dt.errors.MismatchError, match=r"rank 1: torch.Tensor.mul_"):
         train(mesh, 0, lambda last: 6, late, folder=tmp_path)
     assert dt.Checkpointer(tmp_path).load(model=nn.Linear(1, 1)) is None
     start_anew()
@@ -168,6 +168,6 @@ def test_ranks_that_seed_apart_are_told_at_the_next_step() -> None:
     while not steps.error and time.monotonic() < end:
         time.sleep(0.05)
     said = r"rank 0: random numbers of seed 0, call 1.*rank 1: random numbers of seed 1, call 1"
-    with pytest.raises(dt.MismatchError, match=said):
+    with pytest.raises(dt.errors.MismatchError, match=said):
         optimizer.step()
     start_anew()

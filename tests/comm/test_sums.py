@@ -55,7 +55,10 @@ def expected() -> list[torch.Tensor]:
 @pytest.mark.parametrize("who", ["shard_module", "shard_data_parallel"])
 def test_gradients_are_those_of_one_process(who, large):
     net, x = trained(who)
-    with mock.patch.object(sums, "LARGE", 1 if large else 2**40), dt.record_comms() as log:
+    with (
+        mock.patch.object(sums, "LARGE", 1 if large else 2**40),
+        dt.debugging.record_comms() as log,
+    ):
         net(x).sum().backward()
         dt.sync_gradients(net)
     for p, whole in zip(net.parameters(), expected(), strict=True):

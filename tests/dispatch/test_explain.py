@@ -46,11 +46,11 @@ CASES = {
 def test_bytes_and_placements_are_those_of_the_call(case):
     mesh = dt.ProcessMesh([0, 1], ("x",))
     func, *args = CASES[case](*tensors(mesh))
-    with dt.record_comms() as log:
-        said = dt.explain(func, *args)
+    with dt.debugging.record_comms() as log:
+        said = dt.debugging.explain(func, *args)
     assert said.way == "rule"
     assert not log, "explaining communicated"
-    with dt.record_comms() as log, torch.no_grad():
+    with dt.debugging.record_comms() as log, torch.no_grad():
         outs = oracle.tensors_in(func(*args))
     # of uneven pieces it says what the first rank sends, which holds most
     assert (
@@ -65,7 +65,7 @@ def test_a_call_is_printed_whole():
     mesh = dt.ProcessMesh([0, 1], ("x",))
     _, w, _ = tensors(mesh)
     x = dt.shard_tensor(torch.randn(11, 6), mesh, [S0])
-    lines = str(dt.explain(torch.matmul, x, w)).splitlines()
+    lines = str(dt.debugging.explain(torch.matmul, x, w)).splitlines()
     assert lines == [
         "torch.matmul: by rule",
         "  letters  m k, k n -> m n   k: sum",
@@ -82,21 +82,21 @@ def test_a_call_is_printed_whole():
 def test_what_does_not_go_by_a_rule_says_why():
     mesh = dt.ProcessMesh([0, 1], ("x",))
     x, _, p = tensors(mesh)
-    assert dt.explain(torch.equal, x, x).way == "direct"
-    body = dt.explain(F.multi_head_attention_forward, x)
+    assert dt.debugging.explain(torch.equal, x, x).way == "direct"
+    body = dt.debugging.explain(F.multi_head_attention_forward, x)
     assert (body.way, body.bytes) == ("body", None)
-    gathers = dt.explain(torch.histc, x)
+    gathers = dt.debugging.explain(torch.histc, x)
     assert gathers.way == "gather"
     assert "no rule" in str(gathers)
-    with warnings.catch_warnings(), dt.record_comms() as log:
-        warnings.simplefilter("ignore", dt.FallbackWarning)
+    with warnings.catch_warnings(), dt.debugging.record_comms() as log:
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
         torch.histc(x)
     assert gathers.bytes == log.total_bytes > 0
     with pytest.raises(TypeError, match="no argument is a DistTensor"):
-        dt.explain(torch.add, torch.ones(2), 1)
+        dt.debugging.explain(torch.add, torch.ones(2), 1)
     out = dt.zeros(5, 6, mesh=mesh)
-    assert "out=" in str(dt.explain(torch.add, x, 1, out=out))
-    written = dt.explain(T.exp_, p)
+    assert "out=" in str(dt.debugging.explain(torch.add, x, 1, out=out))
+    written = dt.debugging.explain(T.exp_, p)
     assert written.way == "gather"
 
 
@@ -106,12 +106,12 @@ def test_the_plan_is_the_one_that_the_call_runs():
     off_mesh = dt.ProcessMesh([1], ("y",))
     for x in (tensors(mesh)[0], dt.ones(4, 3, mesh=off_mesh)):
         for func, args in ((torch.add, (x, x)), (T.view, (x, -1)), (T.mul_, (x, 2.0))):
-            found = dt.explain(func, *args).plan
+            found = dt.debugging.explain(func, *args).plan
             func(*args)
             key = func, *[key_of(a) if not isinstance(a, T) else a.spec for a in args]
             kept = dispatch.PLANS[key]
             assert found == replace(kept, is_checked=found.is_checked), (found, kept)
-    assert dt.explain(torch.histc, x).plan is None
+    assert dt.debugging.explain(torch.histc, x).plan is None
 
 
 @on_ranks(2)

@@ -49,7 +49,7 @@ def test_numbers_that_are_not_whole_count_by_type(kind):
         assert (x * kind(2.0)).local.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @pytest.mark.parametrize("how", ["rule", "replace_rule"])
 def test_a_rule_registered_after_the_first_call_counts(how):
     with fake_world(2):

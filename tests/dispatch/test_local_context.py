@@ -49,7 +49,7 @@ def split_in_two() -> tuple[dt.DistTensor, Tensor]:
 def test_a_region_is_recomputed_before_its_backward_communicates():
     """Nothing after pvary saves a tensor: pvary itself has the region computed again."""
     x, plain = split_in_two()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         checkpoint(lambda x: centered(x * x), x, use_reentrant=False)[:, :2].sum().backward()
     centered(plain * plain)[:, :2].sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

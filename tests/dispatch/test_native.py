@@ -305,7 +305,7 @@ def test_calls_that_reduce_ask_python_first(mesh: dt.ProcessMesh) -> None:
     x = dt.from_local(torch.ones(8, 6), mesh, [P, R], shape=(8, 6))
     for _ in range(2):
         x.clone().exp()
-    with dt.strict(), pytest.raises(dt.StrictError, match="implicit all_reduce"):
+    with dt.debugging.strict(), pytest.raises(dt.errors.StrictError, match="implicit all_reduce"):
         x.exp()
     assert x._reduced is None
     w = dt.from_local(torch.ones(6), mesh, [R, R], shape=(6,)).requires_grad_()
@@ -354,7 +354,7 @@ def test_a_reshard_between_other_meshes_is_a_new_wrapper_and_a_tag(
     one, two = dt.ProcessMesh([1, 2], ("x",)), dt.ProcessMesh([3, 4], ("x",))
     tags = runtime.current_runtime().tags
     with native.using(in_c):
-        for placements in ([R], [S0], [dt.Shard(1)], [P], (R,), None, [dt.Balanced(0)]):
+        for placements in ([R], [S0], [dt.Shard(1)], [P], (R,), None, [dt.attention.Balanced(0)]):
             for _ in range(2):
                 x, leaf, y = passing(one, True), passing(one, False), passing(one, False)
                 leaf.requires_grad_()
@@ -626,7 +626,7 @@ def test_what_may_be_made_for_each_call_has_no_key(mesh: dt.ProcessMesh) -> None
     x, count = tensor(mesh), native.module.counts
     for func in (x.local.sum, Tensor.is_leaf.__get__, x.full_tensor):  # type: ignore[attr-defined]
         before = count()["unsure"]
-        with pytest.raises((dt.FallbackWarning, TypeError)):
+        with pytest.raises((dt.errors.FallbackWarning, TypeError)):
             native.module.dispatch(func, (), (x, "a", "b", "c"))
         assert count()["unsure"] == before + 1
 
@@ -1165,7 +1165,7 @@ def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def test_python_can_be_chosen() -> None:
-    code = "import disttensor as dt; print(dt.info()['dispatch'])"
+    code = "import disttensor as dt; print(dt.debugging.info()['dispatch'])"
     for value, said in (("1", "Python (DISTTENSOR_PYTHON is set)"), ("0", "C")):
         done = in_a_process(code, DISTTENSOR_PYTHON=value)
         assert done.stdout.strip() == said, done.stderr

@@ -33,7 +33,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 @on_ranks(2)
 def test_two_functions_reduce_once():
     leaf, x, plain, y = pending(dt.ProcessMesh([0, 1], ("tp",)))
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         out = twice(x)
         out.square().sum().backward()
     assert log.counts() == {"all_reduce": 1}
@@ -49,7 +49,7 @@ def test_sums_of_pending_values_stay_pending():
     """GPT-J's block: one all-reduce for the sum of three, though the first has been reduced."""
     mesh = dt.ProcessMesh([0, 1], ("tp",))
     _, x, _, y = pending(mesh)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         norm = x.sigmoid()
         out = (x + dt.reshard(norm, mesh, [P]) + dt.reshard(norm, mesh, [P])).relu()
     assert log.counts() == {"all_reduce": 2}
@@ -62,7 +62,7 @@ def test_varying_readers_share_one_all_reduce_each_way():
     leaf, x, plain, y = pending(mesh)
     weights = [torch.randn(3, 4, dtype=torch.float64) for _ in range(3)]
     columns = [dt.shard_tensor(w, mesh, [dt.Shard(1)]) for w in weights]
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         gate = x.sigmoid()
         squares = [(x @ w).square().sum() for w in columns]
         (squares[0] + squares[1] + squares[2]).backward()
@@ -111,7 +111,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @on_ranks(2)
 def test_after_a_write_the_new_value_is_read():
     """Also by ranks with no element, and what was kept of split and of replicated tensors."""

@@ -119,7 +119,7 @@ def communicated(blocks: int, micro: int, mesh: Any, reduce: Any, options: Any) 
     model = shard(net(blocks=blocks), mesh, **options)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):  # the first learns in which order segments are used
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             step_of(model, mesh, step, reduce, micro)
             sgd.step()
         sgd.zero_grad()
@@ -235,7 +235,7 @@ def test_a_gradient_that_waits_stays_one_object() -> None:
         assert all(a is b for a, b in zip(held, now, strict=True))
         assert [dict(g.partial_status) for g in now] == [{} if i == 2 else {0: "sum"}] * len(now)
 
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         step_of(model, mesh, 0, "none", each=look)
     assert log.counts()["reduce_scatter"] == 4
 

@@ -130,7 +130,7 @@ def check(pattern: Any, mesh: Any, options: dict[str, Any]) -> None:
         found.append(values([*outputs, *[p for m in models for p in m.state_dict().values()]]))
         if how is not None:
             for m in models:
-                dt.check_replicas(m)
+                dt.debugging.check_replicas(m)
                 like = [p.placements for p in models[0].parameters()]
                 assert [p.placements for p in m.parameters()] == like
     torch.testing.assert_close(

@@ -103,7 +103,7 @@ def test_gradients_of_uneven_pieces_have_a_collective_of_their_own() -> None:
         segments = [f"blocks.{i}" for i in range(3)]
         dt.shard_data_parallel(model, shard_axis="fsdp", segments=segments)
         x = dt.shard_tensor(batch_of(None, 1, width=4), mesh, [dt.Shard(0), dt.Replicate()])
-        with dt.record_comms() as comms:
+        with dt.debugging.record_comms() as comms:
             model(x).sum().backward()
         counts.append(sum(r.kind == "reduce_scatter" for r in comms))
     assert counts == [4, 4 + 3]  # segments; three have a weight of uneven pieces

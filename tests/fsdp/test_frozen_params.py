@@ -111,8 +111,8 @@ INPUTS = ["", "detached", "a leaf", "by a hook"]
 SEGMENTS = {
     "each": ["embed", "blocks.*", "head"],
     "parts": ["blocks.*.base", "blocks.*.a", "head"],
-    "one": dt.SegmentBySize(),
-    "anchors": dt.SegmentByAnchors(["embed", "blocks.1"]),
+    "one": dt.fsdp.SegmentBySize(),
+    "anchors": dt.fsdp.SegmentByAnchors(["embed", "blocks.1"]),
 }
 CASES = list(itertools.product(STEPS, (False, True), INPUTS, SEGMENTS, STAGES))
 

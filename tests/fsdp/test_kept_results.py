@@ -155,7 +155,7 @@ def the_inputs_too(model, x, find):
 STEPS = [
     with_the_result, alone, apart, together, the_globals, of_an_earlier_forward, the_inputs_too
 ]  # fmt: skip
-SEGMENTS = {"each": ["blocks.*"], "parts": ["blocks.*.inner"], "one": dt.SegmentBySize()}
+SEGMENTS = {"each": ["blocks.*"], "parts": ["blocks.*.inner"], "one": dt.fsdp.SegmentBySize()}
 CASES = list(itertools.product(WAYS, STEPS, SEGMENTS, STAGES))
 
 
@@ -243,6 +243,6 @@ def test_only_segments_in_the_graph_and_around_it_are_gathered():
     model(x)
     kept = model.blocks[1].aux
     model(x)  # never differentiated
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         kept.backward()
     assert log.counts() == {"all_gather": 3, "reduce_scatter": 3}

@@ -42,7 +42,7 @@ def test_copies_are_gathered_in_the_dtype_of_the_computation(low: torch.dtype, s
         adam = torch.optim.Adam(model.parameters())
         for step in range(2):
             adam.zero_grad()
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 out = model(batch_of(mesh, step, dtype=FP32))
                 out.sum().backward()
             adam.step()
@@ -220,7 +220,9 @@ def test_one_infinite_shard_skips_the_step_everywhere(stage: int, rows: int) -> 
     torch.manual_seed(0)
     model = dt.shard_data_parallel(nn.Linear(3, rows), mesh, stage=stage, param_dtype=FP16)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = dt.shard_scaler(torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000))
+    scaler = dt.optim.shard_scaler(
+        torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+    )
     before = values(list(model.parameters()))
     last = [0.0] * (rows - 1) + [
         60000.0
@@ -285,7 +287,7 @@ def test_one_gather_serves_recomputation_and_backward(reduce: str | None, how: s
         model = shard(model, mesh, param_dtype=BF16)
         for step in range(2):
             model.zero_grad()
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 step_of(model, mesh, step, reduce)
         logs.append(sorted((r.kind, r.phase, r.bytes, str(r.dtype)) for r in log))
         grads.append(values([p.grad for p in model.parameters()]))

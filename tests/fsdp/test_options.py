@@ -232,7 +232,7 @@ def test_modules_without_parameters() -> None:
     mesh = line()
     x = dt.shard_tensor(torch.ones(3, 6), mesh, [Shard(0)])
     model = dt.shard_data_parallel(nn.Sequential(nn.Tanh()), mesh, mp_policy=Policy(F64))
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         assert model(x).dtype is F64
     assert not len(log)
     assert dt.shard_data_parallel(nn.Tanh(), mesh, segments=[[""]])(x).dtype is torch.float32
@@ -343,7 +343,7 @@ def test_each_policy_reduces_in_its_own_dtype() -> None:
             )
             twin = copy.deepcopy(model)
             for m in (model, twin):
-                with dt.record_comms() as log:
+                with dt.debugging.record_comms() as log:
                     hidden = m[1](m[0](dt.shard_tensor(torch.ones(3, 6), mesh, [Shard(0)])))
                     hidden = m[3](m[2](hidden)).float()
                     m[4](hidden).sum().backward()
@@ -508,8 +508,8 @@ def unshard_is_right(ways: Any, how: Any) -> None:
         model = sharded(made(**how), mesh, segments=["parts.*"], **ways)
         held, x = list(model.parameters()), batch_of(mesh, 0)
         stage = ways.get("stage", 3) if "shard_axis" not in ways else None
-        with dt.unshard(model):
-            with dt.record_comms() as log:
+        with dt.fsdp.unshard(model):
+            with dt.debugging.record_comms() as log:
                 for _ in range(2):
                     model(x)
                     squares(model, x)
@@ -518,20 +518,20 @@ def unshard_is_right(ways: Any, how: Any) -> None:
             for p in model.parameters():
                 p.grad = None
             compare(trained(model, mesh), want)
-            with dt.record_comms() as log, dt.unshard(model.parts[0]):
+            with dt.debugging.record_comms() as log, dt.fsdp.unshard(model.parts[0]):
                 squares(model, x)  # the step of the optimizer changed all parameters: once each
             gathers = sum(r.kind == "all_gather" for r in log)
             assert gathers == (0 if stage is None else 4)
-            with pytest.raises(ZeroDivisionError), dt.unshard(model):
+            with pytest.raises(ZeroDivisionError), dt.fsdp.unshard(model):
                 raise ZeroDivisionError
         at_rest(model, held)
-        with dt.unshard(model.parts[1]), dt.record_comms() as log:
+        with dt.fsdp.unshard(model.parts[1]), dt.debugging.record_comms() as log:
             squares(model, x)
         if stage == 3 and not how:
             assert sum(r.kind == "all_gather" for r in log) == (5 if len(ways) < 2 else 3)
         at_rest(model, held)
     with pytest.raises(ValueError, match="unshard: Linear holds no DistTensor"):
-        dt.unshard(nn.Linear(2, 2)).__enter__()
+        dt.fsdp.unshard(nn.Linear(2, 2)).__enter__()
 
 
 class Writes(nn.Linear):
@@ -550,7 +550,7 @@ def test_a_forward_that_writes_to_what_unshard_keeps_is_refused_and_the_next_is_
     x = torch.ones(2, 3)
     want = nn.Linear.forward(model, x).detach()
     dt.shard_data_parallel(model, line())
-    with dt.unshard(model):
+    with dt.fsdp.unshard(model):
         with pytest.raises(RuntimeError, match="wrote to one of its parameters"):
             model(x)
         model.writes = False

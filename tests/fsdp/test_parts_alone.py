@@ -32,8 +32,8 @@ class Model(nn.Module):
 
 
 SEGMENTS: list[Any] = [
-    dt.SegmentBySize(0.0005),  # two linears each
-    dt.SegmentByAnchors(["one", "three"]),
+    dt.fsdp.SegmentBySize(0.0005),  # two linears each
+    dt.fsdp.SegmentByAnchors(["one", "three"]),
     ["*"],
     None,
 ]
@@ -80,7 +80,7 @@ def test_parts_on_the_meshes_of_stages() -> None:
     for name, mesh in (("one", 0), ("two", 0), ("three", 1)):
         dt.shard_module(getattr(model, name), stages[mesh])
     del model.scale
-    dt.shard_data_parallel(model, segments=dt.SegmentByAnchors(["one", "three"]))
+    dt.shard_data_parallel(model, segments=dt.fsdp.SegmentByAnchors(["one", "three"]))
     shards = list(model.parameters())
     for _ in range(2):
         x = batch_of(None, 0)
@@ -119,7 +119,7 @@ def test_a_root_that_calls_itself_on_the_meshes_of_stages() -> None:
     for name, mesh in (("one", 0), ("two", 0), ("three", 1)):
         dt.shard_module(getattr(model, name), stages[mesh])
     del model.scale
-    dt.shard_data_parallel(model, segments=dt.SegmentByAnchors(["one", "three"]))
+    dt.shard_data_parallel(model, segments=dt.fsdp.SegmentByAnchors(["one", "three"]))
     x = batch_of(None, 0)
     y = model(dt.shard_tensor(x, stages[0], [dt.Shard(0)]), stages[1])
     torch.testing.assert_close(dt.broadcast_value(y.detach()), plain(x).detach())

@@ -455,10 +455,7 @@ def test_the_tree_is_walked_once():
 
 @pytest.mark.parametrize("way", [SegmentBySize, SegmentByAnchors])
 def test_examples(way):
-    names = {
-        "dt": type("dt", (), {"SegmentBySize": SegmentBySize, "SegmentByAnchors": SegmentByAnchors})
-    }
-    test = doctest.DocTestParser().get_doctest(way.__doc__, names, way.__name__, None, None)
+    test = doctest.DocTestParser().get_doctest(way.__doc__, {"dt": dt}, way.__name__, None, None)
     assert test.examples
     assert doctest.DocTestRunner().run(test).failed == 0
 

@@ -58,7 +58,7 @@ def test_every_mesh(kind, stage):
 
 
 @stages
-@pytest.mark.parametrize("segments", [dt.SegmentBySize(), EACH], ids=["one", "each"])
+@pytest.mark.parametrize("segments", [dt.fsdp.SegmentBySize(), EACH], ids=["one", "each"])
 @on_ranks(2)
 def test_adamw(segments, stage):
     check(mlp, mesh=mesh_of((2,), ("fsdp",)), optimizer=adamw, segments=segments, **ways(stage))
@@ -119,12 +119,12 @@ def next_token(model, tokens):
 
 TOKENS = [randint(0, 11, (5, 4), seed=i) for i in range(3)]
 CUTS = {
-    "size": dt.SegmentBySize(),
-    "small": dt.SegmentBySize(0.0004),
-    "tiny": dt.SegmentBySize(1e-6),
+    "size": dt.fsdp.SegmentBySize(),
+    "small": dt.fsdp.SegmentBySize(0.0004),
+    "tiny": dt.fsdp.SegmentBySize(1e-6),
     "blocks": ["blocks.*"],
     "all named": ["embed", "place", "blocks.*", "norm", "head"],
-    "anchors": dt.SegmentByAnchors(["blocks.1", "norm"]),
+    "anchors": dt.fsdp.SegmentByAnchors(["blocks.1", "norm"]),
 }
 
 
@@ -192,7 +192,7 @@ def frozen(*names):
 @stages
 @pytest.mark.parametrize("names", [["0"], ["3"], ["5"], ["0", "2", "3"], ["2", "5"]], ids=str)
 @pytest.mark.parametrize(
-    "segments", [["0", "2", "3", "5"], dt.SegmentBySize()], ids=["each", "one"]
+    "segments", [["0", "2", "3", "5"], dt.fsdp.SegmentBySize()], ids=["each", "one"]
 )
 @on_ranks(2)
 def test_frozen_parameters(names, segments, stage):
@@ -245,7 +245,9 @@ class Choice(nn.Module):
 
 
 @stages
-@pytest.mark.parametrize("segments", [["a", "b", "c"], dt.SegmentBySize()], ids=["each", "one"])
+@pytest.mark.parametrize(
+    "segments", [["a", "b", "c"], dt.fsdp.SegmentBySize()], ids=["each", "one"]
+)
 @pytest.mark.parametrize("zero", [True, False])
 @on_ranks(2)
 def test_modules_unused_reordered_and_called_twice(segments, stage, zero):
@@ -272,7 +274,9 @@ class Borrowed(nn.Module):
 
 
 @stages
-@pytest.mark.parametrize("segments", [["first", "second"], dt.SegmentBySize()], ids=["each", "one"])
+@pytest.mark.parametrize(
+    "segments", [["first", "second"], dt.fsdp.SegmentBySize()], ids=["each", "one"]
+)
 @on_ranks(2)
 def test_a_parameter_used_outside_its_module(segments, stage):
     check(

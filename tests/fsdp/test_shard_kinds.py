@@ -149,7 +149,7 @@ def test_rnn_mha(stage):
         lambda: M().double(),
         mesh=line(),
         shape=(5, 3, 6),
-        segments=dt.SegmentBySize(1e-6),
+        segments=dt.fsdp.SegmentBySize(1e-6),
         **ways(stage),
     )
 

@@ -261,7 +261,7 @@ MODELS = {
 
 @stages
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("segments", [["blocks.*"], dt.SegmentBySize()], ids=["each", "one"])
+@pytest.mark.parametrize("segments", [["blocks.*"], dt.fsdp.SegmentBySize()], ids=["each", "one"])
 @on_ranks(2)
 def test_results(kind, segments, stage):
     def make():
@@ -338,7 +338,7 @@ JOINS = [around, around_pairs, around_all, nested]
 @stages
 @pytest.mark.parametrize("join", [chained, *JOINS], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("segments", [["blocks.*"], dt.SegmentBySize()], ids=["each", "one"])
+@pytest.mark.parametrize("segments", [["blocks.*"], dt.fsdp.SegmentBySize()], ids=["each", "one"])
 @on_ranks(2)
 def test_checkpoints(join, inside, segments, stage):
     def make():
@@ -360,7 +360,7 @@ def test_checkpoints_gather_once_for_recompute_and_backward(join, inside, again)
     dt.shard_data_parallel(model, line(), segments=["blocks.*"], reshard_after_forward=again)
     x = dt.shard_tensor(randn(5, 6), line(), [S0])
     for _ in range(3):
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             squares(model, x)
         counts = log.counts()
         assert counts["all_gather"] == (gathers if again else 4), str(log)

@@ -92,7 +92,7 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
         want = [plain(x).square().sum() for x in data]
         for loss in want:
             loss.backward()
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             got = pipeline.run(
                 lambda x: model(dt.shard_tensor(x, meshes[0], split)).square().sum(), data,
                 schedule,

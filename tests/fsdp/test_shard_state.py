@@ -54,7 +54,7 @@ def counted(model, step=squares, dtype=torch.float64):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.9)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         step(model, batch(2, dtype))
     return log
 
@@ -112,7 +112,7 @@ def test_parameters_that_did_not_change_are_not_gathered_again(stage):
     """Stages 1 and 2 keep them."""
     model = dt.shard_data_parallel(mlp(), line(), segments=EACH, **ways(stage))
     squares(model, batch())
-    with dt.record_comms() as log, torch.no_grad():
+    with dt.debugging.record_comms() as log, torch.no_grad():
         model(batch(1))
     assert log.counts() == ({"all_gather": 3} if stage == 3 else {})
 
@@ -123,7 +123,7 @@ def test_the_gradients_of_replicas_are_reduced_as_shards():
     model = dt.shard_data_parallel(mlp(), mesh, segments=EACH, replicate_axis="dp")
     x = dt.shard_tensor(randn(5, 6), mesh, [S0, S0])
     squares(model, x)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         squares(model, x)
     assert [r.axis for r in log if r.kind == "all_reduce"] == ["dp"] * 3, str(log)
     assert [r.axis for r in log if r.kind == "reduce_scatter"] == ["fsdp"] * 3
@@ -155,7 +155,7 @@ def test_computing_in_bf16(stage, wire):
     for i in range(3):
         opt.zero_grad()
         ref.zero_grad()
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             loss = model(batch(i, torch.float32)).float().square().sum()
             loss.backward()
         low = {k: v.detach().bfloat16().requires_grad_() for k, v in plain.named_parameters()}
@@ -317,7 +317,7 @@ BAD = {
     "stage 0": ({"stage": 0}, ValueError, "stage=0"),
     "stage 4": ({"stage": 4}, ValueError, "stage=4"),
     "stage True": ({"stage": True}, ValueError, "stage=True"),
-    "anchors": ({"segments": dt.SegmentByAnchors(["0", "nope"])}, ValueError, "'nope'"),
+    "anchors": ({"segments": dt.fsdp.SegmentByAnchors(["0", "nope"])}, ValueError, "'nope'"),
     "names": ({"segments": ["nope"]}, ValueError, "'nope'"),
     "a name twice": ({"segments": ["0", "0"]}, ValueError, "twice"),
     "a name in two lists": ({"segments": [["0", "2"], ["*"]]}, ValueError, "in two lists"),

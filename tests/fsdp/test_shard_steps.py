@@ -28,7 +28,7 @@ from tests.support.training import (
     ways,
 )
 
-cuts = pytest.mark.parametrize("segments", [EACH, dt.SegmentBySize()], ids=["each", "one"])
+cuts = pytest.mark.parametrize("segments", [EACH, dt.fsdp.SegmentBySize()], ids=["each", "one"])
 
 
 # Several forwards and backwards in one step -------------------------------------------------------

@@ -93,8 +93,8 @@ SEGMENTS = {
     "each": ["blocks.*"],
     "parts": ["blocks.*.first", "blocks.*.second"],
     "first": ["blocks.0"],
-    "one": dt.SegmentBySize(),
-    "anchors": dt.SegmentByAnchors(["blocks.0", "blocks.1.second"]),
+    "one": dt.fsdp.SegmentBySize(),
+    "anchors": dt.fsdp.SegmentByAnchors(["blocks.0", "blocks.1.second"]),
 }
 CASES = list(itertools.product(SEGMENTS, STAGES, (0, 1, 2)))
 

@@ -73,7 +73,7 @@ def differing_codes(program: Program, mesh: ProcessMesh) -> list[str]:
     answers: list[Any] = []
     for in_c in (False, True, True):
         dt.manual_seed(1)
-        with native.using(in_c), oracle.fallbacks(), dt.record_comms() as log:
+        with native.using(in_c), oracle.fallbacks(), dt.debugging.record_comms() as log:
             try:
                 values, grads = execute(program, World(mesh))
             except Exception as error:

@@ -107,7 +107,7 @@ def differing(program: Program, mesh: ProcessMesh) -> list[str]:
     answers: list[Any] = []
     for text, world in runs:
         dt.manual_seed(1)
-        with oracle.fallbacks(), dt.record_comms() as log:
+        with oracle.fallbacks(), dt.debugging.record_comms() as log:
             try:
                 values, grads = execute(text, world())
             except Exception as error:

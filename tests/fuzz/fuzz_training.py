@@ -63,7 +63,7 @@ class Run:
         self.strategy = dt.Strategy(
             pp=pp, dp=dp, sharding=sharding, cp=cp, tp=tp, zero_stage=setup.stage, amp=setup.amp,
             accumulate_steps=setup.parts, recompute=recomputed(setup),
-            segments=dt.SegmentBySize(setup.segment_mb) if setup.segment_mb else None,
+            segments=dt.fsdp.SegmentBySize(setup.segment_mb) if setup.segment_mb else None,
         )  # fmt: skip
         self.stages = pipeline.visits(self.strategy.stages(), setup.schedule or "1f1b")
         self.strategy.apply(self.model, plan=PLANS[setup.kind], visits=self.stages)
@@ -160,7 +160,7 @@ class Run:
 def problems(setup: Setup) -> list[str]:
     """What differs on this rank."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dt.FallbackWarning)
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
         expected = Run(setup, False).seen()
         got = Run(setup, True).seen()
     found: list[str] = []

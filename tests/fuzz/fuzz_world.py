@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import Balanced, DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
+from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
+from disttensor.attention import Balanced
 from tests.support import oracle
 
 TOLERANCE = 1e-9

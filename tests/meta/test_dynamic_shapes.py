@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disttensor import FallbackWarning, ProcessMesh
+from disttensor import ProcessMesh
+from disttensor.errors import FallbackWarning
 from tests.support.oracle import grid, randint, randn
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes

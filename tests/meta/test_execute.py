@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
-from disttensor import FallbackWarning, Shard
+from disttensor import Shard
+from disttensor.errors import FallbackWarning
 from disttensor.random import counter
 from tests.support.oracle import randint, randn
 from tests.support.pool import on_ranks
@@ -768,7 +769,7 @@ DRAWING = [
 @on_ranks(2)
 def test_random_calls_count_alike(policy):
     x, counts = Place(stage_meshes()[0]), []
-    with warnings.catch_warnings(), dt.rng(policy):
+    with warnings.catch_warnings(), dt.random.rng(policy):
         warnings.simplefilter("ignore", FallbackWarning)
         for draw in DRAWING * 2:
             before = counter.get_state()[1]

@@ -104,7 +104,7 @@ def test_in_stages_and_computed_again() -> None:
         assert (grad is None) == (not p.is_initialized), name
         if grad is not None:
             torch.testing.assert_close(grad, q.grad, rtol=1e-5, atol=1e-7)
-    load = dt.expert_load(mine)
+    load = dt.experts.expert_load(mine)
     assert [layer.name for layer in load] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
     assert all(sum(layer.experts) == ids.numel() * 2 and len(layer.parts) == 2 for layer in load)
 

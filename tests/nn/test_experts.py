@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import Replicate, Shard
 from disttensor.experts.dispatch_tokens import Stage, _Experts
+from disttensor.simulate import simulate
 from disttensor.torch_private import fake_mode
 from ops import Arg, infer
 from ops.nn.experts import run_experts
@@ -32,8 +33,8 @@ def mlp(rows: Any, counts: list[int], up: Any, down: Any) -> Any:
 
 
 def mixture(x: Any, indices: Any, weights: Any, up: Any, down: Any) -> Any:
-    sent = dt.dispatch_tokens(x, indices, up.shape[0]).apply(mlp, up, down)
-    return dt.combine_tokens(sent, weights)
+    sent = dt.experts.dispatch_tokens(x, indices, up.shape[0]).apply(mlp, up, down)
+    return dt.experts.combine_tokens(sent, weights)
 
 
 def by_hand(x: Any, indices: Any, weights: Any, up: Any, down: Any) -> Any:
@@ -111,12 +112,12 @@ def leaves(args: list[Any], mesh: Any = None, layouts: Any = None) -> list[Any]:
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in made]
 
 
-def compare(args: list[Any], mesh: Any, layouts: Any, run: Any = mixture) -> dt.CommLog:
+def compare(args: list[Any], mesh: Any, layouts: Any, run: Any = mixture) -> dt.debugging.CommLog:
     """Value and all gradients are those of one process."""
     plain, mine = leaves(args), leaves(args, mesh, layouts)
     want = mixture(*plain)
     want.square().sum().backward()
-    with dt.record_comms() as log, fallbacks() as gathered:
+    with dt.debugging.record_comms() as log, fallbacks() as gathered:
         got = run(*mine)
         got.square().sum().backward()
     assert not gathered
@@ -199,7 +200,7 @@ def test_recompute_draws_what_the_forward_drew_beside_it():
     grads = []
     for again in (False, True):
         mine = leaves(inputs(CHOICES["any"]), line(), EP)
-        with dt.rng("invariant"):
+        with dt.random.rng("invariant"):
             dt.manual_seed(3)
             out = checkpoint(run, *mine, use_reentrant=False) if again else run(*mine)
             out.square().sum().backward()
@@ -270,8 +271,10 @@ def model(width: int = WIDTH, experts: int = 4) -> torch.nn.Module:
 
         def forward(self, x: Any) -> Any:
             weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
-            self.sent = dt.dispatch_tokens(x, chosen, len(self.up)).apply(mlp, self.up, self.down)
-            return dt.combine_tokens(self.sent, weights)
+            self.sent = dt.experts.dispatch_tokens(x, chosen, len(self.up)).apply(
+                mlp, self.up, self.down
+            )
+            return dt.experts.combine_tokens(self.sent, weights)
 
     torch.manual_seed(0)
     return Mixture()
@@ -283,11 +286,11 @@ def test_load_is_that_of_all_ranks_and_known_on_all():
     x = randn(9, WIDTH).float()
     plain, mine = model(), model()
     plain(x)
-    (want,) = dt.expert_load(plain)
+    (want,) = dt.experts.expert_load(plain)
     dt.shard_module(mine, stages[1], {"up": [S0], "down": [S0]})
-    assert not dt.expert_load(mine)
+    assert not dt.experts.expert_load(mine)
     mine(dt.shard_tensor(x, stages[1], [S0]))
-    (load,) = dt.expert_load(mine)
+    (load,) = dt.experts.expert_load(mine)
     assert load.experts == want.experts and sum(load.experts) == 18
     assert load.parts == (sum(load.experts[:2]), sum(load.experts[2:])) and want.parts == (18,)
     assert load.busiest == max(load.parts) / 9 and want.busiest == 1.0
@@ -307,7 +310,7 @@ def test_simulated_tokens_are_spread_evenly() -> None:
         x = dt.shard_tensor(torch.randn(64, 16), mesh, [S0])
         return lambda: mixed(x).sum().backward()
 
-    comms = [(c.kind, c.bytes) for c in dt.simulate(build, 8).kinds[0].comms]
+    comms = [(c.kind, c.bytes) for c in simulate(build, 8).kinds[0].comms]
     tokens, weights = 14 * 16 * 4, 14 * 2 * 4  # 14 of 16 rows leave a rank, with their weights
     assert comms == [
         ("all_gather", 7 * 8 * 2),
@@ -319,11 +322,14 @@ def test_simulated_tokens_are_spread_evenly() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda a: dt.dispatch_tokens(a[0], a[1][:3], 5), "the same dims before"),
-        (lambda a: dt.dispatch_tokens(a[0].long(), a[1], 5), "not of a floating dtype"),
-        (lambda a: dt.dispatch_tokens(a[0], a[1].float(), 5), "not whole numbers"),
-        (lambda a: dt.dispatch_tokens(*a[:2], 5).apply(mlp, a[3][:4]), r"\[5, \.\.\.\]"),
-        (lambda a: dt.combine_tokens(dt.dispatch_tokens(*a[:2], 5), a[2][:, :1]), "one for each"),
+        (lambda a: dt.experts.dispatch_tokens(a[0], a[1][:3], 5), "the same dims before"),
+        (lambda a: dt.experts.dispatch_tokens(a[0].long(), a[1], 5), "not of a floating dtype"),
+        (lambda a: dt.experts.dispatch_tokens(a[0], a[1].float(), 5), "not whole numbers"),
+        (lambda a: dt.experts.dispatch_tokens(*a[:2], 5).apply(mlp, a[3][:4]), r"\[5, \.\.\.\]"),
+        (
+            lambda a: dt.experts.combine_tokens(dt.experts.dispatch_tokens(*a[:2], 5), a[2][:, :1]),
+            "one for each",
+        ),
         (lambda a: twice(a), "came back already"),
         (lambda a: giving(a, lambda rows, counts: rows[1:]), r"gave \[13, 4\] for 14 rows"),
         (lambda a: giving(a, lambda rows, counts: rows[:, 1:]), "rows of 3 elements"),
@@ -336,9 +342,9 @@ def test_what_does_not_fit(wrong: Any, says: str) -> None:
 
 
 def giving(args: list[Any], fn: Any) -> Any:
-    return dt.combine_tokens(dt.dispatch_tokens(*args[:2], 5).apply(fn), args[2])
+    return dt.experts.combine_tokens(dt.experts.dispatch_tokens(*args[:2], 5).apply(fn), args[2])
 
 
 def twice(args: list[Any]) -> Any:
-    sent = dt.dispatch_tokens(*args[:2], 5)
-    return dt.combine_tokens(sent, args[2]), dt.combine_tokens(sent, args[2])
+    sent = dt.experts.dispatch_tokens(*args[:2], 5)
+    return dt.experts.combine_tokens(sent, args[2]), dt.experts.combine_tokens(sent, args[2])

@@ -101,7 +101,7 @@ def test_a_split_sequence(name: str, way: str) -> None:
         model.config.use_cache = False  # with one, transformers looks for no documents
         return model
 
-    with dt.attention_policy(way):
+    with dt.attention.policy(way):
         check(replace(made, build=build, batch_dim=1), pair("dp"))
 
 

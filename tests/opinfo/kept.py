@@ -191,7 +191,7 @@ def keeps(func: Any, given: Any, way: Independent, mesh: Any) -> str:
         for t, d in zip(tensors, way.ins, strict=True)
     ]  # fmt: skip
     args, kwargs = replace(given, iter(placed))
-    with dt.record_comms() as log, oracle.fallbacks() as fell:
+    with dt.debugging.record_comms() as log, oracle.fallbacks() as fell:
         try:
             outs = oracle.tensors_in(func(*args, **kwargs))
         except Exception as error:

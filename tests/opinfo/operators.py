@@ -37,8 +37,8 @@ SAMPLES = 8  # of each OpInfo
 HEAD = """# Operators
 
 Written by `make operators`, with the torch of constraints.txt; a test compares this page with the
-rules. [rules.md](rules.md) shows how to write a rule, and `dt.explain(func, *args)` prints the plan
-of one call.
+rules. [rules.md](rules.md) shows how to write a rule, and `dt.debugging.explain(func, *args)`
+prints the plan of one call.
 
 Each dim of each tensor has a letter. A mesh axis may split any letter that is in the inputs *and*
 the results: these dims **keep** their shards, and no data moves. `k: sum` is a letter that the

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import disttensor as dt
-from disttensor import Balanced, DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
+from disttensor import DistTensor, Partial, Placement, ProcessMesh, Replicate, Shard
+from disttensor.attention import Balanced
 from tests.opinfo.opinfo_call import (
     FORMS,
     OPS,

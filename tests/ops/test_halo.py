@@ -156,13 +156,13 @@ def test_only_the_halo_is_sent() -> None:
         for v, p in zip(full, (S2, R, R), strict=True)
     ]
     leaves = [v.requires_grad_() for v in leaves]
-    with dt.strict(), dt.record_comms() as log:
+    with dt.debugging.strict(), dt.debugging.record_comms() as log:
         y = F.conv2d(*leaves, padding=1)
     assert y.placements == (S2,)
     row, edges = 2 * 3 * 5 * 8, 1 if mesh.coordinate in ((0,), (3,)) else 2
     assert log.counts() == {"all_to_all": 1}
     assert log.total_bytes == edges * row
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         back = torch.autograd.grad(y, leaves, torch.ones_like(y))
     assert log.counts() == {"all_to_all": 1}
     assert log.total_bytes == edges * row
@@ -217,7 +217,7 @@ def test_ranks_that_communicate(shape: Any, case: Any) -> None:
 def test_under_autocast_ranks_without_output_have_its_dtype() -> None:
     mesh = dt.init_mesh((4,), ("sp",))
     x = dt.shard_tensor(torch.ones(1, 2, 20), mesh, [S2])  # 9 outputs: 3, 3, 3, 0
-    with torch.autocast("cpu", torch.bfloat16), dt.strict():
+    with torch.autocast("cpu", torch.bfloat16), dt.debugging.strict():
         y = F.conv1d(x, torch.ones(2, 2, 3), torch.ones(2), stride=2)
     assert y.placements == (S2,) and y.to_local().shape[2] == (0 if mesh.coordinate == (3,) else 3)
     assert y.to_local().dtype == torch.bfloat16

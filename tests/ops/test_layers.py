@@ -106,7 +106,7 @@ def test_a_split_batch_norm_gathers_nothing() -> None:
     for norm in (plain, ours):
         norm.weight.data, norm.bias.data = norm.weight.data.bfloat16(), norm.bias.data.bfloat16()
     given = dt.shard_tensor(x.bfloat16(), mesh, [S1])
-    with fallbacks() as fell, dt.record_comms() as log:
+    with fallbacks() as fell, dt.debugging.record_comms() as log:
         for _ in range(2):
             got = ours(given)
         ours.eval()

@@ -1,4 +1,4 @@
-"""Attention whose sequence is split: the ways of attention_policy, exact in value and gradient;
+"""Attention whose sequence is split: the ways of attention.policy, exact in value and gradient;
 what they send and keep."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def split(tensors: Any, axes: int, seq: int | None = None) -> list[list[Any]]:
 def test_values_and_gradients(case: str, way: str) -> None:
     args, words = CASES[case]
     fake_mode()  # imports torch's compiler, for which ranks would wait
-    with dt.attention_policy(way):
+    with dt.attention.policy(way):
         for mesh in ((2,), (3,), (4,)) if way != "auto" else ((2, 2),):
             layouts = split(args, len(mesh))
             assert check_rule(attention, *args, layouts=layouts, mesh_shape=mesh, **words)
@@ -91,7 +91,7 @@ def test_on_ranks():
     for way in WAYS:
         for case in ("causal, uneven", "grouped", "bias"):
             args, words = CASES[case]
-            with dt.attention_policy(way):
+            with dt.attention.policy(way):
                 places = split(args, 1)
                 check_op(attention, *args, layouts=places, outputs=[places[0]], **words)
 
@@ -99,7 +99,7 @@ def test_on_ranks():
 @on_ranks(4, timeout=120)
 def test_on_a_mesh_that_splits_heads_too_and_on_a_line():
     for way in WAYS:
-        with dt.attention_policy(way):
+        with dt.attention.policy(way):
             args, words = CASES["grouped, causal"]
             check_op(attention, *args, layouts=split(args, 1), mesh=line(), **words)
             args, words = CASES["key padding"]
@@ -115,11 +115,11 @@ def test_bytes_are_those_of_the_plan():
     q, k, v = (place(t, line(), [S2]).requires_grad_() for t in qkv(16, 16))
     for way in WAYS:
         sizes = Sizes(*(t.spec.nbytes for t in (q, k, v, q)), n=4, causal=False)
-        with dt.attention_policy(way), dt.record_comms() as log:
+        with dt.attention.policy(way), dt.debugging.record_comms() as log:
             out = attention(q * 1, k * 1, v * 1)
             sent = log.total_bytes
             out.backward(torch.ones_like(out))
-            said = dt.explain(attention, q, k, v)
+            said = dt.debugging.explain(attention, q, k, v)
         assert sent == said.bytes == sizes.forward(way)
         assert log.total_bytes == sizes.sent(way), (way, str(log))
 
@@ -144,7 +144,7 @@ def test_ring_holds_pieces_only():
     for words in ({}, CAUSAL):
         q, k, v = (place(t, line(), [S2]).requires_grad_() for t in full)
         held = {}
-        with dt.attention_policy("ring"):
+        with dt.attention.policy("ring"):
             pack = lambda t: held.setdefault(t.data_ptr(), t) is None or t  # noqa: E731
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), Largest() as forward:
                 out = attention(q, k, v, **words)
@@ -154,7 +154,7 @@ def test_ring_holds_pieces_only():
         assert saved <= 4 * piece + piece // 8 + 64  # q, k, v, the result, and log-sum-exp
         # k and v in one buffer; to deal causal rows out, q too
         assert max(forward.most, backward.most) <= (3 if words else 2) * piece
-    with dt.attention_policy("gather"), Largest() as forward:
+    with dt.attention.policy("gather"), Largest() as forward:
         attention(q, k, v)
     assert forward.most == 4 * piece  # it can be told
 
@@ -222,7 +222,7 @@ def test_a_ring_computes_what_a_mask_shows(mask: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(ring_attention, name, noted(name))
     shown = {"documents": DOCUMENTS, "window": WINDOW, "padding": torch.arange(9) < 4}[mask]
     tensors = qkv(9, 9)
-    with dt.attention_policy("ring"):
+    with dt.attention.policy("ring"):
         assert check_rule(
             attention, *tensors, shown.expand(1, 9) if mask == "padding" else shown,
             layouts=split([*tensors, shown], 1), mesh_shape=(3,),
@@ -242,7 +242,7 @@ def test_a_warm_call_under_another_policy_is_another_call():
     q, k, v = (place(t, line(), [S2]) for t in qkv(5, 7))
     counts = []
     for way in (*WAYS, *WAYS):
-        with dt.attention_policy(way), dt.record_comms() as log:
+        with dt.attention.policy(way), dt.debugging.record_comms() as log:
             attention(q, k, v)
         assert set(log.counts()) == KINDS[way]
         counts.append(log.counts())
@@ -258,9 +258,9 @@ def test_a_checkpointed_region_is_computed_again_under_its_policy():
     def grads(way, around, placement):
         leaves = [place(t, line(), [placement]).requires_grad_() for t in qkv(5, 5)]
         dt.manual_seed(3)  # dropout by position: the bits of one process
-        with dt.rng("invariant"), dt.attention_policy(way):
+        with dt.random.rng("invariant"), dt.attention.policy(way):
             y = around(region, *leaves)
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             y.square().sum().backward()
         return [t.grad.full_tensor() for t in leaves], log.counts()
 
@@ -284,7 +284,7 @@ def test_autocast_casts_as_in_one_process():
         want.float().square().sum().backward()
         for way in WAYS:
             mine = [place(t, line(), [S2]).requires_grad_() for t in full]
-            with dt.attention_policy(way), torch.autocast("cpu", torch.bfloat16):
+            with dt.attention.policy(way), torch.autocast("cpu", torch.bfloat16):
                 got = attention(*mine, **words)
             got.float().square().sum().backward()
             assert got.dtype == want.dtype == torch.bfloat16
@@ -308,7 +308,7 @@ def test_ranks_outside_the_mesh_know_how_the_result_lies():
                 assert out.placements == (S2,)
             return on.to(out * 2, 1).square().sum()
 
-        with dt.attention_policy(way):
+        with dt.attention.policy(way):
             check_stages(program, meshes)
 
 
@@ -327,33 +327,35 @@ def test_auto_takes_the_fewest_bytes_that_fit() -> None:
 @on_ranks(2)
 def test_explain_says_which_way_and_why():
     def said(*tensors: torch.Tensor, **words: Any) -> str:
-        return str(dt.explain(attention, *(place(t, line(), [S2]) for t in tensors), **words))
+        return str(
+            dt.debugging.explain(attention, *(place(t, line(), [S2]) for t in tensors), **words)
+        )
 
     text = said(*qkv())
     assert "attention by heads" in text and "heads 2,304 and 1,152" in text
     assert "attention by gather" in said(*qkv(heads=3, shared=3))
     assert "attention by gather" in said(*qkv(heads=3, shared=3), dropout_p=0.1)
-    with dt.attention_policy("ring"):
-        assert "attention by ring" in said(*qkv()) and "as attention_policy says" in said(*qkv())
+    with dt.attention.policy("ring"):
+        assert "attention by ring" in said(*qkv()) and "as attention.policy says" in said(*qkv())
 
 
 def test_what_cannot_be_asked_for() -> None:
     with pytest.raises(ValueError, match="policies are 'auto', 'gather', 'ring' and 'heads'"):
-        dt.attention_policy("rings")
+        dt.attention.policy("rings")
 
 
 @on_ranks(2)
 def test_what_cannot_be_done_says_what_to_do():
     q = place(randn(6, 4), line(), [Shard(0)]).requires_grad_()
-    with dt.attention_policy("heads"), pytest.raises(ValueError, match="no dim of heads to split"):
+    with dt.attention.policy("heads"), pytest.raises(ValueError, match="no dim of heads to split"):
         attention(q, q, q)
-    with dt.attention_policy("ring"):
+    with dt.attention.policy("ring"):
         out = attention(q, q, q)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
     q = place(randn(1, 2, 6, 4), line(), [S2])
     mask = torch.ones(6, 6, dtype=torch.bool)
-    with dt.attention_policy("ring"), pytest.raises(RuntimeError, match="is_causal"):
+    with dt.attention.policy("ring"), pytest.raises(RuntimeError, match="is_causal"):
         attention(q, q, q, mask, is_causal=True)
 
 
@@ -373,7 +375,7 @@ def test_multihead_attention_of_torch():
             x = full.clone() if on is None else place(full, on, [S1])
             x.requires_grad_()
             layer = layer if on is None else dt.shard_module(layer, on)
-            with dt.attention_policy(way), fallbacks() as fell:
+            with dt.attention.policy(way), fallbacks() as fell:
                 y, _ = layer(x, x, x, need_weights=False)
             y.square().sum().backward()
             assert not fell

@@ -59,7 +59,7 @@ def body(cases: list[tuple[Any, str, str]]) -> None:
             places = [Replicate() if dim is None else Shard(dim)]
             d = dt.shard_tensor(whole, mesh, places)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", dt.FallbackWarning)
+                warnings.simplefilter("ignore", dt.errors.FallbackWarning)
                 mine = CALLS[call](VIEWS[view](d))
             assert torch.equal(mine.full_tensor(), plain), case
             given = [None] * mesh.size

@@ -108,7 +108,7 @@ def test_two_meshes_of_the_whole_world_need_no_collective_of_the_world():
     meshes = [grid(), ProcessMesh(range(4), ("x",))]
     plain, staged = both(two_stages, meshes)
     dt.sync_gradients(staged.leaves)
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         norm = dt.clip_grad_norm_(staged.leaves, 0.01)
     assert not comms.records
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.leaves, 0.01))
@@ -119,7 +119,7 @@ def test_two_meshes_of_the_whole_world_need_no_collective_of_the_world():
 def test_stages_add_one_small_collective():
     _, staged = both(two_stages, stage_meshes(), 0)
     dt.sync_gradients(staged.leaves)
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         dt.clip_grad_norm_(staged.leaves, 0.01)
     (record,) = comms.records
     assert (record.kind, record.axis) == ("all_reduce", "world")
@@ -135,7 +135,7 @@ def test_one_mesh_of_the_whole_world_adds_one_small_collective():
             b = dt.shard_tensor(randn(7), grid(), [Replicate(), Shard(0)], requires_grad=True)
             x = dt.shard_tensor(randn(8, 5), grid(), [Shard(0), Replicate()])
             F.linear(x, w, b).square().sum().backward()
-            with dt.record_comms() as comms:
+            with dt.debugging.record_comms() as comms:
                 how([w, b], 0.1, foreach=foreach)
                 torch.optim.AdamW([w, b]).step()
             counts.append([(r.kind, r.axis) for r in comms.records])

@@ -103,7 +103,7 @@ def test_one_small_reduction_over_the_axes_that_split(foreach, order):
         ([[S0, R], [R, S0]], "dp+tp"), ([[S0, S1], [S0, S0], [R, R], [S0, R]], "dp+tp"),
     ):  # fmt: skip
         plain, ours = make([randn(5, 3, seed=i) for i in range(len(layouts))], layouts, grid())
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             norm = dt.clip_grad_norm_(ours, 0.1, order, foreach=foreach)
         assert [(r.kind, r.axis) for r in log] == ([("all_reduce", axis)] if axis else [])
         assert log.total_bytes < 100
@@ -130,7 +130,7 @@ def test_several_meshes_of_other_shapes_are_one_reduction():
                 w.grad = dt.shard_tensor(randn(3, 3) * 4, half, [S1])
                 ours.append(w)
             expected = torchs_clip_norm(plain, 0.1, order)
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 norm = dt.clip_grad_norm_(ours, 0.1, order)
             assert [(r.kind, r.axis) for r in log] == [("all_reduce", "world")]
             torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0.0)

@@ -154,7 +154,7 @@ def test_one_number_is_sent_for_each_optimizer_after_one_reduction_of_gradients(
     scale = new_scaler()
     first, second = torch.optim.SGD([w], 0.1), torch.optim.SGD([v], 0.1)
     scale.scale((x @ w).sum() + (x @ v).sum()).backward()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         for optimizer in (first, second):
             scale.unscale_(optimizer)
             dt.clip_grad_norm_([w, v], 100.0)
@@ -187,7 +187,7 @@ def test_what_shard_scaler_refuses_and_leaves_alone():
     off = grad_scaler.shard_scaler(torch.amp.GradScaler("cpu", enabled=False))
     w = leaf(line(), [S0])
     sgd = torch.optim.SGD([w], 1.0)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         off.scale(w.sum()).backward()
         off.unscale_(sgd)
         off.step(sgd)

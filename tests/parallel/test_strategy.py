@@ -782,7 +782,7 @@ def test_32_fake_ranks_place_and_step(configs, expected, rank):
         assert down.to_local().shape == (64 // sharding, 128 // tp)
         places = strategy.batch()
         batch = data(0).repeat(8, 1)
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             for i in range(strategy.accumulate_steps):
                 with strategy.accumulate(model, i):
                     loss_of(model, batch, stage, stage, places).backward()

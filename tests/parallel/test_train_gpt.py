@@ -250,13 +250,13 @@ def test_options_are_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     args = example("options").parse_args()
     assert (args.accumulate, args.visits) == (4, 1)
     assert args.strategy == dt.Strategy(
-        pp=2, dp=3, sharding=4, cp=1, tp=2, zero_stage=2, segments=dt.SegmentBySize(8.0),
+        pp=2, dp=3, sharding=4, cp=1, tp=2, zero_stage=2, segments=dt.fsdp.SegmentBySize(8.0),
         accumulate_steps=4, attention="heads", amp="bf16", recompute=["blocks.*"],
     )  # fmt: skip
     other = "--anchors blocks.1 norm --accumulate=2"
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *other.split()])
     assert example("options").parse_args().strategy == dt.Strategy(
-        pp=1, segments=dt.SegmentByAnchors(["blocks.1", "norm"]), accumulate_steps=2
+        pp=1, segments=dt.fsdp.SegmentByAnchors(["blocks.1", "norm"]), accumulate_steps=2
     )
 
 

@@ -128,7 +128,7 @@ def test_a_whole_graph_is_refused_by_name_and_plain_tensors_have_theirs() -> Non
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")  # aten.linear has no rule
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")  # aten.linear has no rule
 @on_ranks(2, timeout=240)
 def test_an_exported_model_runs_on_other_values() -> None:
     torch.manual_seed(0)

@@ -164,7 +164,7 @@ class Double(torch.autograd.Function):
 def custom_function() -> None:
     x = leaf(of_each_rank())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dt.FallbackWarning)
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
         Double.apply(x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [2.0] * 4
 
@@ -240,7 +240,7 @@ def step() -> None:
     leaves = [leaf(line()) for _ in range(3)]
     x = dt.ones(4, mesh=line(), placements=[Shard(0)])
     sum((w * x).sum() for w in leaves).backward()
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         torch.optim.SGD(leaves, lr=1.0).step()
     assert len(comms.records) == 1
 
@@ -338,7 +338,7 @@ def lists_of_optimizers() -> None:
 
 def lists_of_clipping() -> None:
     grads = [dt.ones(4, mesh=line(), placements=[Shard(0)]) for _ in range(3)]
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         nn.utils.get_total_norm(grads)
     assert len(comms.records) == 1
 
@@ -416,7 +416,7 @@ def refused_to_save() -> None:
         try:
             model.save_pretrained(folder)
         except RuntimeError as error:
-            assert "dt.save_pretrained" in str(error)
+            assert "dt.pretrained.save" in str(error)
         assert not list(Path(folder).iterdir())
     dist.barrier()
 
@@ -522,7 +522,7 @@ def test_each_change_has_a_program() -> None:
     assert [*PROGRAMS, "torch.distributed.new_group"] == names
 
 
-WRONG = (AssertionError, RuntimeError, TypeError, dt.FallbackWarning, pytest.fail.Exception)
+WRONG = (AssertionError, RuntimeError, TypeError, dt.errors.FallbackWarning, pytest.fail.Exception)
 
 
 @pytest.mark.parametrize("what", PROGRAMS)

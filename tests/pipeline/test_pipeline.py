@@ -134,7 +134,7 @@ def test_shapes_that_depend_on_data_are_heard_where_the_schedule_has_them():
         for count in (2, 5):
             stages = meshes * visits if visits > 1 else None
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", dt.FallbackWarning)
+                warnings.simplefilter("ignore", dt.errors.FallbackWarning)
                 check(deep(2 * visits, chosen=True), meshes, 0, count, schedule, stages)
 
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_run():
     data = batches(2)
     never = pipeline.Schedule(["B0 F0 F1 B1", "F0 B0 F1 B1"])
     stuck = pipeline.Schedule(["F0 B0 F1 B1", "F1 B1 F0 B0"])
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         for schedule, stages, words in (
             ("2f2b", None, "known: 'gpipe'"),
             ("interleaved_1f1b", None, "stages="),

@@ -100,7 +100,7 @@ def refused(split, taken, schedule):
     model = layers()
     pipeline.split(model, WAYS[split](meshes))
     with (
-        dt.record_comms() as sent,
+        dt.debugging.record_comms() as sent,
         pytest.raises(ValueError, match=r"the model is split over the visits"),
     ):
         run(model, meshes[0], schedule, WAYS[taken](meshes))
@@ -115,7 +115,7 @@ def test_a_model_on_another_way_over_four_stages_is_refused():
     model = layers()
     pipeline.split(model, meshes * 2)
     with (
-        dt.record_comms() as sent,
+        dt.debugging.record_comms() as sent,
         pytest.raises(ValueError, match=r"the model is split over the visits"),
     ):
         run(model, meshes[0], "zbv", WAYS["there and back"](meshes))

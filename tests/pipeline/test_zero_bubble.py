@@ -149,7 +149,7 @@ def test_what_is_not_put_off_is_said_once():
         warnings.simplefilter("always")
         for _ in range(2):
             trained("interleaved_zero_bubble", stages * 2, tie=True, again=True)
-    (text,) = [str(w.message) for w in said if w.category is dt.FallbackWarning]
+    (text,) = [str(w.message) for w in said if w.category is dt.errors.FallbackWarning]
     if stages[0].coordinate is not None:
         assert "stage 0" in text and "blocks.1.scale: used more than once" in text
     else:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
+from disttensor.api.create import from_fn
 from disttensor.comm import collectives
 from disttensor.core.placement import Placement
 from ops.random.sampling import quantile
@@ -58,7 +59,7 @@ def drawn(
         torch.rand(collectives.world()[0])  # ranks differ here, and it must not matter
         torch.get_rng_state()
         before = torch.default_generator.get_state()
-        x = dt.from_fn(torch.full, mesh, placements, (5, 6), 0.3)
+        x = from_fn(torch.full, mesh, placements, (5, 6), 0.3)
         result = cases[name](x)
         assert torch.equal(before, torch.default_generator.get_state()), (
             f"{name} disturbs torch's generator"
@@ -115,7 +116,7 @@ FILLS: dict[str, Callable[..., Any]] = {
     "init.eye_": nn.init.eye_,
     "init.constant_": lambda x: nn.init.constant_(x, 2.0),
     "factory": lambda x: dt.randn(5, 6, mesh=x.process_mesh, placements=x.placements),
-    "randint": lambda x: dt.from_fn(torch.randint, x.process_mesh, x.placements, (5, 6), 10),
+    "randint": lambda x: from_fn(torch.randint, x.process_mesh, x.placements, (5, 6), 10),
     "randperm": lambda x: dt.randperm(11, mesh=x.process_mesh, placements=[R, S0]),
     "complex": lambda x: dt.rand(5, 6, mesh=x.process_mesh, placements=x.placements,
         dtype=torch.complex64),
@@ -146,7 +147,7 @@ DROPOUTS: dict[str, Callable[..., Any]] = {
 
 def invariantly(case: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: Any) -> Any:
-        with dt.rng("invariant"):
+        with dt.random.rng("invariant"):
             return case(x)
 
     return run
@@ -154,7 +155,7 @@ def invariantly(case: Callable[..., Any]) -> Callable[..., Any]:
 
 def fast(case: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: Any) -> Any:
-        with dt.rng("fast"):
+        with dt.random.rng("fast"):
             return case(x)
 
     return run
@@ -192,7 +193,7 @@ def test_poisson_counts_have_the_mean_and_variance_of_their_rates() -> None:
 @everywhere
 def test_fallback_is_seeded_alike() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dt.FallbackWarning)
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
         cases = {"binomial": lambda x: torch.binomial(x * 0 + 9, x)}
         first = drawn(list(cases), cases, (S0, R))
         again = drawn(list(cases), cases, (R, S1))
@@ -206,17 +207,17 @@ def test_a_fallback_that_draws_nothing_is_no_random_call() -> None:
     want = everything(dt.rand(4, mesh=mesh))
     dt.manual_seed(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dt.FallbackWarning)
-        torch.linalg.qr(dt.from_fn(torch.ones, mesh, None, (2, 2)))
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
+        torch.linalg.qr(from_fn(torch.ones, mesh, None, (2, 2)))
     assert torch.equal(everything(dt.rand(4, mesh=mesh)), want)
 
 
 @everywhere
 def test_every_call_draws_fresh_numbers_and_a_seed_repeats_them() -> None:
     mesh = grid()
-    x = dt.from_fn(torch.ones, mesh, (S0, S1), (8, 8))
+    x = from_fn(torch.ones, mesh, (S0, S1), (8, 8))
     for policy in ("fast", "invariant"):
-        with dt.rng(policy):
+        with dt.random.rng(policy):
             dt.manual_seed(5)
             one, two = everything(F.dropout(x)), everything(F.dropout(x))
             dt.manual_seed(5)
@@ -227,7 +228,7 @@ def test_every_call_draws_fresh_numbers_and_a_seed_repeats_them() -> None:
 @on_ranks(4)
 def test_fast_shards_differ_and_replicas_do_not() -> None:
     mesh = grid()
-    x = dt.from_fn(torch.ones, mesh, (S0, R), (8, 32))
+    x = from_fn(torch.ones, mesh, (S0, R), (8, 32))
     pieces = collectives.all_gather(
         F.dropout(x).to_local(), mesh.group((0, 1))
     )  # (0,0) (0,1) (1,0) (1,1)
@@ -242,7 +243,7 @@ def test_dropout_of_a_pending_sum_stays_pending() -> None:
     for policy in ("fast", "invariant"):
         leaf = ones[: 6 // mesh.shape[0]].clone().requires_grad_()
         x = dt.from_local(leaf, mesh, (S0, Partial()))
-        with dt.rng(policy), dt.strict():
+        with dt.random.rng(policy), dt.debugging.strict():
             y = F.dropout(x, 0.5)
         assert y.placements == (S0, Partial())
         assert set(everything(y).unique().tolist()) <= {0.0, 2.0}
@@ -266,9 +267,9 @@ def test_filling_a_pending_sum_fills_the_sum() -> None:
 @everywhere
 def test_statistics() -> None:
     mesh = grid()
-    x = dt.from_fn(torch.ones, mesh, (S0, S1), (200, 201))
+    x = from_fn(torch.ones, mesh, (S0, S1), (200, 201))
     for policy in ("fast", "invariant"):
-        with dt.rng(policy):
+        with dt.random.rng(policy):
             kept = everything(F.dropout(x, 0.3))
             assert abs((kept > 0).double().mean() - 0.7) < 0.01 and torch.allclose(
                 kept.max(), torch.tensor(1 / 0.7)
@@ -289,7 +290,7 @@ def test_statistics() -> None:
                 share = everything(sample).double().sub(1).mean()
                 assert abs(share - 0.75) < 0.03 and everything(sample).min() == 1
             channels = everything(
-                F.dropout2d(dt.from_fn(torch.ones, mesh, (S0, Shard(2)), (60, 50, 4, 3)), 0.3)
+                F.dropout2d(from_fn(torch.ones, mesh, (S0, Shard(2)), (60, 50, 4, 3)), 0.3)
             )
             flat = channels.flatten(2)
             assert (
@@ -302,7 +303,7 @@ def test_statistics() -> None:
 def test_eval_draws_nothing_and_keeps_gradients() -> None:
     mesh = grid()
     w = dt.shard_tensor(torch.ones(4, 4), mesh, (R, R), requires_grad=True)
-    x = dt.from_fn(torch.ones, mesh, (S0, R), (4, 4))
+    x = from_fn(torch.ones, mesh, (S0, R), (4, 4))
     for p, training in ((0.5, False), (0.0, True)):
         w.grad = None
         (x @ F.dropout(w, p, training)).sum().backward()
@@ -320,8 +321,8 @@ def test_gradients_of_masks() -> None:
             lambda v, p: F.rrelu(v, training=True),
             lambda v, p: torch.native_dropout(v, p, True)[0],
         ):
-            x = dt.from_fn(torch.full, mesh, (S0, S1), (4, 6, 2), -2.0, requires_grad=True)
-            with dt.rng(policy):
+            x = from_fn(torch.full, mesh, (S0, S1), (4, 6, 2), -2.0, requires_grad=True)
+            with dt.random.rng(policy):
                 y = f(x, 0.4)
             y.sum().backward()
             assert torch.allclose(everything(x.grad), everything(y) / -2.0)
@@ -420,7 +421,7 @@ def trained(steps: int, policy: str | None) -> list[float]:
     batch = dt.shard_tensor(tokens, mesh, (S0, R))
     losses = []
     for _ in range(steps):
-        with dt.rng(policy or "fast"):
+        with dt.random.rng(policy or "fast"):
             loss = model(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -454,7 +455,7 @@ def test_fifty_steps_with_dropout_and_no_replica_drifts(policy: str) -> None:
 
 def region(x: Tensor, w: Tensor) -> Tensor:
     h = F.dropout(torch.sin(x @ w), 0.5)
-    with dt.rng("invariant"):
+    with dt.random.rng("invariant"):
         h = F.dropout(h.cos(), 0.3)
     return (h * torch.rand_like(h)).exp()
 
@@ -504,7 +505,7 @@ def test_checkpoint_repeats_a_seed_and_a_generator_inside() -> None:
     grads = []
     for keep in (True, False):
         g = torch.Generator().manual_seed(6)
-        w = dt.from_fn(torch.ones, mesh, (S0, R), (6, 4), requires_grad=True)
+        w = from_fn(torch.ones, mesh, (S0, R), (6, 4), requires_grad=True)
 
         def body(w: Any, g: Any = g) -> Any:
             dt.manual_seed(9)
@@ -521,7 +522,7 @@ def test_checkpoint_repeats_a_seed_and_a_generator_inside() -> None:
 @everywhere
 def test_numbers_in_a_backward_without_a_region_are_refused() -> None:
     mesh = grid()
-    w = dt.from_fn(torch.ones, mesh, (S0, R), (6, 4), requires_grad=True)
+    w = from_fn(torch.ones, mesh, (S0, R), (6, 4), requires_grad=True)
     y = w * 2
     y.register_hook(lambda g: g + torch.randn_like(g))
     with pytest.raises(RuntimeError, match=r"inside a backward.*generator="):
@@ -540,7 +541,7 @@ def test_numbers_in_a_backward_without_a_region_are_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda x: dt.rng("quick"), "the policies are 'invariant' and 'fast'"),
+        (lambda x: dt.random.rng("quick"), "the policies are 'invariant' and 'fast'"),
         (lambda x: dt.manual_seed(1.5), "a whole number"),
         (lambda x: F.dropout(x, 1.5), "between 0 and 1"),
         (lambda x: torch.dropout(x, -0.5, True), "between 0 and 1"),
@@ -558,7 +559,7 @@ def test_bad_input(call: Callable[..., Any], error: str) -> None:
 
 
 def raises(call: Callable[..., Any], error: str) -> None:
-    x = dt.from_fn(torch.ones, grid(), (S0, R), (5, 6))
+    x = from_fn(torch.ones, grid(), (S0, R), (5, 6))
     with pytest.raises((ValueError, TypeError, RuntimeError), match=error):
         call(x)
     assert torch.equal(everything(x), torch.ones(5, 6))
@@ -566,9 +567,9 @@ def raises(call: Callable[..., Any], error: str) -> None:
 
 def test_a_policy_holds_for_its_own_thread():
     seen = []
-    with dt.rng("fast"):
-        thread = threading.Thread(target=lambda: seen.append(dt.rng.current()))
+    with dt.random.rng("fast"):
+        thread = threading.Thread(target=lambda: seen.append(dt.random.rng.current()))
         thread.start()
         thread.join()
-        seen.append(dt.rng.current())
-    assert seen == [None, "fast"] and dt.rng.current() is None
+        seen.append(dt.random.rng.current())
+    assert seen == [None, "fast"] and dt.random.rng.current() is None

@@ -41,7 +41,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 
 
 def invariantly(call: Callable[[], Any]) -> Any:
-    with dt.rng("invariant"):
+    with dt.random.rng("invariant"):
         return call()
 
 
@@ -203,7 +203,7 @@ def repeats(programs: list[Any], draws: list[str]) -> None:
         assert all(torch.equal(v[k], values[0][k]) for v in values for k in values[0])
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @on_ranks(2)
 def test_torch_ways_to_set_read_fork_and_restore_repeat_numbers() -> None:
     repeats(REPEAT, ["randn_like", "dropout"])
@@ -216,7 +216,7 @@ def test_all_that_draws_restarts_with_the_seed(world: int) -> None:
 
 def _all_that_draws() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dt.FallbackWarning)
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
         repeats([seeded_again, restored], list(DRAWS))
 
 
@@ -251,7 +251,7 @@ GENERATED: dict[str, Callable[[Any, torch.Generator], Any]] = {
 @on_ranks(2)
 def test_a_generator_sets_reads_and_restores_its_own_numbers() -> None:
     """The default generator, given as an argument, is as none."""
-    warnings.simplefilter("ignore", dt.FallbackWarning)
+    warnings.simplefilter("ignore", dt.errors.FallbackWarning)
     for mesh in meshes():
         x = dt.shard_tensor(torch.ones(5, 6), mesh, [R, S0])
         for name, case in GENERATED.items():

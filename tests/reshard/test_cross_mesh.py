@@ -56,7 +56,7 @@ def check(src, dst, whole):
     """Run src -> dst on all ranks; rank 0's word for all, put together from the locals of dst."""
     x = local_of(src, whole)
     before = x.clone()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         out = reshard.run(x, src, dst)
     assert torch.equal(x, before) and out.dtype == whole.dtype
     locals_: list = [None] * dist.get_world_size()
@@ -150,7 +150,7 @@ def test_a_rank_of_neither_mesh_has_nothing_to_do():
     if collectives.world()[0] > 1:
         p2p.transfer = None
     try:
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             out = cross_mesh.start(x, src, dst, p2p.next_tag()).wait()
     finally:
         p2p.transfer = transfer

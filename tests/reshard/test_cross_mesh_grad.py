@@ -115,14 +115,14 @@ def test_nothing_is_shared_and_nothing_needed_is_sent():
     """The copy is a copy; without grad no gradient moves; a move to where all is, moves nothing."""
     a, b = ProcessMesh([0, 1], ("x",)), ProcessMesh([1, 0], ("x",))
     x = dt.shard_tensor(randn(4, 3), a)
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         y = dt.reshard(x, b)
     assert comms.total_bytes == 0
     y.zero_()
     torch.testing.assert_close(x.full_tensor(), randn(4, 3))
     w = dt.shard_tensor(randn(4, 3), a, [Shard(0)], requires_grad=True)
     loss = dt.reshard(w, b, [Shard(0)]).sum()
-    with dt.record_comms() as comms:
+    with dt.debugging.record_comms() as comms:
         loss.backward()
     assert comms.total_bytes == 2 * 3 * 8
 

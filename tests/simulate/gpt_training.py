@@ -1,4 +1,4 @@
-"""The example's GPT as ``dt.simulate`` takes it, and as real ranks train it."""
+"""The example's GPT as ``simulate`` takes it, and as real ranks train it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Models of Hugging Face transformers as ``dt.simulate`` takes them, and as real ranks train
-them."""
+"""Models of Hugging Face transformers as ``simulate`` takes them, and as real ranks train them."""
 
 from __future__ import annotations
 

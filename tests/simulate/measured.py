@@ -26,7 +26,7 @@ ATTENTION = {
 
 def measured(
     build: Callable[[str], Callable[[], None]], options: str
-) -> tuple[list[dt.CommRecord], int, Memory, int]:
+) -> tuple[list[dt.debugging.CommRecord], int, Memory, int]:
     """On a rank of a running world: the collectives of a step of ``build(options)``, its FLOPs by
     torch's own counter, its memory, of real tensors, in the second step, and the most bytes that it
     held there for messages under way."""
@@ -41,7 +41,7 @@ def measured(
             recorder.held = 0
             step()
             recorder.stop()
-        with dt.record_comms() as comms:
+        with dt.debugging.record_comms() as comms:
             step()
         with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
             step()

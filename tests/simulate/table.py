@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import disttensor as dt
+from disttensor.simulate import simulate
 from tests.simulate import gpt_training, huggingface_training
 from tests.simulate.measured import measured
 from tests.simulate.seconds import calibrate, step_time
@@ -45,7 +45,7 @@ def main() -> None:
     for (build, options), ranks in zip(runs, sizes, strict=True):
         real = run_on_ranks(ranks, measured, build, options, timeout=300)
         program = functools.partial(build, options)
-        report = dt.simulate(program, ranks, device=CPU)
+        report = simulate(program, ranks, device=CPU)
         comms = [(len(c), sum(r.bytes for r in c)) for c, _, _ in real]
         kinds = [report.kind_of(rank) for rank in range(ranks)]
         assert comms == [(len(k.comms), k.comms.total_bytes) for k in kinds], options
@@ -67,7 +67,7 @@ def times(runs: Sequence[tuple[Any, str]], file: Path, part: slice) -> None:
     print(*before, *after, sep="\n", flush=True)
     for (build, options), seconds in zip(runs[part], real, strict=True):
         program = functools.partial(build, options)
-        report = dt.simulate(program, RANKS, device=before[0], network=before[1])
+        report = simulate(program, RANKS, device=before[0], network=before[1])
         said = (report.step_time + report.on(device=after[0], network=after[1]).step_time) / 2
         found[options] = said, seconds
         cells = f"`{options}`", f"{said * 1e3:.1f} ms", f"{seconds * 1e3:.1f} ms"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import disttensor as dt
+from disttensor.simulate import devices, simulate
 from tests.simulate import gpt_training
 from tests.simulate.measured import measured
 from tests.support.part import EVERYTHING, part
@@ -22,7 +23,7 @@ from tests.support.pool import run_on_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-CPU = dt.devices.Device(
+CPU = devices.Device(
     name="a CPU", peak=dict.fromkeys(DTYPES, 1e11), bandwidth=1e10, launch=5e-6, asynchronous=False
 )
 
@@ -93,7 +94,7 @@ def test_a_simulated_step_of_a_known_model_is_that_of_real_ranks(options: str) -
 
 def check(build: Any, options: str, world: int = 4) -> None:
     real = run_on_ranks(world, measured, build, options, timeout=150)
-    report = dt.simulate(functools.partial(build, options), world=world, device=CPU)
+    report = simulate(functools.partial(build, options), world=world, device=CPU)
     for rank, (comms, flops, memory, messages) in enumerate(real):
         kind = report.kind_of(rank)
         mine = list(kind.comms)
@@ -110,6 +111,6 @@ def check(build: Any, options: str, world: int = 4) -> None:
         assert -0.02 * memory.peak <= off <= 0.02 * memory.peak + in_flight
 
 
-def _alike(c: dt.CommRecord) -> tuple[object, ...]:
+def _alike(c: dt.debugging.CommRecord) -> tuple[object, ...]:
     axis = "" if c.kind == "send" else c.axis
     return c.kind, axis, c.bytes, c.phase, c.where, c.shape, c.dtype

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 import disttensor as dt
+from disttensor.simulate import simulate
 from disttensor.simulate.devices import Link, Network
 from disttensor.simulate.events import Collective, Op, Wait
 from tests.support.blocking import Blocking
@@ -28,7 +29,7 @@ def build():
 def simulated():
     """What a rank does in the forward, less what is neither of a collective nor a product; and its
     seconds."""
-    report = dt.simulate(build, world=2, network=Network(within=Link(20e9, 10e-6)))
+    report = simulate(build, world=2, network=Network(within=Link(20e9, 10e-6)))
     (kind,) = report.kinds
     names = {Collective: "begins", Wait: "waits"}
     of = [

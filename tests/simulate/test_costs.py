@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.simulate import pictures
+from disttensor.simulate import pictures, simulate
 from disttensor.simulate.devices import A100, Device, Link, Network
 from disttensor.simulate.events import Collective, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.memory import MemoryLog, summary
@@ -184,7 +184,7 @@ def test_a_gradient_is_noted_for_each_parameter_in_shards_in_each_backward(strat
 
         return step
 
-    (kind,) = dt.simulate(build, world=4).kinds
+    (kind,) = simulate(build, world=4).kinds
     assert sum(isinstance(e, Gradient) for e in kind.events) == number
 
 
@@ -272,7 +272,7 @@ def two_axes(first, second):
 
 
 def test_a_report_as_files_and_text() -> None:
-    report = dt.simulate(two_axes("dp", "tp"), world=16, network=Network(ranks_per_node=4))
+    report = simulate(two_axes("dp", "tp"), world=16, network=Network(ranks_per_node=4))
     (kind,) = report.kinds
     figures = json.loads(json.dumps(report.as_dict()))
     (one,) = figures["kinds"]
@@ -301,7 +301,7 @@ def attributes(svg, name):
 
 
 def test_pictures_show_the_figures_of_the_report(tmp_path: Path) -> None:
-    report = dt.simulate(lambda: build_gpt("--pp=2 --dp=2 --tp=2 --batch=4"), world=8)
+    report = simulate(lambda: build_gpt("--pp=2 --dp=2 --tp=2 --batch=4"), world=8)
     kind, width = report.fullest, pictures.INNER
 
     drawn = report.to_svg(tmp_path / "t.svg").read_text()
@@ -337,7 +337,7 @@ def test_pictures_show_the_figures_of_the_report(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("picture", ["timeline", "memory", "communication"])
 def test_a_picture_as_png_has_the_colours_of_the_svg(picture: str, tmp_path: Path) -> None:
-    report = dt.simulate(two_axes("dp", "tp"), world=16, network=Network(ranks_per_node=4))
+    report = simulate(two_axes("dp", "tp"), world=16, network=Network(ranks_per_node=4))
     drawn = report.to_svg(tmp_path / "p.svg", picture).read_text()
     image = importlib.import_module("matplotlib.image")
     pixels = image.imread(report.to_png(tmp_path / "p.png", picture))
@@ -354,7 +354,7 @@ def test_a_picture_as_png_has_the_colours_of_the_svg(picture: str, tmp_path: Pat
 
 
 def test_a_page_shows_its_figures_in_a_browser(tmp_path: Path) -> None:
-    report = dt.simulate(two_axes("tp", "dp"), world=16, network=Network(ranks_per_node=4))
+    report = simulate(two_axes("tp", "dp"), world=16, network=Network(ranks_per_node=4))
     page = report.to_html(tmp_path / "report.html")
     html = page.read_text()
     assert in_page(html) == json.loads(json.dumps(report.as_dict()))
@@ -374,10 +374,10 @@ def test_a_page_shows_its_figures_in_a_browser(tmp_path: Path) -> None:
 
 def test_an_axis_that_spans_nodes_where_another_would_not_is_a_warning():
     network = Network(ranks_per_node=4)
-    wrong = dt.simulate(two_axes("tp", "dp"), world=16, network=network)
+    wrong = simulate(two_axes("tp", "dp"), world=16, network=network)
     (said,) = wrong.warnings
     assert said.startswith("axis tp (4 ranks) sends") and "swap the two" in said
-    assert dt.simulate(two_axes("dp", "tp"), world=16, network=network).warnings == []
+    assert simulate(two_axes("dp", "tp"), world=16, network=network).warnings == []
 
 
 def stages_of(widths, rows=64, **strategy):
@@ -406,20 +406,20 @@ def stages_of(widths, rows=64, **strategy):
 
 def test_a_stage_with_a_fifth_more_work_is_a_warning():
     light = Device(name="light", peak={F32: 1e9}, bandwidth=1e15)
-    report = dt.simulate(stages_of([64, 64, 128]), world=2, device=light)
+    report = simulate(stages_of([64, 64, 128]), world=2, device=light)
     assert report.share_of_stages() == pytest.approx({0: 2 / 8, 1: 6 / 8})  # no gradient of rows
     assert [k.stage for k in report.kinds] == [0, 1]
     (said,) = report.warnings
     assert said.startswith("ranks 1 compute for") and "50% longer" in said
     assert "FLOPs of the stages: 25.0% 75.0%" in str(report)
-    even = dt.simulate(stages_of([64, 96, 64]), world=2, device=light)
+    even = simulate(stages_of([64, 96, 64]), world=2, device=light)
     assert [w for w in even.warnings if "longer than" in w] == []  # 2 to 3: 20% above the mean
 
 
 def test_stages_with_the_same_more_work_are_one_warning():
     light = Device(name="light", peak={F32: 1e9}, bandwidth=1e15)
     widths = [64, 64, 64, 256, 64]  # the last two of four have four times as much
-    report = dt.simulate(stages_of(widths, pp=4), world=4, device=light)
+    report = simulate(stages_of(widths, pp=4), world=4, device=light)
     (said,) = [w for w in report.warnings if "longer than" in w]
     assert said.startswith("ranks 2-3 compute for") and said.endswith(
         "give stages 2-3 fewer layers"
@@ -433,13 +433,13 @@ def test_ranks_with_larger_pieces_than_those_of_their_stage_are_a_warning(
     """Two micro-batches of two rows over two ranks are even, of three (2 and 1) are not."""
     light = Device(name="light", peak={F32: 1e9}, bandwidth=1e15)
     widths = [64, 64, 64]
-    report = dt.simulate(stages_of(widths, rows=rows, dp=2), world=4, device=light)
+    report = simulate(stages_of(widths, rows=rows, dp=2), world=4, device=light)
     found = [w for w in report.warnings if "of their stage" in w]
     assert [w.partition(" than")[0] for w in found] == [said] * (said is not None)
 
 
 def test_activations_that_fill_a_device_are_a_warning_with_their_line():
-    full = dt.simulate(stages_of([8, 8, 8], rows=4096), world=2)
+    full = simulate(stages_of([8, 8, 8], rows=4096), world=2)
     room = max(k.peak_memory for k in full.kinds)
     device = Device(name="tiny", peak={F32: 1e12}, bandwidth=1e11, memory=room * 1.1)
     said = [w for w in full.on(device=device).warnings if "recompute them" in w]
@@ -451,16 +451,16 @@ def test_activations_that_fill_a_device_are_a_warning_with_their_line():
 def test_a_tensor_larger_than_a_segment_is_a_warning():
     """Of 8 x 8 parameters, with batches of 4096 rows of 8."""
     sharded = {"pp": 1, "sharding": 2, "zero_stage": 3}
-    said = dt.simulate(stages_of([8, 8, 8], rows=4096, **sharded), world=2).warnings
+    said = simulate(stages_of([8, 8, 8], rows=4096, **sharded), world=2).warnings
     (large,) = [w for w in said if "largest segment" in w]
     assert large.startswith("a tensor of ") and "test_costs.py" in large
-    said = dt.simulate(stages_of([64, 64, 64], rows=4, **sharded), world=2).warnings
+    said = simulate(stages_of([64, 64, 64], rows=4, **sharded), world=2).warnings
     assert [w for w in said if "largest segment" in w] == []
 
 
 def test_memory_that_does_not_fit_is_a_warning():
     small = Device(name="tiny", peak={F32: 1e12}, bandwidth=1e11, memory=1000.0)
-    report = dt.simulate(two_axes("dp", "tp"), world=16, device=small)
+    report = simulate(two_axes("dp", "tp"), world=16, device=small)
     assert any("tiny has 1,000 B" in w for w in report.warnings), report.warnings
 
 

@@ -12,6 +12,7 @@ import disttensor as dt
 from disttensor import pipeline, runtime
 from disttensor.comm import p2p
 from disttensor.pipeline.schedules import NAMES, named
+from disttensor.simulate import simulate
 from disttensor.simulate.events import Visit
 from tests.simulate.gpt_training import build as build_gpt
 
@@ -30,7 +31,7 @@ def ran(monkeypatch):
 def every_micro_batch(monkeypatch, build, world):
     with monkeypatch.context() as patch:
         patch.setattr(run, "can_repeat", lambda _: False)
-        return dt.simulate(build, world=world)
+        return simulate(build, world=world)
 
 
 @pytest.mark.limit(300)
@@ -44,7 +45,7 @@ def every_micro_batch(monkeypatch, build, world):
     ],
 )
 def test_what_follows_is_what_a_run_shows(options, ran, monkeypatch) -> None:
-    report = dt.simulate(lambda: build_gpt(options), world=4)
+    report = simulate(lambda: build_gpt(options), world=4)
     assert [rank for rank, is_few in ran if not is_few] == [0]
     whole = every_micro_batch(monkeypatch, lambda: build_gpt(options), 4)
     assert [k.ranks for k in report.kinds] == [k.ranks for k in whole.kinds]
@@ -72,7 +73,7 @@ def test_micro_batches_that_are_not_alike_are_all_run(ran, monkeypatch) -> None:
         rows = [torch.ones(5 if i == 4 else 2, 4) for i in range(10)]
         return lambda: pipeline.run(loss, rows, stages=stages)
 
-    report = dt.simulate(build, world=2)
+    report = simulate(build, world=2)
     assert (1, True) in ran and (1, False) in ran
     whole = every_micro_batch(monkeypatch, build, 2)
     assert [k.flops for k in report.kinds] == [k.flops for k in whole.kinds]
@@ -103,7 +104,7 @@ def test_where_one_micro_batch_keeps_memory_all_are_run(kept, ran, monkeypatch) 
 
         return step
 
-    report = dt.simulate(build, world=2)
+    report = simulate(build, world=2)
     whole = every_micro_batch(monkeypatch, build, 2)
     assert [k.memory.peak for k in report.kinds] == [k.memory.peak for k in whole.kinds]
 
@@ -131,7 +132,7 @@ def test_where_one_micro_batch_needs_more_memory_for_a_moment_all_are_run(monkey
 
         return step
 
-    report = dt.simulate(build, world=2)
+    report = simulate(build, world=2)
     whole = every_micro_batch(monkeypatch, build, 2)
     peaks = [k.memory.peak for k in whole.kinds]
     assert [k.memory.peak for k in report.kinds] == peaks and max(peaks) > 2000 * 2 * 4 * 4

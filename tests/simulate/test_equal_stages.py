@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.simulate import equal_stages
+from disttensor.simulate import equal_stages, simulate
 from disttensor.simulate.events import Gradient
 from disttensor.simulate.rank_run import RankRun
 from tests.simulate.gpt_training import build as build_gpt
@@ -30,7 +30,7 @@ def every_stage(monkeypatch, build, world):
     """The report where nothing follows from anything."""
     with monkeypatch.context() as patch:
         patch.setattr(kinds, "derived_ranks", lambda *_: [])
-        return dt.simulate(build, world=world)
+        return simulate(build, world=world)
 
 
 def same(a, b):
@@ -52,7 +52,7 @@ def test_what_follows_is_what_a_run_shows(ran, monkeypatch) -> None:
     """Layers 2 to 7 of eight are three stages; the last of them hands on to another line."""
     world = 6
     options = "--pp=6 --layers=8 --batch=4 --accumulate=4 --width=16"
-    report = dt.simulate(lambda: build_gpt(options), world=world)
+    report = simulate(lambda: build_gpt(options), world=world)
 
     assert 2 not in ran
     same(report, every_stage(monkeypatch, lambda: build_gpt(options), world))
@@ -98,7 +98,7 @@ def layers(slow: int, nested: bool = False, holds: int = -1):
 
 @pytest.mark.parametrize("slow", [2, 4])
 def test_a_stage_with_the_same_parameters_that_does_more_is_run(slow, ran, monkeypatch) -> None:
-    report = dt.simulate(layers(slow), world=6)
+    report = simulate(layers(slow), world=6)
     flops = [k.flops for k in report.kinds]
     assert flops[slow] > flops[1 if slow == 2 else 2]
     assert slow in ran
@@ -108,14 +108,14 @@ def test_a_stage_with_the_same_parameters_that_does_more_is_run(slow, ran, monke
 @pytest.mark.parametrize("holds", [1, 4])
 def test_a_stage_at_an_end_that_frees_its_memory_later_is_by_itself(holds, monkeypatch) -> None:
     """It makes the same calls in the same order."""
-    report = dt.simulate(layers(-1, holds=holds), world=6)
+    report = simulate(layers(-1, holds=holds), world=6)
     peaks = [k.peak_memory for k in report.kinds]
     assert peaks[holds] > 1.5 * peaks[2] and peaks[2] == peaks[3]
     same(report, every_stage(monkeypatch, layers(-1, holds=holds), 6))
 
 
 def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
-    dt.simulate(layers(-1), world=6)
+    simulate(layers(-1), world=6)
     assert 2 not in ran and 3 not in ran
     with pytest.raises(ValueError, match="3 stages later"):
         equal_stages.DerivedRank(2, 2, 1, 4, (1, 4)).interpolate(5, 7)
@@ -130,7 +130,7 @@ def test_runs_whose_gradients_come_on_other_lines_are_not_the_same() -> None:
 
 
 def test_layers_in_other_modules_have_their_own_names(ran, monkeypatch) -> None:
-    report = dt.simulate(layers(-1, nested=True), world=6)
+    report = simulate(layers(-1, nested=True), world=6)
     assert 2 not in ran and 3 not in ran
     assert [name for kind in report.kinds for name in kind.layers] == [
         "0.0.linear", "0.1.linear", "1.0.linear", "2.0.linear", "2.1.linear", "2.2.linear",
@@ -163,6 +163,6 @@ def unlike_ends():
 
 
 def test_stages_between_two_that_are_by_themselves_follow(ran, monkeypatch) -> None:
-    report = dt.simulate(unlike_ends, world=8)
+    report = simulate(unlike_ends, world=8)
     assert sorted(ran) == [0, 1, 2, 5, 6, 7]
     same(report, every_stage(monkeypatch, unlike_ends, 8))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import disttensor as dt
+from disttensor.simulate import devices, simulate
 from disttensor.simulate.estimate import Estimator
 from disttensor.simulate.plan_strategy import Search
 from tests.support.examples import ROOT, example
@@ -20,12 +21,12 @@ from tests.support.part import part
 WORLD = 8
 # A step is decided by arithmetic and by what is sent: on the fast network little waits, on the slow
 # one most.
-DEVICE = dt.devices.Device(
+DEVICE = devices.Device(
     name="d", peak={torch.float32: 1e12}, bandwidth=1e12, launch=1e-9, memory=1e9, visit=1e-9,
     post=1e-9, gradient=1e-9,
 )  # fmt: skip
 NETWORKS = {
-    name: dt.devices.Network(ranks_per_node=WORLD, within=dt.devices.Link(bandwidth, 1e-6))
+    name: devices.Network(ranks_per_node=WORLD, within=devices.Link(bandwidth, 1e-6))
     for name, bandwidth in (("fast", 1e11), ("slow", 2e9))
 }
 
@@ -101,9 +102,7 @@ CASES = [*ALWAYS, *part([*itertools.product(grid(), NETWORKS)], 8)]
 @pytest.mark.parametrize(("strategy", "network"), CASES, ids=str)
 def test_an_estimate_is_within_a_fifth_of_the_simulation(strategy, network):
     estimate = Estimator(probed(strategy.tp or 1), WORLD, DEVICE, NETWORKS[network])
-    report = dt.simulate(
-        lambda: build_with(strategy), WORLD, device=DEVICE, network=NETWORKS[network]
-    )
+    report = simulate(lambda: build_with(strategy), WORLD, device=DEVICE, network=NETWORKS[network])
     found = estimate(strategy, frozenset())
     assert 0.8 < found.seconds / report.step_time < 1.2
     assert found.memory < 1.1 * report.fullest.peak_memory

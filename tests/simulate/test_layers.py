@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
+from disttensor.simulate import simulate
 from disttensor.simulate.layer_shares import largest, rolled_up
 from disttensor.simulate.layers import OUTSIDE, counterparts, renamed
 from tests.simulate.gpt_training import build as build_gpt
@@ -38,7 +39,7 @@ def training(model_of, loss=lambda model, x: model(x).sum(), width=4, replay=Fal
 
 
 def layers_of(*args, **options):
-    report = dt.simulate(training(*args, **options), world=2)
+    report = simulate(training(*args, **options), world=2)
     for kind in report.kinds:
         assert sum(kind.flops_by("layer").values()) == kind.flops
     assert sum(report.share_of_layers().values()) == pytest.approx(1)
@@ -119,21 +120,21 @@ OPTIONS = "--batch=8 --width=64 --layers=4"
     ],
 )
 def test_a_strategy_leaves_each_layer_its_flops(options) -> None:
-    alone = dt.simulate(lambda: build_gpt(OPTIONS), world=1)
-    report = dt.simulate(lambda: build_gpt(f"{OPTIONS} {options}"), world=4)
+    alone = simulate(lambda: build_gpt(OPTIONS), world=1)
+    report = simulate(lambda: build_gpt(f"{OPTIONS} {options}"), world=4)
     assert report.layers == alone.layers
     assert set(alone.share_of_layers(depth=2)) == {*(f"blocks.{i}" for i in range(4)), "head"}
 
 
 def test_a_model_of_hugging_face_has_its_layers() -> None:
-    alone = dt.simulate(lambda: build_huggingface("llama"), world=1)
-    report = dt.simulate(lambda: build_huggingface("llama dp=2 tp=2"), world=4)
+    alone = simulate(lambda: build_huggingface("llama"), world=1)
+    report = simulate(lambda: build_huggingface("llama dp=2 tp=2"), world=4)
     assert report.layers == alone.layers
     assert alone.layers["model.layers.1.mlp.up_proj"] == {"forward": 35840, "backward": 71680}
 
 
 def test_layers_are_rolled_up_and_the_largest_are_shown(tmp_path: Path) -> None:
-    report = dt.simulate(training(mlp), world=2)
+    report = simulate(training(mlp), world=2)
     table = str(report).partition("FLOP by layer")[2].split("\n\n")[0]
     assert " ".join(table.split()) == "forward backward share 0 384 384 47.1% 2 288 576 52.9%"
     figures = json.loads(report.to_json(tmp_path / "r.json").read_text())

@@ -83,7 +83,7 @@ def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
 
 # seconds
 KERNEL, POST, VISIT, GRADIENT = 1e-5, 3e-4, 1e-3, 2e-4
-BARE = dt.devices.Device(
+BARE = dt.simulate.devices.Device(
     name="d", peak={torch.float32: 1e11}, bandwidth=1e10, efficiency=1.0, asynchronous=False
 )
 
@@ -145,7 +145,7 @@ def test_a_collective_on_data_is_no_kernel():
 
 
 def test_a_network_of_one_rank_is_refused_by_name():
-    with pytest.raises(dt.CommError, match=r"measure_network: there are 1 ranks.*torchrun"):
+    with pytest.raises(dt.errors.CommError, match=r"measure_network: there are 1 ranks.*torchrun"):
         measure_network()
 
 
@@ -156,16 +156,19 @@ def test_a_time_that_is_none_is_refused(seconds):
 
 
 def test_the_command_reads_the_device_and_network_that_calibration_prints(tmp_path):
-    links = {"between": dt.devices.Link(1e9, 1e-5), "processor": dt.devices.Link(2e9, 1e-6)}
-    network = dt.devices.Network(ranks_per_node=3, **links)
+    links = {
+        "between": dt.simulate.devices.Link(1e9, 1e-5),
+        "processor": dt.simulate.devices.Link(2e9, 1e-6),
+    }
+    network = dt.simulate.devices.Network(ranks_per_node=3, **links)
     device = dataclasses.replace(BARE, kernels={("mm", torch.float32): 1.5})
     file = tmp_path / "cpu.py"
     file.write_text(code(device=device, network=network))
     assert costs_of(str(file), None) == (device, network)
     assert costs_of(str(file), 2) == (device, dataclasses.replace(network, ranks_per_node=2))
     file.write_text(code(device=device))
-    assert costs_of(str(file), None) == (device, dt.devices.Network())
-    assert costs_of("a100", None) == (dt.devices.A100, dt.devices.Network())
+    assert costs_of(str(file), None) == (device, dt.simulate.devices.Network())
+    assert costs_of("a100", None) == (dt.simulate.devices.A100, dt.simulate.devices.Network())
     for name in ("cpu", str(tmp_path)):
         with pytest.raises(ValueError, match=r"--device .*: one of a100, h100, h200 is expected"):
             costs_of(name, None)

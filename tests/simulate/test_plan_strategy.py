@@ -1,4 +1,4 @@
-"""``dt.plan_strategy``: simulated strategies, sorted by time, and why the others lost."""
+"""``dt.simulate.plan_strategy``: simulated strategies, sorted by time, and why the others lost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.errors import SimulationError
+from disttensor.simulate import devices, plan_strategy, simulate
 from disttensor.simulate.candidates import ProgramShape, strategies
 from disttensor.simulate.estimate import Estimate, Estimator
 from disttensor.simulate.plan_strategy import Search
@@ -19,11 +20,11 @@ from disttensor.simulate.strategy_table import Candidate, StrategyTable
 
 WORLD, WIDTH = 4, 256
 # A step is decided by arithmetic, and by what is sent.
-DEVICE = dt.devices.Device(
+DEVICE = devices.Device(
     name="d", peak={torch.float32: 1e12}, bandwidth=1e12, launch=1e-9, memory=1e9, visit=1e-9,
     post=1e-9, gradient=1e-9,
 )  # fmt: skip
-NETWORK = dt.devices.Network(ranks_per_node=4, within=dt.devices.Link(1e11, 1e-6))
+NETWORK = devices.Network(ranks_per_node=4, within=devices.Link(1e11, 1e-6))
 
 
 def build_with(strategy):
@@ -50,7 +51,7 @@ def build_with(strategy):
 
 
 def plan(candidates, **more):
-    return dt.plan_strategy(build_with, WORLD, candidates, device=DEVICE, network=NETWORK, **more)
+    return plan_strategy(build_with, WORLD, candidates, device=DEVICE, network=NETWORK, **more)
 
 
 def test_the_fastest_is_the_best_and_the_others_say_why_they_lost():
@@ -90,7 +91,7 @@ PLAIN = dt.Strategy()
 
 def found(world, program, like=PLAIN, ranks_per_node=4):
     """Strategies that run, and the reasons why others do not."""
-    both = list(strategies(world, dt.devices.Network(ranks_per_node=ranks_per_node), program, like))
+    both = list(strategies(world, devices.Network(ranks_per_node=ranks_per_node), program, like))
     return [s for s, reason in both if not reason], {reason for _, reason in both if reason}
 
 
@@ -171,7 +172,7 @@ def test_estimates_are_near_what_is_simulated():
     for strategy in ways:
         one = search._probe(dt.Strategy(tp=strategy.tp or 1))
         estimate = Estimator(one, WORLD, DEVICE, NETWORK)(strategy, frozenset(strategy.recompute))
-        report = dt.simulate(lambda s=strategy: build_gpt(s), WORLD, device=DEVICE, network=NETWORK)
+        report = simulate(lambda s=strategy: build_gpt(s), WORLD, device=DEVICE, network=NETWORK)
         assert 0.67 < estimate.seconds / report.step_time < 1.5, strategy
         part = estimate.memory / report.fullest.peak_memory
         assert 0.45 < part < 1.1, (strategy, part)
@@ -191,7 +192,7 @@ def test_estimates_count_the_host(asynchronous):
         dt.Strategy(sharding=4, zero_stage=2, accumulate_steps=4),
         dt.Strategy(pp=2, sharding=2, zero_stage=3, accumulate_steps=4),
     ):  # fmt: skip
-        report = dt.simulate(lambda s=strategy: build_gpt(s), WORLD, device=device, network=NETWORK)
+        report = simulate(lambda s=strategy: build_gpt(s), WORLD, device=device, network=NETWORK)
         ratio = estimator(strategy, frozenset()).seconds / report.step_time
         assert 0.67 < ratio < 1.5, (strategy, ratio)
 
@@ -214,7 +215,7 @@ def test_what_kernels_hide_of_the_host_is_not_estimated():
 
 def test_of_all_strategies_few_are_simulated_and_each_other_says_why():
     lines = []
-    table = dt.plan_strategy(
+    table = plan_strategy(
         build_gpt, WORLD, device=DEVICE, network=NETWORK, most=3, progress=lines.append
     )
     whole = [c for c in table.candidates if c.simulated]
@@ -226,9 +227,7 @@ def test_of_all_strategies_few_are_simulated_and_each_other_says_why():
 
 
 def test_what_is_estimated_not_to_fit_is_not_simulated():
-    table = dt.plan_strategy(
-        build_gpt, WORLD, device=DEVICE, network=NETWORK, memory=2 << 20, most=2
-    )
+    table = plan_strategy(build_gpt, WORLD, device=DEVICE, network=NETWORK, memory=2 << 20, most=2)
     replicas = next(c for c in table.candidates if c.strategy.dp == 4)
     assert replicas.reason.startswith("about ") and replicas.reason.endswith(" over")
     assert replicas.report is None and not replicas.fits
@@ -241,8 +240,8 @@ def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
     their optimizers run at the same time."""
     both = dataclasses.replace(DEVICE, sharing=2)
     ways = [dt.Strategy(pp=2, dp=2), dt.Strategy(dp=4)]
-    alone = dt.plan_strategy(build_gpt, WORLD, ways, device=DEVICE, network=NETWORK)
-    shared = dt.plan_strategy(build_gpt, WORLD, ways, device=both, network=NETWORK)
+    alone = plan_strategy(build_gpt, WORLD, ways, device=DEVICE, network=NETWORK)
+    shared = plan_strategy(build_gpt, WORLD, ways, device=both, network=NETWORK)
     staged, replicas = [
         [{c.strategy: c.step_time for c in t.candidates}[way] for t in (alone, shared)]
         for way in ways

@@ -1,4 +1,4 @@
-"""``dt.simulate``: which ranks do the same, what is read of data, what is left behind, errors."""
+"""``simulate``: which ranks do the same, what is read of data, what is left behind, errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 import disttensor as dt
 from disttensor import runtime
 from disttensor.errors import SimulationError
+from disttensor.simulate import simulate
 from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_run import Grid
 from tests.simulate.gpt_training import build as build_gpt
@@ -45,17 +46,17 @@ def data_parallel(world):
 
 
 def test_ranks_whose_pieces_differ_in_size_are_kinds_of_their_own():
-    report = dt.simulate(training(data_parallel(8), rows=12), world=8)  # 2 rows for six, then none
+    report = simulate(training(data_parallel(8), rows=12), world=8)  # 2 rows for six, then none
     assert [k.ranks for k in report.kinds] == [(0, 1, 2, 3, 4, 5), (6, 7)]
     assert report.kind_of(6) is report.kinds[1] and report.kind_of(2) is report.kinds[0]
     assert report.kinds[0].flops > report.kinds[1].flops == 0
     assert report.flops == 6 * report.kinds[0].flops
-    even = dt.simulate(training(data_parallel(8), rows=16), world=8)
+    even = simulate(training(data_parallel(8), rows=16), world=8)
     assert [k.ranks for k in even.kinds] == [tuple(range(8))]
 
 
 def test_stages_and_the_rank_that_tells_the_loss_are_kinds():
-    report = dt.simulate(lambda: build_gpt("--pp=2 --dp=4 --batch=16"), world=8)
+    report = simulate(lambda: build_gpt("--pp=2 --dp=4 --batch=16"), world=8)
     assert [k.ranks for k in report.kinds] == [(0, 1, 2, 3), (4,), (5, 6, 7)]
     counts = [k.volume()["stages"][0] for k in report.kinds]
     assert counts[1] == counts[2] + 4  # the loss, to each rank of the other stage
@@ -76,26 +77,26 @@ def test_ranks_that_send_another_number_of_messages_are_kinds():
 
         return step
 
-    report = dt.simulate(build, world=5)
+    report = simulate(build, world=5)
     assert [k.ranks for k in report.kinds] == [(0,), (1,), (2, 3, 4)]
 
 
 def test_some_ranks_only():
-    report = dt.simulate(training(data_parallel(8), rows=12), world=8, ranks=[7])
+    report = simulate(training(data_parallel(8), rows=12), world=8, ranks=[7])
     assert [k.ranks for k in report.kinds] == [(7,)]
     with pytest.raises(ValueError, match="rank 0 was not simulated: the report is of ranks 7 of 8"):
         report.kind_of(0)
     with pytest.raises(ValueError, match="entry=8: a list of ranks from 0 to 7"):
-        dt.simulate(training(data_parallel(8)), world=8, ranks=[8])
+        simulate(training(data_parallel(8)), world=8, ranks=[8])
     with pytest.raises(ValueError, match=r"simulate: ranks=\(\): a list of ranks from 0 to 7"):
-        dt.simulate(training(data_parallel(8)), world=8, ranks=[])
+        simulate(training(data_parallel(8)), world=8, ranks=[])
 
 
 @pytest.mark.feature("Simulating")
 def test_the_bytes_of_a_large_world_follow_from_its_size():
     """A ring all-reduce of 75 float32 sends 2 (n - 1) / n of them."""
     world = 1024
-    report = dt.simulate(training(data_parallel(world), rows=world), world=world)
+    report = simulate(training(data_parallel(world), rows=world), world=world)
     (kind,) = report.kinds
     assert kind.comms.counts() == {"all_reduce": 1}
     assert kind.comms.total_bytes == round(2 * (world - 1) / world * 75 * 4)
@@ -110,7 +111,7 @@ def test_what_a_program_reads_is_the_value_that_is_given():
         return out
 
     build = training(data_parallel(2), loss)
-    dt.simulate(build, world=2)
+    simulate(build, world=2)
     assert set(map(repr, seen)) == {"(0.0, False, [0.0])"}
     seen.clear()
     lines = []
@@ -119,7 +120,7 @@ def test_what_a_program_reads_is_the_value_that_is_given():
         lines.append(line)
         return 2.5
 
-    dt.simulate(build, world=2, values=value)
+    simulate(build, world=2, values=value)
     assert set(map(repr, seen)) == {"(2.5, True, [2.5])"}
     assert {line.rpartition(":")[0] for line in lines} == {__file__}
 
@@ -132,7 +133,7 @@ def test_data_that_is_there_is_read_as_it_is():
         seen.append((float(table.numpy()[1]), torch.equal(table, table)))
         return model(x).sum()
 
-    dt.simulate(training(data_parallel(2), loss), world=2, values=9.0)
+    simulate(training(data_parallel(2), loss), world=2, values=9.0)
     assert set(seen) == {(4.0, True)}
 
 
@@ -143,7 +144,7 @@ def test_a_shape_that_depends_on_data_is_an_error_with_the_line():
 
     line = r"the shape of the result of aten.index.Tensor at .*test_simulate.py:\d+ depends on"
     with pytest.raises(SimulationError, match=line):
-        dt.simulate(training(data_parallel(2), loss), world=2)
+        simulate(training(data_parallel(2), loss), world=2)
 
 
 def test_a_rank_that_does_something_else_is_found():
@@ -155,16 +156,16 @@ def test_a_rank_that_does_something_else_is_found():
 
     difference = r"rank 0 does all_reduce of 6 bytes over dp \(.*test"
     with pytest.raises(SimulationError, match=difference):
-        dt.simulate(training(data_parallel(4), loss), world=4)
+        simulate(training(data_parallel(4), loss), world=4)
 
 
 def test_a_world_that_does_not_factor_is_the_mesh_error():
     with pytest.raises(ValueError, match="the mesh has 8 places, the world 6 processes"):
-        dt.simulate(training(data_parallel(8)), world=6)
+        simulate(training(data_parallel(8)), world=6)
     with pytest.raises(TypeError, match=r"build\(\) gave NoneType"):
-        dt.simulate(lambda: None, world=2)
+        simulate(lambda: None, world=2)
     with pytest.raises(ValueError, match="world"):
-        dt.simulate(training(data_parallel(8)), world=0)
+        simulate(training(data_parallel(8)), world=0)
 
 
 def test_a_fallback_that_gathers_is_among_the_warnings():
@@ -175,7 +176,7 @@ def test_a_fallback_that_gathers_is_among_the_warnings():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = dt.simulate(training(data_parallel(2), loss), world=2)
+        report = simulate(training(data_parallel(2), loss), world=2)
     (said,) = [w for w in report.warnings if "has no sharding rule" in w]
     assert "trace" in said and "test_simulate.py" in said
 
@@ -186,7 +187,7 @@ def test_afterwards_the_process_is_what_it_was():
     x = dt.shard_tensor(torch.arange(6.0), mesh, [dt.Shard(0)])
     state = runtime.current_runtime(), dist.group.WORLD, torch.get_rng_state(), dict(os.environ)
     spec = x.spec
-    report = dt.simulate(training(data_parallel(16), rows=16), world=16)
+    report = simulate(training(data_parallel(16), rows=16), world=16)
     assert len(report.kinds) == 1
     assert runtime.current_runtime() is state[0] and dist.group.WORLD is state[1]
     assert torch.equal(torch.get_rng_state(), state[2]) and dict(os.environ) == state[3]
@@ -211,7 +212,7 @@ def test_a_model_that_no_machine_holds():
 
         return step
 
-    report = dt.simulate(build, world=4096)
+    report = simulate(build, world=4096)
     (kind,) = report.kinds
     assert kind.memory.at_peak["other"] >= (1 << 40) * 4 // 4096
     assert kind.flops == 2 * 2 * (1 << 40) // 4096 * 2
@@ -243,7 +244,7 @@ def test_pythons_collector_is_off_meanwhile_and_then_as_it_was(was_on: bool) -> 
 
     (gc.enable if was_on else gc.disable)()
     try:
-        dt.simulate(build, 2)
+        simulate(build, 2)
         assert gc.isenabled() is was_on
     finally:
         gc.enable()

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 import disttensor as dt
 import ops
-from disttensor.simulate import shapes
+from disttensor.simulate import shapes, simulate
 from disttensor.simulate.run import simulate_program
 from disttensor.simulate.run_rank import of_script
 from disttensor.simulate.world import torchrun_variables
@@ -43,7 +43,7 @@ def test_a_program_of_another_default_dtype_has_its_own_results(dtypes):
     kinds = []
     for dtype in dtypes:
         seen = []
-        report = dt.simulate(default_of(dtype, seen), world=2)
+        report = simulate(default_of(dtype, seen), world=2)
         assert {d for found in seen for d in found} == {dtype}
         assert report.kinds[0].flops_by("dtype") == {str(dtype): 2 * report.kinds[0].flops // 2}
         kinds.append(report.kinds[0])
@@ -66,13 +66,13 @@ def test_a_formula_that_is_registered_later_counts():
 
         return step
 
-    assert dt.simulate(build, world=2).kinds[0].flops == 0
+    assert simulate(build, world=2).kinds[0].flops == 0
     shapes.formulas()[op] = lambda x, *args, out_val=None, **kwargs: x.numel()
     try:
-        assert dt.simulate(build, world=2).kinds[0].flops == 30
+        assert simulate(build, world=2).kinds[0].flops == 30
     finally:
         del shapes.formulas()[op]
-    assert dt.simulate(build, world=2).kinds[0].flops == 0
+    assert simulate(build, world=2).kinds[0].flops == 0
 
 
 class Holds(torch.Tensor):
@@ -193,7 +193,7 @@ def test_modules_that_a_build_imports_are_imported_by_each_rank(script, monkeypa
 
         return step
 
-    dt.simulate(build, world=4)
+    simulate(build, world=4)
     assert seen == [(0, (0,)), (3, (3,)), (2, (2,))]
     assert "parts" not in sys.modules and "settings" not in sys.modules
 

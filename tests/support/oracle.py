@@ -210,7 +210,7 @@ def check_op(
             loss.backward()
         return result, [f.detach() for f in fulls], [leaf.grad for leaf in leaves]
 
-    log = dt.record_comms()
+    log = dt.debugging.record_comms()
     leaves = [t.detach().clone().requires_grad_(f) for t, f in zip(given, floating, strict=True)]
     inner = [enter(x, w) if f else x for x, w, f in zip(leaves, ways, floating, strict=True)]
     before = [x.detach().clone() for x in inner]

@@ -72,7 +72,7 @@ def bits(src, dst, shape, dtype, mesh):
     leaf = source(src, shape, mesh=mesh, dtype=dtype).requires_grad_()
     x = leaf * 1.5
     weight = source(R, shape, seed=1, mesh=mesh, dtype=dtype)
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         y = dt.reshard(x, mesh, [dst, R][: mesh.ndim])
         x.detach().zero_()
         z = (y * weight).abs().sum()
@@ -179,7 +179,7 @@ def test_what_is_dropped_unread_is_waited_for():
 @on_ranks(2)
 def test_what_is_recorded_says_where_it_was_waited_for():
     x = source()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         y = dt.reshard(x, line(), [R])
         assert log[0].background and log[0].waited == ""
         y.sum()
@@ -357,7 +357,7 @@ def test_ways_to_read(name):
 @on_ranks(2)
 def test_explain_takes_one():
     y = dt.reshard(source(), line(), [R])
-    assert "by rule" in str(dt.explain(torch.sin, y))
+    assert "by rule" in str(dt.debugging.explain(torch.sin, y))
 
 
 @on_ranks(2)
@@ -448,7 +448,7 @@ def test_a_module_on_its_way():
 
 @on_ranks(2)
 def test_under_debug_ranks_compare_it_where_it_begins():
-    with dt.debug(seconds=20):
+    with dt.debugging.compare_ranks(seconds=20):
         y = dt.reshard(source(), line(), [R])
         assert type(y) is Awaited
         assert torch.equal(y.full_tensor(), source().full_tensor())

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import disttensor as dt
-from disttensor import Balanced, Partial, Replicate, Shard
+from disttensor import Partial, Replicate, Shard
+from disttensor.attention import Balanced
 from disttensor.core.layout import chunk, dealt
 from tests.support.oracle import check_op, grid, line, place, randn
 from tests.support.pool import fake_world, on_ranks
@@ -43,14 +44,14 @@ def test_moves_to_every_placement_and_back():
 def test_what_moves_send():
     x = place(randn(8, 6), line(), [B0])
     for target, kind in ((R, "all_gather"), (S0, "all_to_all"), (S1, "all_to_all")):
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             dt.reshard(x, line(), [target])
         assert log.counts() == {kind: 1}
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         assert dt.reshard(place(randn(8, 6), line(), [R]), line(), [B0]).placements == (B0,)
         assert torch.equal(dt.reshard(x, line(), [Partial()]).full_tensor(), x.full_tensor())
     assert log.counts() == {"all_gather": 1, "all_reduce": 1}  # of full_tensor()
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         dt.reshard(place(randn(8, 6), line(), [Partial()]), line(), [B0])
     assert log.counts() == {"reduce_scatter": 1}
 
@@ -100,7 +101,7 @@ def test_rows_that_stay_and_rows_that_are_exchanged():
     for func, layouts, _ in KEPT.values():
         x, y = (place(randn(5, 6), line(), [p]) for p in layouts)
         if layouts[1] != S0:
-            with dt.record_comms() as log:
+            with dt.debugging.record_comms() as log:
                 func(x, y)
             sent += log.records
     assert not sent
@@ -122,7 +123,7 @@ def test_writing():
 @on_ranks(2)
 def test_dropout_of_rows_by_position_has_the_bits_of_one_process():
     full = randn(6, 4)
-    with dt.rng("invariant"):
+    with dt.random.rng("invariant"):
         results = []
         for placement in (R, B0):
             dt.manual_seed(5)
@@ -157,7 +158,7 @@ def trained(on: dt.ProcessMesh | None, size: int, way: str, masked: bool) -> tup
     if on is not None:
         model = dt.shard_module(model, on)
         batch = [dt.shard_tensor(t, on, [B1]) for t in batch]
-    with dt.attention_policy(way), dt.record_comms() as log:
+    with dt.attention.policy(way), dt.debugging.record_comms() as log:
         loss = model(*batch, **mask)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())], log
@@ -182,7 +183,7 @@ def test_ranks_outside_the_mesh_know_how_the_result_lies():
         q = on.leaf(randn(2, 2, 5, 3), 0)
         if on.meshes is not None:
             q = dt.reshard(q, on.meshes[0], [Balanced(2)])
-        with dt.attention_policy("ring"):
+        with dt.attention.policy("ring"):
             out = F.scaled_dot_product_attention(q * 2, q, q, is_causal=True)
         if on.meshes is not None:
             assert out.placements == (Balanced(2),)

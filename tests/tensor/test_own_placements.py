@@ -16,7 +16,8 @@ from torch import nn
 
 import disttensor as dt
 import reshard
-from disttensor import Balanced, ProcessMesh, Replicate, Shard
+from disttensor import ProcessMesh, Replicate, Shard
+from disttensor.attention import Balanced
 from disttensor.comm import collectives
 from disttensor.random import counter
 from reshard.registry import moves
@@ -64,7 +65,7 @@ MADE: dict[str, Callable[..., Any]] = {
     "rand": lambda **how: dt.rand(6, 8, **how),
     "randn": lambda **how: dt.randn(6, 8, **how),
     "randn double": lambda **how: dt.randn(6, 8, dtype=torch.float64, **how),
-    "randint": lambda mesh, placements: dt.from_fn(
+    "randint": lambda mesh, placements: dt.api.create.from_fn(
         torch.randint, mesh, placements, (6, 8), 3, 90, dtype=torch.int64
     ),
     "ones": lambda **how: dt.ones(6, 8, **how),
@@ -137,10 +138,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @on_ranks(2)
 def test_calls_give_the_values_of_the_whole() -> None:
-    warnings.simplefilter("ignore", dt.FallbackWarning)
+    warnings.simplefilter("ignore", dt.errors.FallbackWarning)
     values = torch.arange(48.0).reshape(6, 8) - 20
     mesh = ProcessMesh([0, 1], ("x",))
-    with registered(), dt.rng("invariant"):
+    with registered(), dt.random.rng("invariant"):
         for name, call in CALLS.items():
             torch.manual_seed(5)
             expected = whole(call(dt.shard_tensor(values, mesh, [R])))

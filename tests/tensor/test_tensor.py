@@ -132,7 +132,7 @@ def test_metadata(layout):
 
 
 @pytest.mark.feature("As a torch.Tensor")
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_values(layout):
@@ -142,7 +142,7 @@ def test_values(layout):
     )
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_changes_in_place(layout):
@@ -354,7 +354,7 @@ p.expand(5, 6) + x; torch.nn.functional.layer_norm(x, (6,), p[0], p[1])
 """
 
 
-@pytest.mark.filterwarnings("ignore::disttensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @everywhere
 @pytest.mark.parametrize("leaf", [True, False])
 def test_plain_tensors_that_require_grad(leaf):

@@ -306,7 +306,7 @@ REFUSED = {
 
 
 def _in_rng(x):
-    with dt.rng("invariant"):
+    with dt.random.rng("invariant"):
         return F.dropout(x, 0.5)
 
 
@@ -320,7 +320,7 @@ def test_what_is_not_recorded_says_why(name):
     f, why = REFUSED[name]
     (x,) = fed(mesh_of(1), 5, 6)()
     fast = dt.replay(f)
-    warnings.simplefilter("ignore", dt.FallbackWarning)
+    warnings.simplefilter("ignore", dt.errors.FallbackWarning)
     for _ in range(3):
         random.seed(0)
         dt.manual_seed(0)
@@ -377,7 +377,7 @@ def test_in_strict_and_under_other_modes_calls_go_one_by_one():
     f = dt.replay(lambda t: t * 2)
     (x,) = fed(mesh_of(1), 5, 6)()
     f(x)
-    with dt.strict():
+    with dt.debugging.strict():
         f(x)
     with torch.device("cpu"):
         f(x)
@@ -416,12 +416,12 @@ def test_the_first_replay_in_debug_is_compared_with_the_calls():
     mesh = mesh_of(2)
     (x,) = fed(mesh, 6, 6, at=(R, S0))()
     net = dt.replay(dt.shard_module(MLP(0.5, "batch"), mesh, {}))
-    with dt.debug():
+    with dt.debugging.compare_ranks():
         for _ in range(3):
             net(x).sum().backward()
     assert net.forward.replays == 2
     empty = dt.replay(lambda t: t[:0] * 2)
-    with dt.debug():
+    with dt.debugging.compare_ranks():
         assert [tuple(empty(x).shape) for _ in range(3)] == [(0, 6)] * 3
     assert empty.replays == 2
     hidden = {"by": [2.0]}
@@ -435,7 +435,7 @@ def test_the_first_replay_in_debug_is_compared_with_the_calls():
     f(x)
     Secret.by = 3.0
     with (
-        dt.debug(),
+        dt.debugging.compare_ranks(),
         pytest.raises(RuntimeError, match=r"differs from that of the calls one by one"),
     ):
         f(x)

@@ -121,7 +121,7 @@ def test_dropout_draws_what_it_would_draw(policy, at):
     mesh = mesh_of(world())
     batch = fed(mesh, 5, 6, at=at)
     make = twice(dt.shard_module(MLP(0.5), mesh, {}))
-    agree(make, batch, batch, batch, around=lambda: dt.rng(policy))
+    agree(make, batch, batch, batch, around=lambda: dt.random.rng(policy))
 
 
 @on_ranks(2)

@@ -532,7 +532,7 @@ def test_calls_of_one_tensor_differ_by_all_that_others_differ_by(world):
             return block(x)
 
     def by_ring(x):
-        with dt.attention_policy("ring"):
+        with dt.attention.policy("ring"):
             return block(x)
 
     def evaluated(x):
@@ -554,7 +554,7 @@ def test_calls_of_one_tensor_differ_by_all_that_others_differ_by(world):
 def test_never_skip(world):
     block, mesh = elsewhere(Block)
     assert [count(block, value(mesh, 4, 5)) for _ in range(2)] == [2, 0]
-    assert dt.never_skip(block.norm) is block.norm
+    assert dt.pipeline.never_skip(block.norm) is block.norm
     assert [count(block, value(mesh, 4, 5), of="outer") for _ in range(3)] == [1, 1, 1]
     assert [count(copy.deepcopy(block), value(mesh, 4, 5), of="outer") for _ in range(2)] == [1, 1]
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Replicate, Shard, pipeline
+from disttensor.debugging import strict
 from disttensor.trace.replay import Replay
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
@@ -34,7 +35,7 @@ def compare(run, *kinds):
     for fast in (False, True):
         dt.manual_seed(2)
         torch.manual_seed(2)
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             found.append(run(dt.replay if fast else lambda m: m))
         found[-1] += (len(log), log.total_bytes)
     assert found[0] == found[1]
@@ -205,7 +206,7 @@ def test_communication_is_recorded_as_that_of_the_calls():
     net = dt.replay(dt.shard_module(Attention(), mesh, TP))
     seen = []
     for _ in range(3):
-        with dt.record_comms() as log:
+        with dt.debugging.record_comms() as log:
             net(x).sum().backward()
         seen.append([(r.kind, r.axis, r.bytes, r.phase, r.shape) for r in log])
     assert seen[0] and seen[0] == seen[1] == seen[2] and net.forward.replays == 2
@@ -246,9 +247,9 @@ WAYS = {
     "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True),
     "no_grad": _within(torch.no_grad), "inference": _within(torch.inference_mode),
     "bf16": _within(_bf16), "fp16": _within(lambda: torch.autocast("cpu", torch.float16)),
-    "both": _within(_bf16, torch.no_grad), "mode": _within(Seen), "strict": _within(dt.strict),
-    "device": _within(lambda: torch.device("cpu")), "fast": _within(lambda: dt.rng("fast")),
-    "invariant": _within(lambda: dt.rng("invariant")), "saved": _within(save_on_cpu),
+    "both": _within(_bf16, torch.no_grad), "mode": _within(Seen), "strict": _within(strict),
+    "device": _within(lambda: torch.device("cpu")), "fast": _within(lambda: dt.random.rng("fast")),
+    "invariant": _within(lambda: dt.random.rng("invariant")), "saved": _within(save_on_cpu),
     "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,))[0],
     "vmap": lambda run, x: torch.func.vmap(run)(x),
 }  # fmt: skip

@@ -48,7 +48,7 @@ def one(forward: Any, leaves: Sequence[Any], batch: Any, around: Around, backwar
     torch.manual_seed(3)
     for leaf in leaves:
         leaf.grad = None
-    with dt.record_comms() as log, around():
+    with dt.debugging.record_comms() as log, around():
         out = forward(*args, **kwargs)
         tensors: list[Any] = collect(out, [])
         if backward:

@@ -61,7 +61,7 @@ def check(
     mesh: dt.ProcessMesh,
     plan: Mapping[Any, Any] | None = None,
     stage: int | None = None,
-) -> dt.CommLog:
+) -> dt.debugging.CommLog:
     """Loss and gradients on ``mesh`` (axes named dp, tp) are those of one process. ``stage``: with
     state in shards over dp.
 
@@ -74,13 +74,13 @@ def check(
         plan = {name: placements(dim, mesh, "tp") for name, dim in case.plan.items()}
     dt.shard_module(model, mesh, plan)
     if stage is not None:
-        small = dt.SegmentBySize(0.02)  # several of them
+        small = dt.fsdp.SegmentBySize(0.02)  # several of them
         dt.shard_data_parallel(model, shard_axis="dp", stage=stage, segments=small)
     split = {
         key: dt.shard_tensor(value, mesh, placements(case.batch_dim, mesh, "dp"))
         for key, value in batch.items()
     }
-    with dt.record_comms() as log:
+    with dt.debugging.record_comms() as log:
         loss = case.loss(model, split)
         assert isinstance(loss, dt.DistTensor)
         loss.backward()
