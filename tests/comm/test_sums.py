@@ -13,7 +13,7 @@ from torch.utils import dlpack
 
 import disttensor as dt
 from disttensor.comm import sums
-from disttensor.tensor.base import place_of
+from disttensor.tensor.grad_slot import place_of
 from tests.support.pool import on_ranks
 
 # How somebody holds the memory of a gradient, and the values that this one has.

@@ -34,7 +34,7 @@ from disttensor.meta.infer import Out
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.random import counter
 from disttensor.tensor import grad_sync, versions, views
-from disttensor.tensor.base import origin_of
+from disttensor.tensor.uses import origin_of
 from ops.registry import RULES
 from tests.support.pool import fake_world
 

@@ -111,7 +111,7 @@ REFUSED: list[tuple[Any, ...]] = [
     ("two dims", torch.tril, V),
     ("conv2d of", F.conv2d, V, randn(2, 3, 2, 2)),
     ("do not fit", F.conv2d, randn(1, 4, 6, 6), randn(2, 3, 2, 2)),
-    ("max_pool2d of", F.max_pool2d, V, 2),
+    ("too few dims for max_pool2d", F.max_pool2d, V, 2),
     ("do not fit", torch.linalg.multi_dot, [C, C, C]),
     ("do not fit", torch.searchsorted, C, X),
     ("of nothing", torch.amax, randn(0, 3)),
