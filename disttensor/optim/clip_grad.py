@@ -115,11 +115,10 @@ def meeting(shares: Shares) -> collectives.Group | None:
     if not any(split.values()):
         return None
     mesh = meshes[0]
+    # Rows of a mesh in another order might add up in different orders.
     if len(meshes) == 1 and mesh.ranks == tuple(sorted(mesh.ranks)):
         return mesh.group(split[mesh])
-    return (
-        collectives.world_group()
-    )  # rows of a mesh in another order might add up in different orders
+    return collectives.world_group()
 
 
 def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
@@ -189,9 +188,8 @@ def _mine(
     for mesh, share in shares.items():
         held: dict[int, Any] = {i: p.grad for i, p in enumerate(share, first) if p.grad is not None}
         first += len(share)
-        bring: dict[Any, bool] = {
-            None: collectives.world()[0] == among[0]
-        }  # by the axes that split it
+        # by the axes that split a piece
+        bring: dict[Any, bool] = {None: collectives.world()[0] == among[0]}
         for i, g in held.items():
             local, split = (g, None) if mesh is None else (g.local, g.spec.on_root().layout.sharded)
             if mesh is not None and split is not None and split not in bring:

@@ -52,9 +52,8 @@ def joined(
 @rule(*named("cat", "concat", "concatenate"), exact=True)
 def cat(tensors: Sequence[Arg], dim: int = 0) -> Factors:
     """the joined dim is whole"""
-    solid = [t for t in tensors if t.shape != (0,)] or list(
-        tensors[:1]
-    )  # torch skips empty vectors
+    # torch skips empty vectors
+    solid = [t for t in tensors if t.shape != (0,)] or list(tensors[:1])
     if len({t.ndim for t in solid}) > 1 or not solid[0].ndim:
         raise NoRule("cat of tensors with different numbers of dims")
     at = front(dim, solid[0].ndim)
