@@ -49,6 +49,8 @@ class GuardedForward(InstanceForward):
     contain it without the programs. ``replays``: the number of calls that ran a program."""
 
     logs: ClassVar[bool] = True  # are the reasons logged?
+    # first calls that may assign to attributes: they may fill caches of later ones
+    most_assignments: ClassVar[int] = 2
 
     def __init__(self, target: Any) -> None:
         self.__setstate__({"module": target})
@@ -156,7 +158,7 @@ class GuardedForward(InstanceForward):
         if call.guard.marks() != marks:
             program = ASSIGNS
             self._assigned += 1
-            self._never = self._assigned > 2  # the first call may fill caches of later ones
+            self._never = self._assigned > self.most_assignments
         elif not call.guard.unchanged():
             program = "it changes what it reads"
         elif _contents((args, kwargs)) != given:

@@ -61,6 +61,7 @@ class Skip(GuardedForward):
     """The ``forward`` of one module on a rank off the mesh."""
 
     logs = False
+    most_assignments = 0  # all micro-batches of a step run alike
 
     def must_run(self) -> bool:
         return count_function_modes() > 0  # among them: the mode that traces a module around it

@@ -16,13 +16,17 @@ from ops.infer import NoRule
 from ops.registry import Function, rule
 
 
-def _images(func: Function, core: int, doc: str, tensors: int = 1, linear: bool = True) -> None:
-    """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims."""
+def _images(
+    func: Function, core: int, doc: str, tensors: int = 1, linear: bool = True, empty: bool = False
+) -> None:
+    """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims.
+    ``empty``: also of images without elements."""
 
     @rule(func, exact=True, doc="linear; " * linear + doc)
     def factors(*args: Any, **words: Any) -> Factors:
         images = list(args[:tensors])
-        if any(i.shape != args[0].shape for i in images) or 0 in args[0].shape:
+        lacks = 0 in args[0].shape and not empty
+        if any(i.shape != args[0].shape for i in images) or lacks:
             raise NoRule("no images, or places of another shape")
         return batched_factors(
             func, args, words, images, [core] * tensors,
@@ -30,6 +34,7 @@ def _images(func: Function, core: int, doc: str, tensors: int = 1, linear: bool 
         )  # fmt: skip
 
 
+_POOLED = "the dims that are pooled stay whole"
 for _name in ("pixel_shuffle", "pixel_unshuffle"):
     _images(getattr(F, _name), 3, "the last 3 dims are whole, those before pass through")
 _images(F.unfold, 3, "the batch passes through")
@@ -39,10 +44,10 @@ for _n in (1, 2, 3):
     _max = f"max_pool{_n}d", f"adaptive_max_pool{_n}d"
     _pools = [getattr(F, name + end) for name in _max for end in ("", "_with_indices")]
     for _func in (*_pools, getattr(torch, f"max_pool{_n}d")):
-        _images(_func, _n, "the dims that are pooled stay whole", linear=False)
+        _images(_func, _n, _POOLED, linear=False, empty=True)
     for _func in (getattr(F, f"avg_pool{_n}d"), getattr(F, f"adaptive_avg_pool{_n}d")):
-        _images(_func, _n, "the dims that are pooled stay whole")
-_images(torch.adaptive_max_pool1d, 1, "the dims that are pooled stay whole", linear=False)
+        _images(_func, _n, _POOLED, empty=True)
+_images(torch.adaptive_max_pool1d, 1, _POOLED, linear=False, empty=True)
 
 
 @rule(F.channel_shuffle, exact=True)
