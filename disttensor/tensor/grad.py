@@ -182,6 +182,12 @@ def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
 def set_grad(x: MeshTensor, value: Any) -> None:
     """Sets the gradient of x: None, a DistTensor (pending reductions stay pending), or a regular
     tensor with the global value."""
+    slot = x._grad_slot
+    if value is None and (slot is None or slot.collector is None):  # the fast path of each step
+        drop_grads(x)
+        if slot is not None:
+            slot.grad = None
+        return
     collector = collector_of(x)
     if collector is not None:
         if value is not None and value is collector.waiting():

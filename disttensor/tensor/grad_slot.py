@@ -69,9 +69,16 @@ def keep_grad(x: Any, axes: Axes, g: Tensor) -> None:
 def drop_grads(x: Any) -> None:
     """Drops all collected gradients of x."""
     x.local.grad = None
-    if x._uses is not None:
-        for _, leaf in leaves_of(x)[1:]:
-            leaf.grad = None
+    uses = x._uses
+    if uses is None:
+        return
+    if uses.origin is None and not uses.frozen:  # the fast path for most leaves
+        for alias, made_at, _ in uses.aliases.values() if uses.aliases is not None else ():
+            if made_at < 0:
+                alias.grad = None
+        return
+    for _, leaf in leaves_of(x)[1:]:
+        leaf.grad = None
 
 
 def shown_grad(x: Any) -> Any:
