@@ -92,6 +92,10 @@ class GuardedForward(InstanceForward):
         """Returns the key of a tensor argument. Raises Uncacheable if calls with it have none."""
         raise NotImplementedError
 
+    def key_of_own(self, guard: CodeGuard) -> Any:
+        """Returns the key of the tensors that the forward reads besides its arguments."""
+        return guard.state()
+
     def attributes_as_inputs(self, guard: CodeGuard) -> Sequence[Any]:
         """Returns attributes of the module that its program takes as inputs."""
         return ()
@@ -226,7 +230,7 @@ class GuardedForward(InstanceForward):
             if len(set(ids)) < len(ids):
                 parts.append(tuple([ids.index(i) for i in ids]))
                 inputs = [x for i, x in enumerate(inputs) if ids.index(id(x)) == i]
-        parts += (guard.state(), guard.flags(), snapshot(device_of(inputs)))
+        parts += (self.key_of_own(guard), guard.flags(), snapshot(device_of(inputs)))
         return tuple(parts), inputs
 
 
