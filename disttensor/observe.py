@@ -47,16 +47,16 @@ class Observer:
     def begin_call(self, planned: Any) -> None:
         """Sees a call of a DistTensor: its plan, before it runs."""
 
-    def run_local(self, local: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run_local(self, local: Function, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the local function of a plan, and returns its result."""
         return local(*args, **kwargs)
 
-    def run_step(self, step: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run_step(self, step: Function, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a reshard of a local, or a custom autograd function of regular tensors, and returns
         its result."""
         return step(*args, **kwargs)
 
-    def read_local(self, read: Function, x: Any, axes: tuple[int, ...]) -> Any:
+    def read_local(self, read: Function, /, x: Any, axes: tuple[int, ...]) -> Any:
         """Reads the local of ``x`` for a use that varies over ``axes``, by ``read(x, axes)``."""
         return read(x, axes)
 
@@ -122,17 +122,23 @@ def seeing_calls() -> list[Observer]:
     return [o for o in here() if o.sees_calls] if observers else []
 
 
+def begin_call(planned: Any) -> None:
+    """Shows a planned call to the observers."""
+    for o in seeing_calls():
+        o.begin_call(planned)
+
+
 def run_local(local: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs the local function of a plan."""
     for o in seeing_calls():
-        local = partial(_run_local, o, local)
+        local = partial(o.run_local, local)
     return local(*args, **kwargs)
 
 
-def run_step(step: Function, *args: Any, **kwargs: Any) -> Any:
+def run_step(step: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a reshard of a local, or a custom autograd function of regular tensors."""
     for o in seeing_calls():
-        step = partial(_run_step, o, step)
+        step = partial(o.run_step, step)
     return step(*args, **kwargs)
 
 
@@ -141,11 +147,3 @@ def read_local(read: Function, x: Any, axes: tuple[int, ...]) -> Any:
     for o in seeing_calls():
         read = partial(o.read_local, read)
     return read(x, axes)
-
-
-def _run_local(o: Observer, local: Function, *args: Any, **kwargs: Any) -> Any:
-    return o.run_local(local, args, kwargs)
-
-
-def _run_step(o: Observer, step: Function, *args: Any, **kwargs: Any) -> Any:
-    return o.run_step(step, args, kwargs)

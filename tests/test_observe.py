@@ -141,11 +141,11 @@ class Watcher(observe.Observer):
         if type(planned) is CallPlan:
             self.calls.append(planned.func.__name__)
 
-    def run_local(self, local: Any, args: Any, kwargs: Any) -> Any:
+    def run_local(self, local: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.locals += 1
         return local(*args, **kwargs)
 
-    def run_step(self, step: Any, args: Any, kwargs: Any) -> Any:
+    def run_step(self, step: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.steps += 1
         return step(*args, **kwargs)
 

@@ -27,7 +27,7 @@ from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.dispatch.run import carry_out, run
 from disttensor.errors import refuse_collectives
-from disttensor.observe import observers, seeing_calls
+from disttensor.observe import begin_call, observers
 from disttensor.pytree import Uncacheable, collect
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor, arrived
 from disttensor.torch_private import outside_function_modes
@@ -80,8 +80,7 @@ def dispatch(
             if isinstance(t, DistTensor):
                 arrived(t)
         uncached = plan_of(func, args, kwargs or {})
-        for o in seeing_calls():
-            o.begin_call(uncached)
+        begin_call(uncached)
         return carry_out(uncached, args, kwargs or {}, checked)
     planned = _known(key)
     if planned is None:
@@ -89,8 +88,7 @@ def dispatch(
     else:
         record_call(planned)
     if observers:
-        for o in seeing_calls():
-            o.begin_call(planned)
+        begin_call(planned)
     try:
         if type(planned) is CallPlan and planned.is_checked:
             return run(planned, args, kwargs or {})
@@ -216,8 +214,7 @@ def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str
         found = _keep(key, plan_of(func, args, kwargs, valued=True), call)
     if found.call is not None:
         record_call(found)
-        for o in seeing_calls():
-            o.begin_call(found)
+        begin_call(found)
     return carry_out(found, args, kwargs, partial(_check, key))
 
 

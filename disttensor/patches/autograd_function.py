@@ -16,7 +16,7 @@ from disttensor.cache import Cache
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.dispatch.fallback import gather_and_run
 from disttensor.errors import CustomFunctionError, refuse_collectives, user_line
-from disttensor.observe import observers, run_step, seeing_calls
+from disttensor.observe import begin_call, observers, run_step
 from disttensor.patches.whole_function import GIVEN, on_wholes
 from disttensor.pytree import collect
 from disttensor.tensor.awaited import Awaited
@@ -61,8 +61,7 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
     planned = PythonCall(apply, gather_and_run, why)
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
-        for o in seeing_calls():
-            o.begin_call(planned)
+        begin_call(planned)
         before = GIVEN.set(args)
         try:
             return gather_and_run(planned, args, kwargs)

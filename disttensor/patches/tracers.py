@@ -128,7 +128,7 @@ def run_by_python(what: str) -> Undo:
     for regular tensors."""
 
     def skip(rules: Any) -> Undo:
-        packages = [name.name for name in iter_modules([str(Path(__file__).parents[1])])]
+        packages = [module.name for module in iter_modules([str(Path(__file__).parents[1])])]
         ours = [f"disttensor.{name}" for name in packages if name not in _IN_FRONT]
         before = len(rules.SKIP_DIRS)
         for name in ("ops", "reshard", *ours):

@@ -137,10 +137,10 @@ class GuardedForward(InstanceForward):
             self._tell(str(why))
             return self.eager(*args, **kwargs)
         program = self._programs.get(key)
-        if program is None or self.is_stale(program):
-            return self.first_call(key, ForwardCall(guard, inputs, args, kwargs))
         if type(program) is str:
             return self.eager(*args, **kwargs)
+        if program is None or self.is_stale(program):
+            return self.first_call(key, ForwardCall(guard, inputs, args, kwargs))
         self.replays += 1
         if compare_programs.enabled and key not in self._compared:
             self._compared.add(key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -52,9 +52,7 @@ class ModuleGuard:
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
         self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
         self._remade = token.replaced[0]
-        self.elsewhere = all(
-            isinstance(p, DistTensor) and not p.is_initialized for p in self.tensors
-        )
+        self.elsewhere = are_elsewhere(self.tensors)
         self._specs = [p.spec for p in self.tensors] if self.elsewhere else []
         self._locals = [p.local for p in self.tensors] if self.elsewhere else []
         self.attached = [  # DistTensors that are attributes, not parameters or buffers
@@ -104,6 +102,11 @@ class ModuleGuard:
                 elif isinstance(value, (list, set)):
                     out += (len(value), *map(id, value))
         return out
+
+
+def are_elsewhere(tensors: Sequence[Any]) -> bool:
+    """Returns True if this rank is off the meshes of all ``tensors``."""
+    return all(isinstance(t, DistTensor) and not t.is_initialized for t in tensors)
 
 
 def _hooks_of(m: nn.Module) -> list[Any]:

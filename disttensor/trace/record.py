@@ -217,7 +217,7 @@ class CallRecorder(Observer):
         except Untraceable as why:
             self.refuse(str(why))
 
-    def run_step(self, step: Function, args: Any, kwargs: Any) -> Any:
+    def run_step(self, step: Function, /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``step`` and records it as one line."""
         if self.quiet:
             return step(*args, **kwargs)
@@ -226,7 +226,7 @@ class CallRecorder(Observer):
         self.note(step, args, kwargs, out)
         return out
 
-    def run_local(self, local: Function, args: Any, kwargs: Any) -> Any:
+    def run_local(self, local: Function, /, *args: Any, **kwargs: Any) -> Any:
         return self.run_body(local, args, kwargs, local)
 
     def run_body(self, body: Function, args: Any, kwargs: Any, name: Function) -> Any:
@@ -234,7 +234,7 @@ class CallRecorder(Observer):
         line for each call that it makes. It becomes one line, a call of ``name``, if it draws,
         communicates, or reads a value that may differ between calls."""
         if self.quiet or self.why:
-            return self.run_step(name, args, kwargs)
+            return self.run_step(name, *args, **kwargs)
         before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
         draws, sent, self.opening = counter._State.calls, self.comms, True
         with self.drawing():
@@ -300,7 +300,7 @@ class CallRecorder(Observer):
         if self.source_of(x) is not None:
             self.cut[id(x)] = x, (mode_of(x) is UseMode.LEAF)
 
-    def read_local(self, read: Function, x: Any, axes: Any) -> Any:
+    def read_local(self, read: Function, /, x: Any, axes: Any) -> Any:
         """Records uses of sources: a replay reads them again, as they collect gradients."""
         source = self.source_of(x)
         if source is None:

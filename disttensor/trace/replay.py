@@ -103,8 +103,8 @@ class Replay(GuardedForward):
         forward = partial(self.eager, *call.args, **call.kwargs)
         return record(forward, sources, parameters, device_of(call.inputs))
 
-    def is_stale(self, program: Program | str) -> bool:
-        cut = () if type(program) is str else program.cut  # type: ignore[union-attr]
+    def is_stale(self, program: Program) -> bool:
+        cut = program.cut
         return bool(cut) and any((mode_of(x) is UseMode.LEAF) is not free for x, free in cut)
 
     def run(self, program: Program, inputs: Sequence[Any]) -> Any:

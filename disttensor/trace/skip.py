@@ -9,6 +9,7 @@ calls are one look-up. A forward with effects that a skipped call would miss run
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,6 +20,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import count_function_modes
 from disttensor.trace.code_guard import CodeGuard
 from disttensor.trace.guarded_forward import ForwardCall, GuardedForward
+from disttensor.trace.module_guard import are_elsewhere
 from disttensor.trace.off_mesh_program import OffMeshProgram, trace
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -46,15 +48,9 @@ def attach(module: nn.Module) -> None:
     for m in module.modules():
         worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
         callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
-        if worth and callable_ and _lies_elsewhere(m):
+        tensors = [*m.parameters(), *m.buffers()]
+        if worth and callable_ and tensors and are_elsewhere(tensors):
             Skip(m).put()
-
-
-def _lies_elsewhere(m: nn.Module) -> bool:
-    tensors = [*m.parameters(), *m.buffers()]
-    return bool(tensors) and all(
-        isinstance(p, DistTensor) and not p.is_initialized for p in tensors
-    )
 
 
 class Skip(GuardedForward):
@@ -95,9 +91,7 @@ class Skip(GuardedForward):
         return ""
 
     def trace(self, call: ForwardCall) -> tuple[Any, OffMeshProgram | str]:
-        def forward() -> Any:
-            return self.eager(*call.args, **call.kwargs)
-
+        forward = partial(self.eager, *call.args, **call.kwargs)
         return trace(forward, call.inputs, call.guard.trees[0].tensors)
 
     def run(self, program: OffMeshProgram, inputs: Sequence[Any]) -> Any:
