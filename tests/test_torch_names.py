@@ -180,6 +180,8 @@ def test_the_gradient_of_a_full_tensor_has_the_placements_that_are_asked_for():
     same(w.grad, torch.full((4, 3), total, dtype=torch.float64))
     with pytest.raises(ValueError, match="full_tensor: grad_placements"):
         w.full_tensor(grad_placements=[S0, R])
+    with pytest.raises(ValueError, match="full_tensor: everywhere=True and grad_placements"):
+        w.full_tensor(everywhere=True, grad_placements=[P, P])
 
 
 @everywhere

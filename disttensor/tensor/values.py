@@ -125,10 +125,12 @@ class Values(MeshTensor):
 
         Ranks off the mesh get a tensor without elements. With ``everywhere`` they get the value too
         (not differentiable there), and every rank of the world must make the call.
-        ``grad_placements``: as in ``to_local``, of the replicated value.
+        ``grad_placements``: as in ``to_local``, of the replicated value; not with ``everywhere``.
         """
         check_bool("full_tensor: everywhere", everywhere)
-        if grad_placements is not None and not everywhere:
+        if grad_placements is not None:
+            if everywhere:
+                raise ValueError("full_tensor: everywhere=True and grad_placements: give one")
             axes = axes_of_grad("full_tensor", self.spec.replicated(), grad_placements)
             full: Tensor = resharded(self, self.spec.replicated()).to_local(grad_axes=axes)
             return full
