@@ -10,8 +10,8 @@
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
 # make zoo     all model types of transformers, and networks of timm and torchvision where these are installed, on two ranks
-#              against plain torch; goes on where it stopped; writes the table in docs/models.md
-# make strangers   small models of 50 libraries of PyPI, on two ranks against plain torch; writes the table in docs/models.md
+#              against plain torch; goes on where it stopped; writes the table in docs/zoo.md
+# make strangers   small models of 50 libraries of PyPI, on two ranks against plain torch; writes the table in docs/zoo.md
 # make mutants do the tests notice changes of the code? ARGS="--sample 100 --seed 1" for some of them, --part fsdp for a part
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
@@ -22,6 +22,7 @@
 # make asan    the tests of the C code under AddressSanitizer, with gcc
 # make leaks   a million calls of the C code leave nothing behind
 # make lint    ruff and mypy
+# make docs    the documentation site, in out/docs
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 #                           make train ARGS="--save out/run": stopped and started again, it goes on from its newest checkpoint
 
@@ -34,7 +35,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest native python asan leaks lint clean
+.PHONY: train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest native python asan leaks lint docs clean
 
 train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -73,10 +74,10 @@ operators: .venv/.installed
 	$(BIN)/python -m tests.opinfo.operators docs/operators.md
 
 zoo: .venv/.installed
-	$(BIN)/python -m tests.zoo.zoo --markdown docs/models.md $(ARGS)
+	$(BIN)/python -m tests.zoo.zoo --markdown docs/zoo.md $(ARGS)
 
 strangers: .venv/.strangers
-	PYTHONPATH=.:.venv/strangers $(BIN)/python -m tests.zoo.strangers --markdown docs/models.md $(ARGS)
+	PYTHONPATH=.:.venv/strangers $(BIN)/python -m tests.zoo.strangers --markdown docs/zoo.md $(ARGS)
 
 mutants: .venv/.installed
 	$(BIN)/python -m tests.mutants.mutants $(ARGS)
@@ -109,6 +110,9 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs out/docs
+
 clean:
 	rm -rf .venv build *.egg-info disttensor/dispatch/_native.*.so
 
@@ -131,4 +135,8 @@ clean:
 
 .venv/.installed-dev: .venv/.installed
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(PIP) --editable '.[docs]'
 	touch $@

@@ -21,7 +21,7 @@ from tests.support.pages import ROOT, blocks, program
 from tests.support.pool import run_on_ranks
 
 RUN_PAGES = str(Path(pages.__file__))
-PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LAUNCH = [str(ROOT / "examples" / "launch.py"), "4"]
 PATIENCE = 200.0  # seconds: all pages on four processes, which share two cores
 PROGRAMS = [p for p in PAGES if program(p)]

@@ -2,7 +2,7 @@
 
     python -m tests.zoo.strangers                            all that are installed, with a table
     python -m tests.zoo.strangers --only zuko                one, with the traceback of its error
-    python -m tests.zoo.strangers --markdown docs/models.md  writes the table there
+    python -m tests.zoo.strangers --markdown docs/zoo.md  writes the table there
 
 ``make strangers`` installs the libraries of ``strangers.txt`` in a folder of their own, without
 what they depend on. Each model runs under data parallelism, tensor parallelism and stage 3 of

@@ -1,4 +1,4 @@
-"""What became of each network, as the page docs/models.md shows it."""
+"""What became of each network, as the page docs/zoo.md shows it."""
 
 from __future__ import annotations
 

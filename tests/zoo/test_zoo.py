@@ -1,4 +1,4 @@
-"""Some of the networks that docs/models.md calls right are right in this state of the code: others
+"""Some of the networks that docs/zoo.md calls right are right in this state of the code: others
 for each commit. ``make zoo`` runs them all."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.support.part import part
 from tests.zoo import table
 from tests.zoo.zoo import Ranks, measure
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 COUNT = 6
 installed = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

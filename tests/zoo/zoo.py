@@ -4,7 +4,7 @@ and one of each family of torchvision and timm.
     python -m tests.zoo.zoo                            all, with a table; goes on where it stopped
     python -m tests.zoo.zoo --only qwen3               one, with the traceback of what it raised
     python -m tests.zoo.zoo --types qwen3,timm.dla34   some
-    python -m tests.zoo.zoo --markdown docs/models.md  writes the table there
+    python -m tests.zoo.zoo --markdown docs/zoo.md  writes the table there
 
 Each is built small, with random weights, in evaluation; its loss takes every number of its output.
 Output and the gradient of every parameter are compared with plain torch, under data parallelism
