@@ -10,7 +10,11 @@ import importlib as _importlib
 import typing as _typing
 import warnings as _warnings
 
-from disttensor import versions as _versions
+from disttensor import module_names as _module_names
+
+_module_names.check_names("ops", "reshard")
+
+from disttensor import versions as _versions  # noqa: E402
 
 with _versions.importing():
     from disttensor import errors  # noqa: F401

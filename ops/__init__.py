@@ -8,7 +8,9 @@ import disttensor  # noqa: F401, I001  (the packages load in one order, whicheve
 
 import importlib
 import pkgutil
+import typing
 
+from disttensor import module_names
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from ops.factors import Arg, Factors, letters, pointwise_factors
@@ -23,3 +25,9 @@ __all__ = [
     "RULES", "Arg", "DistSpec", "Factors", "Inferred", "Layout", "NoRule", "Rule", "infer",
     "letters", "pointwise_factors", "register", "replace_rule", "rule",
 ]  # fmt: skip
+
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        module_names.raise_missing(__name__, name)

@@ -23,7 +23,9 @@ import disttensor  # noqa: F401  (the three packages load in one order, always)
 # isort: split
 import importlib
 import pkgutil
+import typing
 
+from disttensor import module_names
 from disttensor.comm.groups import Group
 from reshard.cross_mesh import choose, cost, run
 from reshard.planner import Step, background
@@ -33,3 +35,9 @@ __all__ = ["Group", "Step", "background", "choose", "cost", "register", "run"]
 
 for _file in pkgutil.iter_modules(__path__):  # each registers its functions
     importlib.import_module(f"{__name__}.{_file.name}")
+
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        module_names.raise_missing(__name__, name)

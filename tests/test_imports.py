@@ -16,6 +16,7 @@ PACKAGES = ("disttensor", "ops", "reshard")
 # The rooms, from the bottom up: packages, and the modules at the root. Each may import those before
 # it.
 ROOMS = (
+    "module_names",
     "versions",
     "torch_private",
     "callbacks",
