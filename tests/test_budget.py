@@ -33,7 +33,7 @@ LINES = {
     "pipeline": 3_150,
     "random": 845,
     "reshard": 1_600,
-    "root": 1_735,
+    "root": 1_750,
     "simulate": 5_370,
     "tensor": 2_810,
     "trace": 2_290,
