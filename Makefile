@@ -16,6 +16,7 @@
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
 # make newest  import, examples and a part of the tests on the newest torch, where it can be installed
+# make dist    the packages of a release in dist/: an sdist and a wheel for each tested Python that is found; checks them
 # make native  compile the warm path (disttensor/dispatch/native.c); train, test and bench do so too. Without a compiler all works,
 #              in Python, and so it does with DISTTENSOR_PYTHON=1
 # make python  a part of the tests without what was compiled, another part for each commit
@@ -35,7 +36,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest native python asan leaks lint docs clean
+.PHONY: train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest dist native python asan leaks lint docs clean
 
 train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -88,6 +89,10 @@ matrix:
 newest:
 	$(PYTHON) -m tests.matrix --torch newest --quick --if-possible $(ARGS)
 
+dist: .venv/.installed-dist
+	rm -rf dist
+	$(BIN)/python -m tests.packages dist
+
 native: .venv/.native
 
 python: .venv/.installed
@@ -114,7 +119,7 @@ docs: .venv/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs out/docs
 
 clean:
-	rm -rf .venv build *.egg-info disttensor/dispatch/_native.*.so
+	rm -rf .venv build dist *.egg-info disttensor/dispatch/_native.*.so
 
 # Installed once, and again when the requirements change.
 .venv/.installed: pyproject.toml constraints.txt
@@ -131,6 +136,10 @@ clean:
 .venv/.strangers: .venv/.installed tests/zoo/strangers.txt
 	rm -rf .venv/strangers
 	$(PIP) --quiet --no-deps --target .venv/strangers --requirement tests/zoo/strangers.txt
+	touch $@
+
+.venv/.installed-dist: .venv/.installed
+	$(PIP) --editable '.[dist]'
 	touch $@
 
 .venv/.installed-dev: .venv/.installed

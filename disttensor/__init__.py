@@ -61,7 +61,7 @@ __all__ = [
     "to_dtensor", "values_everywhere", "zeros",
 ]  # fmt: skip
 
-# Names of 0.1 and their places now; the old ones go in the release after 0.2.
+# Names of 0.1 and their places now; the old ones are removed in 0.3.
 _MOVED = {
     "Balanced": "disttensor.attention.Balanced", "CommError": "disttensor.errors.CommError",
     "CommLog": "disttensor.debugging.CommLog", "CommRecord": "disttensor.debugging.CommRecord",
@@ -94,6 +94,6 @@ if not _typing.TYPE_CHECKING:  # a type checker reports the old names
         if name not in _MOVED:
             raise AttributeError(f"module 'disttensor' has no attribute {name!r}")
         module, _, new = _MOVED[name].rpartition(".")
-        text = f"disttensor.{name} has moved: from {module} import {new}"
+        text = f"disttensor.{name} has moved: from {module} import {new}; removed in 0.3"
         _warnings.warn(text, DeprecationWarning, stacklevel=2)
         return getattr(_importlib.import_module(module), new)

@@ -29,6 +29,24 @@ def test_the_version_stands_in_one_place() -> None:
     assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
 
 
+def test_the_newest_release_of_the_changelog_is_this_version() -> None:
+    releases = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == disttensor.__version__
+    assert releases == sorted(releases, key=versions.number, reverse=True)
+
+
+def test_a_deprecation_names_the_release_that_ends_it() -> None:
+    """It fails in that release, until what it warns of is removed."""
+    this = versions.number(disttensor.__version__)
+    texts = {file: file.read_text() for file in (ROOT / "disttensor").rglob("*.py")}
+    warning = {file: text for file, text in texts.items() if "DeprecationWarning," in text}
+    assert len(warning) >= 3
+    for file, text in warning.items():
+        ends = re.findall(r"(?:removed|refused) in (\d+\.\d+)", text)
+        assert ends, f"{file}: the warning does not say which release ends it"
+        assert all(versions.number(end) > this for end in ends), f"{file}: it ends in {ends}"
+
+
 def import_on(version: str, first: str = "") -> subprocess.CompletedProcess[str]:
     """``import disttensor`` on this torch under the name of another, after the statements
     ``first``."""

@@ -65,7 +65,7 @@ def local_map(
     if positional:
         warnings.warn(
             "local_map: give in_placements and out_placements by name; torch's local_map has them "
-            "in the other order, so positions will be refused in the next release",
+            "in the other order, so positions are refused in 0.3",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -71,8 +71,10 @@ def _compiled() -> tuple[Any, str]:
     try:
         found = import_module("disttensor.dispatch._native")
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        return None, "it was not compiled: make native" if missing else str(error)
+        if not isinstance(error, ModuleNotFoundError):
+            return None, str(error)
+        here = _FILE.exists()
+        return None, f"it was not compiled: {'make native' if here else 'no C compiler was found'}"
     # a checkout has the file, an installed package does not
     if _FILE.exists() and f"{zlib.crc32(_FILE.read_bytes()):08x}" != found.SOURCE:
         return None, "it was compiled of another native.c: make native"

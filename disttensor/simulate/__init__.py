@@ -18,11 +18,12 @@ __all__ = ["devices", "plan_strategy", "simulate"]
 
 
 class _Package(types.ModuleType):
-    """This package, which can be called as the function ``dt.simulate`` of 0.1 for one release."""
+    """This package, which can be called as the function ``dt.simulate`` of 0.1 until 0.3."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
-            "disttensor.simulate(...) has moved: from disttensor.simulate import simulate",
+            "disttensor.simulate(...) has moved: from disttensor.simulate import simulate; "
+            "removed in 0.3",
             DeprecationWarning, stacklevel=2,
         )  # fmt: skip
         return simulate(*args, **kwargs)
