@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from pathlib import Path
 
+from docutils import nodes
+from sphinx.addnodes import desc_signature, pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 import disttensor
 
@@ -21,6 +26,23 @@ extensions = [
 ]
 exclude_patterns = ["inventories"]
 
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+add_module_names = False
+nitpicky = True
+nitpick_ignore_regex = [  # types without a page: numpy's, torch's aliases, and results of ours
+    (r"py:class", r"numpy\.ndarray|torch\.amp\..*|torch\.distributed\.distributed_c10d\..*"),
+    (
+        r"py:class",
+        r"disttensor\.(?:\w+\.)+(?:CallPlan|Degrees|Estimate|F|Kind|_Module|MeshSize|Piece|Work)",
+    ),
+    (r"py:class", r"disttensor\.fsdp\.segment_policy\.SegmentPolicy"),
+]
+
 myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
@@ -36,7 +58,32 @@ html_theme = "furo"
 html_title = f"disttensor {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_show_copyright = html_show_sphinx = False
+
+# Public name -> the page and the directive of its entry, and the name of its definition -> public.
+ENTRY = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+)$", re.MULTILINE)
+ENTRIES = {
+    name: page.stem
+    for page in (Path(__file__).parent / "reference").glob("*.rst")
+    for _, name in ENTRY.findall(page.read_text())
+}
+
+
+def defined_as(name: str) -> str:
+    """Returns the name under which autodoc sees the object of a public name in annotations."""
+    module, _, rest = name.partition(".")
+    thing = importlib.import_module(module)
+    for part in rest.split("."):
+        thing = getattr(thing, part, None)
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+
+
+PUBLIC = {defined_as(name): name for name in ENTRIES} | {
+    "torch.nn.modules.module.Module": "torch.nn.Module",
+    "torch.optim.optimizer.Optimizer": "torch.optim.Optimizer",
+}
+INVENTORIES = "".join(p.read_text() for p in Path(__file__).parent.glob("inventories/*.txt"))
+OTHERS = set(re.findall(r"^([\w.]+) \w+ \S+$", INVENTORIES, re.MULTILINE))
 
 
 def link_pages_of_the_root(app: Sphinx, name: str, source: list[str]) -> None:
@@ -48,5 +95,35 @@ def link_pages_of_the_root(app: Sphinx, name: str, source: list[str]) -> None:
     )
 
 
+def link_definition(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
+) -> nodes.reference | None:
+    """Leads the name of a definition in a signature to the entry of the public name. A name of
+    torch is left to intersphinx."""
+    target = node["reftarget"] = PUBLIC.get(node["reftarget"], node["reftarget"])
+    python = env.domains.python_domain
+    return python.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+
+
+def link_names(app: Sphinx, doctree: nodes.document) -> None:
+    """Links inline code that is a public name, as `dt.reshard`, to its entry, and gives links whose
+    text is the name of a page, as `[rules.md](rules.md)`, the title of the page."""
+    for literal in list(doctree.findall(nodes.literal)):
+        text = re.sub(r"\(.*\)$", "", literal.astext())
+        name = re.sub(r"^dt\.", "disttensor.", text)
+        names = [n for n in (name, f"disttensor.{name}") if n in ENTRIES or n in OTHERS]
+        parents = (nodes.reference, pending_xref, nodes.title, desc_signature)
+        if names and not isinstance(literal.parent, parents):
+            to = {"refdomain": "py", "reftype": "obj", "reftarget": names[0], "refexplicit": True}
+            xref = pending_xref("", literal.deepcopy(), refdoc=app.env.docname, **to)
+            literal.replace_self(xref)
+    for xref in doctree.findall(pending_xref):
+        if xref.get("refdomain") == "doc" and xref.astext().endswith(".md"):
+            xref["refexplicit"] = False
+            xref[0].clear()
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", link_pages_of_the_root)
+    app.connect("doctree-read", link_names)
+    app.connect("missing-reference", link_definition, priority=400)

@@ -79,40 +79,40 @@ LocalMaker = Callable[[Any], Callable[..., Any]]
 class Factors:
     """How shardings pass through one call.
 
-    inputs, outputs  letters of each tensor argument (in order of appearance) and of each result
-    sizes            size of each letter
-    reduced          letters that only inputs have -> the pending reduction of the result if they
-                     are split ("sum", "max", ...), or "inner": the local function reduces inside
-                     and its result is replicated
-    whole            letters that must not be split; so is every letter that is neither in all
-                     outputs nor reduced
-    even             letters that may be split only without remainder (of dims that split or merge)
-    terms            the call is a sum of products: for each term the arguments in which it is
-                     linear. The result may be P(sum) if every term is P(sum): by one P operand, by
-                     a split reduced letter, or by joining (the first rank adds it). (): linear in
-                     no argument, Partial inputs are reduced first.
-    moves            the call only moves elements: a Partial of any reduction passes through
-    shapes           global shapes of the outputs, if letters do not determine them
-    local            called once per plan: ``local(call)`` returns the function that runs on locals
-    independent      letters along which ``local`` treats each index separately, at any position of
-                     the global tensor (``Balanced``); without ``local``, all letters that may be
-                     split
-    view             the result shares memory with the first argument
-    rematerialize    cheap to compute twice: if the result is used as varying, it is recomputed from
-                     varying inputs instead of all-reducing its gradient
-    metadata_only    arguments of which only shape and dtype matter (zeros_like): never resharded
-    targets          arguments that an in-place function writes: they keep their layouts
-    written          arguments that a function writes in addition to its result (running
-                     statistics): an axis that splits them takes their letter, no other axis does
-    per_item         a function on lists consists of independent calls: for each call its Factors,
-                     with its own letters, and the numbers of its arguments. Arguments of no item
-                     are shared by all items, and replicated.
-    halo             letters whose split dims need elements of other ranks: letter -> the bytes that
-                     a rank receives if the letter is split in n. They stay split if a gather would
-                     cost as much or more.
-    beside           letters that an axis may split although it splits another letter too:
-                     letter -> such axes. Tensors with the letter are not resharded there; the local
-                     function combines the two.
+    Args:
+        inputs, outputs: letters of each tensor argument (in order of appearance) and of each result
+        sizes: size of each letter
+        reduced: letters that only inputs have -> the pending reduction of the result if they are
+            split ("sum", "max", ...), or "inner": the local function reduces inside and its result
+            is replicated
+        whole: letters that must not be split; so is every letter that is neither in all outputs nor
+            reduced
+        even: letters that may be split only without remainder (of dims that split or merge)
+        terms: the call is a sum of products: for each term the arguments in which it is linear. The
+            result may be P(sum) if every term is P(sum): by one P operand, by a split reduced
+            letter, or by joining (the first rank adds it). (): linear in no argument, Partial
+            inputs are reduced first.
+        moves: the call only moves elements: a Partial of any reduction passes through
+        shapes: global shapes of the outputs, if letters do not determine them
+        local: called once per plan: ``local(call)`` returns the function that runs on locals
+        independent: letters along which ``local`` treats each index separately, at any position of
+            the global tensor (``Balanced``); without ``local``, all letters that may be split
+        view: the result shares memory with the first argument
+        rematerialize: cheap to compute twice: if the result is used as varying, it is recomputed
+            from varying inputs instead of all-reducing its gradient
+        metadata_only: arguments of which only shape and dtype matter (zeros_like): never resharded
+        targets: arguments that an in-place function writes: they keep their layouts
+        written: arguments that a function writes in addition to its result (running statistics): an
+            axis that splits them takes their letter, no other axis does
+        per_item: a function on lists consists of independent calls: for each call its Factors, with
+            its own letters, and the numbers of its arguments. Arguments of no item are shared by
+            all items, and replicated.
+        halo: letters whose split dims need elements of other ranks: letter -> the bytes that a rank
+            receives if the letter is split in n. They stay split if a gather would cost as much or
+            more.
+        beside: letters that an axis may split although it splits another letter too: letter -> such
+            axes. Tensors with the letter are not resharded there; the local function combines the
+            two.
     """
 
     inputs: tuple[Dims, ...]

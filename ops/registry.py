@@ -22,14 +22,16 @@ class Rule:
     """``factors(*args, **kwargs)`` receives the arguments of the call with an ``Arg`` for each
     tensor, and returns its Factors.
 
-    inplace    the function writes its first argument, which keeps its placement
-    numbers    "type": values of numbers among the arguments do not change the rule (a scalar
-               operand); "value": they do (a dim)
-    sizes      "letters": the rule depends only on which sizes are 1, and has a letter for each dim
-               of another size. "value": the rule may depend on all sizes
-    floats     the values of floats change the rule (the order of a norm); else only their type
-    setting    a function of the layouts of the tensors. It returns a function that reads a setting
-               of the user around the call whose value changes the rule, or None if there is none
+    Args:
+        inplace: the function writes its first argument, which keeps its placement
+        numbers: "type": values of numbers among the arguments do not change the rule (a scalar
+            operand); "value": they do (a dim)
+        sizes: "letters": the rule depends only on which sizes are 1, and has a letter for each dim
+            of another size. "value": the rule may depend on all sizes
+        floats: the values of floats change the rule (the order of a norm); else only their type
+        setting: a function of the layouts of the tensors. It returns a function that reads a
+            setting of the user around the call whose value changes the rule, or None if there is
+            none
     """
 
     name: str

@@ -130,6 +130,18 @@ def test_an_unknown_name_is_an_attribute_error():
         from disttensor import shard_tensr  # noqa: F401
 
 
+def test_the_reference_has_an_entry_for_each_name():
+    """An entry of autodoc in docs/reference/AREA.rst, and the name in the table of its index."""
+    folder = Path(dt.__file__).parents[1] / "docs" / "reference"
+    pages = "".join(page.read_text() for page in folder.glob("*.rst"))
+    entries = set(re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)$", pages, re.MULTILINE))
+    listed = set(re.findall(r"`([\w.]+)`", (folder / "index.md").read_text()))
+    for module, names in {"disttensor": NAMES, **MODULES}.items():
+        for name in (f"{module}.{name}" for name in names):
+            assert name in entries or any(entry.startswith(f"{name}.") for entry in entries), name
+            assert name.replace("disttensor.", "dt.") in listed, name
+
+
 def text_of(module: str, name: str) -> str:
     """The docstring with the example; of a union of types that is the module's."""
     thing = getattr(importlib.import_module(module), name)

@@ -46,15 +46,21 @@ def local_map(
     """Returns a function that calls ``fn`` with regular local tensors, differentiably. The
     placements are given by name, as torch's ``local_map`` has another order.
 
-    in_placements: the placements of each tensor argument, which is resharded to them; None keeps
-    its own. out_placements: placements of each result (one sequence for a single result), None for
-    a result that is returned unchanged. The global shape follows from the pieces (sizes are
-    exchanged) or is given by ``out_shapes``. Ranks off the mesh make the call too, and receive the
-    metadata of results: in every call, or with ``out_shapes`` in the first of its kind (in a
-    pipeline, of each micro-batch).
-    device_mesh: the mesh of regular tensors among the arguments; None: the mesh of the DistTensors.
-    in_grad_placements: the placements of the local gradient of each tensor argument. They default
-    to S -> S, P -> R, and R -> Partial if some argument or result varies over the axis, else R.
+    Ranks off the mesh make the call too, and receive the metadata of results: in every call, or
+    with ``out_shapes`` in the first of its kind (in a pipeline, of each micro-batch).
+
+    Args:
+        in_placements: placements of each tensor argument, which is resharded to them; None keeps
+            its own.
+        out_placements: placements of each result (one sequence for a single result); None for a
+            result that is returned unchanged.
+        in_grad_placements: placements of the local gradient of each tensor argument. They default
+            to S -> S, P -> R, and R -> Partial if some argument or result varies over the axis,
+            else R.
+        device_mesh: the mesh of regular tensors among the arguments; None: the mesh of the
+            DistTensors.
+        out_shapes: the global shape of each result. Without it the shapes follow from the pieces,
+            whose sizes are exchanged.
 
     >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     >>> twice = dt.local_map(lambda piece: piece * 2, out_placements=[dt.Shard(0), dt.Replicate()])

@@ -30,10 +30,12 @@ Function = Callable[..., Any]
 class Explanation:
     """The result of ``explain``; ``str`` returns the printed text.
 
-    way      "rule", "body" (its Python body runs, each inner call dispatched), "gather" or "direct"
-    bytes    bytes that a rank sends before the call runs, or in attention; None if unknown (a body)
-    gives    specs of the results; () if unknown
-    plan     the CallPlan of such a call on this rank; None for ways other than "rule"
+    Attributes:
+        way: "rule", "body" (its Python body runs, each inner call dispatched), "gather" or "direct"
+        bytes: bytes that a rank sends before the call runs, or in attention; None if unknown (a
+            body)
+        gives: specs of the results; () if unknown
+        plan: the CallPlan of such a call on this rank; None for ways other than "rule"
 
     >>> found = dt.debugging.explain(torch.relu, dt.ones(4, 4, mesh=mesh))
     ... # doctest: +ELLIPSIS

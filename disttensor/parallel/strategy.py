@@ -42,24 +42,30 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Strategy:
     """Divides a training run among processes. A script does not depend on the degrees.
 
-    ``dp``        parts of the batch, each with a replica of everything
-    ``sharding``  parts of the batch, and of the optimizer's state, gradients and parameters
-                  (``zero_stage`` 1, 2 and 3, the default)
-    ``tp``        parts of each layer, as the plan given to ``apply`` says
-    ``cp``        parts of the sequence; ``attention`` selects the communication of attention
-    ``pp``        stages of some layers each
-
     If degrees are left out, the first of dp, sharding, tp, cp, pp (with a ``zero_stage``: sharding,
     dp, ...) that is left out gets the remaining factor of the world size, and the others are 1.
+    ``degrees`` (and with it ``mesh``, ``stages`` and ``apply``) raises ValueError for a world size
+    that is not a product of the degrees.
 
-    ``accumulate_steps``: micro-batches in one step of the optimizer. ``attention``: a policy as in
-    ``dt.attention.policy``, applied inside ``autocast``. ``amp``: "bf16" or "fp16", for
-    ``autocast`` and, with sharding, for unsharded parameters (``param_dtype``); gradients are
-    reduced in float32 (``reduce_dtype``). ``recompute``: modules, by names or globs as "blocks.*",
-    that keep no activations. ``schedule``: the name of a pipeline schedule, for ``pipeline.run``;
-    it determines how often a stage is visited. For the rest see ``shard_data_parallel``. Raises
-    TypeError and ValueError for invalid arguments; ``degrees`` (and with it ``mesh``, ``stages``
-    and ``apply``) raises for a world size that is not a product of the degrees.
+    Args:
+        dp: parts of the batch, each with a replica of everything.
+        sharding: parts of the batch, and of the optimizer's state, gradients and parameters.
+        tp: parts of each layer, as the plan given to ``apply`` says.
+        cp: parts of the sequence.
+        pp: stages of some layers each.
+        accumulate_steps: micro-batches in one step of the optimizer.
+        schedule: the name of a pipeline schedule, for ``pipeline.run``; it determines how often a
+            stage is visited.
+        attention: a policy as in ``dt.attention.policy``, applied inside ``autocast``.
+        amp: "bf16" or "fp16", for ``autocast`` and, with sharding, for unsharded parameters
+            (``param_dtype``); gradients are reduced in float32 (``reduce_dtype``).
+        recompute: modules, by names or globs as "blocks.*", that keep no activations.
+        zero_stage: 1, 2 or 3 (the default), as ``stage`` of ``shard_data_parallel``.
+        segments, reshard_after_forward, prefetch, offload, param_dtype, reduce_dtype: as in
+            ``shard_data_parallel``.
+        device_type: as in ``init_mesh``.
+
+    Raises TypeError and ValueError for invalid arguments.
 
     >>> strategy = dt.Strategy(tp=2, sharding=4, accumulate_steps=2)
     >>> print(strategy.degrees(32))

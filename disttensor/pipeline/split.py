@@ -103,7 +103,7 @@ def split(
         init: as for ``shard_module``.
 
     Returns:
-        A Split: the stage of each layer, and ``counts``.
+        The stage of each layer, and ``counts``.
 
     Raises:
         TypeError, ValueError: tensors cannot be placed; before any change.

@@ -34,20 +34,21 @@ _KERNELS = "a dict {(name of an operator, dtype): factor}"
 class Device:
     """The costs of a device and of its host. Times are in seconds.
 
-    name          for reports and errors
-    peak          floating-point operations per second, by dtype
-    bandwidth     bytes per second of its memory
-    memory        bytes of its memory; None: not known
-    launch        time of the host for a kernel
-    efficiency    the part of the peak that matrix products reach
-    asynchronous  whether the host runs ahead of the device, or waits for each kernel
-    sharing       ranks per physical device. While k of them compute, each runs at 1/k speed
-    visit         time of the host for a forward or backward of a micro-batch in a pipeline run
-    post          time of the host for a collective, and for sending or receiving a message
-    gradient      time of the host for a sharded parameter in each backward: gather and reduction
-    tiles         queries and keys of a tile of an attention; a causal one skips the tiles above
-                  the diagonal
-    kernels       real time / roofline of kernels that deviate, by name of the operator and dtype
+    Args:
+        name: for reports and errors
+        peak: floating-point operations per second, by dtype
+        bandwidth: bytes per second of its memory
+        memory: bytes of its memory; None: not known
+        launch: time of the host for a kernel
+        efficiency: the part of the peak that matrix products reach
+        asynchronous: whether the host runs ahead of the device, or waits for each kernel
+        sharing: ranks per physical device. While k of them compute, each runs at 1/k speed
+        visit: time of the host for a forward or backward of a micro-batch in a pipeline run
+        post: time of the host for a collective, and for sending or receiving a message
+        gradient: time of the host for a sharded parameter in each backward: gather and reduction
+        tiles: queries and keys of a tile of an attention; a causal one skips the tiles above the
+            diagonal
+        kernels: real time / roofline of kernels that deviate, by name of the operator and dtype
 
     >>> a_card = dt.simulate.devices.Device(
     ...     name="a card", peak={torch.float32: 1e12}, bandwidth=1e11, memory=8e9, launch=5e-6
@@ -143,12 +144,13 @@ class Network:
     """The costs of collectives and messages. Rank r is on node ``r // ranks_per_node``. The default
     is a DGX H100: NVLink within a node, one adapter of 400 Gb/s for each rank between nodes.
 
-    ranks_per_node  ranks of one node
-    within          the link of two ranks of one node
-    between         the link of two ranks of different nodes
-    processor       if a rank's own processor copies the bytes, as with gloo on CPUs: the bytes that
-                    it copies per second, and its seconds for each transfer. Ranks that share a
-                    device (``Device.sharing``) compute less meanwhile
+    Args:
+        ranks_per_node: ranks of one node
+        within: the link of two ranks of one node
+        between: the link of two ranks of different nodes
+        processor: if a rank's own processor copies the bytes, as with gloo on CPUs: the bytes that
+            it copies per second, and its seconds for each transfer. Ranks that share a device
+            (``Device.sharing``) compute less meanwhile
 
     >>> network = dt.simulate.devices.Network(ranks_per_node=4)
     >>> network.crosses([0, 1]), network.crosses([3, 4])

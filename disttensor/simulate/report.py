@@ -56,9 +56,9 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation, 0 to 1: three times the FLOPs of the forwards (a backward has
-        twice as many), divided by the peak FLOPs of the devices in this time. Chowdhery et al.,
-        "PaLM", 2022, appendix B."""
+        """The model FLOPs utilisation, 0 to 1. It is three times the FLOPs of the forwards (a
+        backward has twice as many), divided by the peak FLOPs of the devices in this time
+        (Chowdhery et al., "PaLM", 2022, appendix B)."""
         by: Counter[str] = Counter()
         for k in self.kinds:
             for dtype, n in k.flops_by("dtype").items():

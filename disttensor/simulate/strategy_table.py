@@ -22,10 +22,11 @@ _DEFAULT = Strategy().schedule
 class Candidate:
     """A strategy.
 
-    report    its simulation; of rank 0 only, or None, if that or the estimate was enough
-    reason    why the strategy lost; "" for the best
-    fits      whether it runs, within the memory
-    estimate  its estimated time and memory
+    Attributes:
+        report: its simulation; of rank 0 only, or None, if that or the estimate was enough
+        reason: why the strategy lost; "" for the best
+        fits: whether it runs, within the memory
+        estimate: its estimated time and memory
     """
 
     strategy: Strategy
@@ -42,7 +43,7 @@ class Candidate:
 
     @property
     def step_time(self) -> float:
-        """Seconds of a step: simulated, of rank 0 at least, or estimated."""
+        """The seconds of a step, simulated (of rank 0 at least) or estimated."""
         if self.report is not None:
             return self.report.step_time
         return self.estimate.seconds if self.estimate else float("inf")

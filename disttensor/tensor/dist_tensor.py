@@ -57,8 +57,8 @@ def _no_dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any =
 
 
 class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointable):
-    """A tensor on a mesh. Made by ``shard_tensor``, ``from_local``, ``from_fn`` and by functions of
-    DistTensors.
+    """A tensor on a mesh, made by ``shard_tensor``, ``from_local``, factories as ``zeros``, and by
+    torch's functions of DistTensors.
 
     ``process_mesh``, ``placements``, ``dims_mapping`` and ``partial_status`` describe its layout;
     everything else behaves as on the global tensor.

@@ -40,6 +40,7 @@ class Metadata(MeshTensor):
 
     @property
     def process_mesh(self) -> ProcessMesh:
+        """The mesh on which the pieces lie."""
         return self.spec.mesh
 
     @property
@@ -49,11 +50,12 @@ class Metadata(MeshTensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis."""
         return self.spec.placements
 
     @property
     def dims_mapping(self) -> list[int | list[int]]:
-        """For each dim: -1, the mesh axis that splits it, or a list of axes (major first)."""
+        """Lists for each dim -1, the mesh axis that splits it, or a list of axes (major first)."""
         return dims_mapping_of(self.spec.layout)
 
     @property
