@@ -45,7 +45,8 @@ with _versions.importing():
     from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.parallel.strategy import Strategy
     from disttensor import (  # noqa: F401
-        attention, debugging, experts, fsdp, optim, patches, pipeline, pretrained, random, simulate,
+        attention, debugging, experts, fsdp, integrations, optim, patches, pipeline, pretrained,
+        random, simulate,
     )  # fmt: skip
 
     patches.install()

@@ -51,7 +51,7 @@ __all__ = [
     "run_backward", "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
     "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
-    "users_of_storage", "without_fakes",
+    "users_of_storage", "without_fakes", "world_hidden",
 ]  # fmt: skip
 
 
@@ -364,11 +364,37 @@ jit_tracers: tuple[tuple[Any, str], ...] = tuple(
 
 # Process groups -----------------------------------------------------------------------------------
 
-# The default process group, or None. Equal to dist.group.WORLD, which is slower: two properties.
+_world: Any = need("to know the world", c10d, "_world")
+# The default process group, or None, also inside ``world_hidden``. dist.group.WORLD is slower: two
+# properties.
 default_group: Callable[[], Any] = partial(
-    attrgetter("_default_pg" if hasattr(c10d._world, "_default_pg") else "default_pg"), c10d._world
+    attrgetter("_default_pg" if hasattr(_world, "_default_pg") else "default_pg"), _world
 )
-default_store: Callable[[], Any] = need("for the world's store", c10d, "_get_default_store")
+
+
+def default_store() -> Any:
+    """Returns the store of the default process group."""
+    return _world.pg_map[default_group()][1]
+
+
+@contextmanager
+def world_hidden() -> Iterator[None]:
+    """A context in which torch.distributed has no default process group: ``is_initialized()`` is
+    False, in all threads. Existing groups work, and ``default_group`` returns what it did.
+
+    Raises RuntimeError at the end if a process group was started in the block."""
+    before, c10d._world = c10d._world, type(_world)()
+    try:
+        yield
+    finally:
+        started, c10d._world = dist.is_initialized(), before
+    if started:
+        raise RuntimeError(
+            "a default process group was started while torch.distributed had none for other "
+            "libraries: end it before the block ends, or let disttensor start the only one"
+        )
+
+
 # Public since torch 2.14. The private one of before is deprecated there.
 set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or need(
     "to give a group a timeout", c10d, "_set_pg_timeout"
@@ -405,14 +431,15 @@ _naming = threading.Lock()
 @contextmanager
 def group_name(name: str) -> Iterator[None]:
     """A context in which a new process group gets ``name``. It replaces torch's function meanwhile,
-    because ``new_group`` has no argument for a name."""
+    because ``new_group`` has no argument for a name. torch.distributed finds the world."""
     with _naming:
         usual = need("to name a group", c10d, "_process_group_name")
+        seen, c10d._world = c10d._world, _world
         c10d._process_group_name = lambda *_, **__: c10d.GroupName(name)
         try:
             yield
         finally:
-            c10d._process_group_name = usual
+            c10d._process_group_name, c10d._world = usual, seen
 
 
 # The group that an operator of ``torch.ops.c10d`` is for.
@@ -426,7 +453,8 @@ _unregister_all = need("to put process groups aside", c10d, "_unregister_all_pro
 def process_groups_aside() -> Iterator[None]:
     """A context without process groups. Groups that are made inside are dropped at its end, and the
     earlier groups are restored."""
-    world = c10d._world
+    seen, c10d._world = c10d._world, _world
+    world = _world
     tables: Any = (
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
         world.tags_to_pg, world.pg_to_tag,
@@ -450,6 +478,7 @@ def process_groups_aside() -> Iterator[None]:
             _register(name, group)
         _default_set(default)
         world.group_count, sys.excepthook = count, hook
+        c10d._world = seen
 
 
 def start_fake_world(rank: int, size: int) -> None:

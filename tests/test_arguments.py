@@ -433,6 +433,7 @@ BAD: dict[str, dict[str, str]] = {
         "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}"},
     "dt.shard_module(lin(),grid())": {
         "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
+    "dt.integrations.one_process()": {"device_type": "'tpu' 3"},
     "dt.optim.shard_scaler(torch.amp.GradScaler('cpu'))": {"scaler": "None 3 t"},
     "dt.shard_tensor(t,grid(),(S0,R))": {
         "data": "None 'abc' [[1],[1,2]]", "mesh": f"None {MESH}", "placements": PLACED,

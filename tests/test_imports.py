@@ -51,6 +51,7 @@ ROOMS = (
     "attention",
     "debugging",
     "pretrained",
+    "integrations",
 )
 
 # The families of rules, from the bottom up, above the engine at the root of ``ops``.

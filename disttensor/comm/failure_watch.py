@@ -41,7 +41,7 @@ from disttensor.comm.process_group import (
 )
 from disttensor.errors import CommError, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
-from disttensor.torch_private import default_store
+from disttensor.torch_private import default_group, default_store
 
 PERIOD = 1.0  # seconds
 _PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
@@ -87,7 +87,7 @@ class Watcher:
     def _run(self) -> None:
         due = 0.0
         try:
-            while not self.stopped.is_set() and id(dist.group.WORLD) == self.world:
+            while not self.stopped.is_set() and id(default_group()) == self.world:
                 if time.monotonic() >= due:
                     self.store.add(f"beat/{self.rank}", 1)
                     self._read_reports()

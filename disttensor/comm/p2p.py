@@ -282,7 +282,8 @@ def _post_batches(
 ) -> list[ReceiveWork]:
     """Posts the messages of a transfer in one batch per communicator: posted separately, two ranks
     could wait for each other."""
-    me, group = world()[0], directions.group if directions.needed(device) else lambda *_: None
+    me, default = world()[0], current_runtime().default
+    group = directions.group if directions.needed(device) else lambda *_: default
     if directions.needed(device):
         directions.meet([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]

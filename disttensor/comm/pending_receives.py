@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from typing import Any, NamedTuple, cast
-
-import torch.distributed as dist
+from typing import Any, NamedTuple
 
 from disttensor import callbacks
 from disttensor.comm import failure_watch, lone_failure, send_queue
@@ -110,7 +108,7 @@ def _answer(watcher: failure_watch.Watcher) -> None:
             if held:
                 text = f"{sent.nbytes} bytes were sent at {sent.line}"
                 watcher.store.set(f"sent/{peer}/{tag}", text)
-            wire, group = placeholder(), cast(Any, dist.group.WORLD)
+            wire, group = placeholder(), last_runtime().default
             with contextlib.suppress(RuntimeError):  # the peer is gone, which other checks report
                 work = group.send([wire], peer, tag_with_size(tag, nbytes))
                 send_queue.QUEUE.put(work, wire, sent._replace(nbytes=nbytes))

@@ -21,7 +21,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def world() -> tuple[int, int]:
     """Returns (rank, size) of this process; (0, 1) without a process group."""
-    default: Any = dist.group.WORLD  # read directly: each transfer calls this several times
+    default = default_group()  # read directly: each transfer calls this several times
     return (0, 1) if default is None else (default.rank(), default.size())
 
 
@@ -30,7 +30,7 @@ def is_fake() -> bool:
     messages arrive, and exchanged values are this rank's own."""
     now = current_runtime()
     if now.is_fake is None:
-        now.is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+        now.is_fake = now.default is not None and dist.get_backend(now.default) == "fake"
     return now.is_fake
 
 
@@ -38,8 +38,13 @@ def is_nccl() -> bool:
     """Returns True if messages of the world can use NCCL."""
     now = current_runtime()
     if now.is_nccl is None:
-        now.is_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+        now.is_nccl = now.default is not None and "nccl" in backends()
     return now.is_nccl
+
+
+def backends() -> str:
+    """Returns the backends of the default process group, as ``init_process_group`` takes them."""
+    return str(dist.get_backend_config(default_group()))
 
 
 def backend_name(group: Any, device: torch.device) -> str:
@@ -65,14 +70,12 @@ def join_world(
 ) -> None:
     """Starts the default process group unless it exists: from torchrun's environment, or as a world
     of one. Raises ValueError if it exists with another backend or timeout."""
-    if dist.is_initialized():
-        limit = timeout_of(default_group())
+    default = default_group()
+    if default is not None:
+        limit = timeout_of(default)
         has = limit and limit.total_seconds()
-        for name, wanted, there in (
-            ("backend", backend, str(dist.get_backend_config())),
-            ("timeout", timeout, has),
-        ):
-            same = wanted == there or wanted == dist.get_backend()
+        for name, wanted, there in (("backend", backend, backends()), ("timeout", timeout, has)):
+            same = wanted == there or wanted == dist.get_backend(default)
             if wanted is not None and there is not None and not same:
                 raise ValueError(
                     f"init_mesh: {name}={wanted!r}: the process group is there already, with "

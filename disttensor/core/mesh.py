@@ -22,9 +22,9 @@ from disttensor.checks import (
 )
 from disttensor.comm import failure_watch
 from disttensor.comm.groups import Group, new_group, process_group
-from disttensor.comm.process_group import join_world, world
+from disttensor.comm.process_group import backends, join_world, world
 from disttensor.runtime import current_runtime
-from disttensor.torch_private import root_of
+from disttensor.torch_private import default_group, root_of
 
 _CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ class ProcessMesh:
             )
         outside = sorted(r for r in ranks if not 0 <= r < size)
         if outside:
-            started = dist.is_initialized()
+            started = default_group() is not None
             hint = "" if started else ", or call init_mesh first, which starts the process group"
             raise ValueError(
                 f"ProcessMesh: mesh: ranks {outside} are outside the world, which has ranks 0 to "
@@ -241,7 +241,7 @@ class ProcessMesh:
         made now)."""
         if not hasattr(self, "_device_mesh"):
             me = self._ranks_over((), " and has no DeviceMesh of it")
-            if not dist.is_initialized():
+            if default_group() is None:
                 raise ValueError(
                     "to_device_mesh: there is no process group yet; call init_mesh first, which "
                     "starts it"
@@ -398,9 +398,8 @@ def as_mesh(who: str, value: Any) -> ProcessMesh:
 
 
 def _default_device_type() -> str:
-    if dist.is_initialized():
-        backends = dist.get_backend_config()
-        return "cuda" if "nccl" in str(backends) and torch.cuda.is_available() else "cpu"
+    if default_group() is not None and "nccl" in backends() and torch.cuda.is_available():
+        return "cuda"
     return "cpu"
 
 

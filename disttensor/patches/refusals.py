@@ -50,7 +50,7 @@ def _check_parameters(module: Any, name: str) -> None:
                 "program, and its gradients are reduced without a wrapper. Call the model as it "
                 "is, on a batch that is split: dt.shard_tensor(batch, mesh, [dt.Shard(0)]). "
                 "dt.shard_data_parallel(model, mesh, axis) shards its state and reduces during the "
-                "backward. Trainers that wrap models have to find one process: docs/models.md"
+                "backward. Trainers that wrap models have to find one process: docs/hugging_face.md"
             )
 
 

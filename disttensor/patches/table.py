@@ -27,7 +27,7 @@ from disttensor.patches import (
 from disttensor.patches.imports import once_imported
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
-from disttensor.torch_private import foreach_types, jit_tracers, transform_ends
+from disttensor.torch_private import default_group, foreach_types, jit_tracers, transform_ends
 from disttensor.trace import module_guard
 
 Undo = Callable[[], None]
@@ -139,7 +139,7 @@ def _contract_with_torch(what: str) -> Undo:
 
 
 def _tell_of_failures(what: str) -> Undo:
-    if torch.distributed.is_initialized():
+    if default_group() is not None:
         failure_watch.watch()
     return failure_watch.unwatch
 

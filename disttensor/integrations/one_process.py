@@ -1,0 +1,158 @@
+"""one_process: other libraries find one process, and one rank writes.
+
+Libraries that find several processes deal out batches, wrap models and sum results themselves. In a
+program on DistTensors every rank has the global values already.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttensor.checks import check_type
+from disttensor.comm.process_group import join_world, world
+from disttensor.core.mesh import check_device_type
+from disttensor.torch_private import world_hidden
+
+# The ranks and sizes that launchers say: torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
+# other variables of torchrun stay: disttensor reads them when it creates groups.
+LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
+    "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Process:
+    """The value of ``with one_process() as process``. ``is_first``: this rank writes."""
+
+    is_first: bool
+    _folders: ExitStack
+
+    def folder(self, path: str | Path) -> Path:
+        """Returns ``path`` on the first rank. On the other ranks it returns a new temporary folder,
+        which is removed at the end of the block, for a library that writes on every rank."""
+        check_type("Process.folder: path", path, (str, Path), "a path")
+        if self.is_first:
+            return Path(path)
+        return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="disttensor-")))
+
+
+@contextmanager
+def one_process(device_type: str | None = None) -> Iterator[Process]:
+    """Makes other libraries find one process, in a ``with`` block or a decorated function.
+
+    All ranks run the block. It starts the process group, unless ``init_mesh`` has done so. Inside,
+    ``torch.distributed.is_initialized()`` is False, and the environment has no variable of a
+    launcher that names a rank or a number of processes. What accelerate has found earlier is set
+    aside. On all ranks but the first, tqdm shows no bars, ``logging`` shows errors only, and wandb
+    is disabled. All of this ends with the block. DistTensors communicate as before.
+
+    Args:
+        device_type: "cpu" or "cuda", as for ``init_mesh``. With "cuda" a rank that has not used
+            CUDA yet sees its own device only, from now on: libraries take the first device.
+
+    Yields:
+        A Process: ``process.is_first`` is True on the rank that writes, and
+        ``process.folder(path)`` returns a temporary folder on the other ranks.
+
+    Raises:
+        RuntimeError: code in the block started a process group.
+
+    >>> with dt.integrations.one_process() as process:
+    ...     torch.distributed.is_initialized(), process.is_first, dt.ones(2, mesh=mesh).sum().item()
+    (False, True, 2.0)
+    """
+    check_device_type("one_process", device_type)
+    if device_type == "cuda":
+        _see_own_device()
+    join_world(device_type)
+    first = world()[0] == 0
+    with ExitStack() as around:
+        around.enter_context(world_hidden())
+        around.enter_context(_environment({} if first else {"WANDB_MODE": "disabled"}))
+        around.enter_context(_without_accelerate_state())
+        if not first:
+            around.enter_context(_quiet())
+        yield Process(first, around)
+
+
+def _see_own_device() -> None:
+    """Leaves the device of this rank in CUDA_VISIBLE_DEVICES, as number 0. CUDA reads it once."""
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not torch.cuda.is_initialized() and (number < len(seen) or not seen):
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[number] if seen else str(number)
+        os.environ["LOCAL_RANK"] = "0"
+
+
+@contextmanager
+def _environment(added: dict[str, str]) -> Iterator[None]:
+    names = (*LAUNCHERS, *added)
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+@contextmanager
+def _without_accelerate_state() -> Iterator[None]:
+    """accelerate determines the number of processes once, and all its objects share the result."""
+
+    def states() -> list[dict[str, Any]]:
+        state: Any = sys.modules.get("accelerate.state")
+        kinds = () if state is None else (state.PartialState, state.AcceleratorState)
+        return [kind._shared_state for kind in kinds]
+
+    before = [dict(state) for state in states()]
+    for state in states():
+        state.clear()
+    try:
+        yield
+    finally:
+        for i, state in enumerate(states()):
+            state.clear()
+            state.update(before[i] if before else {})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides progress bars, warnings and information of this rank."""
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    bar: Any = None
+    if importlib.util.find_spec("tqdm") is not None:
+        bar = importlib.import_module("tqdm").tqdm
+        before, made = vars(bar)["__init__"], bar.__init__
+
+        @wraps(made)
+        def hidden(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs | {"disable": True})
+
+        bar.__init__ = hidden
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        if bar is not None:
+            bar.__init__ = before
