@@ -23,7 +23,7 @@
 # make asan    the tests of the C code under AddressSanitizer, with gcc
 # make leaks   a million calls of the C code leave nothing behind
 # make lint    ruff and mypy
-# make docs    the documentation site, in out/docs
+# make docs    the documentation site, in out/docs; opens each page in a browser, where there is one, and follows all links
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 #                           make train ARGS="--save out/run": stopped and started again, it goes on from its newest checkpoint
 
@@ -116,7 +116,9 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 
 docs: .venv/.installed-docs
+	rm -rf out/docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs out/docs
+	$(BIN)/python docs/check_site.py out/docs
 
 clean:
 	rm -rf .venv build dist *.egg-info disttensor/dispatch/_native.*.so
