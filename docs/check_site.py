@@ -30,7 +30,8 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path != "/check":
-            return super().do_GET()
+            super().do_GET()
+            return
         page = CHECKER.read_bytes()
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -72,7 +73,8 @@ def main() -> None:
     site = Path(sys.argv[1])
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        return print("there is no Chromium: the pages of the site are not opened")
+        print("there is no Chromium: the pages of the site are not opened")
+        return
     found = open_pages(site, browser)
     files = {f"/{page.relative_to(site).as_posix()}" for page in site.rglob("*.html")}
     lost = sorted(files - {*found["pages"]})
