@@ -123,7 +123,21 @@ def link_names(app: Sphinx, doctree: nodes.document) -> None:
             xref[0].clear()
 
 
+def show_programs(app: Sphinx, name: str, source: list[str]) -> None:
+    """Shows the file in place of a paragraph that is only a link to a recipe."""
+    source[0] = re.sub(
+        r"^\[.*\]\(((?:\.\./)+examples/recipes/\w+\.(\w+))\)$",
+        lambda found: (
+            f"```{{literalinclude}} {found[1]}\n"
+            f":language: {'python' if found[2] == 'py' else 'bash'}\n```"
+        ),
+        source[0],
+        flags=re.MULTILINE,
+    )
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", link_pages_of_the_root)
+    app.connect("source-read", show_programs)
     app.connect("doctree-read", link_names)
     app.connect("missing-reference", link_definition, priority=400)
