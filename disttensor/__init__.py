@@ -44,6 +44,7 @@ with _versions.importing():
     from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
     from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.parallel.strategy import Strategy
+    from disttensor.pieces.visualize import visualize
     from disttensor import (  # noqa: F401
         attention, debugging, experts, fsdp, integrations, optim, patches, pipeline, pretrained,
         random, simulate,
@@ -59,7 +60,7 @@ __all__ = [
     "empty", "from_dtensor", "from_local", "full", "fully_shard", "init_mesh", "local_map",
     "manual_seed", "ones", "rand", "randint", "randn", "randperm", "replay", "replicate", "reshard",
     "shard_data_parallel", "shard_loader", "shard_module", "shard_tensor", "sync_gradients",
-    "to_dtensor", "values_everywhere", "zeros",
+    "to_dtensor", "values_everywhere", "visualize", "zeros",
 ]  # fmt: skip
 
 # Names of 0.1 and their places now; the old ones are removed in 0.3.

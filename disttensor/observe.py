@@ -11,7 +11,8 @@ autograd. Tracers of torch are no observers: they answer calls, see ``disttensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, Self
@@ -109,6 +110,19 @@ observers: list[Observer] = []  # the open ones, of all threads
 def _changed() -> None:
     for call in callbacks.on_observers:
         call()
+
+
+@contextmanager
+def observers_aside() -> Iterator[None]:
+    """Lets no open observer see the block: its ranks and messages are imagined."""
+    before = observers[:]
+    observers.clear()
+    _changed()
+    try:
+        yield
+    finally:
+        observers[:0] = before
+        _changed()
 
 
 def here() -> list[Observer]:

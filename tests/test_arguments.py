@@ -497,6 +497,12 @@ BAD: dict[str, dict[str, str]] = {
         "tiles": "None 3 (1,) (0,1) ('a',1)",
         "kernels": "None 3 {'a':1.0} {('a',torch.float32):-1}"},
     "dt.fsdp.unshard(M)": {"module": MODULE},
+    "dt.visualize(lin(),plan={},mesh=grid())": {
+        "x": "None 3 'x'", "plan": PLAN, "mesh": f"{MESH} None {{}} {{'dp':0}} {{0:2}}",
+        "strategy": "3 'x'", "world": "0 2 'x'", "layers": "3 ['a']"},
+    "dt.visualize((4,4),mesh=grid())": {"x": "True (-1,) (1.5,)", "plan": PLACED},
+    "dt.visualize(lin(),strategy=dt.Strategy())": {
+        "strategy": "3 'x'", "world": "0 'x' 1.5", "layers": "3 ['a']"},
     "devices.Link(1e9,1e-6)": {"bandwidth": "None 'x' 0 -1", "latency": "None 'x' -1"},
     "devices.Network()": {
         "ranks_per_node": f"None {COUNT}", "within": "None 3", "between": "None 3",
@@ -508,7 +514,9 @@ WORDS = {
     "shard_data_parallel: replicate_axis": "(replicate_)?axis", "Schedule: orders": "order|action",
     "run: micro_batches": "micro.batches", "split: modules": "layers|modules",
     "apply: layers": "modules?", "accumulate: model": "module",
-    "axis: name": "axis", "to_local: grad_axes": "axis|grad_axes",
+    "axis: name": "axis", "visualize: plan": "plan(:|=)|placements",
+    "visualize: layers": "layers|modules?",
+    "to_local: grad_axes": "axis|grad_axes",
     "to_local: grad_placements": "(grad_)?placements",
     "from_local: grad_placements": "(grad_)?placements",
     "full_tensor: grad_placements": "(grad_)?placements",

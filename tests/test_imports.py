@@ -47,6 +47,7 @@ ROOMS = (
     "fsdp",
     "parallel",
     "simulate",
+    "pieces",
     "patches",
     "attention",
     "debugging",

@@ -30,7 +30,7 @@ NAMES = [
     "empty", "from_dtensor", "from_local", "full", "fully_shard", "init_mesh", "local_map",
     "manual_seed", "ones", "rand", "randint", "randn", "randperm", "replay", "replicate", "reshard",
     "shard_data_parallel", "shard_loader", "shard_module", "shard_tensor", "sync_gradients",
-    "to_dtensor", "values_everywhere", "zeros",
+    "to_dtensor", "values_everywhere", "visualize", "zeros",
 ]  # fmt: skip
 MODULES = {
     "disttensor.attention": ["Balanced", "policy"],

@@ -24,13 +24,15 @@ _ALIGN = {"start": "left", "middle": "center", "end": "right"}
 # SVG ----------------------------------------------------------------------------------------------
 
 
-def document(title: str, left: float, height: float, lines: Iterable[str]) -> str:
+def document(
+    title: str, left: float, height: float, lines: Iterable[str], width: float = WIDTH
+) -> str:
     """Returns a picture of ``lines`` on a white ground, with a title that begins at ``left``."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" '
-        f'viewBox="0 0 {WIDTH} {height:g}" font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12">'
     )
-    ground = f'<rect width="{WIDTH}" height="{height:g}" fill="#fff"/>'
+    ground = f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>'
     return "\n".join([head, ground, text(left, 26, title, ' font-size="15"'), *lines, "</svg>", ""])
 
 

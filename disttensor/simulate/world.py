@@ -21,6 +21,7 @@ import torch
 
 from disttensor.cache import clear_decisions
 from disttensor.comm import compare_programs
+from disttensor.observe import observers_aside
 from disttensor.random import counter
 from disttensor.runtime import current_runtime, set_runtime_aside
 from disttensor.simulate import shapes
@@ -76,7 +77,8 @@ def imagined_rank(
     rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl", data: bool = False
 ) -> Iterator[None]:
     """Lets this process act as ``rank`` of ``size``, without the other ranks. Afterwards its
-    process group, meshes, environment, defaults, random numbers and registered rules are as before.
+    process group, meshes, environment, defaults, random numbers and registered rules are as before;
+    observers that were open see nothing of it.
 
     Args:
         rank: the imagined rank.
@@ -92,7 +94,9 @@ def imagined_rank(
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
     seed, debugging = counter.get_state(), compare_programs.enabled
     try:
-        with set_runtime_aside(), _own_registrations(), process_groups_aside():
+        with (
+            observers_aside(), set_runtime_aside(), _own_registrations(), process_groups_aside(),
+        ):  # fmt: skip
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
             compare_programs.enabled = False  # there are no other ranks to compare with
             start_fake_world(rank, size)

@@ -1,0 +1,1 @@
+"""Which rank holds what: pictures of tensors, and tables of modules."""
