@@ -34,19 +34,16 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 80
 add_module_names = False
 nitpicky = True
-nitpick_ignore_regex = [  # types without a page: numpy's, torch's aliases, and results of ours
+nitpick_ignore_regex = [  # types in signatures that have no entry: numpy's, torch's, internal ones
     (r"py:class", r"numpy\.ndarray|torch\.amp\..*|torch\.distributed\.distributed_c10d\..*"),
-    (
-        r"py:class",
-        r"disttensor\.(?:\w+\.)+(?:CallPlan|Degrees|Estimate|F|Kind|_Module|MeshSize|Piece|Work)",
-    ),
-    (r"py:class", r"disttensor\.fsdp\.segment_policy\.SegmentPolicy"),
+    (r"py:class", r"disttensor\.\w+\.\w+\.\w+"),
 ]
 
 myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+nb_merge_streams = True
 
 # Plain text, with the names that the site links to: the build needs no network.
 intersphinx_mapping = {
