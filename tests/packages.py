@@ -105,7 +105,7 @@ def bare_environment(folder: Path, wheel: Path, sites: Iterable[str]) -> Path:
     """
     run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     python = folder / "bin" / "python"
-    install = ("--python", str(python), "install", "--no-index", "--no-deps", "--quiet")
+    install = ("--python", str(python), "install", "--no-index", "--no-deps", "--no-compile", "-q")
     run(sys.executable, *PIP, *install, str(wheel))
     (site,) = folder.glob("lib/python3*/site-packages")
     (site / "others.pth").write_text("".join(f"{other}\n" for other in sites))

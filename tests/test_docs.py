@@ -91,12 +91,33 @@ def test_a_page_prints_on_four_ranks_what_it_shows(
             rest = rest[rest.index(shown) + len(shown) :]
 
 
+def losses(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d\.\d{6}", text)]
+
+
 @pytest.mark.limit(240)
-def test_readme_gives_the_same_loss_on_one_process_and_on_four(
+@pytest.mark.parametrize("page", ["README.md", "docs/features.md"])
+def test_a_page_gives_the_same_losses_on_one_process_and_on_four(
+    page: str, printed: dict[int, dict[str, str]]
+) -> None:
+    one, four = (losses(printed[n][page]) for n in (1, 4))
+    assert len(one) == (10 if page == "README.md" else 1)
+    assert one == pytest.approx(four, rel=1e-5)
+
+
+@pytest.mark.limit(240)
+def test_the_line_of_readme_that_says_change_one_line_can_be_changed(
     printed: dict[int, dict[str, str]],
 ) -> None:
-    one, four = (float(printed[n]["README.md"].split()[0]) for n in (1, 4))
-    assert one == pytest.approx(four, rel=1e-5)
+    line, change = re.search(r"(.*)  # change one line: (.*)", program("README.md")).groups()
+    text = program("README.md").replace(line, f"strategy = dt.Strategy({change})")
+    stages = run_on_ranks(4, pages.printed_by, f"{text}\nprint(strategy.degrees())")[0]
+    assert stages.endswith("pp=2 x dp=1 x sharding=1 x cp=1 x tp=2\n")
+    assert losses(stages) == pytest.approx(losses(printed[1]["README.md"]), rel=1e-5)
+
+
+def test_readme_fits_on_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -77,7 +77,8 @@ dt.ones(4, mesh=mesh).full_tensr()
 @pytest.mark.limit(600)
 def test_scripts_type_check(tmp_path: Path) -> None:
     """One run of mypy: what it costs is to read torch."""
-    sources = {"readme": program("README.md"), "script": SCRIPT, "wrong": WRONG}
+    pages = {"readme": program("README.md"), "features": program("docs/features.md")}
+    sources = {**pages, "script": SCRIPT, "wrong": WRONG}
     for name, text in sources.items():
         (tmp_path / f"{name}.py").write_text(text)
     files = [*tmp_path.glob("*.py"), *(ROOT / "examples").glob("*.py")]

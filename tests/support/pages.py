@@ -39,12 +39,15 @@ def program(page: str) -> str:
     return "\n".join(lines)
 
 
+def printed_by(text: str, name: str = "page") -> str:
+    """Runs a program, and returns what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(text, name, "exec"), {"__name__": "page"})
+    return out.getvalue()
+
+
 def run_pages(result: str, pages: list[str]) -> None:
-    printed = {}
-    for page in pages:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(program(page), page, "exec"), {"__name__": "page"})
-        printed[page] = out.getvalue()
+    printed = {page: printed_by(program(page), page) for page in pages}
     if os.environ.get("RANK", "0") == "0":
         Path(result).write_text(json.dumps(printed))
 

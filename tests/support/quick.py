@@ -5,7 +5,7 @@ The choice is made by rule, for each test function:
 - A function is left out if a case of it takes more than ``LONG`` seconds, or if it has the mark
   ``slow`` and no record.
 - Each file keeps its shortest function, whatever it takes.
-- A test with the mark ``feature`` is kept: the main test of a feature that the README names.
+- A test with the mark ``feature`` is kept: the main test of a row of docs/features.md.
 - Of a function with many cases, the first and the last are kept; the first alone if it is in
   ``seconds.txt``.
 
