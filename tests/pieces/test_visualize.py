@@ -89,7 +89,7 @@ def test_the_boxes_of_the_text_are_the_pieces() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.feature("Looking inside")
+@pytest.mark.feature("Pictures")
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3), (9, 1)])
 def test_each_rank_holds_what_the_picture_shows(shape: tuple[int, ...]) -> None:
     full, me = counted(*shape), dist.get_rank()
