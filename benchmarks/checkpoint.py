@@ -50,7 +50,7 @@ FSDP2.
 
 {table}
 
-- Machine: {machine}.
+- {machine}.
 - Command: `{command}`.
 - The two sides of a row live in the same processes and take turns, {repeats} each after a warm-up;
   the best counts. Both write to the disk and sync; loaded files are in the page cache. Ours

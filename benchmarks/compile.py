@@ -125,7 +125,7 @@ between its calls, on regular tensors, and the local code of `local_map` are com
 
 {markdown(COLUMNS, [row.cells() for row in found], texts=(0, 1))}
 
-- Machine: {machine()}.
+- {machine()}.
 - Command: `python benchmarks/compile.py --markdown docs/performance.md`.
 - *graphs*: made by Dynamo in the first call. *breaks*: places where it returned to Python.
 """

@@ -223,7 +223,7 @@ Whole training steps (zero_grad, forward, backward, fused AdamW) of one GPT, by
 
 {table}
 
-- Machine: {machine}.
+- {machine}.
 - Command: `{command}`.
 - Processes on this one machine over gloo, one thread each, {cores}.
 - Model: {model}

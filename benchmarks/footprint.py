@@ -93,7 +93,7 @@ Bytes of resident memory for each object, in C++ and Python, with its share of t
 
 {markdown(["", *SIDES], rows)}
 
-- Machine: {machine()}.
+- {machine()}.
 - Command: `python benchmarks/footprint.py --markdown docs/performance.md`.
 - *a tensor*: `x.detach()`, {COUNTS["tensors"]} of them. *a plan*: memory after
   {COUNTS["plans"]} calls on as many shapes, with the views that make the shapes; the oldest plans

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -101,10 +102,10 @@ def write_between(marks: tuple[str, str], page: Path, text: str) -> None:
 
 
 def machine() -> str:
-    """CPU, cores, system and versions, in one line."""
+    """The date, the CPU, cores, system and versions, in one line."""
     cpu = _cpu_model() or platform.processor() or platform.machine()
     return (
-        f"{cpu}, {os.cpu_count()} cores, {platform.system()}, "
+        f"{date.today()}, {cpu}, {os.cpu_count()} cores, {platform.system()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
 
@@ -135,7 +136,7 @@ as possible and without a network. It does not measure throughput.
 
 {table}
 
-- Machine: {machine}.
+- {machine}.
 - Command: `{command}` (`make bench` prints the
   same table).
 
