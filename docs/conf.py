@@ -58,7 +58,7 @@ html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_copyright = html_show_sphinx = False
 
 # Public name -> the page and the directive of its entry, and the name of its definition -> public.
-ENTRY = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+)$", re.MULTILINE)
+ENTRY = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+)(?:\(.*\))?$", re.MULTILINE)
 ENTRIES = {
     name: page.stem
     for page in (Path(__file__).parent / "reference").glob("*.rst")
