@@ -118,7 +118,9 @@ def start(
             raise _failed(kind, group, error) from error
         return finish()
 
-    return Work(end, work.is_completed, into)
+    # On an accelerator the moment of the end depends on the rank, and so would the order of the
+    # collectives of a program that asks for it: NCCL needs one order.
+    return Work(end, work.is_completed if sent.is_cpu else None, into)
 
 
 def _decoded(total: Tensor, decode: Any, into: Tensor | None, after: float = 1.0) -> Tensor:

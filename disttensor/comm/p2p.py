@@ -30,7 +30,7 @@ import torch.distributed as dist
 from disttensor.comm import directions, failure_watch, log, send_queue
 from disttensor.comm.message_format import WireMessage, tag_with_size
 from disttensor.comm.pending_receives import PendingReceive, PostedMessage
-from disttensor.comm.process_group import is_fake, world
+from disttensor.comm.process_group import backend_name, is_fake, world
 from disttensor.comm.send_queue import check_delivered, failed
 from disttensor.comm.send_queue import flush as flush
 from disttensor.comm.wire import as_bytes, dense
@@ -135,7 +135,9 @@ class ReceiveWork(Work[Tensor]):
 
     __slots__ = ("_posted",)
 
-    def __init__(self, work: Any, out: Tensor, description: PostedMessage) -> None:
+    def __init__(
+        self, work: Any, out: Tensor, description: PostedMessage, device: torch.device
+    ) -> None:
         def finish() -> Tensor:
             try:
                 work.wait()
@@ -143,7 +145,7 @@ class ReceiveWork(Work[Tensor]):
                 raise MismatchError(f"{description}: {error}") from None
             except RuntimeError as error:
                 raise failed(description, error) from error
-            return out
+            return out.to(device)
 
         super().__init__(finish, work.is_completed)
         self._posted = work, out, description
@@ -199,7 +201,7 @@ def transfer(
             o.transfer(label, [me] * bool(sends) + [source for source, _ in receives])
     try:
         if _has_tags(device):
-            works = [_receive(now, each, dtype, tag, label) for each in receives]
+            works = [_receive(now, each, dtype, device, tag, label) for each in receives]
             if sends:
                 _send(now, sends, tag, label)
             return works
@@ -212,11 +214,14 @@ def transfer(
         raise failed(what, error) from error
 
 
-# Over gloo: every message separately, in any dtype. Receives are posted first.
+# Over gloo: every message separately, in any dtype, through CPU memory: gloo ends the process if it
+# is given other memory. Receives are posted first.
 
 
 def _has_tags(device: torch.device) -> bool:
-    return device.type == "cpu" and not is_fake() and not directions.needed(device)
+    if is_fake() or directions.needed(device):
+        return False
+    return device.type == "cpu" or backend_name(current_runtime().default, device) == "gloo"
 
 
 def post_early_receives(
@@ -246,13 +251,14 @@ def _post_receive(now: Runtime, source: int, tag: int, nbytes: int) -> PendingRe
 
 
 def _receive(
-    now: Runtime, receive: Receive, dtype: torch.dtype, tag: int, label: object
-) -> ReceiveWork:
+    now: Runtime, receive: Receive, dtype: torch.dtype, device: torch.device, tag: int,
+    label: object,
+) -> ReceiveWork:  # fmt: skip
     source, shape = receive
     key = source, tag, math.prod(shape) * dtype.itemsize
     pending = now.early.pop(key, None) or _post_receive(now, *key)
     description = PostedMessage(now.default.rank(), "receives from", source, label)
-    return ReceiveWork(pending, pending.message.content(shape, dtype), description)
+    return ReceiveWork(pending, pending.message.content(shape, dtype), description, device)
 
 
 def _send(now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: object) -> None:
@@ -303,6 +309,6 @@ def _post_batches(
     for (to, x), work in zip(sends, works[len(receives) :], strict=True):
         send_queue.QUEUE.put(work, copies[id(x)], PostedMessage(me, "sends to", to, label))
     return [
-        ReceiveWork(work, out, PostedMessage(me, "receives from", r, label))
+        ReceiveWork(work, out, PostedMessage(me, "receives from", r, label), device)
         for (r, _), out, work in zip(receives, outs, works, strict=False)
     ]

@@ -132,6 +132,7 @@ def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_gra
         and pieces[i].dtype is dtype
         and not pieces[i].requires_grad
         and pieces[i].is_contiguous()
+        and not pieces[i]._is_zerotensor()
     )
 
 

@@ -25,9 +25,11 @@ AVERAGES = {"nccl", "gloo"} if torch.__version__ >= "2.13" else {"nccl"}
 
 
 def dense(x: Tensor) -> Tensor:
-    """Returns x detached and contiguous, with conjugation and negation applied."""
+    """Returns x detached, contiguous and in memory, with conjugation and negation applied."""
     if x.requires_grad:
         x = x.detach()
+    if x._is_zerotensor():  # zeros of some gradients (of torch.sgn), which have no memory
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
     return x if x.is_contiguous() else x.contiguous()
@@ -54,7 +56,8 @@ def matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
 
 def in_place(kind: str, x: Tensor, op: str = "") -> Tensor:
     """Returns x, detached. Raises if its memory cannot be sent (with ``op``: reduced) directly."""
-    if not x.is_contiguous() or x.is_conj() or x.is_neg() or (op and x.dtype not in NATIVE):
+    has_memory = x.is_contiguous() and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+    if not has_memory or (op and x.dtype not in NATIVE):
         raise CommError(
             f"{kind} in place or into a given tensor sends memory as it is: contiguous, and for a "
             f"reduction of a dtype that every backend reduces, not {x.dtype} of strides "

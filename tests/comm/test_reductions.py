@@ -33,6 +33,15 @@ def test_other_dtypes_need_no_factor_before():
         assert wire.factors("avg", 48, dtype) == (1, 1 / 48)
 
 
+def test_zeros_without_memory_get_some():
+    """The gradient of torch.sgn has none."""
+    zeros = torch._efficientzerotensor((2, 3))
+    found = wire.dense(zeros)
+    assert not found._is_zerotensor() and found.data_ptr() and not found.any()
+    with pytest.raises(wire.CommError, match="sends memory as it is"):
+        wire.in_place("all_reduce", zeros)
+
+
 def reduced(x, op, group):
     """The same reduction by all four ways; x is [n] and the part of this rank is [1]."""
     part, total = torch.empty(1, dtype=x.dtype), x.clone()
