@@ -70,6 +70,18 @@ def flex_attention(*args: Any, **kwargs: Any) -> None:
 
 
 @refusing
+def jiterator(self: Any, *tensors: Any, **_: Any) -> None:
+    """A function of torch.cuda.jiterator reads the memory of its arguments."""
+    for x in tensors:
+        if isinstance(x, DistTensor):
+            raise TypeError(
+                f"{self.kernel_name}, a function of torch.cuda.jiterator, of {x.spec!r}: it would "
+                "compute this rank's piece alone. Run it on the pieces: dt.local_map(function, "
+                "in_placements=[x.placements], out_placements=x.placements)(x)"
+            )
+
+
+@refusing
 def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
     """Torch puts hooks of ``register_backward_hook`` on the node of a module's result: for a
     DistTensor this is the node of this rank's piece."""

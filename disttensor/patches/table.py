@@ -194,6 +194,12 @@ TABLE = (
         ),
     ),
     Change(
+        "torch.cuda.jiterator",
+        "it computes this rank's piece, and returns a plain tensor. It raises instead",
+        "none: it goes to C++ unasked",
+        replaced_in("torch.cuda.jiterator", refusals.jiterator, "__call__", "_JittedFunction"),
+    ),
+    Change(
         "torch.nn.Module.register_full_backward_hook",
         "the node whose hooks it calls is a custom function, which would lose the gradient",
         "none: torch.utils.hooks.BackwardHook asks nobody",

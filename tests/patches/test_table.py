@@ -479,6 +479,14 @@ def attended_by_flex_attention() -> None:
         assert on_heads(q, q, q).full_tensor().allclose(torch.ones(2, 2, 16, 4))
 
 
+def compiled_for_cuda() -> None:
+    jiterator = importlib.import_module("torch.cuda.jiterator")
+    double = jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
+    x = leaf(line())
+    with pytest.raises(TypeError, match=r"twice, a function of torch\.cuda\.jiterator, of f64.*"):
+        double(x)
+
+
 WRAPPERS = (
     "torch.nn.parallel.DistributedDataParallel",
     "torch.distributed.fsdp.fully_shard",
@@ -488,6 +496,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
     "torch.nn.attention.flex_attention": attended_by_flex_attention,
+    "torch.cuda.jiterator": compiled_for_cuda,
     "torch.nn.Module.register_full_backward_hook": hooked,
     "torch.nn.Module.register_backward_hook": hooked_as_before,
     "torch.utils.checkpoint.checkpoint": recomputed,
