@@ -20,6 +20,7 @@
 # make native  compile the warm path (disttensor/dispatch/native.c); train, test and bench do so too. Without a compiler all works,
 #              in Python, and so it does with DISTTENSOR_PYTHON=1
 # make python  a part of the tests without what was compiled, another part for each commit
+# make gpu     tests and tables that need one CUDA device, by PYTHON and its own torch: nothing is installed, so it needs no network
 # make asan    the tests of the C code under AddressSanitizer, with gcc
 # make leaks   a million calls of the C code leave nothing behind
 # make lint    ruff and mypy
@@ -36,7 +37,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest dist native python asan leaks lint docs clean
+.PHONY: gpu train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest dist native python asan leaks lint docs clean
 
 train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -97,6 +98,14 @@ native: .venv/.native
 
 python: .venv/.installed
 	DISTTENSOR_PYTHON=1 $(TEST) $$($(BIN)/python -m tests.support.part 32) $(ARGS)
+
+gpu: export ORACLE_DEVICE = cuda
+gpu: export PYTORCH_NVML_BASED_CUDA_CHECK = 1
+gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m pytest -n 8 --dist worksteal -p no:benchmark tests/gpu $(ARGS)
+	PYTHONPATH=. $(PYTHON) benchmarks/overhead.py --device cuda
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py
 
 # Both libraries come before Python's own, or exceptions of C++ are not seen.
 ASAN = -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1

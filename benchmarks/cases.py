@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import sides
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ def block(side: Plain) -> Call:
     full = Block()
     x = side.place(torch.randn(BATCH, SEQ, BLOCK_WIDTH), None).requires_grad_()
     if side.name == PLAIN:
-        model = MegatronBlock(full, WORLD, dist.group.WORLD)
+        model = side.replicate(MegatronBlock(full, WORLD, dist.group.WORLD))
     else:
         model = side.shard(full, TP_PLAN)
     return _step(side, lambda: model(x).sum(), [x, *model.parameters()])
@@ -85,8 +86,8 @@ def block_by_hooks(side: Plain) -> Call:
         return block(side)
     styles = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
     styles |= {name: RowwiseParallel() for name in ("o", "down")}
-    model = parallelize_module(Block(), side.mesh, styles)
-    x = torch.randn(BATCH, SEQ, BLOCK_WIDTH).requires_grad_()
+    model = parallelize_module(Plain.replicate(side, Block()), side.mesh, styles)
+    x = torch.randn(BATCH, SEQ, BLOCK_WIDTH, device=sides.DEVICE).requires_grad_()
     return _step(side, lambda: model(x).sum(), [x, *model.parameters()])
 
 

@@ -1,6 +1,6 @@
 """The overhead of disttensor and torch DTensor over plain local code: one run, one table.
 
-python benchmarks/overhead.py [--quick] [--only TEXT] [--markdown FILE]
+python benchmarks/overhead.py [--quick] [--only TEXT] [--device cuda] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> int:
     """Print the table; 1 where a side failed or computed something else than plain did."""
     args = parse()
     effort = QUICK if args.quick else FULL
-    rows = [row for row in [*ROWS, *stages.ROWS] if args.only.lower() in row.name.lower()]
+    sides.DEVICE = args.device
+    rows = [*ROWS, *stages.ROWS] if args.device == "cpu" else ROWS
+    rows = [row for row in rows if args.only.lower() in row.name.lower()]
     warnings.filterwarnings("ignore", module="torch")
     if sides.dt is None:
         print("disttensor cannot be imported: its columns stay blank", file=sys.stderr)
@@ -49,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the rows whose name has it"
     )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")
     return parser.parse_args()
 

@@ -27,6 +27,7 @@ except ImportError:  # its columns stay blank
     dt = native = None
 
 WORLD = 8
+DEVICE = "cpu"  # overhead.py --device
 PLAIN, OURS, THEIRS = "plain", "disttensor", "DTensor"
 IN_C = "disttensor (C)"
 REPLAYED = "disttensor (replay)"
@@ -45,7 +46,7 @@ def first_piece(full: Tensor, mesh_shape: Sequence[int], layout: Layout) -> Tens
     for size, dim in zip(mesh_shape, layout, strict=True):
         if dim is not None:
             full = full.chunk(size, dim)[0]
-    return full.contiguous()
+    return full.contiguous().to(DEVICE)
 
 
 class Plain:
@@ -65,7 +66,7 @@ class Plain:
         return first_piece(full, self.mesh_shape, layout)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        return module
+        return module.to(DEVICE)
 
     def shard(self, module: nn.Module, plan: Mapping[str, int]) -> nn.Module:
         raise NotImplementedError("the hand-written module stands in for this")
@@ -93,17 +94,17 @@ class Ours(Plain):
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(mesh_shape)
         ranks = torch.arange(math.prod(mesh_shape)).reshape(mesh_shape).tolist()
-        self.mesh = dt.ProcessMesh(ranks, axis_names(mesh_shape))
+        self.mesh = dt.ProcessMesh(ranks, axis_names(mesh_shape), DEVICE)
 
     def place(self, full: Tensor, *layout: int | None) -> Tensor:
-        return dt.shard_tensor(full, self.mesh, self._placements(layout))
+        return dt.shard_tensor(full.to(DEVICE), self.mesh, self._placements(layout))
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        return dt.shard_module(module, self.mesh, {})
+        return dt.shard_module(module.to(DEVICE), self.mesh, {})
 
     def shard(self, module: nn.Module, plan: Mapping[str, int]) -> nn.Module:
         named = {name: self._placements([dim]) for name, dim in plan.items()}
-        return dt.shard_module(module, self.mesh, named)
+        return dt.shard_module(module.to(DEVICE), self.mesh, named)
 
     def gather(self, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
         whole = self._placements([None] * len(self.mesh_shape))
@@ -151,14 +152,14 @@ class Theirs(Plain):
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(mesh_shape)
         ranks = torch.arange(math.prod(mesh_shape)).reshape(mesh_shape)
-        self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=axis_names(mesh_shape))
+        self.mesh = DeviceMesh(DEVICE, ranks, mesh_dim_names=axis_names(mesh_shape))
 
     def place(self, full: Tensor, *layout: int | None) -> Tensor:
         piece = first_piece(full, self.mesh_shape, layout)
         return DTensor.from_local(piece, self.mesh, self._placements(layout), run_check=False)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        return distribute_module(module, self.mesh)
+        return distribute_module(module.to(DEVICE), self.mesh)
 
     def shard(self, module: nn.Module, plan: Mapping[str, int]) -> nn.Module:
         for name, param in list(module.named_parameters()):

@@ -31,6 +31,8 @@ def seed(number: int) -> None:
     """All that samples are drawn from. ``torch.manual_seed`` writes the caller's stack down for
     each device that is not there, which takes a hundred times as long."""
     torch.default_generator.manual_seed(number)
+    if oracle.DEVICE == "cuda":
+        torch.cuda.manual_seed(number)
     random.seed(number)
     numpy.random.seed(number)
 
@@ -49,6 +51,13 @@ def sample_inputs(op: Any, dtype: torch.dtype, most: int, among: int, grad: bool
     if len(found) > most:
         found = [found[i * (len(found) - 1) // max(most - 1, 1)] for i in range(most)]
     return found
+
+
+def generator_states() -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if oracle.DEVICE == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    return [state.numpy().tobytes() for state in states]
 
 
 @dataclass
@@ -79,9 +88,9 @@ class Call:
             bare = self.attempt(1)
             self.targets, self.form = [torch.zeros_like(o) for o in bare.fulls], form
         self.outcome = self.attempt(1)
-        after = torch.get_rng_state()
+        after = generator_states()
         seed(1)
-        drew = not torch.equal(after, torch.get_rng_state())
+        drew = generator_states() != after
         self.random = drew and any(self._other(self.attempt(n)) for n in range(2, 10))
         if form == "out=" and not self.random and self._other(bare):
             raise RuntimeError("torch itself gives something else with out=")
@@ -113,7 +122,8 @@ class Call:
         value = t.detach().clone()
         if jitter and value.dtype.is_floating_point and value.layout is torch.strided:
             step = jitter * torch.finfo(value.dtype).eps
-            wave = torch.arange(value.numel(), dtype=torch.float64).mul(7.3).sin()
+            wave = torch.arange(value.numel(), dtype=torch.float64, device=value.device)
+            wave = wave.mul(7.3).sin()
             value = (value * (1 + step * wave.view(value.shape))).to(value.dtype)
         return value.requires_grad_(self.asks(t))
 
@@ -131,6 +141,8 @@ class Call:
         if targets:
             result = list(targets)
         outs = oracle.tensors_in(result)
+        if oracle.DEVICE == "cuda":
+            torch.cuda.synchronize()  # a copy with non_blocking=True may still run
         fulls = [full_of(o) for o in outs]
         if self.differentiable:
             self._backward(result, dict(zip(map(id, outs), fulls, strict=True)))

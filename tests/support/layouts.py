@@ -29,10 +29,10 @@ LAYOUTS = [
 FEW = [(R, R), (S0, S1), (P, S0)]
 
 
-def grid() -> ProcessMesh:
+def grid(device_type: str | None = None) -> ProcessMesh:
     """2x2 on four ranks, 1x1 in a world of one."""
     n = 2 if dist.get_world_size() == 4 else 1
-    return ProcessMesh(torch.arange(n * n).reshape(n, n), ("dp", "tp"))
+    return ProcessMesh(torch.arange(n * n).reshape(n, n), ("dp", "tp"), device_type)
 
 
 def everywhere(body: Callable[..., None]) -> Callable[..., None]:
@@ -112,8 +112,9 @@ def summands(x: Tensor, op: str, n: int, generator: torch.Generator) -> list[Ten
     """n different tensors whose reduction by ``op`` is x: exact where x has small whole numbers."""
     if x.dtype == torch.bool and op in ("sum", "avg", "prod"):
         raise ValueError(f"the {op} of bools is no bool")
-    noise = [torch.randint(0, 3, x.shape, generator=generator) for _ in range(n)]
-    lucky = torch.randint(n, x.shape, generator=generator)  # the rank that has the value
+    draw = functools.partial(torch.randint, size=x.shape, generator=generator)
+    noise = [draw(3).to(x.device) for _ in range(n)]
+    lucky = draw(n).to(x.device)  # the rank that has the value
     if op in ("sum", "avg"):
         others = [t.to(x.dtype) for t in noise[:-1]]
         total = x * n if op == "avg" else x

@@ -37,19 +37,21 @@ Layouts = Sequence[Sequence[Placement] | None]  # one per tensor argument; None:
 MORE = int(os.environ.get("ORACLE_MORE", "1"))  # times as many layouts per case
 SEED = os.environ.get("ORACLE_SEED", "")  # others than usual
 MESH = os.environ.get("ORACLE_MESH", "")
+DEVICE = os.environ.get("ORACLE_DEVICE", "cpu")  # of meshes and inputs
 ROWS = 16  # of a message about replicas: one for each tensor, and a head
 WAYS = ("leaf", "product", "view", "moved")  # how an input that requires grad comes to the function
 
 
 def line() -> ProcessMesh:
     """All ranks of this world on one axis."""
-    return ProcessMesh(torch.arange(dist.get_world_size()), ("x",))
+    return ProcessMesh(torch.arange(dist.get_world_size()), ("x",), DEVICE)
 
 
 def mesh_of_world() -> ProcessMesh:
     if MESH:  # another one for this run, as "2,1,2"
-        return ProcessMesh(torch.arange(dist.get_world_size()).reshape(*map(int, MESH.split(","))))
-    return grid() if dist.get_world_size() == 4 else line()
+        order = torch.arange(dist.get_world_size()).reshape(*map(int, MESH.split(",")))
+        return ProcessMesh(order, device_type=DEVICE)
+    return grid(DEVICE) if dist.get_world_size() == 4 else line()
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -57,11 +59,11 @@ def mesh_of_world() -> ProcessMesh:
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """The same numbers on every rank."""
-    return torch.randn(shape, generator=generator(seed, shape), dtype=dtype)
+    return torch.randn(shape, generator=generator(seed, shape), dtype=dtype).to(DEVICE)
 
 
 def randint(low: int, high: int, shape: Sequence[int], seed: int = 0) -> Tensor:
-    return torch.randint(low, high, tuple(shape), generator=generator(seed, shape))
+    return torch.randint(low, high, tuple(shape), generator=generator(seed, shape)).to(DEVICE)
 
 
 def generator(*key: Any) -> torch.Generator:
@@ -125,8 +127,7 @@ def enter(leaf: Tensor, way: str) -> Tensor:
 
 def weights(outs: Sequence[Tensor]) -> list[Tensor]:
     return [
-        torch.rand(o.shape, generator=generator(i, tuple(o.shape)), dtype=torch.float64).to(o.dtype)
-        + 0.5
+        torch.rand(o.shape, generator=generator(i, tuple(o.shape)), dtype=torch.float64).to(o) + 0.5
         for i, o in enumerate(outs)
     ]
 
@@ -205,7 +206,7 @@ def check_op(
             )
             loss = sum(
                 ((e * v).sum() for e, v in zip(ends, w, strict=True)),
-                start=torch.zeros((), dtype=torch.float64),
+                start=torch.zeros((), dtype=torch.float64, device=DEVICE),
             )
             loss.backward()
         return result, [f.detach() for f in fulls], [leaf.grad for leaf in leaves]
